@@ -1,0 +1,72 @@
+"""Staging buffer to row: the one write that turns a prompt of any length into a row of constant size.
+
+Runs once per layer, when the last chunk of a prompt has passed it (SnapStream, section 3: compress exactly once, at the
+end of prefill). The slot order is the rule of ``layout.py``; the choice is ``snapkv.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from snapstream.cache import layout
+from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.snapkv import select_positions
+from snapstream.config import KVBudget, SnapKVConfig
+
+
+def kept_positions(queries: Tensor | None, keys: Tensor, budget: KVBudget, snapkv: SnapKVConfig) -> Tensor:
+    """Prompt positions ``[G, C]`` of a compressed row in slot order.
+
+    ``keys [G, N, E]`` with N > C; ``queries [w, H, E]`` are the last ``w`` prompt queries (None when nothing is
+    selected, K = 0).
+    """
+    num_heads, prompt_len, _ = keys.shape
+    device = keys.device
+    parts = [torch.arange(budget.num_sink, device=device).expand(num_heads, -1)]
+    if budget.num_topk:
+        assert queries is not None, "a budget with top-k slots needs the observation queries"
+        parts.append(
+            select_positions(
+                queries,
+                keys,
+                prompt_len - queries.shape[0],
+                layout.candidates(budget, prompt_len),
+                budget.num_topk,
+                snapkv,
+            )
+        )
+    ring = torch.tensor(layout.ring_positions(budget, prompt_len), device=device)
+    parts.append(ring.expand(num_heads, -1))
+    return torch.cat(parts, dim=1)  # [G, C]
+
+
+def write_rows(
+    cache: KVCache,
+    layer: int,
+    rows: Sequence[int],
+    keys: Tensor,
+    values: Tensor,
+    queries: Tensor | None,
+    budget: KVBudget,
+    snapkv: SnapKVConfig,
+) -> Tensor | None:
+    """Write one layer of a prompt into each of ``rows``; returns the kept positions ``[G, C]``, None if all were kept.
+
+    ``keys``, ``values`` ``[G, N, E]`` are the prompt's staging range.
+    """
+    prompt_len = keys.shape[1]
+    if not layout.is_compressed(budget, prompt_len):
+        for row in rows:
+            cache.k[layer, row, :, :prompt_len] = keys
+            cache.v[layer, row, :, :prompt_len] = values
+        return None
+    index = kept_positions(queries, keys, budget, snapkv)
+    expanded = index[..., None].expand(-1, -1, keys.shape[-1])
+    kept_keys, kept_values = keys.gather(1, expanded), values.gather(1, expanded)
+    for row in rows:
+        cache.k[layer, row, :, : budget.capacity] = kept_keys
+        cache.v[layer, row, :, : budget.capacity] = kept_values
+    return index

@@ -1,0 +1,68 @@
+"""Slot arithmetic of a row, in plain integers. No torch.
+
+A row has ``C = S + K + R`` slots in the order ``sink | top-k | recent ring``::
+
+    N <= C :  every prompt token p sits in slot p
+    N >  C :  [0, S) sinks   [S, S+K) selected, ascending   [S+K, C) the last R tokens, as a ring
+
+``p`` is the ordinal of a token fed to the row. The invariant: after ``num_tokens`` tokens exactly the slots
+``0 .. min(num_tokens, C) - 1`` are visible, so attention over a row needs one length and nothing else. Slots that a
+short prompt leaves without a selected token belong to the ring, so nothing is lost before ``num_tokens > C``
+(SnapStream, arXiv 2511.03092, section 3, leaves them idle). ``compress.py`` writes rows by this rule.
+"""
+
+from __future__ import annotations
+
+from snapstream.config import KVBudget, ModelConfig
+
+
+def valid_topk(budget: KVBudget, prompt_len: int) -> int:
+    """Slots of the top-k region that the prompt fills: ``clamp(N - S - R, 0, K)``."""
+    return min(max(prompt_len - budget.num_sink - budget.num_recent, 0), budget.num_topk)
+
+
+def ring_start(budget: KVBudget, prompt_len: int) -> int:
+    """First slot of the ring of a row that was prefilled with ``prompt_len`` tokens."""
+    return budget.num_sink + valid_topk(budget, prompt_len)
+
+
+def slot_of(ordinal: int, ring_start: int, capacity: int) -> int:
+    """Slot that token number ``ordinal`` is written to."""
+    if ordinal < ring_start:
+        return ordinal
+    return ring_start + (ordinal - ring_start) % (capacity - ring_start)
+
+
+def num_visible(num_tokens: int, capacity: int) -> int:
+    """Slots that attention reads after ``num_tokens`` tokens were fed."""
+    return min(num_tokens, capacity)
+
+
+def is_compressed(budget: KVBudget, prompt_len: int) -> bool:
+    """True when the prompt does not fit its row."""
+    return prompt_len > budget.capacity
+
+
+def candidates(budget: KVBudget, prompt_len: int) -> range:
+    """Prompt positions that compete for the top-k slots; empty when the prompt fits or nothing is selected."""
+    if not is_compressed(budget, prompt_len) or budget.num_topk == 0:
+        return range(0)
+    return range(budget.num_sink, prompt_len - budget.num_recent)
+
+
+def ring_positions(budget: KVBudget, prompt_len: int) -> list[int]:
+    """Prompt positions in the ring of a compressed row, in slot order (a rotation of the last R positions)."""
+    start = budget.num_sink + budget.num_topk
+    first = prompt_len - budget.num_recent
+    shift = (first - start) % budget.num_recent  # slot of the oldest token, counted from the ring's start
+    return [first + (i - shift) % budget.num_recent for i in range(budget.num_recent)]
+
+
+def token_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """K and V of one token over all layers, in bytes."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype_bytes
+
+
+def row_bytes(config: ModelConfig, capacity: int, dtype_bytes: int) -> int:
+    """K and V of a row of ``capacity`` slots over all layers, in bytes."""
+    return capacity * token_bytes(config, dtype_bytes)

@@ -1,0 +1,216 @@
+"""Every setting of the system as a frozen dataclass, validated once. No torch here.
+
+Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that what a row costs can be
+read off its config. ``cache/layout.py`` turns a ``KVBudget`` into slot arithmetic; ``models/registry.py`` turns a
+checkpoint's ``config.json`` into a ``ModelConfig``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Pooling = Literal["avg", "max"]
+SoftmaxOver = Literal["candidates", "row"]
+GroupReduce = Literal["sum", "max"]
+Executor = Literal["eager"]
+DType = Literal["float32", "bfloat16", "float16"]
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_SINK = 4  # StreamingLLM (arXiv 2309.17453): four sinks are enough, fewer are not
+DEFAULT_WINDOW = 32  # SnapKV (arXiv 2404.14469) uses 16 to 64
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVBudget:
+    """How many slots a row has, by region: ``sink | top-k | recent ring`` (SnapStream, arXiv 2511.03092, section 3).
+
+    The policies that users compare are budgets of the same code: full attention (capacity >= all tokens),
+    StreamingLLM (``num_topk=0``), SnapKV only (``num_recent`` large enough never to wrap).
+    """
+
+    num_sink: int = DEFAULT_SINK  # first tokens of the prompt, kept for ever
+    num_topk: int  # prompt tokens chosen once, at the end of prefill
+    num_recent: int  # ring of the newest tokens
+
+    def __post_init__(self) -> None:
+        _check(self.num_sink >= 0, f"num_sink is {self.num_sink}; it must be >= 0")
+        _check(self.num_topk >= 0, f"num_topk is {self.num_topk}; it must be >= 0")
+        _check(self.num_recent >= 1, f"num_recent is {self.num_recent}; the ring needs at least 1 slot")
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row: sink + top-k + recent."""
+        return self.num_sink + self.num_topk + self.num_recent
+
+    @classmethod
+    def full(cls, max_model_len: int) -> KVBudget:
+        """A ring that never wraps: full attention over at most ``max_model_len`` tokens."""
+        _check(max_model_len >= 1, f"max_model_len is {max_model_len}; it must be >= 1")
+        return cls(num_sink=0, num_topk=0, num_recent=max_model_len)
+
+    @classmethod
+    def of(cls, capacity: int, *, num_sink: int = DEFAULT_SINK, window_len: int = DEFAULT_WINDOW) -> KVBudget:
+        """Split ``capacity`` slots by the project's default: a quarter recent (never less than the window), rest top-k."""
+        least = num_sink + window_len
+        _check(
+            capacity >= least,
+            f"a budget of {capacity} slots is smaller than sinks + observation window "
+            f"({num_sink} + {window_len} = {least})",
+        )
+        num_recent = min(max(window_len, capacity // 4), capacity - num_sink)
+        return cls(num_sink=num_sink, num_topk=capacity - num_sink - num_recent, num_recent=num_recent)
+
+    @classmethod
+    def streaming(cls, capacity: int, *, num_sink: int = DEFAULT_SINK) -> KVBudget:
+        """StreamingLLM at ``capacity`` slots: sinks and a ring, nothing selected."""
+        _check(capacity > num_sink, f"a budget of {capacity} slots leaves no ring beside {num_sink} sinks")
+        return cls(num_sink=num_sink, num_topk=0, num_recent=capacity - num_sink)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKVConfig:
+    """How the end of a prompt votes for the tokens to keep (SnapKV, arXiv 2404.14469; SnapStream, section 3)."""
+
+    window_len: int = DEFAULT_WINDOW  # observation window: the last prompt queries that vote
+    pool_kernel: int = 7  # odd width of the pooling along the keys, stride 1, zero padding
+    pooling: Pooling = "avg"
+    softmax_over: SoftmaxOver = (
+        "candidates"  # normalise over the eviction candidates, or over the whole visible row
+    )
+    group_reduce: GroupReduce = "sum"  # how query heads that share a kv head merge, after the softmax
+
+    def __post_init__(self) -> None:
+        _check(self.window_len >= 1, f"window_len is {self.window_len}; it must be >= 1")
+        _check(
+            self.pool_kernel >= 1 and self.pool_kernel % 2 == 1,
+            f"pool_kernel is {self.pool_kernel}; it must be odd and >= 1",
+        )
+        _check(self.pooling in ("avg", "max"), f"pooling is {self.pooling!r}; it must be 'avg' or 'max'")
+        _check(
+            self.softmax_over in ("candidates", "row"),
+            f"softmax_over is {self.softmax_over!r}; it must be 'candidates' or 'row'",
+        )
+        _check(
+            self.group_reduce in ("sum", "max"),
+            f"group_reduce is {self.group_reduce!r}; it must be 'sum' or 'max'",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and how it is stretched. Field names follow ``transformers``' rope parameters."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0  # window before stretching; 0 where the kind does not use it
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    attention_factor: float | None = None  # yarn: scale of cos and sin; None means the formula of the paper
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float | None = None  # yarn (DeepSeek variant)
+    mscale_all_dim: float | None = None  # yarn (DeepSeek variant)
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder: all that the engine needs to know of a checkpoint without its weights."""
+
+    architecture: str  # as in config.json, e.g. "LlamaForCausalLM"
+    vocab_size: int  # V
+    hidden_size: int  # D
+    num_layers: int  # L
+    num_heads: int  # H, query heads
+    num_kv_heads: int  # G
+    head_dim: int  # E
+    intermediate_size: int  # I
+    max_position: int  # window in tokens, after rope stretching
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k before the rotation (Qwen3)
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+                     "intermediate_size", "max_position"):  # fmt: skip
+            _check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be >= 1")
+        _check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads ({self.num_kv_heads})",
+        )
+        _check(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary embedding needs an even size")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the scheduler and the runner agree on. All lengths in tokens."""
+
+    budget: KVBudget  # the largest row; a request may ask for a smaller one
+    max_model_len: int  # prompt + output of one request
+    snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
+    max_rows: int = 8  # resident requests
+    chunk_len: int = 512  # T: tokens of one prefill unit
+    short_len: int = 512  # prompts up to this length are packed together and may overtake longer ones
+    staging_tokens: int = 0  # pool for prompts in prefill; 0 means one longest prompt + short_reserve
+    short_reserve: int = 4096  # part of the pool that only short prompts may use
+    prefill_quantum: int = (
+        0  # units per step while rows decode; 0 means num_layers (one chunk through the model)
+    )
+    max_waiting: int = 0  # bound of the queue; 0 means none
+    dtype: DType = "float32"  # weights, staging and rows
+    device: str = "cpu"
+    executor: Executor = "eager"
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_rows", "chunk_len", "short_len"):
+            _check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be >= 1")
+        for name in ("staging_tokens", "short_reserve", "prefill_quantum", "max_waiting"):
+            _check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        _check(
+            self.dtype in DTYPE_BYTES, f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}"
+        )
+        _check(self.executor == "eager", f"executor is {self.executor!r}; this version has: 'eager'")
+        self.check_budget(self.budget)
+        _check(
+            self.pool_tokens - self.short_reserve >= min(self.max_model_len, self.pool_tokens),
+            f"staging_tokens ({self.staging_tokens}) must hold the short reserve ({self.short_reserve}) "
+            f"and one prompt of max_model_len ({self.max_model_len})",
+        )
+
+    def check_budget(self, budget: KVBudget) -> None:
+        """Refuse a budget in which selection could not keep the window that votes, or that no row can hold."""
+        if budget.num_topk:
+            least = budget.num_sink + self.snapkv.window_len
+            _check(
+                budget.capacity >= least,
+                f"a budget of {budget.capacity} slots is smaller than sinks + observation window "
+                f"({budget.num_sink} + {self.snapkv.window_len} = {least})",
+            )
+        _check(
+            budget.capacity <= self.budget.capacity,
+            f"a budget of {budget.capacity} slots is larger than a row of this engine ({self.budget.capacity})",
+        )
+
+    @property
+    def pool_tokens(self) -> int:
+        """Staging pool in tokens."""
+        return self.staging_tokens or self.max_model_len + self.short_reserve

@@ -1,0 +1,66 @@
+"""SnapKV scores in key chunks: two passes over the keys, never more than ``O(window x chunk)`` of memory.
+
+The first pass finds the softmax normaliser of every observation query, the second adds up the probabilities. Same
+meaning as ``reference.snapkv_scores``; runs on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK = 4096  # keys per pass; 32 queries x 32 heads x 4096 keys in fp32 are 16 MiB
+
+
+def snapkv_scores(
+    queries: Tensor,
+    keys: Tensor,
+    first_query: int,
+    start: int,
+    stop: int,
+    *,
+    over_row: bool,
+    group_max: bool,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """See ``reference.snapkv_scores``: ``queries [w, H, E]``, ``keys [G, N, E]`` -> ``[G, stop - start]`` fp32."""
+    num_queries, num_heads, head_dim = queries.shape
+    num_kv_heads, num_keys, _ = keys.shape
+    group = num_heads // num_kv_heads
+    scaled = queries.float() * head_dim**-0.5
+    folded = (
+        scaled.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    )  # [G, r*w, E]
+
+    def logits(low: int, high: int) -> Iterator[tuple[int, int, Tensor]]:
+        for a in range(low, high, chunk):
+            b = min(a + chunk, high)
+            block = torch.bmm(folded, keys[:, a:b].float().transpose(1, 2))  # [G, r*w, c]
+            if b - 1 > first_query:  # some query may not see some key
+                position = torch.arange(a, b, device=keys.device)
+                query_position = first_query + torch.arange(num_queries, device=keys.device)
+                hidden = (position > query_position[:, None]).repeat(group, 1)
+                block.masked_fill_(hidden, float("-inf"))
+            yield a, b, block
+
+    low, high = (0, num_keys) if over_row else (start, stop)
+    if not over_row and high - low <= chunk:  # one block: its softmax needs no second pass
+        _, _, block = next(logits(low, high))
+        return _votes(block.softmax(-1).nan_to_num_(0.0), group, group_max)
+    normaliser = torch.full(folded.shape[:2], float("-inf"), device=keys.device)  # [G, r*w]
+    for _, _, block in logits(low, high):
+        normaliser = torch.logaddexp(normaliser, block.logsumexp(-1))
+    scores = torch.empty(num_kv_heads, stop - start, device=keys.device)
+    for a, b, block in logits(start, stop):
+        # A query that sees no key has the normaliser -inf; -inf - -inf is NaN and means no vote.
+        weights = block.sub_(normaliser[..., None]).exp_().nan_to_num_(0.0)
+        scores[:, a - start : b - start] = _votes(weights, group, group_max)
+    return scores
+
+
+def _votes(weights: Tensor, group: int, group_max: bool) -> Tensor:
+    """Sum over the window, merge the group: ``[G, r*w, c]`` -> ``[G, c]``."""
+    votes = weights.unflatten(1, (group, -1)).sum(2)  # [G, r, c]
+    return votes.amax(1) if group_max else votes.sum(1)

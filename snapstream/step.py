@@ -1,0 +1,106 @@
+"""The plain data that crosses from the scheduler to the device and back.
+
+One ``StepPlan`` in, one ``StepResult`` out. A plan never depends on a token that the device has not yet reported: rows
+carry their own last token, so the next plan can be made, and under tensor parallelism broadcast, before the previous
+result is read. The engine (``engine/``) makes plans, a ``Runner`` (``runner/model_runner.py``) executes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from snapstream.config import KVBudget
+from snapstream.request import Compression, Logprob, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillEntry:
+    """One prompt of a prefill job."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    rows: tuple[int, ...]  # one row per sample: the prompt is prefilled once and written to each
+    seeds: tuple[int, ...]  # one per row
+    sampling: SamplingParams
+    budget: KVBudget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A prefill job: prompts packed one after the other, run layer by layer, each layer in chunks.
+
+    The packed tokens of all entries are cut into ``ceil(num_tokens / chunk_len)`` chunks. Unit ``u`` is chunk
+    ``u % num_chunks`` of layer ``u // num_chunks``; units run in order. With the last unit the job is over: every entry
+    has its rows written and its first tokens sampled.
+    """
+
+    job_id: int
+    staging_start: int  # first token of the job's range in the staging pool
+    entries: tuple[PrefillEntry, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(entry.token_ids) for entry in self.entries)
+
+    def num_chunks(self, chunk_len: int) -> int:
+        return -(-self.num_tokens // chunk_len)
+
+    def num_units(self, chunk_len: int, num_layers: int) -> int:
+        return self.num_chunks(chunk_len) * num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRange:
+    """Units ``first .. first + count - 1`` of a job."""
+
+    job_id: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step: drop jobs, open jobs, run prefill units, then decode one token for each row of ``decode_rows``."""
+
+    step_id: int
+    dropped_jobs: tuple[int, ...] = ()  # jobs given up before their last unit
+    opened_jobs: tuple[JobSpec, ...] = ()
+    units: tuple[UnitRange, ...] = ()
+    decode_rows: tuple[int, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.dropped_jobs or self.opened_jobs or self.units or self.decode_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillResult:
+    """First tokens of one prompt, one per row, and what compression did."""
+
+    tokens: tuple[Logprob, ...]
+    compression: Compression
+    prompt_logprobs: list[Logprob | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step produced. Where no log-probabilities were asked for, ``Logprob.logprob`` is NaN."""
+
+    step_id: int
+    prefilled: dict[str, PrefillResult] = field(
+        default_factory=dict
+    )  # by request id; jobs that ended in this step
+    decoded: tuple[Logprob, ...] = ()  # aligned with StepPlan.decode_rows
+
+
+class PendingStep(Protocol):
+    """A step that was submitted; ``result`` blocks until the device has reported it."""
+
+    def result(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """Executes plans in order. ``submit`` may return before the device is done."""
+
+    def submit(self, plan: StepPlan) -> PendingStep: ...

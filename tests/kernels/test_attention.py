@@ -1,0 +1,71 @@
+"""Every version of attention equals its reference, and the reference equals PyTorch's own attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from snapstream.kernels import reference
+from snapstream.kernels.cpu import attention as cpu
+
+HEADS = [(4, 4), (4, 2), (8, 1), (6, 2)]
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 50), (7, 7), (16, 80), (33, 34), (80, 80)])
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_prefill_attention(
+    num_heads: int, num_kv_heads: int, num_queries: int, num_keys: int, head_dim: int
+) -> None:
+    torch.manual_seed(num_keys)
+    q = torch.randn(num_queries, num_heads, head_dim)
+    pool_k, pool_v = torch.randn(2, num_kv_heads, num_keys + 9, head_dim)
+    k, v = pool_k[:, 5 : 5 + num_keys], pool_v[:, 5 : 5 + num_keys]  # a range of a larger pool, as in staging
+    want = reference.prefill_attention(q, k, v)
+    torch.testing.assert_close(cpu.prefill_attention(q, k, v), want, atol=2e-6, rtol=2e-5)
+    group = num_heads // num_kv_heads
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    known = F.scaled_dot_product_attention(
+        q.transpose(0, 1), k.repeat_interleave(group, 0), v.repeat_interleave(group, 0), attn_mask=mask
+    )
+    torch.testing.assert_close(want, known.transpose(0, 1), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+@pytest.mark.parametrize(
+    ("rows", "lengths"),
+    [([0], [1]), ([2, 0, 1], [5, 9, 1]), ([0, 1, 2, 3], [12, 12, 12, 12]), ([1, 2, 4, 4], [7, 7, 1, 1])],
+)
+def test_decode_attention(num_heads: int, num_kv_heads: int, rows: list[int], lengths: list[int]) -> None:
+    torch.manual_seed(len(rows))
+    q = torch.randn(len(rows), num_heads, 16)
+    k, v = torch.full((2, 5, num_kv_heads, 12, 16), float("nan"))  # unwritten slots must not leak
+    for row, length in zip(rows, lengths, strict=True):
+        k[row, :, :length] = torch.randn(num_kv_heads, length, 16)
+        v[row, :, :length] = torch.randn(num_kv_heads, length, 16)
+    args = (q, k, v, torch.tensor(rows), torch.tensor(lengths))
+    want = reference.decode_attention(*args)
+    assert want.isfinite().all()
+    torch.testing.assert_close(cpu.decode_attention(*args), want, atol=2e-6, rtol=2e-5)
+    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        alone = reference.prefill_attention(q[i : i + 1], k[row, :, :length], v[row, :, :length])
+        torch.testing.assert_close(want[i : i + 1], alone, atol=2e-6, rtol=2e-5)
+
+
+def test_decode_attention_in_half_precision_is_as_good_as_its_storage() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 16), torch.randn(3, 2, 40, 16), torch.randn(3, 2, 40, 16)
+    rows, lengths = torch.tensor([0, 2]), torch.tensor([40, 13])
+    want = reference.decode_attention(q, k, v, rows, lengths)
+    got = cpu.decode_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), rows, lengths)
+    error = (got.float() - want).norm() / want.norm()
+    assert got.dtype == torch.bfloat16 and error < 2e-2
+
+
+def test_write_slots_touches_one_slot_per_row() -> None:
+    k_cache, v_cache = torch.zeros(2, 4, 2, 6, 3)
+    k, v = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
+    reference.write_slots(k_cache, v_cache, k, v, torch.tensor([2, 0]), torch.tensor([5, 1]))
+    assert torch.equal(k_cache[2, :, 5], k[0]) and torch.equal(v_cache[0, :, 1], v[1])
+    assert k_cache.count_nonzero() == k.numel() and v_cache.count_nonzero() == v.numel()
