@@ -1,0 +1,129 @@
+"""Draws one token per row from logits: fixed shapes, no host synchronisation, no generator.
+
+Order, as in transformers (and vLLM but for min_p): logit bias; stop ids held back until min_tokens;
+repetition penalty (prompt and output tokens); frequency and presence penalties (output tokens); greedy rows
+take the argmax, lowest id among equals; the others temperature, top-k, top-p over what top-k left, min-p,
+draw.
+
+Filters are thresholds on the value: tokens equal to the last one kept are kept too, so top-k may keep more
+than k. The nucleus includes the token that crosses p.
+
+Invariant: the token of a row is a function of its logits, parameters, seed and number of output tokens alone.
+For that, probabilities become integer weights, 2^42 for the likeliest token: integer sums do not depend on
+device, batch shape or order of addition, so the cumulative distribution (in vocabulary order) is exact and
+monotone. Tokens 2^42 times less likely than the likeliest are never drawn. Next: ``sampling_state.py``,
+``random.py``, ``logit_order.py``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snapstream.layers.logit_order import falling_keys, threshold_key
+from snapstream.layers.logprobs import token_logprobs
+from snapstream.layers.random import uniform
+from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
+
+WEIGHT_ONE = 2**42  # weight of the likeliest token; times MAX_VOCAB = 2^20 it stays below 2^63
+
+
+class Sampled(NamedTuple):
+    """One token per row. ``top_*`` have n = min(needs.num_logprobs, V) columns, falling."""
+
+    token_ids: Tensor  # [B] int64
+    logprobs: Tensor | None = None  # [B] fp32, of token_ids, raw model distribution
+    top_ids: Tensor | None = None  # [B, n] int64
+    top_logprobs: Tensor | None = None  # [B, n] fp32
+
+
+def sample(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+    """Draw a token for each of ``rows`` [B] int64 from ``logits`` [B, V] fp32 and advance the rows' counters.
+
+    Rows are distinct but for the padding row, which may stand any number of times. ``logits`` stay untouched.
+    """
+    scores = adjusted(logits, state, rows, needs)  # [B, V]
+    token_ids = scores.argmax(-1)  # [B]
+    if needs.random:
+        drawn = draw(weights(scores, state, rows, needs), state, rows)
+        token_ids = torch.where(state.is_greedy[rows], token_ids, drawn)
+    _advance(state, rows, token_ids, needs)
+    if needs.num_logprobs is None:
+        return Sampled(token_ids)
+    return Sampled(token_ids, *token_logprobs(logits, token_ids, needs.num_logprobs))
+
+
+def adjusted(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Tensor:
+    """Logits [B, V] after bias, min_tokens and penalties; the argument itself when the batch needs none."""
+    if needs.bias:
+        assert state.logit_bias is not None, "no row with a logit bias was set"
+        ids, values = state.logit_bias
+        logits = logits.scatter_add(1, ids[rows], values[rows])
+    if needs.min_tokens:
+        logits = _hold_back_stops(logits, state, rows)
+    if needs.penalties:
+        logits = _penalised(logits, state, rows)
+    return logits
+
+
+def _hold_back_stops(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
+    ids = state.stop_ids[rows]  # [B, K]
+    is_early = (state.num_sampled[rows] < state.min_tokens[rows]).unsqueeze(1)  # [B, 1]
+    return logits.scatter(1, ids, logits.gather(1, ids).masked_fill(is_early, float("-inf")))
+
+
+def _penalised(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
+    assert state.occurrences is not None, "no row with penalties was set"
+    counts = state.occurrences.output_counts[rows]  # [B, V]
+    in_output = counts > 0
+    seen = state.occurrences.prompt_seen[rows] | in_output
+    factor = torch.where(seen, state.repetition[rows].unsqueeze(1), 1.0)  # [B, V]
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    penalty = state.frequency[rows].unsqueeze(1) * counts + state.presence[rows].unsqueeze(1) * in_output
+    return logits - penalty
+
+
+def weights(scores: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Tensor:
+    """Integer weights [B, V] proportional to the filtered probabilities, as if no row were greedy."""
+    # Clamped, so that a row of -inf gives zeros and not NaN.
+    peak = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)  # [B, 1]
+    scaled = scores.to(torch.float64).sub_(peak).div_(state.temperature[rows].unsqueeze(1))
+    mass = scaled.exp_().mul_(WEIGHT_ONE).to(torch.int64)  # [B, V], 0 .. WEIGHT_ONE
+    if needs.top_k or needs.top_p:
+        keys = falling_keys(scores)
+        if needs.top_k:
+            mass.mul_(keys <= threshold_key(keys, torch.ones_like(mass), state.top_k[rows].unsqueeze(1)))
+        if needs.top_p:
+            mass.mul_(keys <= _nucleus_key(keys, mass, state.top_p[rows].unsqueeze(1)))
+    if needs.min_p:
+        least = (state.min_p[rows] * WEIGHT_ONE).to(torch.int64).unsqueeze(1)  # [B, 1]
+        mass.mul_(mass >= least)
+    return mass
+
+
+def _nucleus_key(keys: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
+    """Key [B, 1] at which the likeliest tokens hold ``top_p`` [B, 1] of the mass; no limit where it is 1."""
+    total = mass.sum(-1, keepdim=True)  # [B, 1]
+    limit = (total * top_p).ceil_().to(torch.int64).clamp_(min=1)
+    # top_p = 1 is no filter, however total was rounded: a row must not notice neighbours that filter.
+    return threshold_key(keys, mass, limit).masked_fill_(top_p >= 1.0, torch.iinfo(torch.int64).max)
+
+
+def draw(mass: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
+    """Token ids [B] by inverting the cumulative weights, in vocabulary order, at the row's next uniform."""
+    reached = mass.cumsum(-1)  # [B, V]
+    total = reached[:, -1]
+    target = (uniform(state.stream[rows], state.num_sampled[rows]) * total).to(torch.int64)  # 0 .. total
+    target = torch.minimum(target, total - 1).unsqueeze(1)  # float64 may round up to the total
+    return torch.searchsorted(reached, target, right=True).squeeze(1).clamp_(max=mass.shape[1] - 1)
+
+
+def _advance(state: SamplingState, rows: Tensor, token_ids: Tensor, needs: SamplingNeeds) -> None:
+    state.num_sampled.index_add_(0, rows, torch.ones_like(rows))
+    if needs.penalties:
+        assert state.occurrences is not None
+        counts = state.occurrences.output_counts
+        places = rows * state.vocab_size + token_ids  # [B] in the flat counts
+        counts.view(-1).scatter_add_(0, places, torch.ones_like(rows, dtype=counts.dtype))

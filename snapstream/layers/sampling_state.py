@@ -1,0 +1,183 @@
+"""Sampling parameters and progress of every row, in tensors that keep their address.
+
+Invariant: one entry per row plus the padding row (the last, always greedy and neutral); ``set_row`` writes
+all of a row's entries and resets its counters, so nothing of an earlier request remains. The large tensors -
+occurrence counts for penalties, logit bias - are made on the first request that needs them and are then kept,
+so a step captured with them stays valid. ``SamplingNeeds`` is what the host knows of a batch: it chooses the
+variant of the static step. Next: ``sampler.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snapstream.layers.random import stream_of
+from snapstream.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+MAX_MODEL_STOP_IDS = 16  # end tokens that a checkpoint names itself
+NUM_STOP_IDS = MAX_STOP_TOKEN_IDS + MAX_MODEL_STOP_IDS
+MAX_VOCAB = 2**20  # V x the weight of the likeliest token must fit an int64, see sampler.WEIGHT_ONE
+LOGPROB_SIZES = (0, 5, 20)  # top-n is rounded up to one of these, so that variants of the step stay few
+
+
+def _uses_penalties(sampling: SamplingParams) -> bool:
+    is_additive = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    return is_additive or sampling.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingNeeds:
+    """Which parts of sampling a batch needs. More than needed is never wrong: neutral rows stay the same."""
+
+    bias: bool = False
+    min_tokens: bool = False
+    penalties: bool = False
+    random: bool = False  # some row is not greedy
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    num_logprobs: int | None = None  # None: not even those of the drawn tokens
+
+    @classmethod
+    def of(cls, rows: Iterable[SamplingParams]) -> SamplingNeeds:
+        """Needs of a batch with these parameters. Depends on parameters only, not on how far the rows are."""
+        batch = tuple(rows)
+        drawn = [sampling for sampling in batch if not sampling.is_greedy]
+        tops = [sampling.logprobs for sampling in batch if sampling.logprobs is not None]
+        return cls(
+            bias=any(sampling.logit_bias for sampling in batch),
+            min_tokens=any(sampling.min_tokens for sampling in batch),
+            penalties=any(_uses_penalties(sampling) for sampling in batch),
+            random=bool(drawn),
+            top_k=any(sampling.top_k for sampling in drawn),
+            top_p=any(sampling.top_p < 1.0 for sampling in drawn),
+            min_p=any(sampling.min_p > 0.0 for sampling in drawn),
+            num_logprobs=next(size for size in LOGPROB_SIZES if size >= max(tops)) if tops else None,
+        )
+
+
+class Occurrences(NamedTuple):
+    """What penalties look at; V x 5 bytes per row."""
+
+    prompt_seen: Tensor  # [rows + 1, V] bool
+    output_counts: Tensor  # [rows + 1, V] int32
+
+
+class LogitBias(NamedTuple):
+    """Sparse bias, padded with (token 0, bias 0)."""
+
+    ids: Tensor  # [rows + 1, MAX_LOGIT_BIAS] int64
+    values: Tensor  # [rows + 1, MAX_LOGIT_BIAS] fp32
+
+
+class SamplingState:
+    """Per-row sampling tensors for ``num_rows`` rows and the padding row ``num_rows``."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str) -> None:
+        if not 1 <= vocab_size <= MAX_VOCAB:
+            raise ValueError(f"vocab_size is {vocab_size}; sampling is exact for 1 to {MAX_VOCAB}")
+        self.num_rows = num_rows
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        # All below [rows + 1]. Float64 where a threshold must be the number that the caller wrote.
+        self.is_greedy = self._filled(True, torch.bool)
+        self.temperature = self._filled(1.0, torch.float64)
+        self.top_p = self._filled(1.0, torch.float64)
+        self.top_k = self._filled(vocab_size, torch.int64)
+        self.min_p = self._filled(0.0, torch.float64)
+        self.presence = self._filled(0.0, torch.float32)
+        self.frequency = self._filled(0.0, torch.float32)
+        self.repetition = self._filled(1.0, torch.float32)
+        self.min_tokens = self._filled(0, torch.int64)
+        self.stream = self._filled(0, torch.int64)  # the seed, mixed
+        self.num_sampled = self._filled(0, torch.int64)  # output tokens so far; counter of the random stream
+        self.stop_ids = torch.zeros(num_rows + 1, NUM_STOP_IDS, dtype=torch.int64, device=self.device)
+        self.occurrences: Occurrences | None = None
+        self.logit_bias: LogitBias | None = None
+
+    def _filled(self, value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((self.num_rows + 1,), value, dtype=dtype, device=self.device)
+
+    def set_row(
+        self,
+        row: int,
+        sampling: SamplingParams,
+        seed: int,
+        prompt_ids: Sequence[int],
+        stop_ids: Sequence[int],
+    ) -> None:
+        """Give ``row`` to a request; ``stop_ids`` (end tokens, stop ids) are held back until ``min_tokens``."""
+        self._check(row, sampling, prompt_ids, stop_ids)
+        self.is_greedy[row] = sampling.is_greedy
+        # Kept a normal float, so that (logit - peak) / temperature is never 0 / 0.
+        self.temperature[row] = 1.0 if sampling.is_greedy else max(sampling.temperature, sys.float_info.min)
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = min(sampling.top_k or self.vocab_size, self.vocab_size)
+        self.min_p[row] = sampling.min_p
+        self.presence[row] = sampling.presence_penalty
+        self.frequency[row] = sampling.frequency_penalty
+        self.repetition[row] = sampling.repetition_penalty
+        self.stream[row] = stream_of(seed)
+        self.num_sampled[row] = 0
+        self._set_stop_ids(row, sampling.min_tokens, stop_ids)
+        self._set_occurrences(row, _uses_penalties(sampling), prompt_ids)
+        self._set_bias(row, sampling)
+
+    def _check(
+        self, row: int, sampling: SamplingParams, prompt_ids: Sequence[int], stop_ids: Sequence[int]
+    ) -> None:
+        """Refuse before anything is written."""
+        if not 0 <= row < self.num_rows:
+            raise ValueError(f"row is {row}; it must be from 0 to {self.num_rows - 1}")
+        if len(set(stop_ids)) > NUM_STOP_IDS:
+            raise ValueError(f"{len(set(stop_ids))} stop ids given; the limit is {NUM_STOP_IDS}")
+        groups = {"logit_bias token id": sampling.logit_bias or (), "stop id": stop_ids}
+        if _uses_penalties(sampling):
+            groups["prompt token id"] = prompt_ids
+        for name, ids in groups.items():
+            wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+            if wrong is not None:
+                raise ValueError(f"{name} is {wrong}; it must be from 0 to {self.vocab_size - 1}")
+
+    def _set_stop_ids(self, row: int, min_tokens: int, stop_ids: Sequence[int]) -> None:
+        ids = sorted(set(stop_ids))
+        self.min_tokens[row] = min_tokens if ids else 0
+        # Padded with an id that is there anyway: duplicates then write the same value.
+        padded = ids + (ids[:1] or [0]) * (NUM_STOP_IDS - len(ids))
+        self.stop_ids[row] = torch.tensor(padded, dtype=torch.int64, device=self.device)
+
+    def _set_occurrences(self, row: int, uses_penalties: bool, prompt_ids: Sequence[int]) -> None:
+        if not uses_penalties:
+            return  # what an earlier request left is multiplied by neutral penalties
+        if self.occurrences is None:
+            shape = (self.num_rows + 1, self.vocab_size)
+            self.occurrences = Occurrences(
+                prompt_seen=torch.zeros(shape, dtype=torch.bool, device=self.device),
+                output_counts=torch.zeros(shape, dtype=torch.int32, device=self.device),
+            )
+        seen, counts = self.occurrences
+        counts[row].zero_()
+        ids = torch.tensor(list(prompt_ids), dtype=torch.int64, device=self.device)
+        seen[row].zero_().index_fill_(0, ids, True)
+
+    def _set_bias(self, row: int, sampling: SamplingParams) -> None:
+        bias = sampling.logit_bias or {}
+        if self.logit_bias is None:
+            if not bias:
+                return
+            shape = (self.num_rows + 1, MAX_LOGIT_BIAS)
+            self.logit_bias = LogitBias(
+                ids=torch.zeros(shape, dtype=torch.int64, device=self.device),
+                values=torch.zeros(shape, dtype=torch.float32, device=self.device),
+            )
+        ids, values = self.logit_bias
+        ids[row].zero_()
+        values[row].zero_()
+        ids[row, : len(bias)] = torch.tensor(list(bias.keys()), dtype=torch.int64, device=self.device)
+        values[row, : len(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device)

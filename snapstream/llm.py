@@ -1,0 +1,281 @@
+"""The composition root: resolves a checkpoint folder and settings into a running engine, and drives it.
+
+``LLM.generate`` is the whole system in one call; ``LLM.stream`` yields an answer as it grows. What runs next is decided
+in ``engine/``, what is computed in ``models/`` and ``runner/``; here everything is only put together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from snapstream.cache import layout
+from snapstream.config import DTYPE_BYTES, DType, EngineConfig, Executor, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.engine.core import Engine
+from snapstream.engine.validate import check_request
+from snapstream.models.registry import read_model_config
+from snapstream.models.shapes import num_parameters
+from snapstream.request import Request, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Budget = KVBudget | int | Literal["full"]
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+DEFAULT_BUDGET = 8192  # slots; what the paper keeps of a 128k prompt
+
+
+def resolve_budget(budget: Budget, max_model_len: int, window_len: int) -> KVBudget:
+    """``"full"``, a number of slots, or a budget. Slots for a whole sequence or more mean full attention."""
+    if isinstance(budget, KVBudget):
+        return budget
+    if budget == "full":
+        return KVBudget.full(max_model_len)
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise ValueError(f"budget is {budget!r}; it must be a KVBudget, a number of slots or 'full'")
+    if budget >= max_model_len:
+        return KVBudget.full(max_model_len)
+    return KVBudget.of(budget, window_len=window_len)
+
+
+class LLM:
+    """A model behind fixed-size rows.
+
+    ``model``: a Hugging Face checkpoint folder. ``budget``: slots per row, ``"full"``, or a ``KVBudget``.
+    ``max_rows``: requests decoded together. ``max_model_len``: prompt + output, by default the model's window.
+    ``dtype`` holds for weights and rows. Raises ValueError for anything that cannot be supported, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        budget: Budget = DEFAULT_BUDGET,
+        snapkv: SnapKVConfig | None = None,
+        dtype: DType = "float32",
+        device: str = "cpu",
+        executor: Executor = "eager",
+        max_rows: int = 8,
+        max_model_len: int | None = None,
+        chunk_len: int = 512,
+        prefill_quantum: int = 0,
+        progress: bool = True,
+    ) -> None:
+        self.model_config = read_model_config(model)
+        window = self.model_config.max_position
+        if max_model_len is not None and max_model_len > window:
+            raise ValueError(f"max_model_len is {max_model_len}; the model's window is {window} tokens")
+        snapkv = snapkv or SnapKVConfig()
+        max_model_len = max_model_len or window
+        self.config = EngineConfig(
+            budget=resolve_budget(budget, max_model_len, snapkv.window_len),
+            snapkv=snapkv,
+            max_model_len=max_model_len,
+            max_rows=max_rows,
+            chunk_len=chunk_len,
+            short_len=chunk_len,
+            prefill_quantum=prefill_quantum,
+            dtype=dtype,
+            device=device,
+            executor=executor,
+        )
+        _check_memory(self.model_config, self.config)
+        self._progress = progress
+        self.tokenizer = _load_tokenizer(Path(model))
+        self.engine = Engine(
+            _build_runner(Path(model), self.model_config, self.config, progress),
+            self.config,
+            vocab_size=self.model_config.vocab_size,
+            num_layers=self.model_config.num_layers,
+            eos_token_ids=self.model_config.eos_token_ids,
+            tokenizer=self.tokenizer,
+        )
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        budget: Budget | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt (text, or token ids); one ``SamplingParams`` for all or one each.
+
+        ``budget`` gives these requests smaller rows than the engine's. Every prompt is checked before any is run: a
+        ValueError names the prompt and the limit, and nothing was started.
+        """
+        batch = _as_batch(prompts)
+        requests = [
+            self._request(p, s, budget) for p, s in zip(batch, _as_params(params, len(batch)), strict=True)
+        ]
+        return self._run(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        budget: Budget | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        ids = [self.chat_token_ids(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(ids, params, budget=budget)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        budget: Budget | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield the same ``RequestOutput`` each time it has grown. Closing the iterator aborts the request."""
+        request = self._request(prompt, params or SamplingParams(), budget)
+        self.engine.add_request(request)
+        try:
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    if output.request_id == request.request_id:
+                        yield output
+                        if output.is_finished:
+                            return
+        finally:
+            self._abort([request])
+
+    def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer."""
+        tokenizer = self._need_tokenizer("chat")
+        if tokenizer.chat_template is None:
+            raise ValueError("this checkpoint has no chat template; pass a prompt to generate() instead")
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def close(self) -> None:
+        """Drop weights and rows. The object cannot be used afterwards."""
+        if hasattr(self, "engine"):
+            del self.engine
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _need_tokenizer(self, purpose: str) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise ValueError(f"this checkpoint has no tokenizer, which {purpose} needs; pass token ids")
+        return self.tokenizer
+
+    def _request(self, prompt: Prompt, params: SamplingParams, budget: Budget | None) -> Request:
+        text = prompt if isinstance(prompt, str) else None
+        ids = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
+        resolved = None
+        if budget is not None:
+            resolved = resolve_budget(budget, self.config.max_model_len, self.config.snapkv.window_len)
+        self._num_requests += 1
+        return Request(
+            request_id=f"request-{self._num_requests}",
+            prompt_token_ids=tuple(ids),
+            sampling=params,
+            budget=resolved,
+            prompt=text,
+        )
+
+    def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        for index, request in enumerate(requests):
+            try:
+                check_request(
+                    request,
+                    self.config,
+                    vocab_size=self.model_config.vocab_size,
+                    has_tokenizer=self.tokenizer is not None,
+                )
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}" if len(requests) > 1 else str(error)) from None
+        done: dict[str, RequestOutput] = {}
+        bar = _progress_bar(len(requests), self._progress)
+        try:
+            for request in requests:
+                self.engine.add_request(request)
+            while len(done) < len(requests):
+                for output in self.engine.step():
+                    if output.is_finished:
+                        done[output.request_id] = output
+                        bar.update()
+        finally:
+            bar.close()
+            self._abort([request for request in requests if request.request_id not in done])
+        return [done[request.request_id] for request in requests]
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        """Free the rows of requests that nobody waits for any more (an error, Ctrl-C, a closed stream)."""
+        if any([self.engine.abort(request.request_id) for request in requests]):
+            while self.engine.has_work:
+                self.engine.step()
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    batch: list[Any] = list(prompts)
+    return [batch] if batch and isinstance(batch[0], int) else batch
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling parameters were given for {count} prompts")
+    return list(params)
+
+
+def _progress_bar(total: int, wanted: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="prompts", unit="prompt", disable=not wanted or total < 2)
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The folder's tokenizer, or None where there is none (token ids in, token ids out)."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in names):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _build_runner(folder: Path, model: ModelConfig, config: EngineConfig, progress: bool) -> Any:
+    import torch
+
+    from snapstream.models.decoder import Decoder
+    from snapstream.models.loader import load_weights
+    from snapstream.runner.model_runner import ModelRunner
+
+    dtype = getattr(torch, config.dtype)
+    weights = load_weights(folder, model, dtype, config.device, progress)
+    return ModelRunner(Decoder(model, weights), config)
+
+
+def _check_memory(model: ModelConfig, config: EngineConfig) -> None:
+    """Refuse a configuration that this machine's memory cannot hold, before anything is loaded (CPU only)."""
+    if config.device != "cpu":
+        return
+    size = DTYPE_BYTES[config.dtype]
+    weights = num_parameters(model) * size
+    row = layout.row_bytes(model, config.budget.capacity, size)
+    rows = row * (config.max_rows + 1)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if weights + rows > memory:
+        gib = 2**30
+        raise ValueError(
+            f"{weights / gib:.1f} GiB of weights and {config.max_rows} + 1 rows of {row / gib:.2f} GiB need "
+            f"{(weights + rows) / gib:.1f} GiB; this machine has {memory / gib:.1f} GiB. "
+            f"Lower max_rows, the budget or max_model_len"
+        )

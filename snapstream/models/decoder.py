@@ -1,0 +1,110 @@
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3: embedding, L equal layers, logits.
+
+What differs between the four is data (biases, head norms, rope, tied embedding), so there is one class. It
+keeps no state: tokens are packed along T whatever sequence they belong to, positions come from the caller,
+and attention is left to a ``KVView``. The caller holds ``torch.inference_mode``. Read ``weights.py`` for
+storage, ``layers/rope.py`` for the rotation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from snapstream.config import ModelConfig
+from snapstream.layers.attention import KVView
+from snapstream.layers.mlp import swiglu
+from snapstream.layers.norm import RMSNorm
+from snapstream.layers.rope import CosSin, Rope, rotate
+from snapstream.models.weights import DecoderWeights, LayerWeights
+
+
+class DecoderLayer:
+    """One layer over views of the stacked weights."""
+
+    def __init__(self, config: ModelConfig, weights: LayerWeights) -> None:
+        self.weights = weights
+        self.num_heads = config.num_heads
+        self.num_rotated = config.num_heads + config.num_kv_heads
+        self.num_projected = config.num_heads + 2 * config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.input_norm = RMSNorm(weights.input_norm, config.rms_norm_eps)
+        self.post_norm = RMSNorm(weights.post_norm, config.rms_norm_eps)
+        self.qk_norm = _qk_norm(config, weights)
+
+    def project(self, hidden: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q ``[T, H, E]`` and k ``[T, G, E]``, and v ``[T, G, E]``."""
+        projected = F.linear(self.input_norm(hidden), self.weights.qkv, self.weights.qkv_bias)
+        heads = projected.view(-1, self.num_projected, self.head_dim)  # [T, H+2G, E]
+        qk = heads[:, : self.num_rotated]  # [T, H+G, E]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        qk = rotate(qk, rope)
+        return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, self.num_rotated :]
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Output projection and MLP, each added to the residual stream: ``[T, D]``."""
+        weights = self.weights
+        hidden = _add_linear(hidden, attended.flatten(1), weights.o, weights.o_bias)
+        inner = swiglu(F.linear(self.post_norm(hidden), weights.gate_up, weights.gate_up_bias))  # [T, I]
+        return _add_linear(hidden, inner, weights.down, weights.down_bias)
+
+
+class Decoder:
+    """A decoder-only transformer over stacked weights."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+        self.config = config
+        self.weights = weights
+        self.dtype = weights.embed.dtype
+        self.device = weights.embed.device
+        self.layers = [DecoderLayer(config, weights.layer(index)) for index in range(config.num_layers)]
+        self.final_norm = RMSNorm(weights.final_norm, config.rms_norm_eps)
+        self._rope = Rope(config.rope, config.head_dim, self.device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """``token_ids [T]`` to the hidden states that enter layer 0, ``[T, D]``."""
+        return F.embedding(token_ids, self.weights.embed)
+
+    def rope(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
+        """Cosine and signed sine ``[T, 1, E]`` fp32 of every token; made once, used by all layers.
+
+        ``seq_lens [T]`` is the length of each token's sequence when it is fed: the prompt length in prefill,
+        position + 1 in decode. Only dynamic stretching reads it.
+        """
+        return self._rope.angles(positions, seq_lens)
+
+    def project(self, layer: int, hidden: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor]:
+        """First half of a layer: ``hidden [T, D]`` to q ``[T, H, E]``, k and v ``[T, G, E]``."""
+        return self.layers[layer].project(hidden, rope)
+
+    def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Second half of a layer: ``attended [T, H, E]`` back into the residual stream ``[T, D]``."""
+        return self.layers[layer].finish(hidden, attended)
+
+    def layer(self, index: int, hidden: Tensor, rope: CosSin, view: KVView) -> Tensor:
+        """One whole layer, ``[T, D]`` to ``[T, D]``."""
+        layer = self.layers[index]
+        q, k, v = layer.project(hidden, rope)
+        return layer.finish(hidden, view.attend(index, q, k, v))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token ``[T, V]`` fp32, from the output of the last layer."""
+        return F.linear(self.final_norm(hidden), self.weights.lm_head).to(torch.float32)
+
+
+def _qk_norm(config: ModelConfig, weights: LayerWeights) -> RMSNorm | None:
+    """Head norms of q and k as one norm over ``[T, H+G, E]``, so that both cost one call."""
+    if weights.q_norm is None or weights.k_norm is None:
+        return None
+    per_head = torch.cat(
+        (weights.q_norm.expand(config.num_heads, -1), weights.k_norm.expand(config.num_kv_heads, -1))
+    )  # [H+G, E]
+    return RMSNorm(per_head, config.rms_norm_eps)
+
+
+def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``residual + x weight^T + bias`` with the first sum inside the matrix product."""
+    total = torch.addmm(residual, x, weight.t())
+    return total if bias is None else total.add_(bias)

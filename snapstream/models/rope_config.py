@@ -1,0 +1,106 @@
+"""Rope settings of a config.json, in either spelling, as a ``RopeConfig``. No torch.
+
+The window after stretching: ``max_position_embeddings`` already is it for llama3; linear and dynamic multiply
+it by the factor; yarn multiplies the original window (Qwen2.5 states 32,768 and a factor of 4 and means
+131,072). Serving engines read checkpoints so; ``transformers`` itself never enforces a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast, get_args
+
+from snapstream.config import RopeConfig, RopeKind
+
+KINDS: tuple[str, ...] = get_args(RopeKind)
+DEFAULT_THETA = 10000.0  # of all supported architectures in transformers
+
+
+def parse_rope(settings: Mapping[str, Any], window: int) -> RopeConfig:
+    """Read the rope settings; ``window`` is max_position_embeddings. The unsupported raises ValueError."""
+    values = _gather(settings)
+    kind = str(values.get("rope_type") or values.get("type") or "default")
+    _refuse_unsupported(values, kind)
+    theta = _number(values, "rope_theta", DEFAULT_THETA)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    original = _original_window(settings, values, window, kind)
+    factor = _number(values, "factor", window / original if kind == "yarn" else None)
+    if factor < 1.0:
+        raise ValueError(f"rope {kind}: factor is {factor}; it must be >= 1")
+    if kind == "llama3":
+        low, high = _number(values, "low_freq_factor"), _number(values, "high_freq_factor")
+        if high <= low:
+            raise ValueError(f"rope llama3: high_freq_factor ({high}) must exceed low_freq_factor ({low})")
+        return RopeConfig(kind="llama3", theta=theta, factor=factor, original_max_position=original,
+                          low_freq_factor=low, high_freq_factor=high)  # fmt: skip
+    if kind == "yarn":
+        return _yarn(values, theta, factor, original)
+    return RopeConfig(kind=cast(RopeKind, kind), theta=theta, factor=factor, original_max_position=original)
+
+
+def stretched_window(rope: RopeConfig, window: int) -> int:
+    """Longest sequence the model is made for, see above."""
+    match rope.kind:
+        case "linear" | "dynamic" | "yarn":
+            return int(rope.original_max_position * rope.factor)
+        case _:
+            return window
+
+
+def _gather(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """One flat dict, whichever spelling; what stands inside the rope dict wins over the top level."""
+    inner = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(inner, dict) or any(isinstance(value, dict) for value in inner.values()):
+        raise ValueError(f"rope settings that differ by layer type are not supported: {inner!r}")
+    outer = {name: settings[name] for name in ("rope_theta", "partial_rotary_factor") if name in settings}
+    return {**outer, **inner}
+
+
+def _refuse_unsupported(values: Mapping[str, Any], kind: str) -> None:
+    if values.get("mrope_section") is not None:
+        raise ValueError("rope with mrope_section (several positions per token) is not supported")
+    if kind not in KINDS:
+        raise ValueError(f"rope type {kind!r} is not supported (known: {', '.join(KINDS)})")
+    share = values.get("partial_rotary_factor")
+    if share is not None and share != 1:
+        raise ValueError(
+            f"partial_rotary_factor is {share}; only heads rotated as a whole (1.0) are supported"
+        )
+
+
+def _original_window(settings: Mapping[str, Any], values: Mapping[str, Any], window: int, kind: str) -> int:
+    """Window before stretching; a value outside the rope dict wins, as in transformers."""
+    if kind in ("linear", "dynamic"):
+        return window
+    name = "original_max_position_embeddings"
+    original = settings.get(name) or values.get(name) or window
+    if not isinstance(original, int) or original < 1:
+        raise ValueError(f"rope {kind}: {name} is {original!r}; it must be a whole number >= 1")
+    return original
+
+
+def _yarn(values: Mapping[str, Any], theta: float, factor: float, original: int) -> RopeConfig:
+    def optional(name: str) -> float | None:
+        return None if values.get(name) is None else _number(values, name)
+
+    return RopeConfig(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        attention_factor=optional("attention_factor"),
+        beta_fast=optional("beta_fast") or 32.0,
+        beta_slow=optional("beta_slow") or 1.0,
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        truncate=bool(values.get("truncate", True)),
+    )
+
+
+def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = values.get(name)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"rope settings: {name} is {value!r}; it must be a number")
+    return float(value)

@@ -1,0 +1,46 @@
+"""Shapes of a decoder's stacked weights, and how many numbers they are. Integer arithmetic only, no torch.
+
+One entry per role, ``[L, out, in]`` where the role repeats in every layer. ``weights.py`` allocates these
+shapes, ``loader.py`` fills them, and ``snapstream plan`` counts their bytes from a config.json alone.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from snapstream.config import ModelConfig
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every stored tensor by role. A tied ``lm_head`` is ``embed`` itself, so it is not listed."""
+    layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
+    query_rows = config.num_heads * config.head_dim
+    qkv_rows = query_rows + 2 * config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (config.vocab_size, hidden),
+        "input_norm": (layers, hidden),
+        "qkv": (layers, qkv_rows, hidden),
+        "o": (layers, hidden, query_rows),
+        "post_norm": (layers, hidden),
+        "gate_up": (layers, 2 * inner, hidden),
+        "down": (layers, hidden, inner),
+        "final_norm": (hidden,),
+    }
+    if config.qkv_bias:
+        shapes["qkv_bias"] = (layers, qkv_rows)
+    if config.o_bias:
+        shapes["o_bias"] = (layers, hidden)
+    if config.mlp_bias:
+        shapes["gate_up_bias"] = (layers, 2 * inner)
+        shapes["down_bias"] = (layers, hidden)
+    if config.qk_norm:
+        shapes["q_norm"] = (layers, config.head_dim)
+        shapes["k_norm"] = (layers, config.head_dim)
+    if not config.tie_word_embeddings:
+        shapes["lm_head"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """How many numbers a checkpoint of this config holds; a tied embedding counts once."""
+    return sum(prod(shape) for shape in weight_shapes(config).values())

@@ -1,0 +1,35 @@
+"""The decode step as plain calls: the definition of every other executor.
+
+One token for each row of a batch: embed, layers against the rows view, logits, sample, advance. Everything between the
+row indices and the sampled ids stays on the device.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from snapstream.cache.kv_cache import KVCache
+from snapstream.layers.sampler import Sampled, sample
+from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
+from snapstream.models.decoder import Decoder
+from snapstream.runner.rows import Rows
+from snapstream.runner.views import RowsView
+
+
+class EagerDecode:
+    """Decode step over ``rows [B]`` of the persistent state."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows, sampling: SamplingState) -> None:
+        self._decoder, self._cache, self._rows, self._sampling = decoder, cache, rows, sampling
+
+    def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """Feed each row its last token and draw the next one; ``rows [B]`` int64."""
+        positions = self._rows.next_position[rows]  # [B]
+        view = RowsView(self._cache, rows, self._rows.slots(rows), self._rows.lengths(rows))
+        hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
+        rope = self._decoder.rope(positions, positions + 1)
+        for layer in range(self._decoder.config.num_layers):
+            hidden = self._decoder.layer(layer, hidden, rope, view)
+        sampled = sample(self._decoder.logits(hidden), self._sampling, rows, needs)
+        self._rows.advance(rows, sampled.token_ids)
+        return sampled

@@ -1,0 +1,181 @@
+"""A prefill job: packed prompts through the model layer by layer, each layer chunk by chunk.
+
+The invariant: how a job is cut into chunks, packed, or interleaved with decode steps never changes its result, because
+a layer is compressed only when its last chunk has passed, from exact keys and exact observation queries. In the last
+layer only the last token of each prompt goes on to the MLP: nothing reads the other outputs. ``model_runner.py`` owns
+the jobs; ``cache/compress.py`` writes the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from snapstream.cache import layout
+from snapstream.cache.compress import write_rows
+from snapstream.cache.kv_cache import KVCache
+from snapstream.config import SnapKVConfig
+from snapstream.models.decoder import Decoder
+from snapstream.runner.staging import StagingPool
+from snapstream.runner.views import Segment, StagingView
+from snapstream.step import JobSpec, PrefillEntry
+
+
+class PromptProgress:
+    """What a job remembers of one prompt from unit to unit."""
+
+    def __init__(self, entry: PrefillEntry, job_start: int, staging_start: int) -> None:
+        self.entry = entry
+        self.prompt_len = len(entry.token_ids)
+        self.job_start = job_start  # first token, counted in the job
+        self.staging_start = staging_start  # first token, counted in the pool
+        self.queries: Tensor | None = (
+            None  # [w, H, E] of the current layer; only if the prompt will be compressed
+        )
+        self.compress_ms = 0.0
+        self.kept: list[Tensor] = []  # per layer [G, C], if asked for
+
+    def wants_queries(self) -> bool:
+        """True when top-k slots will be filled by selection."""
+        return len(layout.candidates(self.entry.budget, self.prompt_len)) > 0
+
+
+class PrefillJob:
+    """One ``JobSpec`` on the device. ``run_unit`` must be called for units 0, 1, 2, ... in order."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        decoder: Decoder,
+        cache: KVCache,
+        staging: StagingPool,
+        snapkv: SnapKVConfig,
+        chunk_len: int,
+    ) -> None:
+        self.spec = spec
+        self._decoder, self._cache, self._staging, self._snapkv = decoder, cache, staging, snapkv
+        self._chunk_len = chunk_len
+        self._num_chunks = spec.num_chunks(chunk_len)
+        self._num_layers = decoder.config.num_layers
+        self._next_unit = 0
+        self.prompts: list[PromptProgress] = []
+        ids: list[int] = []
+        for entry in spec.entries:
+            self.prompts.append(PromptProgress(entry, len(ids), spec.staging_start + len(ids)))
+            ids.extend(entry.token_ids)
+        device = staging.hidden.device
+        self.token_ids = torch.tensor(ids, dtype=torch.int64, device=device)  # [N]
+        lengths = [prompt.prompt_len for prompt in self.prompts]
+        self._positions = torch.cat([torch.arange(n, device=device) for n in lengths])  # [N]
+        self._seq_lens = torch.cat([torch.full((n,), n, device=device) for n in lengths])  # [N]; dynamic RoPE
+        window = snapkv.window_len
+        shape = (decoder.config.num_heads, decoder.config.head_dim)
+        for prompt in self.prompts:
+            if prompt.wants_queries():
+                w = min(window, prompt.prompt_len)
+                prompt.queries = torch.empty((w, *shape), dtype=staging.k.dtype, device=device)
+        self._needs_all_outputs = any(e.sampling.prompt_logprobs is not None for e in spec.entries)
+
+    @property
+    def hidden(self) -> Tensor:
+        """Hidden states ``[N, D]`` of the packed prompts (the job's range of the pool)."""
+        start = self.spec.staging_start
+        return self._staging.hidden[start : start + self.spec.num_tokens]
+
+    @property
+    def is_done(self) -> bool:
+        return self._next_unit == self._num_chunks * self._num_layers
+
+    def last_hidden(self) -> Tensor:
+        """Hidden states ``[prompts, D]`` after the last layer, of the last token of each prompt."""
+        last = [prompt.job_start + prompt.prompt_len - 1 for prompt in self.prompts]
+        return self.hidden[torch.tensor(last, device=self.hidden.device)]
+
+    def run_unit(self, unit: int) -> None:
+        """One chunk through one layer; after a layer's last chunk, compress it into the rows."""
+        if unit != self._next_unit:
+            raise RuntimeError(
+                f"job {self.spec.job_id}: unit {unit} was planned, unit {self._next_unit} is next"
+            )
+        layer, chunk = divmod(unit, self._num_chunks)
+        start = chunk * self._chunk_len
+        stop = min(start + self._chunk_len, self.spec.num_tokens)
+        if layer == 0:
+            hidden = self._decoder.embed(self.token_ids[start:stop])  # [T, D]
+        else:
+            hidden = self.hidden[start:stop]  # [T, D]
+        rope = self._decoder.rope(self._positions[start:stop], self._seq_lens[start:stop])
+        segments = list(self._segments(start, stop))
+        view = StagingView(self._staging.k, self._staging.v, segments)
+        q, k, v = self._decoder.project(layer, hidden, rope)
+        self._keep_queries(segments, q)
+        if layer < self._num_layers - 1 or self._needs_all_outputs:
+            self.hidden[start:stop] = self._decoder.finish(layer, hidden, view.attend(layer, q, k, v))
+        else:
+            self._finish_last_tokens(layer, start, hidden, segments, view, q, k, v)
+        if chunk == self._num_chunks - 1:
+            self._compress(layer)
+        self._next_unit += 1
+
+    def _segments(self, start: int, stop: int) -> Iterable[Segment]:
+        """Parts of the prompts that lie in tokens ``start .. stop - 1`` of the job."""
+        for index, prompt in enumerate(self.prompts):
+            low, high = max(start, prompt.job_start), min(stop, prompt.job_start + prompt.prompt_len)
+            if low < high:
+                yield Segment(index, low - start, high - low, low - prompt.job_start, prompt.staging_start)
+
+    def _keep_queries(self, segments: list[Segment], q: Tensor) -> None:
+        """Copy the observation queries that lie in this chunk (a window may span chunks)."""
+        for segment in segments:
+            prompt = self.prompts[segment.entry]
+            if prompt.queries is None:
+                continue
+            window = prompt.queries.shape[0]
+            offset = segment.prompt_start - (
+                prompt.prompt_len - window
+            )  # of the segment's first token in the window
+            skip = max(0, -offset)
+            if skip < segment.length:
+                own = q[segment.chunk_slice][skip:]
+                prompt.queries[offset + skip : offset + segment.length] = own
+
+    def _finish_last_tokens(
+        self,
+        layer: int,
+        start: int,
+        hidden: Tensor,
+        segments: list[Segment],
+        view: StagingView,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> None:
+        """Last layer: every token leaves its K and V, only the last of each prompt needs an output."""
+        view.stage(k, v)
+        for segment in segments:
+            prompt = self.prompts[segment.entry]
+            if segment.prompt_start + segment.length == prompt.prompt_len:
+                last = segment.chunk_start + segment.length - 1
+                attended = view.attend_last(segment, q[last : last + 1])
+                self.hidden[start + last] = self._decoder.finish(layer, hidden[last : last + 1], attended)[0]
+
+    def _compress(self, layer: int) -> None:
+        for prompt in self.prompts:
+            began = perf_counter()
+            place = slice(prompt.staging_start, prompt.staging_start + prompt.prompt_len)
+            kept = write_rows(
+                self._cache,
+                layer,
+                prompt.entry.rows,
+                self._staging.k[:, place],
+                self._staging.v[:, place],
+                prompt.queries,
+                prompt.entry.budget,
+                self._snapkv,
+            )
+            if kept is not None and prompt.entry.sampling.return_kept:
+                prompt.kept.append(kept)
+            prompt.compress_ms += (perf_counter() - began) * 1e3

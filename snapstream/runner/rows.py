@@ -1,0 +1,54 @@
+"""State that outlives a step: one entry per row in tensors whose addresses never change.
+
+``num_tokens`` drives slots and lengths, ``next_position`` drives RoPE; they differ when a prompt was trimmed before
+prefill. The last entry of every tensor is the padding row. Sampling state lives beside, in ``layers/sampling_state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from snapstream.cache import layout
+from snapstream.config import KVBudget
+
+
+class Rows:
+    """Counters of every row; advanced on the device, set from the host only when a row gets a new owner."""
+
+    def __init__(self, num_rows: int, device: torch.device | str) -> None:
+        def counters(value: int) -> Tensor:
+            return torch.full((num_rows + 1,), value, dtype=torch.int64, device=device)
+
+        self.last_token = counters(0)  # token to embed next
+        self.num_tokens = counters(0)  # tokens fed so far
+        self.next_position = counters(0)  # position of last_token in the text
+        self.ring_start = counters(0)
+        self.capacity = counters(1)
+
+    def admit(self, rows: Sequence[int], prompt_len: int, next_position: int, budget: KVBudget) -> None:
+        """Give ``rows`` to a prompt of ``prompt_len`` tokens that has just been written to them."""
+        for row in rows:
+            self.num_tokens[row] = prompt_len
+            self.next_position[row] = next_position
+            self.ring_start[row] = layout.ring_start(budget, prompt_len)
+            self.capacity[row] = budget.capacity
+
+    def slots(self, rows: Tensor) -> Tensor:
+        """Slot that the next token of each of ``rows [B]`` is written to: ``layout.slot_of`` on the device."""
+        ordinal, start = self.num_tokens[rows], self.ring_start[rows]
+        past = ordinal - start
+        # Below the ring's start the remainder must not apply; above it, Python and torch agree on the sign.
+        return torch.where(past < 0, ordinal, start + past.remainder(self.capacity[rows] - start))
+
+    def lengths(self, rows: Tensor) -> Tensor:
+        """Visible slots of each of ``rows [B]`` once the next token has been written."""
+        return torch.minimum(self.num_tokens[rows] + 1, self.capacity[rows])
+
+    def advance(self, rows: Tensor, tokens: Tensor) -> None:
+        """One decode step is over: ``tokens [B]`` were drawn for ``rows [B]``."""
+        self.last_token[rows] = tokens
+        self.num_tokens[rows] += 1
+        self.next_position[rows] += 1

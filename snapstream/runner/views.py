@@ -1,0 +1,72 @@
+"""The two implementations of the seam ``view.attend``: staging (prefill) and rows (decode).
+
+A layer hands over q, k, v and never knows which of the two it talks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snapstream.cache.kv_cache import KVCache
+from snapstream.kernels import dispatch
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one prompt that lies in a chunk."""
+
+    entry: int  # index of the prompt in its job
+    chunk_start: int  # first token, counted in the chunk
+    length: int
+    prompt_start: int  # first token, counted in the prompt
+    staging_start: int  # where the prompt begins in the staging pool
+
+    @property
+    def chunk_slice(self) -> slice:
+        return slice(self.chunk_start, self.chunk_start + self.length)
+
+
+class StagingView:
+    """Attention of a chunk of packed prompts against the staging buffer of one layer."""
+
+    def __init__(self, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> None:
+        self._k, self._v = k, v  # [G, P, E], P tokens of pool
+        self._segments = segments
+
+    def stage(self, k: Tensor, v: Tensor) -> None:
+        """Store the chunk's keys and values ``[T, G, E]``."""
+        for segment in self._segments:
+            start = segment.staging_start + segment.prompt_start
+            place = slice(start, start + segment.length)
+            self._k[:, place] = k[segment.chunk_slice].transpose(0, 1)
+            self._v[:, place] = v[segment.chunk_slice].transpose(0, 1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stage the chunk, then causal attention per prompt: ``q [T, H, E]`` -> ``[T, H, E]``."""
+        self.stage(k, v)
+        parts = [self.attend_last(segment, q[segment.chunk_slice]) for segment in self._segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_last(self, segment: Segment, q: Tensor) -> Tensor:
+        """Attention of the last ``q.shape[0]`` staged tokens of a segment."""
+        end = segment.staging_start + segment.prompt_start + segment.length
+        seen = slice(segment.staging_start, end)
+        return dispatch.prefill_attention(q, self._k[:, seen], self._v[:, seen])
+
+
+class RowsView:
+    """Attention of one new token per row against the row's visible slots."""
+
+    def __init__(self, cache: KVCache, rows: Tensor, slots: Tensor, lengths: Tensor) -> None:
+        self._cache = cache
+        self._rows, self._slots, self._lengths = rows, slots, lengths  # [B]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the token's slot, then attend: ``q [B, H, E]``, ``k, v [B, G, E]`` -> ``[B, H, E]``."""
+        keys, values = self._cache.k[layer], self._cache.v[layer]
+        dispatch.write_slots(keys, values, k, v, self._rows, self._slots)
+        return dispatch.decode_attention(q, keys, values, self._rows, self._lengths)

@@ -1,0 +1,69 @@
+"""Small random-weight checkpoints of every supported architecture, written with transformers, and its own answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 199
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.25,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+
+# name -> (config class, what differs from SIZES)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama-gqa-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-llama3": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama-linear": (
+        "LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-dynamic": (
+        "LlamaConfig",
+        {"max_position_embeddings": 64,
+         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-yarn": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0,
+                             "original_max_position_embeddings": 64}},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {"use_sliding_window": False, "num_key_value_heads": 1}),
+    "qwen3": ("Qwen3Config", {"use_sliding_window": False, "head_dim": 20}),
+}  # fmt: skip
+
+
+def make_model(name: str) -> Any:
+    """A transformers model with random weights, fp32, evaluation mode, the same every time."""
+    class_name, changes = ARCHITECTURES[name]
+    config = getattr(transformers, class_name)(**{**SIZES, **changes})
+    torch.manual_seed(len(name))
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if "norm" in key or key.endswith("bias"):  # made with constants: random ones show whether they are used
+                value.copy_(1.0 * ("norm" in key) + 0.3 * torch.randn_like(value))
+    return model
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Write a checkpoint folder."""
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation by transformers' own ``generate``, end token ignored."""
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()

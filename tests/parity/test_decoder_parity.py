@@ -1,0 +1,174 @@
+"""The decoder's logits against transformers: every architecture and rope kind, loaded from a saved checkpoint.
+
+Attention here is written out (one softmax over all past keys), so that this file judges the models alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from snapstream.models.decoder import Decoder
+from snapstream.models.loader import load_weights
+from snapstream.models.registry import read_model_config
+from tests.parity.checkpoints import ARCHITECTURES, LLAMA3, SIZES, VOCAB, save
+
+DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32,
+                 "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 8.0, "beta_slow": 2.0}  # fmt: skip
+LOOSE_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64,
+              "attention_factor": 1.25, "truncate": False}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **ARCHITECTURES,
+    "llama-all-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama-wide-heads": ("LlamaConfig", {"head_dim": 20, "rms_norm_eps": 0.1}),
+    "llama-yarn-mscale": ("LlamaConfig", {"rope_parameters": DEEPSEEK_YARN}),
+    "llama-yarn-attention-factor": ("LlamaConfig", {"rope_parameters": LOOSE_YARN}),
+    "mistral-head-dim": ("MistralConfig", {"sliding_window": None, "head_dim": 8}),
+    "qwen2-tied-llama3": ("Qwen2Config", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "qwen3-tied-bias": ("Qwen3Config", {"tie_word_embeddings": True, "head_dim": 8, "attention_bias": True}),
+}
+PROMPT, DECODED = 150, 6  # beyond every original window above (32 and 64), so that stretching acts
+TOLERANCE = 1e-4  # on logits of order 1
+
+
+class FullAttention:
+    """A KV view of one sequence: keeps every key and attends with an explicit causal softmax in fp32."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer in self.keys:
+            k, v = torch.cat((self.keys[layer], k)), torch.cat((self.values[layer], v))
+        self.keys[layer], self.values[layer] = k, v
+        group = q.shape[1] // k.shape[1]
+        k, v = k.float().repeat_interleave(group, dim=1), v.float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("the,she->hts", q.float(), k) / q.shape[-1] ** 0.5
+        offset = k.shape[0] - q.shape[0]
+        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + offset)
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return torch.einsum("hts,she->the", weights, v).to(q.dtype)
+
+
+def build(name: str) -> Any:
+    """A transformers model with random weights; norms and biases are random too, so that ignoring one would show."""
+    class_name, changes = MODELS[name]
+    torch.manual_seed(sum(map(ord, name)))
+    config = getattr(transformers, class_name)(**{**SIZES, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if "norm" in key or key.endswith("bias"):
+                value.copy_(float("norm" in key) + 0.3 * torch.randn_like(value))
+    return model
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = read_model_config(folder)
+    return Decoder(config, load_weights(folder, config, dtype, "cpu", progress=False))
+
+
+@torch.inference_mode()
+def run(decoder: Decoder, view: FullAttention, ids: Tensor, start: int) -> Tensor:
+    """Logits of ``ids`` fed at positions ``start ..``, as one prompt or as one decoded token."""
+    positions = torch.arange(start, start + len(ids))
+    rope = decoder.rope(positions, torch.full_like(positions, start + len(ids)))
+    hidden = decoder.embed(ids)
+    for index in range(decoder.config.num_layers):
+        hidden = decoder.layer(index, hidden, rope, view)
+    return decoder.logits(hidden)
+
+
+def assert_close(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> None:
+    assert theirs.std() > 0.1, "logits too small for the tolerance to mean anything"
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_prefill_and_decode_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    decoder = load(save(model, tmp_path))
+    ids = torch.randint(0, VOCAB, (PROMPT + DECODED,), generator=torch.Generator().manual_seed(1))
+    view, cache = FullAttention(), transformers.DynamicCache()
+    pieces = [(0, PROMPT)] + [(n, n + 1) for n in range(PROMPT, PROMPT + DECODED)]
+    for start, end in pieces:
+        with torch.no_grad():
+            theirs = model(ids[None, start:end], past_key_values=cache, use_cache=True).logits[0]
+        assert_close(run(decoder, view, ids[start:end], start), theirs)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear", "yarn"])
+def test_stretching_acts(kind: str, tmp_path: Path) -> None:
+    """The lengths above reach the stretched range: without it the logits are others."""
+    model = build(f"llama-{kind}")
+    stretched = load(save(model, tmp_path))
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    plain = load(save(model, tmp_path / "plain"))
+    ids = torch.randint(0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(2))
+    difference = run(stretched, FullAttention(), ids, 0) - run(plain, FullAttention(), ids, 0)
+    assert difference.abs().max() > 100 * TOLERANCE
+
+
+def test_dynamic_stretching_depends_on_the_sequence_of_each_token(tmp_path: Path) -> None:
+    """Packed tokens of a short and a long sequence keep their own bases, as if each ran alone."""
+    decoder = load(save(build("llama-dynamic"), tmp_path))
+    positions = torch.tensor([5, 5, 90])
+    cos, sin = decoder.rope(positions, torch.tensor([6, 150, 150]))
+    for index, (position, length) in enumerate([(5, 6), (5, 150), (90, 150)]):
+        alone_cos, alone_sin = decoder.rope(torch.tensor([position]), torch.tensor([length]))
+        assert torch.equal(cos[index], alone_cos[0])
+        assert torch.equal(sin[index], alone_sin[0])
+    assert not torch.allclose(cos[0], cos[1])
+
+
+def test_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    model = build("qwen3")
+    whole = load(save(model, tmp_path / "whole"))
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    sharded = load(tmp_path / "sharded")
+    for role, tensor in whole.weights.stored().items():
+        assert torch.equal(tensor, sharded.weights.stored()[role]), role
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Stored halves computed in fp32 equal transformers in fp32; computed as halves they stay within rounding."""
+    model = build("llama-all-biases").to(dtype)
+    folder = save(model, tmp_path)
+    ids = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        theirs = model.float()(ids[None]).logits[0]
+    assert_close(run(load(folder), FullAttention(), ids, 0), theirs)
+    half = load(folder, dtype)
+    assert {tensor.dtype for tensor in half.weights.stored().values()} == {dtype}
+    ours = run(half, FullAttention(), ids, 0)
+    assert ours.dtype == torch.float32
+    error = (ours - theirs).abs().max() / theirs.std()
+    assert error < (0.15 if dtype == torch.bfloat16 else 0.02)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 64])
+def test_tokens_of_a_layer_do_not_mix(num_tokens: int, tmp_path: Path) -> None:
+    """Without attention a layer is a function of each token alone, whatever is packed beside it."""
+
+    class ValuesOnly:
+        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return q + k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+    decoder = load(save(build("qwen2"), tmp_path))
+    ids = torch.arange(num_tokens) % VOCAB
+    positions = torch.arange(num_tokens)
+    with torch.inference_mode():
+        rope = decoder.rope(positions, positions + 1)
+        packed = decoder.layer(1, decoder.embed(ids), rope, ValuesOnly())
+        for index in (0, num_tokens - 1):
+            one = slice(index, index + 1)
+            alone = decoder.layer(1, decoder.embed(ids[one]), (rope[0][one], rope[1][one]), ValuesOnly())
+            torch.testing.assert_close(packed[one], alone, rtol=1e-5, atol=1e-5)

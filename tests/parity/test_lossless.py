@@ -1,0 +1,38 @@
+"""Equality 1: with room for every token the engine gives transformers' greedy tokens, for every architecture.
+
+Prompts of several lengths run together, so batching, packing and interleaving are in it as well.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from snapstream.llm import LLM
+from snapstream.request import SamplingParams
+from tests.parity.checkpoints import ARCHITECTURES, VOCAB, greedy, make_model, save
+
+LENGTHS = (1, 2, 7, 40, 90, 150)
+NEW_TOKENS = 24
+PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+def prompts(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in LENGTHS]
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize("budget", ["full", 180])
+def test_greedy_tokens_equal_transformers(name: str, budget: int | str, tmp_path: Path) -> None:
+    model = make_model(name)
+    folder = save(model, tmp_path)
+    batch = prompts(len(name))
+    # A row of 180 slots holds 150 + 24 tokens: selection is configured but must lose nothing.
+    with LLM(folder, budget=budget, max_rows=4, chunk_len=32, max_model_len=256, progress=False) as llm:
+        outputs = llm.generate(batch, PARAMS)
+    for prompt, output in zip(batch, outputs, strict=True):
+        assert output.token_ids == greedy(model, prompt, NEW_TOKENS), f"{name}, {len(prompt)} prompt tokens"
+        assert output.compression is not None and output.compression.evicted_tokens == 0
