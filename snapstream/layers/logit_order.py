@@ -1,9 +1,9 @@
 """Order of logits in integers: exact thresholds and stable top-n, without a sort or a host synchronisation.
 
-Invariant: results depend on the values alone - not on the device, the batch or the order in which sums are
-taken - because floats become integers of the opposite order (the likelier, the smaller) and every mass that is
-summed is an integer too. ``threshold_key`` serves top-k (mass 1 per token) and top-p (mass = probability) with
-one radix descent of three histograms, several times faster than sorting. Next: ``sampler.py``, ``logprobs.py``.
+Invariant: results depend on the values alone - not on the device, the batch or the order of addition, since
+floats become integers of the opposite order (the likelier, the smaller) and every mass that is summed is an
+integer too. ``threshold_key`` serves top-k (mass 1 per token) and top-p (mass = probability) with one radix
+descent of three histograms, which is faster than sorting. Next: ``sampler.py``, ``logprobs.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOW_WORD = 2**32 - 1
 
 
 def falling_keys(logits: Tensor) -> Tensor:
-    """Int32 keys in the opposite order of fp32 ``logits``; equal floats, also 0.0 and -0.0, have equal keys."""
+    """Int32 keys in the opposite order of fp32 ``logits``; equal floats (0.0 and -0.0 too) get equal keys."""
     bits = logits.contiguous().view(torch.int32)  # sign and magnitude, as IEEE 754 stores them
     is_positive = ~(bits >> 31)  # -1 where the sign bit is clear, else 0
     magnitude = bits & 0x7FFFFFFF

@@ -112,7 +112,7 @@ class SamplingState:
         prompt_ids: Sequence[int],
         stop_ids: Sequence[int],
     ) -> None:
-        """Give ``row`` to a request; ``stop_ids`` (end tokens, stop ids) are held back until ``min_tokens``."""
+        """Give ``row`` to a request; its ``stop_ids`` (end tokens too) are held back until ``min_tokens``."""
         self._check(row, sampling, prompt_ids, stop_ids)
         self.is_greedy[row] = sampling.is_greedy
         # Kept a normal float, so that (logit - peak) / temperature is never 0 / 0.

@@ -117,13 +117,11 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
     experts = [name for name in EXPERT_FIELDS if settings.get(name)]
     if experts:
         reasons.append(
-            f"mixture-of-experts layers ({experts[0]} is {settings[experts[0]]}) are not supported"
+            f"mixture-of-experts layers are not supported ({experts[0]} is {settings[experts[0]]})"
         )
     if settings.get("quantization_config"):
         method = settings["quantization_config"].get("quant_method", "unnamed")
-        reasons.append(
-            f"quantization_config is present ({method}); only float32, bfloat16 and float16 weights load"
-        )
+        reasons.append(f"quantization_config is present ({method}); weights must be fp32, bf16 or fp16")
     activation = settings.get("hidden_act", "silu")
     if activation != "silu":
         reasons.append(f"hidden_act is {activation!r}; only 'silu' is supported")

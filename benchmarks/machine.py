@@ -1,0 +1,93 @@
+"""What a figure was measured on: device, versions, commit, command, and the ceilings of the machine.
+
+The ceilings are measured in the same run as the figures, because shared machines drift: a share of the measured
+bandwidth means something, a time in milliseconds on somebody's two cores does not.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def best_seconds(work: Any, repeats: int = 5) -> float:
+    """Shortest of ``repeats`` timed calls after one warm-up."""
+    work()
+    times = []
+    for _ in range(repeats):
+        began = perf_counter()
+        work()
+        times.append(perf_counter() - began)
+    return min(times)
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of reading 512 MiB once with all threads (a sum)."""
+    data = torch.ones(128 * 2**20)
+    return data.nbytes / best_seconds(data.sum)
+
+
+def matmul_rate() -> float:
+    """fp32 operations per second of a 2048-cubed matrix product."""
+    a, b = torch.randn(2, 2048, 2048)
+    return 2 * 2048**3 / best_seconds(lambda: a @ b)
+
+
+def ceilings() -> dict[str, float]:
+    """Both ceilings, printed first as every benchmark here does."""
+    found = {"read_gb_per_s": read_bandwidth() / 1e9, "fp32_gflop_per_s": matmul_rate() / 1e9}
+    print(f"ceiling: read {found['read_gb_per_s']:.1f} GB/s, fp32 {found['fp32_gflop_per_s']:.0f} GFLOP/s", flush=True)
+    return found
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(*args: str) -> str:
+    try:
+        return subprocess.run(["git", *args], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def describe() -> dict[str, Any]:
+    """Device, versions, commit and command, for the head of a result."""
+    import transformers
+
+    return {
+        "device": f"cpu: {_cpu_name()}, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
+        "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+    }
+
+
+def _module() -> str:
+    return ".".join(Path(sys.argv[0]).resolve().with_suffix("").parts[-2:])
+
+
+def report(name: str, ceiling: dict[str, float], figures: dict[str, Any], *, save: bool) -> None:
+    """Print one JSON line; with ``save`` also write ``results/cpu/<date>_<name>.json``."""
+    result = {"name": name, **describe(), "ceiling": ceiling, "figures": figures}
+    if save:
+        folder = RESULTS / "cpu"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{result['date']}_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))

@@ -1,0 +1,71 @@
+"""What compression adds to a prefill: scoring, selection and the write of the row, as a share of the whole.
+
+Floor: two passes of ``window x heads x candidates`` dot products per layer, about 2 window / N of the attention.
+
+    python -m benchmarks.prefill --prompt-len 16384
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from benchmarks.machine import ceilings, report
+from benchmarks.shapes import llama_folder, random_prompt
+from snapstream.config import KVBudget, ModelConfig
+from snapstream.llm import LLM
+from snapstream.models.shapes import num_parameters
+from snapstream.request import SamplingParams
+
+
+def prefill_flop(model: ModelConfig, prompt_len: int) -> float:
+    """Operations of a prefill; the last layer's attention and MLP run for one token only."""
+    head_size = model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
+    projections = 2 * model.hidden_size * head_size
+    rest = 2 * model.hidden_size * (model.num_heads * model.head_dim + 3 * model.intermediate_size)
+    attention = 2 * model.num_heads * model.head_dim * prompt_len  # causal: half of 4 N per token
+    layers = model.num_layers
+    return float(prompt_len) * (layers * projections + (layers - 1) * (rest + attention))
+
+
+def run(prompt_lens: list[int], part: int, chunk_len: int) -> list[dict[str, Any]]:
+    figures = []
+    with llama_folder() as folder:
+        for prompt_len in prompt_lens:
+            budget = KVBudget.of(prompt_len // part)
+            with LLM(folder, budget=budget, max_rows=1, max_model_len=prompt_len + 8, chunk_len=chunk_len,
+                     progress=False) as llm:  # fmt: skip
+                output = llm.generate([random_prompt(prompt_len)], SamplingParams(max_tokens=1, temperature=0.0))[0]
+                flop = prefill_flop(llm.model_config, prompt_len)
+                parameters = num_parameters(llm.model_config)
+            assert output.compression is not None
+            seconds = output.timings.prefill_ms / 1e3
+            figure = {
+                "prompt_len": prompt_len,
+                "slots": budget.capacity,
+                "prefill_s": seconds,
+                "tokens_per_s": prompt_len / seconds,
+                "gflop_per_s": flop / seconds / 1e9,
+                "compress_ms": output.compression.compress_ms,
+                "compress_share": output.compression.compress_ms / output.timings.prefill_ms,
+                "parameters": parameters,
+            }
+            figures.append(figure)
+            print({k: round(v, 5) if isinstance(v, float) else v for k, v in figure.items()}, flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt-len", type=int, nargs="+", default=[2048, 16384])
+    parser.add_argument("--part", type=int, default=4, help="budget as a part of the prompt")
+    parser.add_argument("--chunk-len", type=int, default=512)
+    parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
+    args = parser.parse_args()
+    ceiling = ceilings()
+    figures = run(args.prompt_len, args.part, args.chunk_len)
+    report("prefill", ceiling, {"model": "random Llama 100M fp32", "arms": figures}, save=args.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Random-weight checkpoints of stated shapes, written with transformers so that every engine loads the same files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# About 100M parameters: the shape of a small Llama with grouped heads and a tied 32k vocabulary.
+LLAMA_100M: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 40960,
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@contextmanager
+def llama_folder(**changes: Any) -> Iterator[Path]:
+    """A checkpoint folder of ``LLAMA_100M`` with ``changes``; deleted at the end."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**{**LLAMA_100M, **changes})).save_pretrained(folder)
+        yield Path(folder)
+
+
+def random_prompt(length: int, vocab_size: int = LLAMA_100M["vocab_size"], seed: int = 0) -> list[int]:
+    """Token ids without the special ones."""
+    from random import Random
+
+    rng = Random(seed)
+    return [rng.randrange(3, vocab_size) for _ in range(length)]

@@ -1,0 +1,228 @@
+"""config.json to ModelConfig: both spellings, defaults of each architecture, every refusal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snapstream.config import ModelConfig, RopeConfig
+from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 1000,
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096,
+         "use_sliding_window": False, "max_window_layers": 2}  # fmt: skip
+QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 512}  # fmt: skip
+
+
+def test_llama_without_scaling() -> None:
+    assert model_config_from_dict(LLAMA) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=1000,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=160,
+        max_position=4096,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=500000.0),
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_what_the_architectures_add() -> None:
+    biased = {"attention_bias": True, "mlp_bias": True}
+    llama, mistral, qwen2, qwen3 = (
+        model_config_from_dict({**d, **biased}) for d in (LLAMA, MISTRAL, QWEN2, QWEN3)
+    )
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
+    assert (mistral.qkv_bias, mistral.o_bias, mistral.mlp_bias, mistral.qk_norm) == (
+        False,
+        False,
+        False,
+        False,
+    )
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.qk_norm) == (True, True, False, True)
+    assert not model_config_from_dict(QWEN3).qkv_bias
+    assert [config.head_dim for config in (llama, mistral, qwen2, qwen3)] == [8, 8, 8, 128]
+    assert model_config_from_dict({**QWEN3, "head_dim": 16}).head_dim == 16
+
+
+def test_absent_and_null_keys() -> None:
+    sparse = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "rope_theta")}
+    config = model_config_from_dict({**sparse, "head_dim": None, "rope_scaling": None, "eos_token_id": None})
+    assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (8, 8, 10000.0)
+    assert config.eos_token_ids == ()
+    assert not config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_both_spellings_of_rope_agree(key: str) -> None:
+    old = model_config_from_dict({**LLAMA, "rope_scaling": {key: "llama3", **LLAMA3_ROPE}})
+    settings = {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    parameters = {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3_ROPE}
+    assert model_config_from_dict({**settings, "rope_parameters": parameters}) == old
+    assert old.rope == RopeConfig(
+        kind="llama3",
+        theta=500000.0,
+        factor=8.0,
+        original_max_position=512,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rope", "window"),
+    [
+        ({"type": "llama3", **LLAMA3_ROPE}, 4096),
+        ({"type": "linear", "factor": 2.5}, 10240),
+        ({"type": "dynamic", "factor": 2.0}, 8192),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"type": "yarn", "factor": 4.0}, 16384),
+        ({"type": "yarn", "factor": None, "original_max_position_embeddings": 1024}, 4096),
+    ],
+)
+def test_window_after_stretching(rope: dict[str, Any], window: int) -> None:
+    assert model_config_from_dict({**LLAMA, "rope_scaling": rope}).max_position == window
+
+
+def test_original_window_at_the_top_level_wins() -> None:
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    config = model_config_from_dict({**LLAMA, "rope_scaling": rope, "original_max_position_embeddings": 2048})
+    assert config.rope.original_max_position == 2048
+
+
+def test_end_tokens_of_the_generation_config_join(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": [7, 2]}))
+    assert read_model_config(tmp_path).eos_token_ids == (7, 2)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
+    assert read_model_config(tmp_path / "config.json").eos_token_ids == (7, 2, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 11}))
+    assert read_model_config(tmp_path).eos_token_ids == (7, 2, 11)
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    (
+        {**LLAMA, "architectures": ["GemmaForCausalLM"]},
+        "unknown architecture .*LlamaForCausalLM, MistralForCausalLM",
+    ),
+    ({**LLAMA, "architectures": None}, "must name one architecture, found None"),
+    ({**MISTRAL, "sliding_window": 512}, r"sliding_window is in use \(512\)"),
+    ({key: MISTRAL[key] for key in MISTRAL if key != "sliding_window"}, r"sliding_window is in use \(4096\)"),
+    ({**QWEN2, "use_sliding_window": True}, r"sliding_window is in use \(4096\)"),
+    ({**QWEN3, "use_sliding_window": True, "sliding_window": 64}, r"sliding_window is in use \(64\)"),
+    (
+        {**QWEN2, "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types has 'sliding_attention'",
+    ),
+    ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'; state-space"),
+    ({**LLAMA, "layer_types": ["mamba", "full_attention"]}, "'mamba'; state-space"),
+    ({**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "learned attention sinks"),
+    ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, r"quantization_config is present \(gptq\)"),
+    ({**LLAMA, "rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not supported"),
+    ({**LLAMA, "rope_scaling": {"type": "spiral"}}, "rope type 'spiral' is not supported .*default, linear"),
+    ({**LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope_section"),
+    ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
+    ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor is None; it must be a number"),
+    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0.5}}, r"factor is 0.5; it must be >= 1"),
+    ({**LLAMA, "rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
+    (
+        {**LLAMA, "rope_scaling": {"type": "llama3", **LLAMA3_ROPE, "high_freq_factor": 1.0}},
+        r"high_freq_factor \(1.0\) must exceed low_freq_factor \(1.0\)",
+    ),
+    ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
+    ({**LLAMA, "hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
+    (
+        {**LLAMA, "num_local_experts": 8},
+        r"mixture-of-experts layers are not supported \(num_local_experts is 8\)",
+    ),
+    ({**LLAMA, "is_encoder_decoder": True}, "encoder-decoder"),
+    ({**LLAMA, "hidden_size": None}, "hidden_size is None; it must be a whole number"),
+    ({**LLAMA, "num_hidden_layers": 0}, "num_layers is 0; it must be >= 1"),
+    ({**LLAMA, "num_key_value_heads": 3}, r"num_heads \(8\) is not a multiple of num_kv_heads \(3\)"),
+    ({**LLAMA, "num_attention_heads": 7, "num_key_value_heads": 7}, r"hidden_size \(64\) is not a multiple"),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason"), REFUSALS, ids=[reason[:30] for _, reason in REFUSALS])
+def test_refused_with_the_reason(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        model_config_from_dict(settings)
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    settings = {**QWEN2, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss",
+                "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    with pytest.raises(ValueError, match="GptOss") as caught:
+        model_config_from_dict(settings)
+    for reason in (
+        "unknown architecture",
+        "learned attention sinks",
+        "sliding_attention",
+        "mixture-of-experts",
+    ):
+        assert reason in str(caught.value)
+    assert "sliding_window is in use" not in str(caught.value)  # use_sliding_window is False
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="config.json does not exist"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["Llama')
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a list"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", list(FAMILIES))
+def test_transformers_reads_the_same_settings(architecture: str) -> None:
+    """What transformers' config class fills in for absent keys equals what the registry fills in."""
+    import transformers
+
+    config_class = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+    absent = (
+        "num_key_value_heads",
+        "rope_theta",
+        "rms_norm_eps",
+        "hidden_act",
+        "head_dim",
+        "use_sliding_window",
+    )
+    settings = {key: value for key, value in {**MISTRAL, **LLAMA}.items() if key not in absent}
+    settings |= {"architectures": [architecture], "num_key_value_heads": 4}
+    ours = model_config_from_dict(settings)
+    theirs = config_class(**settings)
+    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+
+
+def test_torch_and_transformers_are_not_imported() -> None:
+    code = (
+        "import sys, snapstream.models.registry, snapstream.models.shapes;"
+        "sys.exit(','.join({'torch', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
