@@ -92,8 +92,8 @@ def main() -> None:
     else:
         with llama_folder() as folder:
             figures = compare(str(folder), 32000, args)
-    report(f"peers_{args.model}", ceiling, {"rows": args.rows, "prompt_len": args.prompt_len,
-                                            "new_tokens": args.new_tokens, "arms": figures}, save=args.save)  # fmt: skip
+    settings = {"rows": args.rows, "prompt_len": args.prompt_len, "new_tokens": args.new_tokens}
+    report(f"peers_{args.model}", ceiling, {**settings, "arms": figures}, save=args.save)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class KVBudget:
 
     @classmethod
     def of(cls, capacity: int, *, num_sink: int = DEFAULT_SINK, window_len: int = DEFAULT_WINDOW) -> KVBudget:
-        """Split ``capacity`` slots by the project's default: a quarter recent (never less than the window), rest top-k."""
+        """Split ``capacity`` slots by default: a quarter recent (never less than the window), the rest top-k."""
         least = num_sink + window_len
         _check(
             capacity >= least,
@@ -81,9 +81,7 @@ class SnapKVConfig:
     window_len: int = DEFAULT_WINDOW  # observation window: the last prompt queries that vote
     pool_kernel: int = 7  # odd width of the pooling along the keys, stride 1, zero padding
     pooling: Pooling = "avg"
-    softmax_over: SoftmaxOver = (
-        "candidates"  # normalise over the eviction candidates, or over the whole visible row
-    )
+    softmax_over: SoftmaxOver = "candidates"  # normalise over the eviction candidates, or over the whole visible row
     group_reduce: GroupReduce = "sum"  # how query heads that share a kv head merge, after the softmax
 
     def __post_init__(self) -> None:
@@ -105,7 +103,7 @@ class SnapKVConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: base frequency and how it is stretched. Field names follow ``transformers``' rope parameters."""
+    """Rotary embedding: base frequency and how it is stretched. Field names follow ``transformers``."""
 
     kind: RopeKind = "default"
     theta: float = 10000.0
@@ -172,9 +170,7 @@ class EngineConfig:
     short_len: int = 512  # prompts up to this length are packed together and may overtake longer ones
     staging_tokens: int = 0  # pool for prompts in prefill; 0 means one longest prompt + short_reserve
     short_reserve: int = 4096  # part of the pool that only short prompts may use
-    prefill_quantum: int = (
-        0  # units per step while rows decode; 0 means num_layers (one chunk through the model)
-    )
+    prefill_quantum: int = 0  # units per step while rows decode; 0 means num_layers (one chunk through the model)
     max_waiting: int = 0  # bound of the queue; 0 means none
     dtype: DType = "float32"  # weights, staging and rows
     device: str = "cpu"
@@ -185,9 +181,7 @@ class EngineConfig:
             _check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be >= 1")
         for name in ("staging_tokens", "short_reserve", "prefill_quantum", "max_waiting"):
             _check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
-        _check(
-            self.dtype in DTYPE_BYTES, f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}"
-        )
+        _check(self.dtype in DTYPE_BYTES, f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
         _check(self.executor == "eager", f"executor is {self.executor!r}; this version has: 'eager'")
         self.check_budget(self.budget)
         _check(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from snapstream.cache import layout
 from snapstream.config import DTYPE_BYTES, DType, EngineConfig, Executor, KVBudget, ModelConfig, SnapKVConfig
 from snapstream.engine.core import Engine
+from snapstream.engine.detokenizer import Tokenizer
 from snapstream.engine.validate import check_request
 from snapstream.models.registry import read_model_config
 from snapstream.models.shapes import num_parameters
@@ -83,6 +84,7 @@ class LLM:
             device=device,
             executor=executor,
         )
+        _check_device(device)
         _check_memory(self.model_config, self.config)
         self._progress = progress
         self.tokenizer = _load_tokenizer(Path(model))
@@ -92,7 +94,7 @@ class LLM:
             vocab_size=self.model_config.vocab_size,
             num_layers=self.model_config.num_layers,
             eos_token_ids=self.model_config.eos_token_ids,
-            tokenizer=self.tokenizer,
+            tokenizer=cast("Tokenizer | None", self.tokenizer),
         )
         self._num_requests = 0
 
@@ -109,9 +111,7 @@ class LLM:
         ValueError names the prompt and the limit, and nothing was started.
         """
         batch = _as_batch(prompts)
-        requests = [
-            self._request(p, s, budget) for p, s in zip(batch, _as_params(params, len(batch)), strict=True)
-        ]
+        requests = [self._request(p, s, budget) for p, s in zip(batch, _as_params(params, len(batch)), strict=True)]
         return self._run(requests)
 
     def chat(
@@ -151,7 +151,7 @@ class LLM:
         tokenizer = self._need_tokenizer("chat")
         if tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; pass a prompt to generate() instead")
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, budget: Budget | None) -> Request:
         text = prompt if isinstance(prompt, str) else None
-        ids = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
+        ids: Any = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
         resolved = None
         if budget is not None:
             resolved = resolve_budget(budget, self.config.max_model_len, self.config.snapkv.window_len)
@@ -261,6 +261,16 @@ def _build_runner(folder: Path, model: ModelConfig, config: EngineConfig, progre
     dtype = getattr(torch, config.dtype)
     weights = load_weights(folder, model, dtype, config.device, progress)
     return ModelRunner(Decoder(model, weights), config)
+
+
+def _check_device(device: str) -> None:
+    """Refuse a device that torch does not know or that this machine does not have."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # which of the two depends on how torch was built
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def _check_memory(model: ModelConfig, config: EngineConfig) -> None:

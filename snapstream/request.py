@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from snapstream.config import KVBudget
 
@@ -20,7 +20,7 @@ MAX_SAMPLES = 128
 MAX_LOGIT_BIAS = 1024
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a sample ended; the values are those of the OpenAI API where it has one."""
 
     STOP = "stop"  # end token, stop id or stop string
@@ -34,12 +34,7 @@ def _finite(name: str, value: float, low: float, high: float) -> None:
 
 
 def _count(name: str, value: object, low: int, high: int | None = None) -> None:
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
-    ):
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         limit = f"from {low} to {high}" if high is not None else f">= {low}"
         raise ValueError(f"{name} is {value!r}; it must be a whole number {limit}")
 
@@ -57,9 +52,7 @@ class SamplingParams:
     min_p: float = 0.0  # drop tokens less likely than min_p x the likeliest
     presence_penalty: float = 0.0  # subtracted once from every token of the output
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output
-    repetition_penalty: float = (
-        1.0  # divides (multiplies) positive (negative) logits of prompt and output tokens
-    )
+    repetition_penalty: float = 1.0  # divides (multiplies) positive (negative) logits of prompt and output tokens
     logit_bias: Mapping[int, float] | None = None  # token id -> value added to its logit
     seed: int | None = None  # same seed, same output, whatever the batch
     stop: Sequence[str] = ()  # a str is taken as one stop string
@@ -88,8 +81,7 @@ class SamplingParams:
         _finite("min_p", self.min_p, 0.0, 1.0)
         _finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty!r}; it must be a number > 0")
+        _finite("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             _count("seed", self.seed, -(2**63), 2**63 - 1)
         if len(stop) > MAX_STOP_STRINGS:
@@ -98,9 +90,7 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop string {text!r} is not a non-empty string")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"{len(self.stop_token_ids)} stop token ids given; the limit is {MAX_STOP_TOKEN_IDS}"
-            )
+            raise ValueError(f"{len(self.stop_token_ids)} stop token ids given; the limit is {MAX_STOP_TOKEN_IDS}")
         for token in self.stop_token_ids:
             _count("stop token id", token, 0)
         for name in ("logprobs", "prompt_logprobs"):
@@ -108,9 +98,7 @@ class SamplingParams:
                 _count(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.logit_bias:
             if len(self.logit_bias) > MAX_LOGIT_BIAS:
-                raise ValueError(
-                    f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}"
-                )
+                raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}")
             for token, bias in self.logit_bias.items():
                 _count("logit_bias token id", token, 0)
                 _finite(f"logit_bias of token {token}", bias, -100.0, 100.0)

@@ -88,9 +88,7 @@ class StepResult:
     """What a step produced. Where no log-probabilities were asked for, ``Logprob.logprob`` is NaN."""
 
     step_id: int
-    prefilled: dict[str, PrefillResult] = field(
-        default_factory=dict
-    )  # by request id; jobs that ended in this step
+    prefilled: dict[str, PrefillResult] = field(default_factory=dict)  # by request id; jobs that ended in this step
     decoded: tuple[Logprob, ...] = ()  # aligned with StepPlan.decode_rows
 
 

@@ -1,1 +1,1 @@
-"""The fixed-budget KV cache: slot arithmetic (layout), storage (kv_cache), selection (snapkv), staging to row (compress)."""
+"""The fixed-budget KV cache: slot arithmetic (layout), storage (kv_cache), selection (snapkv), the write (compress)."""

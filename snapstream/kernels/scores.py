@@ -30,9 +30,7 @@ def snapkv_scores(
     num_kv_heads, num_keys, _ = keys.shape
     group = num_heads // num_kv_heads
     scaled = queries.float() * head_dim**-0.5
-    folded = (
-        scaled.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-    )  # [G, r*w, E]
+    folded = scaled.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)  # [G, r*w, E]
 
     def logits(low: int, high: int) -> Iterator[tuple[int, int, Tensor]]:
         for a in range(low, high, chunk):

@@ -1,9 +1,8 @@
 """Draws one token per row from logits: fixed shapes, no host synchronisation, no generator.
 
-Order, as in transformers (and vLLM but for min_p): logit bias; stop ids held back until min_tokens;
-repetition penalty (prompt and output tokens); frequency and presence penalties (output tokens); greedy rows
-take the argmax, lowest id among equals; the others temperature, top-k, top-p over what top-k left, min-p,
-draw.
+Order: logit bias; stop ids held back until min_tokens; repetition penalty (prompt and output tokens);
+frequency and presence penalties (output tokens). Then greedy rows take the argmax, lowest id among equals;
+the others go through temperature, top-k, top-p over what top-k left, and min-p, as in transformers.
 
 Filters are thresholds on the value: tokens equal to the last one kept are kept too, so top-k may keep more
 than k. The nucleus includes the token that crosses p.
@@ -114,10 +113,11 @@ def _nucleus_key(keys: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
 def draw(mass: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
     """Token ids [B] by inverting the cumulative weights, in vocabulary order, at the row's next uniform."""
     reached = mass.cumsum(-1)  # [B, V]
-    total = reached[:, -1]
-    target = (uniform(state.stream[rows], state.num_sampled[rows]) * total).to(torch.int64)  # 0 .. total
-    target = torch.minimum(target, total - 1).unsqueeze(1)  # float64 may round up to the total
-    return torch.searchsorted(reached, target, right=True).squeeze(1).clamp_(max=mass.shape[1] - 1)
+    at = uniform(state.stream[rows], state.num_sampled[rows])  # [B], at most 1 - 2^-53
+    # Less than the total even after rounding: 2^-53 of a float64 is at least half of its last place.
+    target = (at * reached[:, -1]).to(torch.int64).unsqueeze(1)
+    token_ids = torch.searchsorted(reached, target, right=True).squeeze(1)
+    return token_ids.clamp_(max=mass.shape[1] - 1)  # only a row without any mass is beyond
 
 
 def _advance(state: SamplingState, rows: Tensor, token_ids: Tensor, needs: SamplingNeeds) -> None:

@@ -129,9 +129,7 @@ class SamplingState:
         self._set_occurrences(row, _uses_penalties(sampling), prompt_ids)
         self._set_bias(row, sampling)
 
-    def _check(
-        self, row: int, sampling: SamplingParams, prompt_ids: Sequence[int], stop_ids: Sequence[int]
-    ) -> None:
+    def _check(self, row: int, sampling: SamplingParams, prompt_ids: Sequence[int], stop_ids: Sequence[int]) -> None:
         """Refuse before anything is written."""
         if not 0 <= row < self.num_rows:
             raise ValueError(f"row is {row}; it must be from 0 to {self.num_rows - 1}")

@@ -73,16 +73,11 @@ def _indexed_shards(index: Path) -> list[Path]:
     files = [index.parent / name for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ValueError(
-            f"{index.parent}: {len(missing)} of {len(files)} shards missing: {', '.join(missing)}"
-        )
+        raise ValueError(f"{index.parent}: {len(missing)} of {len(files)} shards missing: {', '.join(missing)}")
     return files
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     with open_shard(file) as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 - not a mapping
-        return {
-            name: StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
-            for name, part in slices.items()
-        }
+        return {name: StoredTensor(file, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}

@@ -72,9 +72,7 @@ def _layer_views(config: ModelConfig, layer: LayerWeights) -> dict[str, Tensor |
     ):
         if qkv is not None:
             q, k, v = qkv.split((queries, keys, keys))
-            views |= {
-                f"self_attn.{part}_proj.{kind}": view for part, view in zip("qkv", (q, k, v), strict=True)
-            }
+            views |= {f"self_attn.{part}_proj.{kind}": view for part, view in zip("qkv", (q, k, v), strict=True)}
         if gate_up is not None:
             views[f"mlp.gate_proj.{kind}"], views[f"mlp.up_proj.{kind}"] = gate_up.chunk(2)
     return views
@@ -84,9 +82,7 @@ def _check(manifest: Mapping[str, StoredTensor], plan: Mapping[str, Tensor], con
     """Refuse a checkpoint that is not exactly this model."""
     missing = [name for name in plan if name not in manifest]
     if missing:
-        raise ValueError(
-            f"checkpoint lacks {_listed(missing)}; {config.architecture} needs {len(plan)} tensors"
-        )
+        raise ValueError(f"checkpoint lacks {_listed(missing)}; {config.architecture} needs {len(plan)} tensors")
     extra = [name for name in manifest if name not in plan and not _is_redundant(name, config)]
     if extra:
         raise ValueError(f"checkpoint holds {_listed(extra)}, which {config.architecture} does not use")
@@ -94,8 +90,7 @@ def _check(manifest: Mapping[str, StoredTensor], plan: Mapping[str, Tensor], con
         stored = manifest[name]
         if stored.shape != tuple(view.shape):
             raise ValueError(
-                f"{name} in {stored.file.name} has shape {list(stored.shape)}; "
-                f"the config asks for {list(view.shape)}"
+                f"{name} in {stored.file.name} has shape {list(stored.shape)}; the config asks for {list(view.shape)}"
             )
         if stored.dtype not in FLOAT_DTYPES:
             raise ValueError(

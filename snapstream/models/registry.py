@@ -116,9 +116,7 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
         reasons.append(f"sliding_window is in use ({window}); only full attention layers are supported")
     experts = [name for name in EXPERT_FIELDS if settings.get(name)]
     if experts:
-        reasons.append(
-            f"mixture-of-experts layers are not supported ({experts[0]} is {settings[experts[0]]})"
-        )
+        reasons.append(f"mixture-of-experts layers are not supported ({experts[0]} is {settings[experts[0]]})")
     if settings.get("quantization_config"):
         method = settings["quantization_config"].get("quant_method", "unnamed")
         reasons.append(f"quantization_config is present ({method}); weights must be fp32, bf16 or fp16")
@@ -153,9 +151,7 @@ def _sliding_window(settings: Mapping[str, Any], family: Family) -> int | None:
 def _architecture(settings: Mapping[str, Any]) -> str:
     names = settings.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
-        raise ValueError(
-            f"config.json must name one architecture, found {names!r} (known: {', '.join(FAMILIES)})"
-        )
+        raise ValueError(f"config.json must name one architecture, found {names!r} (known: {', '.join(FAMILIES)})")
     return str(names[0])
 
 

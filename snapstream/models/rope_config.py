@@ -64,9 +64,7 @@ def _refuse_unsupported(values: Mapping[str, Any], kind: str) -> None:
         raise ValueError(f"rope type {kind!r} is not supported (known: {', '.join(KINDS)})")
     share = values.get("partial_rotary_factor")
     if share is not None and share != 1:
-        raise ValueError(
-            f"partial_rotary_factor is {share}; only heads rotated as a whole (1.0) are supported"
-        )
+        raise ValueError(f"partial_rotary_factor is {share}; only heads rotated as a whole (1.0) are supported")
 
 
 def _original_window(settings: Mapping[str, Any], values: Mapping[str, Any], window: int, kind: str) -> int:

@@ -59,16 +59,13 @@ class DecoderWeights:
     def empty(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> DecoderWeights:
         """Uninitialised storage of the right shapes."""
         tensors = {
-            role: torch.empty(shape, dtype=dtype, device=device)
-            for role, shape in weight_shapes(config).items()
+            role: torch.empty(shape, dtype=dtype, device=device) for role, shape in weight_shapes(config).items()
         }
         tensors.setdefault("lm_head", tensors["embed"])
         return cls(**tensors)
 
     @classmethod
-    def random(
-        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int
-    ) -> DecoderWeights:
+    def random(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int) -> DecoderWeights:
         """Random weights at real shapes, for benchmarks: every matrix keeps the size of its input."""
         weights = cls.empty(config, dtype, device)
         generator = torch.Generator(device=device).manual_seed(seed)
@@ -78,9 +75,7 @@ class DecoderWeights:
             elif role.endswith("bias"):
                 tensor.zero_()
             else:
-                bound = (
-                    3.0 / tensor.shape[-1]
-                ) ** 0.5  # uniform on [-b, b] has variance b^2 / 3 = 1 / fan-in
+                bound = (3.0 / tensor.shape[-1]) ** 0.5  # uniform on [-b, b] has variance b^2 / 3 = 1 / fan-in
                 if role in ("o", "down"):
                     bound /= (2 * config.num_layers) ** 0.5  # 2L residual additions sum to order 1
                 tensor.uniform_(-bound, bound, generator=generator)

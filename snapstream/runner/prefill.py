@@ -32,9 +32,7 @@ class PromptProgress:
         self.prompt_len = len(entry.token_ids)
         self.job_start = job_start  # first token, counted in the job
         self.staging_start = staging_start  # first token, counted in the pool
-        self.queries: Tensor | None = (
-            None  # [w, H, E] of the current layer; only if the prompt will be compressed
-        )
+        self.queries: Tensor | None = None  # [w, H, E] of the current layer; only if the prompt will be compressed
         self.compress_ms = 0.0
         self.kept: list[Tensor] = []  # per layer [G, C], if asked for
 
@@ -97,23 +95,19 @@ class PrefillJob:
     def run_unit(self, unit: int) -> None:
         """One chunk through one layer; after a layer's last chunk, compress it into the rows."""
         if unit != self._next_unit:
-            raise RuntimeError(
-                f"job {self.spec.job_id}: unit {unit} was planned, unit {self._next_unit} is next"
-            )
+            raise RuntimeError(f"job {self.spec.job_id}: unit {unit} was planned, unit {self._next_unit} is next")
         layer, chunk = divmod(unit, self._num_chunks)
         start = chunk * self._chunk_len
         stop = min(start + self._chunk_len, self.spec.num_tokens)
-        if layer == 0:
-            hidden = self._decoder.embed(self.token_ids[start:stop])  # [T, D]
-        else:
-            hidden = self.hidden[start:stop]  # [T, D]
-        rope = self._decoder.rope(self._positions[start:stop], self._seq_lens[start:stop])
+        own = slice(start, stop)
+        hidden = self._decoder.embed(self.token_ids[own]) if layer == 0 else self.hidden[own]  # [T, D]
+        rope = self._decoder.rope(self._positions[own], self._seq_lens[own])
         segments = list(self._segments(start, stop))
         view = StagingView(self._staging.k, self._staging.v, segments)
         q, k, v = self._decoder.project(layer, hidden, rope)
         self._keep_queries(segments, q)
         if layer < self._num_layers - 1 or self._needs_all_outputs:
-            self.hidden[start:stop] = self._decoder.finish(layer, hidden, view.attend(layer, q, k, v))
+            self.hidden[own] = self._decoder.finish(layer, hidden, view.attend(layer, q, k, v))
         else:
             self._finish_last_tokens(layer, start, hidden, segments, view, q, k, v)
         if chunk == self._num_chunks - 1:
@@ -134,9 +128,7 @@ class PrefillJob:
             if prompt.queries is None:
                 continue
             window = prompt.queries.shape[0]
-            offset = segment.prompt_start - (
-                prompt.prompt_len - window
-            )  # of the segment's first token in the window
+            offset = segment.prompt_start - (prompt.prompt_len - window)  # of the segment's first token in the window
             skip = max(0, -offset)
             if skip < segment.length:
                 own = q[segment.chunk_slice][skip:]

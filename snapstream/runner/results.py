@@ -33,11 +33,8 @@ class HostCopy:
         """One ``Logprob`` per entry, with as many of the likeliest as ``params`` of that entry asks for."""
         if self._event is not None:
             self._event.synchronize()
-        ids, logprobs, top_ids, top_logprobs = (
-            None if field is None else field.tolist() for field in self._fields
-        )
-        assert ids is not None
-        if logprobs is None:
+        ids, logprobs, top_ids, top_logprobs = ([] if field is None else field.tolist() for field in self._fields)
+        if not logprobs:
             return tuple(Logprob(token, _NAN) for token in ids[: len(params)])
         out = []
         for i, wanted in enumerate(params):
@@ -76,9 +73,7 @@ class SubmittedStep:
         """The step's decode batch: one entry of ``params`` per planned row."""
         self._decoded = (HostCopy(sampled), params)
 
-    def add_prefilled(
-        self, sampled: Sampled, params: list[SamplingParams], prompts: list[FinishedPrompt]
-    ) -> None:
+    def add_prefilled(self, sampled: Sampled, params: list[SamplingParams], prompts: list[FinishedPrompt]) -> None:
         """A job that ended: its first tokens, prompt after prompt, one per row."""
         self._prefilled.append((HostCopy(sampled), params, prompts))
 

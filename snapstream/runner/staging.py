@@ -14,9 +14,7 @@ from snapstream.config import ModelConfig
 class StagingPool:
     """Buffers of ``num_tokens`` tokens, allocated once."""
 
-    def __init__(
-        self, config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (config.num_kv_heads, num_tokens, config.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)  # [G, P, E]
         self.v = torch.empty(shape, dtype=dtype, device=device)  # [G, P, E]

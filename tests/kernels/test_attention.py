@@ -15,9 +15,7 @@ HEADS = [(4, 4), (4, 2), (8, 1), (6, 2)]
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 50), (7, 7), (16, 80), (33, 34), (80, 80)])
 @pytest.mark.parametrize("head_dim", [8, 64])
-def test_prefill_attention(
-    num_heads: int, num_kv_heads: int, num_queries: int, num_keys: int, head_dim: int
-) -> None:
+def test_prefill_attention(num_heads: int, num_kv_heads: int, num_queries: int, num_keys: int, head_dim: int) -> None:
     torch.manual_seed(num_keys)
     q = torch.randn(num_queries, num_heads, head_dim)
     pool_k, pool_v = torch.randn(2, num_kv_heads, num_keys + 9, head_dim)

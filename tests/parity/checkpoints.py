@@ -65,5 +65,6 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     """Greedy continuation by transformers' own ``generate``, end token ignored."""
     ids = torch.tensor([prompt])
     model.generation_config.eos_token_id = None
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return out[0, len(prompt) :].tolist()

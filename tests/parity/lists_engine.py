@@ -1,8 +1,8 @@
 """A whole engine as a slow list-based program: one prompt, one token at a time, caches as Python lists.
 
-Independent of slots, rings, staging, chunks and kernels: per layer and kv head it keeps a list of (position, key, value)
-and forgets by the rule in words - sinks and selected tokens stay, of the rest the oldest goes when the row is full. Only
-the decoder's two halves of a layer, which have a parity test of their own, are shared with the package.
+Independent of slots, rings, staging, chunks and kernels: per layer and kv head it keeps a list of (position, key,
+value) and forgets by the rule in words - sinks and selected tokens stay, of the rest the oldest goes when the row is
+full. Only the decoder's two halves of a layer, which have a parity test of their own, are shared with the package.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ListsEngine:
 
     def __init__(self, decoder: Decoder, budget: KVBudget, snapkv: SnapKVConfig) -> None:
         self.decoder, self.budget, self.snapkv = decoder, budget, snapkv
-        config = decoder.config
-        self.cells: list[list[list[Cell]]] = [[[] for _ in range(config.num_kv_heads)] for _ in range(config.num_layers)]
-        self.frozen: list[list[set[int]]] = [[set() for _ in range(config.num_kv_heads)] for _ in range(config.num_layers)]
+        layers, heads = range(decoder.config.num_layers), range(decoder.config.num_kv_heads)
+        self.cells: list[list[list[Cell]]] = [[[] for _ in heads] for _ in layers]
+        self.frozen: list[list[set[int]]] = [[set() for _ in heads] for _ in layers]
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
@@ -48,7 +48,8 @@ class ListsEngine:
             cells = self.cells[layer]
             for head, own in enumerate(cells):
                 own.extend((p, k[p, head], v[p, head]) for p in range(len(prompt)))
-            hidden = self.decoder.finish(layer, hidden, torch.stack([attend(q[p], cells, p) for p in range(len(prompt))]))
+            attended = torch.stack([attend(q[p], cells, p) for p in range(len(prompt))])
+            hidden = self.decoder.finish(layer, hidden, attended)
             self._compress(layer, q, k, len(prompt))
         tokens, logprobs = [], []
         for position in range(len(prompt), len(prompt) + count):

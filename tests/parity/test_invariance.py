@@ -58,15 +58,11 @@ def test_batches_equal_single_runs(
     max_rows: int,
     prefill_quantum: int,
 ) -> None:
-    got = run(
-        folder, prompts, list(params()), max_rows=max_rows, chunk_len=chunk_len, prefill_quantum=prefill_quantum
-    )
+    got = run(folder, prompts, list(params()), max_rows=max_rows, chunk_len=chunk_len, prefill_quantum=prefill_quantum)
     assert got == alone
 
 
-def test_order_of_arrival_and_row_do_not_matter(
-    folder: Path, prompts: list[list[int]], alone: list[list[int]]
-) -> None:
+def test_order_of_arrival_and_row_do_not_matter(folder: Path, prompts: list[list[int]], alone: list[list[int]]) -> None:
     order = random.Random(1).sample(range(len(prompts)), len(prompts))
     wanted = list(params())
     got = run(folder, [prompts[i] for i in order], [wanted[i] for i in order], max_rows=4, chunk_len=32)

@@ -26,9 +26,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if prefix == 0:
         return out[0].transpose(0, 1)
     folded = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)[None]
-    before, before_lse = _flash(
-        folded, k[None, :, :prefix], v[None, :, :prefix], 0.0, False
-    )  # [1, G, r*T, E]
+    before, before_lse = _flash(folded, k[None, :, :prefix], v[None, :, :prefix], 0.0, False)  # [1, G, r*T, E]
     before = before.reshape(num_heads, num_queries, head_dim)
     share = torch.sigmoid(before_lse.reshape(num_heads, num_queries) - lse[0])[..., None].to(out.dtype)
     return torch.lerp(out[0], before, share).transpose(0, 1)

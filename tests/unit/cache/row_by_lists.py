@@ -25,16 +25,17 @@ def votes(queries, keys, start, stop, over_row, group_max):
                 if not seen:
                     continue
                 dots = [
-                    sum(a * b for a, b in zip(queries[i][head], keys[g][j])) / math.sqrt(width) for j in seen
+                    sum(a * b for a, b in zip(queries[i][head], keys[g][j], strict=True)) / math.sqrt(width)
+                    for j in seen
                 ]
                 top = max(dots)
                 weights = [math.exp(d - top) for d in dots]
-                for j, weight in zip(seen, weights):
+                for j, weight in zip(seen, weights, strict=True):
                     if start <= j < stop:
                         total[j - start] += weight / sum(weights)
             members.append(total)
         merge = max if group_max else sum
-        scores.append([merge(column) for column in zip(*members)])
+        scores.append([merge(column) for column in zip(*members, strict=True)])
     return scores
 
 

@@ -31,11 +31,7 @@ def test_a_prompt_that_fits_is_kept_whole(prompt_len: int) -> None:
     for row in (0, 2):
         assert torch.equal(cache.k[1, row, :, :prompt_len], keys)
         assert torch.equal(cache.v[1, row, :, :prompt_len], values)
-    assert (
-        cache.k[0].isnan().all()
-        and cache.k[1, 1].isnan().all()
-        and cache.k[1, 0, :, prompt_len:].isnan().all()
-    )
+    assert cache.k[0].isnan().all() and cache.k[1, 1].isnan().all() and cache.k[1, 0, :, prompt_len:].isnan().all()
 
 
 @pytest.mark.parametrize("prompt_len", [13, 14, 40])
@@ -50,9 +46,7 @@ def test_a_longer_prompt_is_gathered_slot_by_slot(prompt_len: int, budget: KVBud
         for slot, position in enumerate(index[head].tolist()):
             assert torch.equal(cache.k[0, 1, head, slot], keys[head, position])
             assert torch.equal(cache.v[0, 1, head, slot], values[head, position])
-    assert (
-        cache.k[0, 1, :, budget.capacity :].isnan().all()
-    )  # a smaller budget leaves the rest of the row alone
+    assert cache.k[0, 1, :, budget.capacity :].isnan().all()  # a smaller budget leaves the rest of the row alone
     assert cache.k[0, 0].isnan().all() and cache.k[1].isnan().all()
 
 

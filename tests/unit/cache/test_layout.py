@@ -75,7 +75,5 @@ def test_negative_or_empty_regions_are_refused(field: str) -> None:
         KVBudget(**sizes)
     with pytest.raises(ValueError, match="num_recent is 0"):
         KVBudget(num_topk=3, num_recent=0)
-    with pytest.raises(
-        ValueError, match=r"35 slots is smaller than sinks \+ observation window \(4 \+ 32 = 36\)"
-    ):
+    with pytest.raises(ValueError, match=r"35 slots is smaller than sinks \+ observation window \(4 \+ 32 = 36\)"):
         KVBudget.of(35)

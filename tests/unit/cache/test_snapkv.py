@@ -22,21 +22,20 @@ configs = st.builds(
     softmax_over=st.sampled_from(["candidates", "row"]),
     group_reduce=st.sampled_from(["sum", "max"]),
 )
-budgets = st.builds(
-    KVBudget, num_sink=st.integers(0, 4), num_topk=st.integers(0, 8), num_recent=st.integers(1, 6)
-)
+budgets = st.builds(KVBudget, num_sink=st.integers(0, 4), num_topk=st.integers(0, 8), num_recent=st.integers(1, 6))
 
 
 @settings(max_examples=1000, deadline=None)
-@given(budget=budgets, config=configs, extra=st.integers(1, 14), heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]),
-       seed=st.integers(0, 2**31))  # fmt: skip
-@example(
-    KVBudget(num_sink=0, num_topk=3, num_recent=1), SnapKVConfig(window_len=9), 1, (4, 2), 0
-)  # window > N, R = 1
+@given(
+    budget=budgets,
+    config=configs,
+    extra=st.integers(1, 14),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]),
+    seed=st.integers(0, 2**31),
+)
+@example(KVBudget(num_sink=0, num_topk=3, num_recent=1), SnapKVConfig(window_len=9), 1, (4, 2), 0)  # window > N, R = 1
 @example(KVBudget(num_sink=3, num_topk=0, num_recent=2), SnapKVConfig(window_len=2), 5, (4, 2), 1)  # K = 0
-@example(
-    KVBudget(num_sink=1, num_topk=4, num_recent=2), SnapKVConfig(window_len=4), 1, (2, 1), 2
-)  # N = C + 1
+@example(KVBudget(num_sink=1, num_topk=4, num_recent=2), SnapKVConfig(window_len=4), 1, (2, 1), 2)  # N = C + 1
 def test_kept_positions_equal_the_list_based_program(
     budget: KVBudget, config: SnapKVConfig, extra: int, heads: tuple[int, int], seed: int
 ) -> None:
@@ -64,9 +63,7 @@ def test_kept_positions_equal_the_list_based_program(
         selected = row[budget.num_sink : budget.num_sink + budget.num_topk]
         assert selected == sorted(set(selected)) and all(start <= p < stop for p in selected)
         _assert_best(selected, smooth, start, budget.num_topk)
-        want = row_by_lists.row_after_prefill(
-            prompt_len, budget.num_sink, budget.num_topk, budget.num_recent, selected
-        )
+        want = row_by_lists.row_after_prefill(prompt_len, budget.num_sink, budget.num_topk, budget.num_recent, selected)
         assert row == want
 
 

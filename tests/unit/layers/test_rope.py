@@ -61,12 +61,8 @@ def test_dynamic_frequencies_equal_transformers(length: int) -> None:
     cos, sin = rope.angles(position, torch.tensor([length]))
     angle = (length - 1) * theirs.double()
     # fp32 keeps about 7 digits of an angle, whoever computes it
-    torch.testing.assert_close(
-        cos[0, 0, : HEAD_DIM // 2].double(), angle.cos(), rtol=0, atol=2e-6 * length + 1e-6
-    )
-    torch.testing.assert_close(
-        sin[0, 0, HEAD_DIM // 2 :].double(), angle.sin(), rtol=0, atol=2e-6 * length + 1e-6
-    )
+    torch.testing.assert_close(cos[0, 0, : HEAD_DIM // 2].double(), angle.cos(), rtol=0, atol=2e-6 * length + 1e-6)
+    torch.testing.assert_close(sin[0, 0, HEAD_DIM // 2 :].double(), angle.sin(), rtol=0, atol=2e-6 * length + 1e-6)
 
 
 def test_rotation_is_that_of_the_complex_plane() -> None:

@@ -77,8 +77,10 @@ def test_no_nucleus_is_no_filter_however_flat_the_row() -> None:
 def test_the_ends_of_the_distribution(monkeypatch: pytest.MonkeyPatch, at: float, token: int) -> None:
     """Tokens without weight are never drawn, and an interval holds its left end but not its right one."""
     monkeypatch.setattr(sampler, "uniform", lambda stream, counter: torch.tensor([at], dtype=torch.float64))
-    mass = torch.tensor([[0, 2**60, 3 * 2**60, 0]])
-    assert sampler.draw(mass, SamplingState(1, 4, "cpu"), torch.tensor([0])).tolist() == [token]
+    state, row = SamplingState(1, 4, "cpu"), torch.tensor([0])
+    for one in (1, 2**20 - 1, 2**60 - 1, 2**60):  # totals that float64 holds, and one that it rounds up
+        mass = torch.tensor([[0, one, 3 * one, 0]])
+        assert sampler.draw(mass, state, row).tolist() == [token]
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e-4])

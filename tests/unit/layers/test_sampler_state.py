@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapstream.layers.sampler import sample
+from snapstream.layers.sampler import adjusted, sample
 from snapstream.layers.sampling_state import NUM_STOP_IDS, SamplingNeeds, SamplingState
 from snapstream.request import SamplingParams
 
@@ -30,9 +30,7 @@ EVERYTHING = SamplingParams(
 KINDS = {
     "greedy": SamplingParams(temperature=0.0),
     "plain": SamplingParams(),
-    "flat": SamplingParams(
-        temperature=50.0
-    ),  # nearly every token equally likely: the total is near its bound
+    "flat": SamplingParams(temperature=50.0),  # nearly every token equally likely: the total is near its bound
     "top_k": SamplingParams(top_k=9),
     "top_p": SamplingParams(top_p=0.9),
     "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.5),
@@ -86,9 +84,7 @@ def test_another_seed_gives_another_text() -> None:
     state = SamplingState(NUM_ROWS, VOCAB, "cpu")
     for row in range(NUM_ROWS):
         state.set_row(row, SamplingParams(), row, [], [])
-    tokens = sample(
-        logits_at(0).expand(NUM_ROWS, -1), state, torch.arange(NUM_ROWS), SamplingNeeds(random=True)
-    )
+    tokens = sample(logits_at(0).expand(NUM_ROWS, -1), state, torch.arange(NUM_ROWS), SamplingNeeds(random=True))
     assert len(set(tokens.token_ids.tolist())) > NUM_ROWS // 2
 
 
@@ -100,9 +96,7 @@ def test_padding_leaves_other_rows_and_logits_alone(params: SamplingParams) -> N
     before = {name: value.clone() for name, value in tensors_of(state).items()}
     logits = torch.stack([logits_at(step) for step in range(5)])
     untouched = logits.clone()
-    sampled = sample(
-        logits, state, torch.tensor([PADDING, 4, PADDING, PADDING, 2]), SamplingNeeds.of([params])
-    )
+    sampled = sample(logits, state, torch.tensor([PADDING, 4, PADDING, PADDING, 2]), SamplingNeeds.of([params]))
     assert torch.equal(logits, untouched)
     assert sampled.token_ids[0] == logits[0].argmax()  # the padding row is greedy and neutral
     idle = [0, 1, 3, 5, 6]
@@ -123,10 +117,10 @@ def test_a_reused_row_keeps_nothing_of_the_earlier_request(later: SamplingParams
     for state in (fresh, used):
         state.set_row(1, later, 9, [8], [4])
     for step in range(8):
-        tokens = [
-            sample(logits_at(step)[None], state, rows, needs).token_ids.tolist() for state in (fresh, used)
-        ]
-        assert tokens[0] == tokens[1]
+        logits = logits_at(step)[None]
+        assert torch.equal(adjusted(logits, fresh, rows, needs), adjusted(logits, used, rows, needs))
+        tokens = [sample(logits, state, rows, needs).token_ids for state in (fresh, used)]
+        assert torch.equal(tokens[0], tokens[1])
 
 
 def test_tensors_keep_their_address() -> None:
@@ -158,9 +152,8 @@ def test_a_single_possible_token_is_drawn(params: SamplingParams) -> None:
     state.set_row(0, params, 3, [1], [2])
     needs, logits = SamplingNeeds.of([params]), torch.full((1, VOCAB), -math.inf)
     logits[0, -1] = -7.0
-    assert [int(sample(logits, state, torch.tensor([0]), needs).token_ids) for _ in range(5)] == [
-        VOCAB - 1
-    ] * 5
+    for _ in range(5):
+        assert int(sample(logits, state, torch.tensor([0]), needs).token_ids) == VOCAB - 1
 
 
 @pytest.mark.parametrize("bad", [-math.inf, math.nan, math.inf])
@@ -178,9 +171,7 @@ def test_broken_logits_give_a_valid_id_and_leave_neighbours_alone(bad: float) ->
 
 def test_needs_are_read_off_the_parameters() -> None:
     assert SamplingNeeds.of([]) == SamplingNeeds()
-    assert (
-        SamplingNeeds.of([SamplingParams(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1)]) == SamplingNeeds()
-    )
+    assert SamplingNeeds.of([SamplingParams(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1)]) == SamplingNeeds()
     assert SamplingNeeds.of([SamplingParams(temperature=0.0), SamplingParams()]) == SamplingNeeds(random=True)
     assert SamplingNeeds.of([SamplingParams(temperature=0.0, logprobs=n) for n in (0, 6)]).num_logprobs == 20
     everything = dict.fromkeys(("bias", "min_tokens", "penalties", "random", "top_k", "top_p", "min_p"), True)

@@ -153,9 +153,7 @@ def _drop_many(tensors: dict[str, Tensor]) -> None:
         (_quantize, f"{Q_PROJ} in model.safetensors is stored as I8"),
     ],
 )
-def test_wrong_tensors_are_named(
-    spoil: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path
-) -> None:
+def test_wrong_tensors_are_named(spoil: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path) -> None:
     tensors = tensors_of(CONFIG)
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -200,9 +198,7 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
     tensors = tensors_of(CONFIG)
     first, second = write_shards(tmp_path, tensors, 2)
     save_file({**load_file(second), "model.embed_tokens.weight": torch.zeros(11, 8)}, second)
-    with pytest.raises(
-        ValueError, match=f"embed_tokens.weight is in two shards: {first.name} and {second.name}"
-    ):
+    with pytest.raises(ValueError, match=f"embed_tokens.weight is in two shards: {first.name} and {second.name}"):
         load(tmp_path)
 
 

@@ -47,9 +47,7 @@ def test_llama_without_scaling() -> None:
 
 def test_what_the_architectures_add() -> None:
     biased = {"attention_bias": True, "mlp_bias": True}
-    llama, mistral, qwen2, qwen3 = (
-        model_config_from_dict({**d, **biased}) for d in (LLAMA, MISTRAL, QWEN2, QWEN3)
-    )
+    llama, mistral, qwen2, qwen3 = (model_config_from_dict({**d, **biased}) for d in (LLAMA, MISTRAL, QWEN2, QWEN3))
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
     assert (mistral.qkv_bias, mistral.o_bias, mistral.mlp_bias, mistral.qk_norm) == (
         False,

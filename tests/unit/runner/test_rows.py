@@ -10,9 +10,7 @@ from snapstream.cache import layout
 from snapstream.config import KVBudget
 from snapstream.runner.rows import Rows
 
-budgets = st.builds(
-    KVBudget, num_sink=st.integers(0, 5), num_topk=st.integers(0, 7), num_recent=st.integers(1, 7)
-)
+budgets = st.builds(KVBudget, num_sink=st.integers(0, 5), num_topk=st.integers(0, 7), num_recent=st.integers(1, 7))
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,0 +1,48 @@
+# make install | demo | test | lint | format | clean      (make help)
+# Variables: PYTHON (3.11 or newer), PIP_ARGS (e.g. an index with CPU builds of torch), WORKERS (test processes).
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+WORKERS  ?= 2
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One thread per process: the test workers are the parallelism.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install demo test lint format clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP) ## virtual environment .venv with the package (editable) and the development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: snapstream needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: OMP_NUM_THREADS = $(shell getconf _NPROCESSORS_ONLN)
+demo: $(STAMP) ## a long document answered from a fraction of the memory
+	$(BIN)/snapstream demo
+
+lint: $(STAMP) ## ruff, formatting, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint ## lint, then every test
+	$(BIN)/pytest -n $(WORKERS)
+
+format: $(STAMP) ## apply ruff's fixes and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove caches and build products (keeps .venv)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,37 @@
+"""snapstream: LLM inference in which a sequence owns a row of constant size, however long its prompt was.
+
+The names below are loaded on first use, so that ``import snapstream`` never imports torch. Start reading at
+``llm.py``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from snapstream.version import __version__
+
+if TYPE_CHECKING:
+    from snapstream.config import KVBudget, SnapKVConfig
+    from snapstream.llm import LLM
+    from snapstream.request import RequestOutput, SamplingParams
+
+__all__ = ["LLM", "KVBudget", "RequestOutput", "SamplingParams", "SnapKVConfig", "__version__"]
+
+_HOME = {
+    "KVBudget": "snapstream.config",
+    "LLM": "snapstream.llm",
+    "RequestOutput": "snapstream.request",
+    "SamplingParams": "snapstream.request",
+    "SnapKVConfig": "snapstream.config",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,214 @@
+"""The command ``snapstream``: options and their help; the work is done elsewhere.
+
+Torch is imported inside the commands that need it, so ``--version``, ``--help`` and ``plan`` start at once.
+The invariant: wrong input ends in one line ``error: ...`` on stderr and exit code 2, Ctrl-C in exit code 130,
+never in a traceback. ``plan`` goes on in ``planning.py`` and ``plan_report.py``, ``generate`` in
+``cli_generate.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from snapstream.config import DType
+from snapstream.version import __version__
+
+app = typer.Typer(
+    name="snapstream",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="LLM inference in rows of constant size: a prompt of any length, a cache of fixed budget.",
+)
+
+_PLAN_HELP = """What a model costs, from its config.json alone: bytes per row, rows that fit, prefill, speed.
+
+Budgets are slots: tokens kept per layer and kv head. A row is the cache of one sequence.
+
+\b
+Examples:
+  snapstream plan Llama-3.1-8B-Instruct/
+  snapstream plan config.json --memory 24GB --bandwidth 1TB/s --budget 4096 --budget 8192
+  snapstream plan config.json --prompt-len 32768 --json
+"""
+
+_GENERATE_HELP = """Answer one prompt; text streams to stdout, one summary line goes to stderr.
+
+MODEL is a checkpoint folder: config.json, safetensors, tokenizer.json.
+
+\b
+Examples:
+  snapstream generate Qwen3-0.6B/ "Why is the sky blue?"
+  snapstream generate Llama-3.2-1B-Instruct/ --file report.txt --budget 4096
+  cat question.txt | snapstream generate Qwen2.5-0.5B/ --raw --temperature 0.7 --seed 1
+"""
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+def _whole_option(help_text: str) -> Any:
+    """An option that takes a whole number and says so, with the value, where it gets something else."""
+    return typer.Option(help=help_text, parser=_whole_number, metavar="N")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"snapstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command(help=_PLAN_HELP, short_help="What a model costs, from its config.json alone.")
+def plan(
+    config: Annotated[Path, typer.Argument(help="config.json, or the folder it is in.", show_default=False)],
+    budget: Annotated[
+        list[int] | None,
+        _whole_option("Slots of a row; repeatable. Default: 1/2, 1/4, 1/8, 1/16 of the prompt."),
+    ] = None,
+    prompt_len: Annotated[
+        int | None, _whole_option("Prompt tokens. Default: the model's window, at most 131072.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, _whole_option("Prompt and output tokens: slots of a full row. Default: the prompt.")
+    ] = None,
+    chunk_len: Annotated[int, _whole_option("Tokens of one prefill unit.")] = 512,
+    dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "bfloat16",
+    memory: Annotated[str, typer.Option(help="Device memory, e.g. 80GiB, 24GB.")] = "80GiB",
+    bandwidth: Annotated[str, typer.Option(help="Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (bytes, tokens, tokens/s).")] = False,
+) -> None:
+    from snapstream.models.registry import read_model_config
+    from snapstream.planning import make_plan
+    from snapstream.sizes import parse_bandwidth, parse_bytes
+
+    result = make_plan(
+        read_model_config(config),
+        dtype=dtype,
+        budgets=budget or (),
+        prompt_len=prompt_len,
+        max_model_len=max_model_len,
+        chunk_len=chunk_len,
+        memory_bytes=parse_bytes(memory),
+        bandwidth=parse_bandwidth(bandwidth),
+    )
+    if as_json:
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+        return
+    from rich.console import Console
+
+    from snapstream.plan_report import print_plan
+
+    print_plan(result, Console())
+
+
+@app.command(help=_GENERATE_HELP, short_help="Answer one prompt with a checkpoint on disk.")
+def generate(
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="The prompt; without it or --file: stdin.", show_default=False),
+    ] = None,
+    file: Annotated[str | None, typer.Option(help="Read the prompt from this file; - is stdin.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Slots of the row, or 'full'. Default: 8192, at most the window."),
+    ] = None,
+    max_tokens: Annotated[int, _whole_option("Most tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", parser=_number, metavar="X")] = 0.0,
+    seed: Annotated[int | None, _whole_option("Same seed, same output.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Use the chat template or not. Default: if there is one."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message; needs the chat template.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
+    max_model_len: Annotated[
+        int | None, _whole_option("Prompt and output tokens. Default: the model's window.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    max_rows: Annotated[int, _whole_option("Rows to allocate; one prompt uses one.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+) -> None:
+    from snapstream.cli_generate import encode_prompt, parse_budget, read_prompt, stream_answer
+    from snapstream.llm import LLM
+    from snapstream.request import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    slots = parse_budget(budget)
+    text = read_prompt(prompt, file, sys.stdin)
+    with LLM(
+        model,
+        budget=slots,
+        dtype=dtype,
+        device=device,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        progress=sys.stderr.isatty(),
+    ) as llm:
+        encoded = encode_prompt(llm, text, chat=chat, system=system)
+        raise typer.Exit(stream_answer(llm, encoded, params, out=sys.stdout, err=sys.stderr, as_json=as_json))
+
+
+@app.command(short_help="Watch a small model answer from a fraction of its cache.")
+def demo() -> None:
+    """Answer questions about a document longer than the cache, on the model that ships with the package."""
+    from snapstream.demo import run_demo
+
+    run_demo()
+
+
+def _fail(message: str) -> int:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        code = app(args=argv, prog_name="snapstream", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our stdout left, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
+        return _fail(str(error))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not one of click's, wherever typer keeps its click
+            raise
+        return _fail(error.format_message())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The waiting queue, the free rows and the staging pool: which requests become the next prefill job.
+
+Rules, in the order in which they bind:
+
+1. A request is admitted when it has a row for each of its samples and its prompt has a staging range.
+2. The queue is first come, first served - except that short prompts pass long ones that wait for *staging*.
+   Nobody passes a request that waits for rows: a request of many samples would wait for ever.
+3. Short prompts that passed a long one use the reserve only. So the long zone can only get emptier, and as
+   every job ends, the long prompt's turn comes.
+4. Short prompts that wait together share a job of at most ``chunk_len`` tokens; a long prompt has its own.
+
+Invariant: a row is free, or owned by exactly one sample. ``scheduler.py`` decides when jobs run and rows come
+back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+
+from snapstream.config import EngineConfig
+from snapstream.engine.live import LiveRequest
+from snapstream.engine.staging_pool import StagingPool
+from snapstream.step import JobSpec, PrefillEntry
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An open prefill job, as the host sees it."""
+
+    spec: JobSpec
+    requests: tuple[LiveRequest, ...]  # aligned with spec.entries
+    is_short: bool
+    num_units: int
+    next_unit: int = 0
+    steps_waited: int = 0  # steps since it last ran a unit
+
+    @property
+    def job_id(self) -> int:
+        return self.spec.job_id
+
+    @property
+    def remaining(self) -> int:
+        return self.num_units - self.next_unit
+
+    @property
+    def will_decode(self) -> bool:
+        """Whether any row goes on after the first token."""
+        return any(not live.is_over and live.request.sampling.max_tokens > 1 for live in self.requests)
+
+
+class Admission:
+    """Turns waiting requests into jobs."""
+
+    def __init__(self, config: EngineConfig, *, num_layers: int) -> None:
+        self._config = config
+        self._num_layers = num_layers
+        self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()
+        self._free_rows = list(
+            range(config.max_rows)
+        )  # heap: low rows first, so that the rows in use stay together
+        self._pool = StagingPool(config.pool_tokens, short_reserve=config.short_reserve)
+        self._job_ids = count()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def rows_free(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def staging_free(self) -> int:
+        return self._pool.num_free
+
+    def add(self, live: LiveRequest) -> None:
+        self._waiting[live.request_id] = live
+
+    def remove(self, live: LiveRequest) -> bool:
+        """Take a request out of the queue; False if it is not in it."""
+        if self._waiting.get(live.request_id) is not live:
+            return False
+        del self._waiting[live.request_id]
+        return True
+
+    def free_row(self, row: int) -> None:
+        heappush(self._free_rows, row)
+
+    def free_staging(self, job: Job) -> None:
+        self._pool.give(job.spec.staging_start)
+
+    def next_job(self, *, wants_short: bool) -> Job | None:
+        """Open one job, if rows and staging allow. Without ``wants_short`` short prompts wait."""
+        rows_left = len(self._free_rows)
+        pack: list[LiveRequest] = []
+        num_unpassing = 0  # members of the pack that passed nobody
+        long_waits = False
+        for live in self._waiting.values():
+            if rows_left == 0:
+                break
+            if self._is_short(live):
+                if not wants_short or len(live.samples) > rows_left or not self._joins(pack, live):
+                    break
+                pack.append(live)
+                rows_left -= len(live.samples)
+                num_unpassing += not long_waits
+            elif not long_waits:  # the first long prompt of the queue; others wait behind it
+                if not self._pool.has_room(live.num_tokens, is_short=False):
+                    long_waits = True
+                elif pack or len(live.samples) > rows_left:
+                    break  # its turn comes after the pack, or when there are rows
+                else:
+                    return self._open([live], reserve_only=False)
+        return self._open_pack(pack, num_unpassing)
+
+    def _is_short(self, live: LiveRequest) -> bool:
+        return live.num_tokens <= self._config.short_len
+
+    def _joins(self, pack: list[LiveRequest], live: LiveRequest) -> bool:
+        return not pack or sum(other.num_tokens for other in pack) + live.num_tokens <= self._config.chunk_len
+
+    def _open_pack(self, pack: list[LiveRequest], num_unpassing: int) -> Job | None:
+        """The largest head of the pack for which there is staging."""
+        for size in range(len(pack), 0, -1):
+            job = self._open(pack[:size], reserve_only=size > num_unpassing)
+            if job is not None:
+                return job
+        return None
+
+    def _open(self, requests: list[LiveRequest], *, reserve_only: bool) -> Job | None:
+        is_short = self._is_short(requests[0])
+        num_tokens = sum(live.num_tokens for live in requests)
+        start = self._pool.take(num_tokens, is_short=is_short, reserve_only=reserve_only)
+        if start is None:
+            return None
+        for live in requests:
+            del self._waiting[live.request_id]
+        entries = tuple(self._entry(live) for live in requests)
+        spec = JobSpec(job_id=next(self._job_ids), staging_start=start, entries=entries)
+        num_units = spec.num_units(self._config.chunk_len, self._num_layers)
+        return Job(spec, tuple(requests), is_short, num_units)
+
+    def _entry(self, live: LiveRequest) -> PrefillEntry:
+        for sample in live.samples:
+            sample.row = heappop(self._free_rows)
+        return PrefillEntry(
+            request_id=live.request_id,
+            token_ids=live.request.prompt_token_ids,
+            rows=tuple(sample.row for sample in live.samples),
+            seeds=tuple(sample.seed for sample in live.samples),
+            sampling=live.request.sampling,
+            budget=live.budget,
+        )

@@ -1,0 +1,192 @@
+"""The engine loop: requests in, outputs out, one device step per call of ``step``.
+
+            step t:   plan t --> submit t --> read result t-1 --> outputs
+                       |                       |
+                       device runs t  . . . .  host handles t-1
+
+Invariant: a result is handled one step late, so the device never waits for the host. The price is that a row
+whose end can only be seen in its tokens decodes once too often; that surplus token belongs to a sample that
+is over and is discarded. ``scheduler.py`` makes the plans, ``live.py`` ends the samples.
+
+One thread at a time: calls must not overlap. An error raised by the runner leaves the engine unusable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from time import perf_counter
+
+from snapstream.config import EngineConfig
+from snapstream.engine.detokenizer import TextStream, Tokenizer
+from snapstream.engine.live import LiveRequest, LiveSample
+from snapstream.engine.scheduler import PlannedStep, Scheduler
+from snapstream.engine.seeds import sample_seed
+from snapstream.engine.validate import QueueFull, check_request
+from snapstream.request import FinishReason, Logprob, Request, RequestOutput, SampleOutput
+from snapstream.step import PendingStep, Runner, StepResult
+
+
+class Engine:
+    """Continuous batching over one runner."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        num_layers: int,
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer: Tokenizer | None = None,
+        random: Random | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """``random`` draws the seeds of requests that bring none; by default from the system's entropy."""
+        self._runner = runner
+        self._config = config
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._random = random or Random()
+        self._clock = clock
+        self._scheduler = Scheduler(config, num_layers=num_layers)
+        self._live: dict[str, LiveRequest] = {}  # until the finished output has been handed out
+        self._changed: dict[
+            str, LiveRequest
+        ] = {}  # to be returned by the current or next step, in order of change
+        self._pending: tuple[PlannedStep, PendingStep] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to plan, to read or to return."""
+        return bool(self._pending or self._changed or self._scheduler.has_work)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no row yet."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Requests in prefill or decode whose end the host has not seen."""
+        return sum(not live.is_over for live in self._live.values()) - self.num_waiting
+
+    @property
+    def rows_free(self) -> int:
+        return self._scheduler.rows_free
+
+    @property
+    def staging_free(self) -> int:
+        """Tokens of the staging pool that no prefill uses."""
+        return self._scheduler.staging_free
+
+    def validate(self, request: Request) -> None:
+        """Raise ValueError if the request could never be served, whatever else runs; queues nothing."""
+        check_request(
+            request, self._config, vocab_size=self._vocab_size, has_tokenizer=self._tokenizer is not None
+        )
+
+    def add_request(self, request: Request) -> RequestOutput:
+        """Queue a request; the output returned is the one that later steps update.
+
+        ValueError if it can never be served (other requests are untouched), QueueFull if too many wait.
+        """
+        self.validate(request)
+        if request.request_id in self._live or self._scheduler.holds_id(request.request_id):
+            raise ValueError(
+                f"request id {request.request_id!r} is in use; ids of unfinished requests must differ"
+            )
+        if self._config.max_waiting and self.num_waiting >= self._config.max_waiting:
+            raise QueueFull(
+                f"{self.num_waiting} requests are waiting; the limit is {self._config.max_waiting}"
+            )
+        live = self._make_live(request)
+        self._live[request.request_id] = live
+        self._scheduler.add(live)
+        return live.output
+
+    def abort(self, request_id: str) -> bool:
+        """Give a request up, at any moment; the next step returns its output. False if there is none such."""
+        live = self._live.get(request_id)
+        if live is None or live.is_over:
+            return False
+        for sample in live.samples:
+            if not sample.is_over:
+                sample.end(FinishReason.ABORT)
+        live.mark(self._clock())
+        self._scheduler.abort(live)
+        self._changed[request_id] = live
+        return True
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and submit a step, then handle the result of the one before; the outputs that changed."""
+        planned = self._scheduler.plan()
+        previous, self._pending = self._pending, None
+        if not planned.plan.is_empty:
+            now = self._clock() if planned.started else 0.0
+            for live in planned.started:
+                live.start(now)
+            self._pending = planned, self._runner.submit(planned.plan)
+        if previous is not None:
+            self._handle(previous[0], previous[1].result())
+        return self._hand_out()
+
+    def _make_live(self, request: Request) -> LiveRequest:
+        sampling = request.sampling
+        seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
+        samples = tuple(self._make_sample(request, seed, index) for index in range(sampling.n))
+        return LiveRequest(
+            request=request,
+            budget=request.budget or self._config.budget,
+            samples=samples,
+            output=RequestOutput(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                samples=[sample.output for sample in samples],
+                prompt=request.prompt,
+            ),
+            arrived=self._clock(),
+        )
+
+    def _make_sample(self, request: Request, seed: int, index: int) -> LiveSample:
+        sampling = request.sampling
+        text = None
+        if self._tokenizer is not None:
+            text = TextStream(
+                self._tokenizer,
+                stop=tuple(sampling.stop),
+                include_stop=sampling.include_stop,
+                skip_special_tokens=sampling.skip_special_tokens,
+            )
+        output = SampleOutput(index=index, logprobs=None if sampling.logprobs is None else [])
+        return LiveSample(sampling=sampling, seed=sample_seed(seed, index), output=output, text=text)
+
+    def _handle(self, planned: PlannedStep, result: StepResult) -> None:
+        if result.step_id != planned.plan.step_id:
+            raise RuntimeError(f"the runner answered step {planned.plan.step_id} with step {result.step_id}")
+        now = self._clock()
+        for live in planned.prefilled:
+            if live.is_over:  # aborted
+                continue
+            prefill = result.prefilled[live.request_id]
+            live.take_prefill(prefill, now)
+            for sample, token in zip(live.samples, prefill.tokens, strict=True):
+                self._take(sample, token, now)
+        for sample, token in zip(planned.decoding, result.decoded, strict=True):
+            if not sample.is_over:  # else surplus: decoded once more before its end was seen, or aborted
+                self._take(sample, token, now)
+
+    def _take(self, sample: LiveSample, token: Logprob, now: float) -> None:
+        sample.take(token, self._eos_token_ids)
+        if sample.is_over:
+            self._scheduler.release(sample)
+        sample.request.mark(now)
+        self._changed[sample.request.request_id] = sample.request
+
+    def _hand_out(self) -> list[RequestOutput]:
+        changed, self._changed = self._changed, {}
+        for request_id, live in changed.items():
+            if live.is_over:
+                del self._live[request_id]
+        return [live.output for live in changed.values()]

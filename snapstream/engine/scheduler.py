@@ -1,0 +1,189 @@
+"""Decides each step: which prefill units run, which rows decode. It never looks at a token.
+
+Order of prefill. The job with the fewest units left runs first, which gives the least mean time to first
+token and lets a short prompt overtake a long one. Left at that, a stream of short prompts would starve the
+long one, so a job that was passed over ages:
+
+    rank = remaining x (1 - steps_waited / PATIENCE_STEPS)          the lowest rank runs
+
+``steps_waited`` counts the steps since the job last ran. After PATIENCE_STEPS of them its rank is <= 0, below
+every job that is not overdue; then it runs for one step and its wait starts again. So a long job under a full
+load of short ones gets every (PATIENCE_STEPS + 1)-th step and ends after a number of steps linear in its
+length, and a short prompt waits for one step of a long one, never for its end. (Ageing since *arrival* would
+hand an old long job every step until it ends: exactly the stall that layer-major prefill is there to avoid.)
+
+Invariants: a plan asks no sample for more than max_tokens; rows and staging ranges come back only after the
+plan that used them last is complete, so within one plan nothing has two owners. Plans run in order: a row
+freed while a plan that holds it is in flight may be given away by the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from snapstream.config import EngineConfig
+from snapstream.engine.admission import Admission, Job
+from snapstream.engine.live import LiveRequest, LiveSample
+from snapstream.step import JobSpec, StepPlan, UnitRange
+
+PATIENCE_STEPS = 4
+# Chunks through the whole model in a step without decode: few enough that arrivals and aborts are still seen.
+IDLE_PASSES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A plan and whom it concerns. Results are matched to these samples, never to rows: rows change hands."""
+
+    plan: StepPlan
+    started: tuple[LiveRequest, ...]  # their first unit is in this plan
+    prefilled: tuple[LiveRequest, ...]  # their last unit is in this plan
+    decoding: tuple[LiveSample, ...]  # aligned with plan.decode_rows
+
+
+class Scheduler:
+    """Owns every request from arrival until its last token is planned."""
+
+    def __init__(self, config: EngineConfig, *, num_layers: int) -> None:
+        self._admission = Admission(config, num_layers=num_layers)
+        self._quantum = config.prefill_quantum or num_layers
+        self._idle_quantum = max(self._quantum, IDLE_PASSES * num_layers)
+        self._jobs: dict[int, Job] = {}
+        self._decoding: dict[int, LiveSample] = {}  # by row
+        self._dropped: list[int] = []
+        self._next_step_id = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return self._admission.num_waiting
+
+    @property
+    def rows_free(self) -> int:
+        return self._admission.rows_free
+
+    @property
+    def staging_free(self) -> int:
+        """Tokens of the staging pool that no job uses."""
+        return self._admission.staging_free
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.num_waiting or self._jobs or self._decoding or self._dropped)
+
+    def holds_id(self, request_id: str) -> bool:
+        """Whether an open job still carries the id; an aborted prompt stays in a job that others need."""
+        return any(live.request_id == request_id for job in self._jobs.values() for live in job.requests)
+
+    def add(self, live: LiveRequest) -> None:
+        """Queue a request that ``validate.py`` has passed."""
+        self._admission.add(live)
+
+    def release(self, sample: LiveSample) -> None:
+        """The sample has ended: free its row, unless that happened when its last token was planned."""
+        if self._decoding.get(sample.row) is sample:
+            del self._decoding[sample.row]
+            self._admission.free_row(sample.row)
+
+    def abort(self, live: LiveRequest) -> None:
+        """Forget a request whose samples are over, wherever it is."""
+        if self._admission.remove(live):
+            return
+        for job in self._jobs.values():
+            if live in job.requests:
+                if all(other.is_over for other in job.requests):
+                    self._drop(job)
+                return  # else the rows stay with the job until it ends: the device will write them
+        for sample in live.samples:
+            self.release(sample)
+
+    def plan(self) -> PlannedStep:
+        """The next step. It may be empty; then it must not be submitted."""
+        decoding = tuple(self._decoding[row] for row in sorted(self._decoding))
+        dropped, self._dropped = tuple(self._dropped), []
+        opened, units = self._plan_units(is_decoding=bool(decoding))
+        jobs = [self._jobs[unit.job_id] for unit in units]
+        ended = [job for job in jobs if job.remaining == 0]
+        self._age({unit.job_id for unit in units})
+        self._count_decoded(decoding)
+        for job in ended:
+            self._end(job)
+        plan = StepPlan(
+            step_id=self._next_step_id,
+            dropped_jobs=dropped,
+            opened_jobs=tuple(opened),
+            units=tuple(units),
+            decode_rows=tuple(sample.row for sample in decoding),
+        )
+        self._next_step_id += not plan.is_empty
+        return PlannedStep(
+            plan=plan,
+            started=tuple(
+                live
+                for job, unit in zip(jobs, units, strict=True)
+                if unit.first == 0
+                for live in job.requests
+            ),
+            prefilled=tuple(live for job in ended for live in job.requests),
+            decoding=decoding,
+        )
+
+    def _plan_units(self, *, is_decoding: bool) -> tuple[list[JobSpec], list[UnitRange]]:
+        opened: list[JobSpec] = []
+        units: list[UnitRange] = []
+        limit, num_planned = self._quantum if is_decoding else self._idle_quantum, 0
+        while num_planned < limit:
+            opened += self._open_jobs()
+            job = min((job for job in self._jobs.values() if job.remaining), key=self._rank, default=None)
+            if job is None:
+                break
+            count = min(limit - num_planned, job.remaining)
+            units.append(UnitRange(job.job_id, job.next_unit, count))
+            job.next_unit += count
+            num_planned += count
+            if job.remaining == 0 and job.will_decode:
+                limit = self._quantum  # from here on somebody waits for the next decode
+        return opened, units
+
+    def _open_jobs(self) -> list[JobSpec]:
+        """Open what can be opened, but no second short job before the first has run: who waits is packed."""
+        opened: list[JobSpec] = []
+        while True:
+            wants_short = not any(job.is_short and job.next_unit == 0 for job in self._jobs.values())
+            job = self._admission.next_job(wants_short=wants_short)
+            if job is None:
+                return opened
+            self._jobs[job.job_id] = job
+            opened.append(job.spec)
+
+    @staticmethod
+    def _rank(job: Job) -> tuple[float, int]:
+        return job.remaining * (1 - job.steps_waited / PATIENCE_STEPS), job.job_id
+
+    def _age(self, served: set[int]) -> None:
+        for job in self._jobs.values():
+            job.steps_waited = 0 if job.job_id in served else job.steps_waited + 1
+
+    def _count_decoded(self, decoding: tuple[LiveSample, ...]) -> None:
+        for sample in decoding:
+            sample.num_planned += 1
+            if sample.is_fully_planned:
+                self.release(sample)
+
+    def _end(self, job: Job) -> None:
+        """The last unit is planned: its samples decode from the next plan on."""
+        del self._jobs[job.job_id]
+        self._admission.free_staging(job)
+        for sample in (sample for live in job.requests for sample in live.samples):
+            sample.num_planned = 1
+            if sample.is_over or sample.is_fully_planned:
+                self._admission.free_row(sample.row)
+            else:
+                self._decoding[sample.row] = sample
+
+    def _drop(self, job: Job) -> None:
+        del self._jobs[job.job_id]
+        self._dropped.append(job.job_id)
+        self._admission.free_staging(job)
+        for sample in (sample for live in job.requests for sample in live.samples):
+            self._admission.free_row(sample.row)

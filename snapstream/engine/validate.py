@@ -1,0 +1,57 @@
+"""What a request may ask of this model and this engine; everything that ``SamplingParams`` alone cannot know.
+
+Invariant: a request that passes can be served, however loaded the engine is: it fits the window, a row, the
+rows and the staging pool. So the scheduler never meets one that waits for ever. A refusal names the value and
+the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from snapstream.config import EngineConfig
+from snapstream.request import Request
+
+
+class QueueFull(RuntimeError):
+    """Too many requests wait; the caller may try again later. Nothing is wrong with the request itself."""
+
+
+def check_request(request: Request, config: EngineConfig, *, vocab_size: int, has_tokenizer: bool) -> None:
+    """Raise ValueError, naming value and limit, if the request could never be served."""
+    sampling = request.sampling
+    _check_prompt(request, config, vocab_size)
+    _check_ids("logit_bias token id", sampling.logit_bias or (), vocab_size)
+    _check_ids("stop token id", sampling.stop_token_ids, vocab_size)
+    if sampling.n > config.max_rows:
+        raise ValueError(f"n is {sampling.n}; each sample needs a row and the engine has {config.max_rows}")
+    if sampling.stop and not has_tokenizer:
+        raise ValueError(
+            f"stop strings {list(sampling.stop)} given; without a tokenizer only stop_token_ids work"
+        )
+    if request.budget is not None:
+        config.check_budget(request.budget)
+
+
+def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> None:
+    num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    if num_prompt == 0:
+        raise ValueError("the prompt has 0 tokens; it needs at least 1")
+    _check_ids("prompt token id", request.prompt_token_ids, vocab_size)
+    if num_prompt + max_tokens > config.max_model_len:
+        raise ValueError(
+            f"a prompt of {num_prompt} tokens and max_tokens {max_tokens} make {num_prompt + max_tokens}; "
+            f"the limit is {config.max_model_len}"
+        )
+    is_short = num_prompt <= config.short_len
+    limit = config.pool_tokens if is_short else config.pool_tokens - config.short_reserve
+    if num_prompt > limit:
+        raise ValueError(
+            f"a prompt of {num_prompt} tokens can never be staged; the staging pool takes up to {limit}"
+        )
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ValueError(f"{name} {token!r} is outside the vocabulary (0 to {vocab_size - 1})")

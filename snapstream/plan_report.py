@@ -1,0 +1,54 @@
+"""Prints a ``Plan`` for people: fixed costs, then a line per kind of row. Arithmetic: ``planning.py``."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from snapstream.planning import Plan, RowPlan
+from snapstream.sizes import format_bytes
+
+
+def _format_rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def _table_line(row: RowPlan) -> tuple[str, ...]:
+    fits = row.max_rows > 0
+    return (
+        row.name if row.name == "full" else f"{row.capacity:,}",
+        format_bytes(row.row_bytes),
+        f"{100 * row.full_fraction:.3g} %",
+        f"{row.max_rows:,}" if fits else "none",
+        _format_rate(row.tokens_per_s_one),
+        _format_rate(row.tokens_per_s_max) if fits else "-",
+    )
+
+
+def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
+    prefill = plan.prefill
+    return [
+        ("model", f"{plan.architecture}, {plan.num_parameters / 1e6:,.1f}M parameters"),
+        ("weights", f"{format_bytes(plan.weight_bytes)} in {plan.dtype}"),
+        ("cache", f"{format_bytes(plan.token_bytes)} per token"),
+        ("prompt", f"{plan.prompt_len:,} tokens, prefilled in chunks of {plan.chunk_len:,}"),
+        ("prefill", f"{format_bytes(prefill.total_bytes)} at peak, beside weights and rows:"),
+        ("", f"  {format_bytes(prefill.hidden_bytes)} hidden states"),
+        ("", f"  {format_bytes(prefill.staging_bytes)} staging of one layer's keys and values"),
+        ("", f"  {format_bytes(prefill.transient_bytes)} temporaries"),
+        ("", f"  (staging all layers would take {format_bytes(plan.all_layers_staging_bytes)})"),
+        ("device", f"{format_bytes(plan.memory_bytes)}, {plan.bandwidth_bytes_per_s / 1e9:,.0f} GB/s"),
+    ]
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Write the plan to ``console``."""
+    for label, text in _fixed_costs(plan):
+        console.print(f"{label:<8} {text}", highlight=False, markup=False, soft_wrap=True)
+    table = Table()
+    for title in ("slots", "row", "of full", "rows\nthat fit", "tok/s\n1 row", "tok/s\nall rows"):
+        table.add_column(title, justify="right")
+    for row in plan.rows:
+        table.add_row(*_table_line(row))
+    console.print(table)
+    console.print("tok/s: the bound set by bytes read per step, not a measurement", highlight=False)

@@ -1,0 +1,203 @@
+"""What a model costs before it is loaded: bytes per row, rows that fit, prefill memory, byte-bound speed.
+
+Everything follows from the config's integers, so the figures are bounds, not measurements. No torch.
+
+* a row: ``2 L G C E`` numbers (keys and values), however long the prompt was;
+* weights: the shapes of ``models/shapes.py``;
+* a prefill of N tokens: hidden states ``N D``, staging of the one layer in work ``2 N G E``, and the larger
+  of one chunk's temporaries, ``T max(2 D + (2 H + 2 G) E, 2 D + 3 I)``, and one fp32 scoring block,
+  ``window H`` by 4096 keys;
+* rows that fit: ``(memory - weights - prefill) / row``, less the padding row that every batch needs; prefill
+  is here the pool that the engine allocates once, for ``max_model_len`` and a reserve for short prompts;
+* tokens per second at most: ``B bandwidth / (weights read + B visible row bytes)``. A step reads every weight
+  once (an untied embedding table is left out: B lines of it) and the visible slots of every row once.
+
+``plan_report.py`` prints a ``Plan`` for people; ``Plan.as_dict`` is what ``snapstream plan --json`` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from snapstream.cache.layout import num_visible, row_bytes, token_bytes
+from snapstream.config import (
+    DEFAULT_SINK,
+    DEFAULT_WINDOW,
+    DTYPE_BYTES,
+    EngineConfig,
+    KVBudget,
+    ModelConfig,
+)
+from snapstream.models.shapes import num_parameters
+
+MAX_PLANNED_LEN = 131_072  # default prompt length where the model's window is longer
+DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of the prompt
+SCORING_KEYS = 4096  # keys that are scored at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillMemory:
+    """Peak bytes that one prompt's prefill needs beside weights and rows."""
+
+    hidden_bytes: int  # residual stream [N, D]
+    staging_bytes: int  # K and V [2, G, N, E] of one layer
+    transient_bytes: int  # the larger of one chunk's activations and one scoring block
+
+    @property
+    def total_bytes(self) -> int:
+        return self.hidden_bytes + self.staging_bytes + self.transient_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """One line of the table: a row of ``capacity`` slots."""
+
+    name: str  # "full", or the number of slots
+    capacity: int
+    visible_slots: int  # slots that a decode step reads right after the prompt
+    row_bytes: int
+    full_fraction: float  # of the full row's bytes
+    max_rows: int  # rows that fit the memory, the padding row already taken off
+    tokens_per_s_one: float  # byte bound, one row decoding
+    tokens_per_s_max: float  # byte bound, max_rows rows decoding; 0 if none fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The whole answer; sizes in bytes, lengths in tokens."""
+
+    architecture: str
+    num_parameters: int
+    dtype: str
+    prompt_len: int
+    max_model_len: int
+    chunk_len: int
+    memory_bytes: int
+    bandwidth_bytes_per_s: int
+    weight_bytes: int
+    token_bytes: int  # K and V of one token, all layers
+    prefill: PrefillMemory  # one prompt of prompt_len
+    prefill_pool_bytes: int  # what the engine sets aside: the same for max_model_len + EngineConfig.short_reserve
+    all_layers_staging_bytes: int  # what chunk-major prefill of this prompt would stage
+    rows: tuple[RowPlan, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields above under their names; ``prefill`` also has ``total_bytes``, ``rows`` is a list."""
+        plain = asdict(self)
+        plain["prefill"]["total_bytes"] = self.prefill.total_bytes
+        plain["rows"] = list(plain["rows"])
+        return plain
+
+
+def prefill_memory(
+    config: ModelConfig,
+    prompt_len: int,
+    *,
+    chunk_len: int,
+    dtype_bytes: int,
+    window_len: int = DEFAULT_WINDOW,
+) -> PrefillMemory:
+    """Peak memory of prefilling one prompt layer by layer; it does not grow with the number of layers."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = 2 * hidden + 2 * query_size + 2 * kv_size  # norm, q k v, attention's output, o
+    mlp = 2 * hidden + 3 * inner  # norm, gate and up, their product, down
+    chunk_bytes = min(chunk_len, prompt_len) * max(attention, mlp) * dtype_bytes
+    keys = min(SCORING_KEYS, prompt_len)
+    scoring_bytes = 4 * (window_len * config.num_heads * keys + kv_size * keys)  # fp32 block and its keys
+    scoring_bytes += 4 * 2 * config.num_kv_heads * prompt_len  # scores of all keys, before and after pooling
+    return PrefillMemory(
+        hidden_bytes=prompt_len * hidden * dtype_bytes,
+        staging_bytes=prompt_len * 2 * kv_size * dtype_bytes,
+        transient_bytes=max(chunk_bytes, scoring_bytes),
+    )
+
+
+def decode_weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Weights that a decode step must read: all but an untied embedding table (a line per row)."""
+    lookup = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return (num_parameters(config) - lookup) * dtype_bytes
+
+
+def default_budgets(prompt_len: int) -> tuple[int, ...]:
+    """Slots of the default table: 1/2 to 1/16 of the prompt, as far as a budget may be that small."""
+    parts = (prompt_len // part for part in DEFAULT_FRACTIONS)
+    return tuple(part for part in parts if part >= DEFAULT_SINK + DEFAULT_WINDOW)
+
+
+def _check_len(name: str, value: int, limit: int, of_what: str) -> None:
+    if not 1 <= value <= limit:
+        raise ValueError(f"{name} is {value}; it must be from 1 to {limit} ({of_what})")
+
+
+def make_plan(
+    config: ModelConfig,
+    *,
+    dtype: str = "bfloat16",
+    budgets: Sequence[int] = (),
+    prompt_len: int | None = None,
+    max_model_len: int | None = None,
+    chunk_len: int = 512,
+    memory_bytes: int,
+    bandwidth: int,
+) -> Plan:
+    """Cost of full rows and of each budget (slots); without budgets, of the default table.
+
+    ``prompt_len`` defaults to the model's window, at most 131,072; ``max_model_len``, the capacity of a full
+    row, to ``prompt_len``.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
+    if prompt_len is None:
+        prompt_len = min(max_model_len or config.max_position, config.max_position, MAX_PLANNED_LEN)
+    _check_len("prompt_len", prompt_len, config.max_position, "the model's window")
+    if max_model_len is None:
+        max_model_len = prompt_len
+    _check_len("max_model_len", max_model_len, config.max_position, "the model's window")
+    _check_len("prompt_len", prompt_len, max_model_len, "max_model_len")
+    _check_len("chunk_len", chunk_len, config.max_position, "the model's window")
+    size = DTYPE_BYTES[dtype]
+    prefill = prefill_memory(config, prompt_len, chunk_len=chunk_len, dtype_bytes=size)
+    weights = num_parameters(config) * size
+    step_weights = decode_weight_bytes(config, size)
+    pool = prefill_memory(
+        config, max_model_len + EngineConfig.short_reserve, chunk_len=chunk_len, dtype_bytes=size
+    ).total_bytes
+    left = memory_bytes - weights - pool
+    full_bytes = row_bytes(config, max_model_len, size)
+
+    def row_plan(name: str, capacity: int) -> RowPlan:
+        of_row = row_bytes(config, capacity, size)
+        visible = num_visible(prompt_len, capacity)
+        read = row_bytes(config, visible, size)
+        max_rows = max(0, left // of_row - 1)
+        return RowPlan(
+            name=name,
+            capacity=capacity,
+            visible_slots=visible,
+            row_bytes=of_row,
+            full_fraction=of_row / full_bytes,
+            max_rows=max_rows,
+            tokens_per_s_one=bandwidth / (step_weights + read),
+            tokens_per_s_max=max_rows * bandwidth / (step_weights + max_rows * read),
+        )
+
+    slots = [KVBudget.of(capacity).capacity for capacity in budgets or default_budgets(prompt_len)]
+    return Plan(
+        architecture=config.architecture,
+        num_parameters=num_parameters(config),
+        dtype=dtype,
+        prompt_len=prompt_len,
+        max_model_len=max_model_len,
+        chunk_len=chunk_len,
+        memory_bytes=memory_bytes,
+        bandwidth_bytes_per_s=bandwidth,
+        weight_bytes=weights,
+        token_bytes=token_bytes(config, size),
+        prefill=prefill,
+        prefill_pool_bytes=pool,
+        all_layers_staging_bytes=config.num_layers * prefill.staging_bytes,
+        rows=(row_plan("full", max_model_len), *(row_plan(str(capacity), capacity) for capacity in slots)),
+    )

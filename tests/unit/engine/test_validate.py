@@ -1,0 +1,72 @@
+"""Requests that can never be served are refused with the value and the limit."""
+
+from typing import Any
+
+import pytest
+
+from snapstream.config import EngineConfig, KVBudget
+from snapstream.engine.validate import check_request
+from snapstream.request import Request, SamplingParams
+
+CONFIG = EngineConfig(
+    budget=KVBudget(num_sink=4, num_topk=60, num_recent=16),
+    max_model_len=200,
+    max_rows=3,
+    chunk_len=8,
+    short_len=10,
+    short_reserve=16,
+)
+# Without a reserve the pool may be smaller than the window: only then can a prompt be too long for staging.
+TIGHT = EngineConfig(
+    budget=KVBudget.full(200), max_model_len=200, short_len=10, staging_tokens=50, short_reserve=0
+)
+
+
+def check(
+    prompt: tuple[Any, ...] = (1, 2, 3),
+    *,
+    config: EngineConfig = CONFIG,
+    has_tokenizer: bool = True,
+    budget: KVBudget | None = None,
+    max_tokens: int = 5,
+    **sampling: Any,
+) -> None:
+    request = Request(
+        request_id="r",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        budget=budget,
+    )
+    check_request(request, config, vocab_size=100, has_tokenizer=has_tokenizer)
+
+
+def test_good_requests_pass_up_to_every_limit() -> None:
+    check((0, 99), logit_bias={99: 1.0}, stop_token_ids=[99], n=3, stop="x")
+    check((1,) * 195, max_tokens=5)
+    check(budget=CONFIG.budget)
+    check((1,) * 50, config=TIGHT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": ()}, r"0 tokens.*at least 1"),
+        ({"prompt": (1, 100)}, r"prompt token id 100 .*0 to 99"),
+        ({"prompt": (1, -1)}, r"prompt token id -1 .*0 to 99"),
+        ({"prompt": (1, 2.5)}, r"prompt token id 2\.5"),
+        ({"logit_bias": {100: 1.0}}, r"logit_bias token id 100 .*0 to 99"),
+        ({"stop_token_ids": [5, 100]}, r"stop token id 100 .*0 to 99"),
+        (
+            {"prompt": (1,) * 190, "max_tokens": 11},
+            r"190 tokens and max_tokens 11 make 201; the limit is 200",
+        ),
+        ({"n": 4}, r"n is 4.*engine has 3"),
+        ({"budget": KVBudget(num_sink=4, num_topk=61, num_recent=16)}, r"81 slots .*\(80\)"),
+        ({"budget": KVBudget(num_sink=4, num_topk=8, num_recent=8)}, r"20 slots .*36\)"),
+        ({"prompt": (1,) * 51, "config": TIGHT}, r"51 tokens can never be staged.*50"),
+        ({"stop": "x", "has_tokenizer": False}, r"stop strings \['x'\].*stop_token_ids"),
+    ],
+)
+def test_refusals(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(**arguments)

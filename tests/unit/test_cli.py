@@ -1,0 +1,133 @@
+"""The command line: what it prints, where, and how it ends. ``generate`` has a file of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import snapstream
+from snapstream.cli import main
+
+SOURCE = Path(snapstream.__file__).parents[1]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    return file
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"snapstream {snapstream.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    for command in ("plan", "generate", "demo"):
+        assert f"\n  {command} " in out
+
+
+@pytest.mark.parametrize("command", ["plan", "generate"])
+def test_command_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"snapstream {command} " in capsys.readouterr().out.split("Examples:")[1]
+
+
+def test_plan_json_from_file_and_folder(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--budget", "512", "--budget", "1024", "--dtype", "float32", "--memory", "1GiB", "--json"]
+    assert main(["plan", str(config_file), *options]) == 0
+    printed = capsys.readouterr().out
+    plan = json.loads(printed)
+    assert plan["token_bytes"] == 2 * 2 * 2 * 16 * 4
+    assert plan["prompt_len"] == 4096
+    assert plan["memory_bytes"] == 2**30
+    assert plan["prefill"]["total_bytes"] == sum(
+        plan["prefill"][part] for part in ("hidden_bytes", "staging_bytes", "transient_bytes")
+    )
+    assert [(row["name"], row["row_bytes"]) for row in plan["rows"]] == [
+        ("full", 4096 * 512),
+        ("512", 512 * 512),
+        ("1024", 1024 * 512),
+    ]
+    assert main(["plan", str(config_file.parent), *options]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config_file), "--prompt-len", "2048"]) == 0
+    out = capsys.readouterr().out
+    assert "2,048 tokens" in out
+    for slots in ("full", "1,024", "512", "256", "128"):
+        assert f" {slots} │" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompt-len", "5000"], ["prompt_len is 5000", "4096"]),
+        (["--prompt-len", "many"], ["--prompt-len", "'many' is not a whole number"]),
+        (["--budget", "7"], ["budget of 7", "36"]),
+        (["--budget", "1.5"], ["--budget", "'1.5' is not a whole number"]),
+        (["--memory", "lots"], ["'lots'", "80GiB"]),
+        (["--bandwidth", "-3TB/s"], ["'-3TB/s'", "3.35TB/s"]),
+        (["--dtype", "int8"], ["'int8'", "bfloat16"]),
+        (["--no-such-option"], ["--no-such-option"]),
+    ],
+)
+def test_plan_refuses_in_one_line(
+    config_file: Path, options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(config_file), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    for word in words:
+        assert word in captured.err
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [(None, "does not exist"), ("{", "config.json"), ('{"architectures": ["MambaForCausalLM"]}', "Mamba")],
+)
+def test_plan_refuses_configs_in_one_line(
+    tmp_path: Path, content: str | None, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    assert main(["plan", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert word in err
+
+
+def test_plan_never_imports_torch(config_file: Path) -> None:
+    code = (
+        "import sys; from snapstream.cli import main; "
+        f"code = main(['plan', {str(config_file)!r}]); "
+        "sys.exit(code or 10 * ('torch' in sys.modules))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,229 @@
+"""Plan arithmetic against numbers worked out by hand from public configs, and what the engine allocates."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from snapstream.cache.kv_cache import KVCache
+from snapstream.config import ModelConfig
+from snapstream.kernels.scores import CHUNK
+from snapstream.models.registry import model_config_from_dict
+from snapstream.plan_report import print_plan
+from snapstream.planning import (
+    SCORING_KEYS,
+    Plan,
+    decode_weight_bytes,
+    default_budgets,
+    make_plan,
+    prefill_memory,
+)
+from snapstream.runner.staging import StagingPool
+
+GIB = 2**30
+MIB = 2**20
+
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+LLAMA_32_1B = {
+    **LLAMA_31_8B,
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def llama_8b() -> ModelConfig:
+    return model_config_from_dict(LLAMA_31_8B)
+
+
+def plan_8b(config: ModelConfig, **changes: object) -> Plan:
+    settings: dict[str, object] = {"memory_bytes": 80 * GIB, "bandwidth": 3_350_000_000_000}
+    return make_plan(config, **(settings | changes))  # type: ignore[arg-type]
+
+
+def test_rows_of_llama_8b(llama_8b: ModelConfig) -> None:
+    plan = plan_8b(llama_8b)
+    assert plan.num_parameters == 8_030_261_248
+    assert plan.weight_bytes == 16_060_522_496
+    assert plan.token_bytes == 128 * 1024
+    assert [row.name for row in plan.rows] == ["full", "65536", "32768", "16384", "8192"]
+    assert [row.row_bytes for row in plan.rows] == [16 * GIB, 8 * GIB, 4 * GIB, 2 * GIB, 1 * GIB]
+    assert [row.full_fraction for row in plan.rows] == [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16]
+
+
+def test_prefill_of_llama_8b(llama_8b: ModelConfig) -> None:
+    plan = plan_8b(llama_8b)
+    assert plan.prefill.hidden_bytes == 1 * GIB
+    assert plan.prefill.staging_bytes == 512 * MIB
+    assert plan.prefill.transient_bytes == 512 * (2 * 4096 + 3 * 14336) * 2  # the MLP of one chunk
+    assert plan.all_layers_staging_bytes == 16 * GIB
+
+
+def test_scoring_sets_the_temporaries_of_short_chunks(llama_8b: ModelConfig) -> None:
+    memory = prefill_memory(llama_8b, 131_072, chunk_len=64, dtype_bytes=2)
+    block = 32 * 32 * 4096  # window x heads x keys
+    keys = 8 * 128 * 4096
+    scores = 2 * 8 * 131_072
+    assert memory.transient_bytes == 4 * (block + keys + scores)
+
+
+def test_prefill_memory_does_not_grow_with_layers(llama_8b: ModelConfig) -> None:
+    deep = dataclasses.replace(llama_8b, num_layers=3 * llama_8b.num_layers)
+    sizes = [prefill_memory(c, 32_768, chunk_len=512, dtype_bytes=2) for c in (llama_8b, deep)]
+    assert sizes[0] == sizes[1]
+
+
+def test_rows_that_fit_and_speed_of_llama_8b(llama_8b: ModelConfig) -> None:
+    plan = plan_8b(llama_8b)
+    pool = (131_072 + 4096) * (4096 + 2 * 8 * 128) * 2 + 52_428_800
+    assert plan.prefill_pool_bytes == pool
+    left = 80 * GIB - 16_060_522_496 - pool  # 63.4 GiB: 15 rows of 4 GiB, one of them the padding row
+    assert left // (4 * GIB) == 15
+    row = plan.rows[2]
+    assert row.max_rows == 14
+    step_weights = 16_060_522_496 - 128_256 * 4096 * 2
+    assert row.tokens_per_s_one == pytest.approx(3.35e12 / (step_weights + 4 * GIB))
+    assert row.tokens_per_s_max == pytest.approx(14 * 3.35e12 / (step_weights + 14 * 4 * GIB))
+    assert row.tokens_per_s_max == pytest.approx(624.2, abs=0.1)
+
+
+def test_model_larger_than_memory_fits_no_row(llama_8b: ModelConfig) -> None:
+    for row in plan_8b(llama_8b, memory_bytes=8 * GIB).rows:
+        assert row.max_rows == 0
+        assert row.tokens_per_s_max == 0
+
+
+def test_memory_for_padding_row_only_fits_no_row(llama_8b: ModelConfig) -> None:
+    fixed = 16_060_522_496 + plan_8b(llama_8b).prefill_pool_bytes
+    max_rows = [
+        plan_8b(llama_8b, memory_bytes=fixed + rows * 4 * GIB, budgets=[32_768]).rows[1].max_rows for rows in (1, 2, 3)
+    ]
+    assert max_rows == [0, 1, 2]
+
+
+def test_short_prompt_reads_only_its_own_slots(llama_8b: ModelConfig) -> None:
+    plan = plan_8b(llama_8b, prompt_len=1000, max_model_len=8192, budgets=[4096])
+    full, budgeted = plan.rows
+    assert (full.capacity, full.visible_slots, budgeted.visible_slots) == (8192, 1000, 1000)
+    assert full.tokens_per_s_one == budgeted.tokens_per_s_one
+
+
+def test_tied_embedding_is_read_in_full() -> None:
+    config = model_config_from_dict(LLAMA_32_1B)
+    assert decode_weight_bytes(config, 2) == 1_235_814_400 * 2
+    untied = dataclasses.replace(config, tie_word_embeddings=False)
+    assert decode_weight_bytes(untied, 2) == 1_235_814_400 * 2
+
+
+def test_default_budgets_stop_at_the_smallest_possible() -> None:
+    assert default_budgets(131_072) == (65_536, 32_768, 16_384, 8192)
+    assert default_budgets(200) == (100, 50)
+    assert default_budgets(36) == ()
+
+
+def test_default_prompt_is_the_window_up_to_a_limit(llama_8b: ModelConfig) -> None:
+    assert plan_8b(dataclasses.replace(llama_8b, max_position=8192)).prompt_len == 8192
+    long = plan_8b(dataclasses.replace(llama_8b, max_position=10**6))
+    assert (long.prompt_len, long.max_model_len) == (131_072, 131_072)
+    limited = plan_8b(llama_8b, max_model_len=4096)
+    assert (limited.prompt_len, limited.max_model_len) == (4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt_len": 131_073}, ("prompt_len is 131073", "131072", "window")),
+        ({"prompt_len": 0}, ("prompt_len is 0", "from 1")),
+        ({"max_model_len": 200_000}, ("max_model_len is 200000", "131072")),
+        ({"prompt_len": 4097, "max_model_len": 4096}, ("prompt_len is 4097", "4096")),
+        ({"max_model_len": 0}, ("is 0", "from 1")),
+        ({"chunk_len": -1}, ("chunk_len is -1", "from 1")),
+        ({"dtype": "int8"}, ("dtype is 'int8'", "bfloat16")),
+        ({"budgets": [35]}, ("budget of 35", "36")),
+    ],
+)
+def test_wrong_values_name_value_and_limit(
+    llama_8b: ModelConfig, changes: dict[str, object], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan_8b(llama_8b, **changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_plan_agrees_with_what_the_engine_allocates() -> None:
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=64,
+        hidden_size=48,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=96,
+        max_position=512,
+    )
+    plan = make_plan(config, dtype="float32", budgets=[64], memory_bytes=10**6, bandwidth=10**9)
+    pool = StagingPool(config, plan.prompt_len, torch.float32, "cpu")
+    assert plan.prefill.hidden_bytes + plan.prefill.staging_bytes == pool.num_bytes
+    assert KVCache(config, 5, 64, torch.float32, "cpu").num_bytes == 6 * plan.rows[1].row_bytes
+    assert SCORING_KEYS == CHUNK
+
+
+def test_report_prints_every_row(llama_8b: ModelConfig) -> None:
+    out = io.StringIO()
+    print_plan(plan_8b(llama_8b, budgets=[32_768, 65_536]), Console(file=out, width=100))
+    text = out.getvalue()
+    for words in (
+        "8,030.3M",
+        "128 KiB per token",
+        "1 GiB hidden states",
+        "512 MiB staging",
+        "80 GiB, 3,350 GB/s",
+    ):
+        assert words in text
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert lines[:2] == [
+        ["full", "16 GiB", "100 %", "2", "104", "136"],
+        ["32,768", "4 GiB", "25 %", "14", "174", "624"],
+    ]
+    assert lines[2][0] == "65,536"
+
+
+def test_report_says_none_where_no_row_fits(llama_8b: ModelConfig) -> None:
+    out = io.StringIO()
+    print_plan(plan_8b(llama_8b, memory_bytes=8 * GIB, budgets=[4096]), Console(file=out, width=100))
+    assert out.getvalue().count("none") == 2
