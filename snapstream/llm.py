@@ -15,7 +15,6 @@ from snapstream.cache import layout
 from snapstream.config import DTYPE_BYTES, DType, EngineConfig, Executor, KVBudget, ModelConfig, SnapKVConfig
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
-from snapstream.engine.validate import check_request
 from snapstream.models.registry import read_model_config
 from snapstream.models.shapes import num_parameters
 from snapstream.request import Request, RequestOutput, SamplingParams
@@ -151,7 +150,9 @@ class LLM:
         tokenizer = self._need_tokenizer("chat")
         if tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; pass a prompt to generate() instead")
-        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def close(self) -> None:
@@ -188,12 +189,7 @@ class LLM:
     def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:
         for index, request in enumerate(requests):
             try:
-                check_request(
-                    request,
-                    self.config,
-                    vocab_size=self.model_config.vocab_size,
-                    has_tokenizer=self.tokenizer is not None,
-                )
+                self.engine.validate(request)
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}" if len(requests) > 1 else str(error)) from None
         done: dict[str, RequestOutput] = {}

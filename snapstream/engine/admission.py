@@ -58,9 +58,7 @@ class Admission:
         self._config = config
         self._num_layers = num_layers
         self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()
-        self._free_rows = list(
-            range(config.max_rows)
-        )  # heap: low rows first, so that the rows in use stay together
+        self._free_rows = list(range(config.max_rows))  # a heap: low rows first keeps rows in use together
         self._pool = StagingPool(config.pool_tokens, short_reserve=config.short_reserve)
         self._job_ids = count()
 

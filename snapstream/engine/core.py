@@ -52,9 +52,7 @@ class Engine:
         self._clock = clock
         self._scheduler = Scheduler(config, num_layers=num_layers)
         self._live: dict[str, LiveRequest] = {}  # until the finished output has been handed out
-        self._changed: dict[
-            str, LiveRequest
-        ] = {}  # to be returned by the current or next step, in order of change
+        self._changed: dict[str, LiveRequest] = {}  # for this or the next step to return, in order of change
         self._pending: tuple[PlannedStep, PendingStep] | None = None
 
     @property
@@ -83,9 +81,8 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise ValueError if the request could never be served, whatever else runs; queues nothing."""
-        check_request(
-            request, self._config, vocab_size=self._vocab_size, has_tokenizer=self._tokenizer is not None
-        )
+        has_tokenizer = self._tokenizer is not None
+        check_request(request, self._config, vocab_size=self._vocab_size, has_tokenizer=has_tokenizer)
 
     def add_request(self, request: Request) -> RequestOutput:
         """Queue a request; the output returned is the one that later steps update.
@@ -94,13 +91,10 @@ class Engine:
         """
         self.validate(request)
         if request.request_id in self._live or self._scheduler.holds_id(request.request_id):
-            raise ValueError(
-                f"request id {request.request_id!r} is in use; ids of unfinished requests must differ"
-            )
-        if self._config.max_waiting and self.num_waiting >= self._config.max_waiting:
-            raise QueueFull(
-                f"{self.num_waiting} requests are waiting; the limit is {self._config.max_waiting}"
-            )
+            raise ValueError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
+        limit = self._config.max_waiting
+        if limit and self.num_waiting >= limit:
+            raise QueueFull(f"{self.num_waiting} requests are waiting; the limit is {limit}")
         live = self._make_live(request)
         self._live[request.request_id] = live
         self._scheduler.add(live)

@@ -58,11 +58,8 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The whole characters among what is held; a character cut short is dropped."""
-        piece = (
-            self._decode()[len(self._shown) :].rstrip(REPLACEMENT)
-            if self._num_shown < len(self._window)
-            else ""
-        )
+        text = self._decode() if self._num_shown < len(self._window) else self._shown
+        piece = text[len(self._shown) :].rstrip(REPLACEMENT)
         self._window, self._num_shown, self._shown = [], 0, ""
         return piece
 

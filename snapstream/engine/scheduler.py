@@ -19,6 +19,7 @@ freed while a plan that holds it is in flight may be given away by the next one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from snapstream.config import EngineConfig
@@ -39,6 +40,10 @@ class PlannedStep:
     started: tuple[LiveRequest, ...]  # their first unit is in this plan
     prefilled: tuple[LiveRequest, ...]  # their last unit is in this plan
     decoding: tuple[LiveSample, ...]  # aligned with plan.decode_rows
+
+
+def _requests_of(jobs: Iterable[Job]) -> tuple[LiveRequest, ...]:
+    return tuple(live for job in jobs for live in job.requests)
 
 
 class Scheduler:
@@ -118,13 +123,8 @@ class Scheduler:
         self._next_step_id += not plan.is_empty
         return PlannedStep(
             plan=plan,
-            started=tuple(
-                live
-                for job, unit in zip(jobs, units, strict=True)
-                if unit.first == 0
-                for live in job.requests
-            ),
-            prefilled=tuple(live for job in ended for live in job.requests),
+            started=_requests_of(job for job, unit in zip(jobs, units, strict=True) if unit.first == 0),
+            prefilled=_requests_of(ended),
             decoding=decoding,
         )
 

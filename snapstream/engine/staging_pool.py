@@ -19,9 +19,7 @@ class StagingPool:
 
     def __init__(self, num_tokens: int, *, short_reserve: int) -> None:
         if not 0 <= short_reserve <= num_tokens:
-            raise ValueError(
-                f"short_reserve is {short_reserve}; it must be from 0 to the pool's {num_tokens} tokens"
-            )
+            raise ValueError(f"short_reserve is {short_reserve}; it must be from 0 to {num_tokens}")
         self.num_tokens = num_tokens
         self._long_end = num_tokens - short_reserve
         self._taken: list[tuple[int, int]] = []  # (start, end), ascending
@@ -61,9 +59,7 @@ class StagingPool:
             return self._first_fit(num_tokens, 0, self._long_end)
         start = self._first_fit(num_tokens, self._long_end, self.num_tokens)
         if start is None and not reserve_only:
-            start = self._first_fit(
-                num_tokens, 0, self.num_tokens
-            )  # may straddle the border: still one range
+            start = self._first_fit(num_tokens, 0, self.num_tokens)  # across the border is still one range
         return start
 
     def _first_fit(self, num_tokens: int, low: int, high: int) -> int | None:

@@ -26,9 +26,8 @@ def check_request(request: Request, config: EngineConfig, *, vocab_size: int, ha
     if sampling.n > config.max_rows:
         raise ValueError(f"n is {sampling.n}; each sample needs a row and the engine has {config.max_rows}")
     if sampling.stop and not has_tokenizer:
-        raise ValueError(
-            f"stop strings {list(sampling.stop)} given; without a tokenizer only stop_token_ids work"
-        )
+        stops = list(sampling.stop)
+        raise ValueError(f"stop strings {stops} given; without a tokenizer only stop_token_ids work")
     if request.budget is not None:
         config.check_budget(request.budget)
 
@@ -46,9 +45,7 @@ def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> No
     is_short = num_prompt <= config.short_len
     limit = config.pool_tokens if is_short else config.pool_tokens - config.short_reserve
     if num_prompt > limit:
-        raise ValueError(
-            f"a prompt of {num_prompt} tokens can never be staged; the staging pool takes up to {limit}"
-        )
+        raise ValueError(f"a prompt of {num_prompt} tokens can never be staged; the pool takes up to {limit}")
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

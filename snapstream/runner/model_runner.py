@@ -37,6 +37,8 @@ class ModelRunner:
         self.staging = StagingPool(model, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
         self._decode = EagerDecode(decoder, self.cache, self.rows, self.sampling)
+        # Some checkpoints name end tokens that their vocabulary does not have; they can never be drawn.
+        self._end_ids = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
         self._jobs: dict[int, PrefillJob] = {}
         self._params: dict[int, SamplingParams] = {}  # by row: which variant of the sampler a batch needs
 
@@ -74,12 +76,11 @@ class ModelRunner:
             source.extend([index] * len(entry.rows))
             params.extend([entry.sampling] * len(entry.rows))
             self.rows.admit(entry.rows, prompt.prompt_len, prompt.prompt_len, entry.budget)
-            stop_ids = entry.sampling.stop_token_ids
-            if not entry.sampling.ignore_eos:
-                stop_ids = (*self.decoder.config.eos_token_ids, *stop_ids)
+            ends = () if entry.sampling.ignore_eos else self._end_ids
+            stop_ids = (*ends, *entry.sampling.stop_token_ids)
             for row, seed in zip(entry.rows, entry.seeds, strict=True):
                 self._params[row] = entry.sampling
-                self.sampling.set_row(row, entry.sampling, seed, entry.token_ids, tuple(stop_ids))
+                self.sampling.set_row(row, entry.sampling, seed, entry.token_ids, stop_ids)
         device = self.decoder.device
         rows = torch.tensor(row_list, dtype=torch.int64, device=device)
         logits = self.decoder.logits(job.last_hidden())[torch.tensor(source, device=device)]  # [rows, V]

@@ -13,9 +13,7 @@ from snapstream.request import Compression, Logprob
 from snapstream.step import JobSpec, PrefillEntry, PrefillResult, StepPlan, StepResult
 
 Draw = Callable[[PrefillEntry, int, int], int]  # entry, sample index, number of earlier tokens -> token
-LengthOf = Callable[
-    [PrefillEntry, int], int
-]  # entry, sample index -> number of tokens of the finished sample
+LengthOf = Callable[[PrefillEntry, int], int]  # entry, sample index -> tokens of the finished sample
 
 
 def draw_by_hash(vocab_size: int) -> Draw:

@@ -134,7 +134,10 @@ def play(session: Session, events: list[tuple[str, Any]]) -> None:
                 prompt = tuple((number + place) % VOCAB_SIZE for place in range(size))
                 session.add(
                     Request(
-                        request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling, budget=budget
+                        request_id=f"r{number}",
+                        prompt_token_ids=prompt,
+                        sampling=sampling,
+                        budget=budget,
                     )
                 )
         elif kind == "abort" and argument < len(session.requests):

@@ -73,9 +73,8 @@ def test_agrees_with_a_pool_of_single_tokens(
         size, is_short, reserve_only = operation
         low = num_tokens - reserve if is_short and reserve_only else 0
         high = num_tokens if is_short else num_tokens - reserve
-        fits = [
-            at for at in range(low, high - size + 1) if all(held is None for held in owner[at : at + size])
-        ]
+        places = range(low, high - size + 1)
+        fits = [place for place in places if set(owner[place : place + size]) == {None}]
         has_room = pool.has_room(size, is_short=is_short)
         start_or_none = pool.take(size, is_short=is_short, reserve_only=reserve_only)
         if not (is_short and reserve_only):

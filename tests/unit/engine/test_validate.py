@@ -18,7 +18,11 @@ CONFIG = EngineConfig(
 )
 # Without a reserve the pool may be smaller than the window: only then can a prompt be too long for staging.
 TIGHT = EngineConfig(
-    budget=KVBudget.full(200), max_model_len=200, short_len=10, staging_tokens=50, short_reserve=0
+    budget=KVBudget.full(200),
+    max_model_len=200,
+    short_len=10,
+    staging_tokens=50,
+    short_reserve=0,
 )
 
 
