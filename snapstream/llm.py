@@ -276,12 +276,13 @@ def _check_memory(model: ModelConfig, config: EngineConfig) -> None:
     size = DTYPE_BYTES[config.dtype]
     weights = num_parameters(model) * size
     row = layout.row_bytes(model, config.budget.capacity, size)
-    rows = row * (config.max_rows + 1)
+    staging = config.pool_tokens * (model.hidden_size + 2 * model.num_kv_heads * model.head_dim) * size
+    needed = weights + row * (config.max_rows + 1) + staging
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if weights + rows > memory:
+    if needed > memory:
         gib = 2**30
         raise ValueError(
-            f"{weights / gib:.1f} GiB of weights and {config.max_rows} + 1 rows of {row / gib:.2f} GiB need "
-            f"{(weights + rows) / gib:.1f} GiB; this machine has {memory / gib:.1f} GiB. "
+            f"{weights / gib:.1f} GiB of weights, {config.max_rows} + 1 rows of {row / gib:.2f} GiB and "
+            f"{staging / gib:.2f} GiB of staging need {needed / gib:.1f} GiB; this machine has {memory / gib:.1f} GiB. "
             f"Lower max_rows, the budget or max_model_len"
         )

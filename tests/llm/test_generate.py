@@ -208,7 +208,7 @@ def test_settings_that_cannot_work_are_refused_at_start(checkpoint: Path) -> Non
         LLM(checkpoint, executor="looped")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype is 'int8'"):
         LLM(checkpoint, dtype="int8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="GiB of weights and 100000000"):
+    with pytest.raises(ValueError, match="GiB of weights, 100000000"):
         LLM(checkpoint, budget="full", max_rows=100_000_000)
     with pytest.raises(ValueError, match="max_rows is 0"):
         LLM(checkpoint, max_rows=0)
