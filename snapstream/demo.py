@@ -119,16 +119,18 @@ def results_table(arms: list[Arm], cases: list[Case]) -> Table:
 
 
 def answers_table(arms: list[Arm], cases: list[Case]) -> Table:
-    """What every arm said."""
-    table = Table(title="answers (wrong ones in red)")
+    """What is true, and what an arm said where it was wrong."""
+    table = Table(title="answers")
     table.add_column("question")
+    table.add_column("true")
     for arm in arms:
-        table.add_column(arm.name)
+        table.add_column(arm.name.replace(" ", "\n"))
     for index, case in enumerate(cases):
-        texts = [arm.outputs[index].text.strip() for arm in arms]
-        style = ["green" if is_right(text, case.question) else "red" for text in texts]
-        cells = [f"[{s}]{t or '(nothing)'}[/]" for s, t in zip(style, texts, strict=True)]
-        table.add_row(case.question.text, *cells)
+        cells = []
+        for arm in arms:
+            text = arm.outputs[index].text.strip()
+            cells.append("[green]right[/]" if is_right(text, case.question) else f"[red]{text or '(nothing)'}[/]")
+        table.add_row(case.question.text, case.question.value, *cells)
     return table
 
 
