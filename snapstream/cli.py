@@ -3,7 +3,7 @@
 Torch is imported inside the commands that need it, so ``--version``, ``--help`` and ``plan`` start at once.
 The invariant: wrong input ends in one line ``error: ...`` on stderr and exit code 2, Ctrl-C in exit code 130,
 never in a traceback. ``plan`` goes on in ``planning.py`` and ``plan_report.py``, ``generate`` in
-``cli_generate.py``.
+``cli_generate.py``, ``serve`` in ``server/run.py``.
 """
 
 from __future__ import annotations
@@ -48,6 +48,17 @@ Examples:
   snapstream generate Qwen3-0.6B/ "Why is the sky blue?"
   snapstream generate Llama-3.2-1B-Instruct/ --file report.txt --budget 4096
   cat question.txt | snapstream generate Qwen2.5-0.5B/ --raw --temperature 0.7 --seed 1
+"""
+
+_SERVE_HELP = """Serve a model over HTTP, as the OpenAI API; SIGTERM drains. Needs the extra: snapstream-llm[serve].
+
+MODEL is a checkpoint folder; without it the tiny model that ships with the package is served.
+
+\b
+Examples:
+  snapstream serve
+  snapstream serve Qwen3-0.6B/ --budget 4096 --max-rows 16
+  SNAPSTREAM_API_KEY=secret snapstream serve Llama-3.2-1B-Instruct/ --host 0.0.0.0
 """
 
 
@@ -177,6 +188,78 @@ def generate(
     ) as llm:
         encoded = encode_prompt(llm, text, chat=chat, system=system)
         raise typer.Exit(stream_answer(llm, encoded, params, out=sys.stdout, err=sys.stderr, as_json=as_json))
+
+
+@app.command(help=_SERVE_HELP, short_help="Serve a model over HTTP, as the OpenAI API.")
+def serve(
+    model: Annotated[
+        Path | None, typer.Argument(help="Checkpoint folder. Default: the shipped tiny one.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, _whole_option("Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="SNAPSTREAM_API_KEY", help="Bearer key for /v1/*; repeatable. Default: none, open."),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name(s) that clients use; repeatable. Default: the folder's.")
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Slots of a row, or 'full'; a request may ask for less. Default: 8192, at most the window."),
+    ] = None,
+    max_rows: Annotated[int, _whole_option("Rows: samples decoded together.")] = 8,
+    max_model_len: Annotated[
+        int | None, _whole_option("Prompt and output tokens. Default: the model's window.")
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    max_waiting: Annotated[int, _whole_option("Requests that may wait; more get 429. 0: no bound.")] = 128,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may call this server; repeatable.")
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests get after SIGTERM.", parser=_number, metavar="X")
+    ] = 30.0,
+    no_restart: Annotated[bool, typer.Option("--no-restart", help="Do not restart an engine that died.")] = False,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate file (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Key file (PEM).")] = None,
+) -> None:
+    try:
+        from snapstream.server.run import ServeOptions
+        from snapstream.server.run import serve as run_server
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; run: pip install 'snapstream-llm[serve]'") from None
+    import logging
+
+    from snapstream.assets import TINY_MODEL
+    from snapstream.cli_generate import parse_budget
+    from snapstream.server.messages import EngineSpec
+    from snapstream.server.settings import ServerSettings
+
+    logging.basicConfig(
+        level=logging.INFO, format="time=%(asctime)s level=%(levelname)s %(message)s", stream=sys.stderr
+    )
+    spec = EngineSpec(
+        model=str(model or TINY_MODEL),
+        budget=parse_budget(budget),
+        dtype=dtype,
+        device=device,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        max_waiting=max_waiting,
+    )
+    settings = ServerSettings(api_keys=tuple(api_key or ()), cors_origins=tuple(cors_origin or ()))
+    options = ServeOptions(
+        host=host,
+        port=port,
+        names=tuple(served_model_name or ()),
+        drain_timeout_s=drain_timeout,
+        restart=not no_restart,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+    )
+    run_server(spec, settings, options)
 
 
 @app.command(short_help="Watch a small model answer from a fraction of its cache.")

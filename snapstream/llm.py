@@ -47,7 +47,8 @@ class LLM:
 
     ``model``: a Hugging Face checkpoint folder. ``budget``: slots per row, ``"full"``, or a ``KVBudget``.
     ``max_rows``: requests decoded together. ``max_model_len``: prompt + output, by default the model's window.
-    ``dtype`` holds for weights and rows. Raises ValueError for anything that cannot be supported, with the reason.
+    ``dtype`` holds for weights and rows. ``max_waiting`` bounds the queue of an engine that serves; 0 means no bound.
+    Raises ValueError for anything that cannot be supported, with the reason.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LLM:
         max_model_len: int | None = None,
         chunk_len: int = 512,
         prefill_quantum: int = 0,
+        max_waiting: int = 0,
         progress: bool = True,
     ) -> None:
         self.model_config = read_model_config(model)
@@ -79,6 +81,7 @@ class LLM:
             chunk_len=chunk_len,
             short_len=chunk_len,
             prefill_quantum=prefill_quantum,
+            max_waiting=max_waiting,
             dtype=dtype,
             device=device,
             executor=executor,
@@ -86,7 +89,7 @@ class LLM:
         _check_device(device)
         _check_memory(self.model_config, self.config)
         self._progress = progress
-        self.tokenizer = _load_tokenizer(Path(model))
+        self.tokenizer = load_tokenizer(Path(model))
         self.engine = Engine(
             _build_runner(Path(model), self.model_config, self.config, progress),
             self.config,
@@ -237,7 +240,7 @@ def _progress_bar(total: int, wanted: bool) -> Any:
     return tqdm(total=total, desc="prompts", unit="prompt", disable=not wanted or total < 2)
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """The folder's tokenizer, or None where there is none (token ids in, token ids out)."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in names):

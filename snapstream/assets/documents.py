@@ -371,7 +371,7 @@ def make_document(
     maker = _Maker(rng, style or Style(), split)
     is_list = family in ("kv", "json")
     if num_facts is None:
-        num_facts = 1 if family.startswith("single") else target_tokens if is_list else 16
+        num_facts = 1 if family.startswith("single") else max(1, target_tokens) if is_list else 16
     separator = "\n" if is_list else " "
 
     facts: list[_Fact] = []
@@ -415,7 +415,15 @@ def make_document(
 def vocabulary() -> list[str]:
     """Every word that documents can contain, for training a tokenizer; the order is fixed."""
     parts = [*ADJECTIVES, *NOUNS, *FIRST_NAMES, *LAST_NAMES, *_PLACES, *_TIMES, *_VERBS]
-    templates = [*_FILLER, *_UUID_FACT[:1], *_KV_LINES, *_KV_QUESTIONS, *_VARIABLE_QUESTIONS, "Let = .", "And"]
+    templates = [
+        *_FILLER,
+        *_UUID_FACT[:1],
+        *_KV_LINES,
+        *_KV_QUESTIONS,
+        *_VARIABLE_QUESTIONS,
+        "Let = .",
+        "And",
+    ]
     for sentence, questions in (*_NUMBER_FACTS, *_WORDS_FACTS):
         templates += [sentence, *questions]
     for _, statements, questions in _RELATIONS:

@@ -92,9 +92,10 @@ class Engine:
         self.validate(request)
         if request.request_id in self._live or self._scheduler.holds_id(request.request_id):
             raise ValueError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
-        limit = self._config.max_waiting
-        if limit and self.num_waiting >= limit:
-            raise QueueFull(f"{self.num_waiting} requests are waiting; the limit is {limit}")
+        # Requests that the next step will give a row do not wait; a burst on an idle engine is no queue.
+        limit, num_queued = self._config.max_waiting, self.num_waiting - self.rows_free
+        if limit and num_queued >= limit:
+            raise QueueFull(f"{num_queued} requests wait for a row; the limit is {limit}")
         live = self._make_live(request)
         self._live[request.request_id] = live
         self._scheduler.add(live)

@@ -185,14 +185,17 @@ def test_timings() -> None:
 
 
 def test_the_queue_is_bounded_if_asked_for() -> None:
-    engine, _ = engine_of(config_of(max_waiting=2))
-    for name in ("a", "b"):
+    engine, _ = engine_of(config_of(max_waiting=2, max_rows=1))
+    for name in ("a", "b", "c"):  # a row is free, so the first does not wait
         engine.add_request(request_of(name))
-    with pytest.raises(QueueFull, match="2 requests are waiting; the limit is 2"):
-        engine.add_request(request_of("c"))
+    with pytest.raises(QueueFull, match="2 requests wait for a row; the limit is 2"):
+        engine.add_request(request_of("d"))
     engine.step()
-    engine.add_request(request_of("c"))
-    assert len(drain(engine)) == 3
+    with pytest.raises(QueueFull, match="2 requests wait for a row; the limit is 2"):
+        engine.add_request(request_of("d"))
+    assert drain(engine).keys() == {"a", "b", "c"}
+    engine.add_request(request_of("d"))
+    assert drain(engine).keys() == {"d"}
 
 
 def test_a_refused_request_leaves_the_others_alone() -> None:

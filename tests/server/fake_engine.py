@@ -15,7 +15,6 @@ from typing import Any
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.detokenizer import TextStream
-from snapstream.engine.validate import QueueFull
 from snapstream.llm import load_tokenizer
 from snapstream.request import Compression, FinishReason, Logprob, Request, Timings
 from snapstream.server.engine_api import EngineDead, EngineStats, RequestDelta, SampleDelta

@@ -53,7 +53,6 @@ def test_a_drain_that_takes_too_long_ends_the_rest(llm: LLM) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_in_the_engine_reaches_every_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, count = llm.engine.step, iter(range(100))
 
@@ -69,6 +68,7 @@ def test_an_error_in_the_engine_reaches_every_request(llm: LLM, monkeypatch: pyt
         for answer in await collect_all(engine, [make_request(n, LONG) for n in range(6)]):
             assert isinstance(answer, EngineDead) and "the device is gone" in str(answer)
         assert not engine.is_ready
+        await engine.shutdown(1)
 
     asyncio.run(main())
 

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible front: HTTP in one process, the engine in another."""

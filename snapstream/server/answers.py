@@ -1,0 +1,158 @@
+"""What chat and text completions share: one HTTP request's prompts, choices, usage and facts about compression.
+
+``Answer`` follows the deltas and turns them into chunks, or into one body at the end; the two ``Shape``s say how a
+choice looks. Invariant: a chunk with choices carries text, or ends a choice; usage comes once, in a chunk without
+choices, unless running usage was asked for. ``usage.prompt_tokens`` is the logical count, whatever a row kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from snapstream.config import KVBudget
+from snapstream.request import Request
+from snapstream.server.engine_api import RequestDelta, SampleDelta
+from snapstream.server.generation import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What every chunk of an answer repeats."""
+
+    answer_id: str
+    created: int
+    model: str
+
+
+class Shape(Protocol):
+    """How one endpoint's choices look. It may hold state per choice; each piece is asked for once, in order."""
+
+    whole_object: str
+    chunk_object: str
+
+    def see(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
+        """Take note of a delta."""
+        ...
+
+    def has_news(self, choice: int) -> bool:
+        """Whether there is text to send."""
+        ...
+
+    def num_tokens(self, delta: SampleDelta) -> int:
+        """Tokens of this delta that the caller is told of."""
+        ...
+
+    def chunk_choice(self, choice: int) -> dict[str, Any]:
+        """All that came since the last call, without index and finish_reason."""
+        ...
+
+    def whole_choice(self, choice: int) -> dict[str, Any]:
+        """The same for an answer in one piece."""
+        ...
+
+
+@dataclass
+class Answer:
+    """The answer to one HTTP request as it grows."""
+
+    head: Head
+    shape: Shape
+    requests: Sequence[Request]
+    budget: KVBudget  # what was applied
+    has_usage: bool = False
+    has_running_usage: bool = False
+    completion_tokens: int = 0
+    _num_open: int = 0
+    _ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _prompts: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._num_open = len(self.requests)
+        self._prompts = [{"compression": None, "timings": None} for _ in self.requests]
+
+    async def whole(self, steps: AsyncGenerator[Step, None]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        async with aclosing(steps):
+            async for prompt, delta in steps:
+                self._see(prompt, delta)
+        choices = [
+            {"index": index, **self.shape.whole_choice(index), **self._ends[index]} for index in sorted(self._ends)
+        ]
+        return {
+            **self._base(self.shape.whole_object),
+            "choices": choices,
+            "usage": self.usage,
+            "snapstream": self.facts,
+        }
+
+    async def chunks(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed answer; ``sse.py`` frames them."""
+        async with aclosing(steps):
+            async for prompt, delta in steps:
+                chunks = [self._chunk(index) for index in self._see(prompt, delta)]
+                if chunks and self._num_open == 0:
+                    chunks[-1]["snapstream"] = self.facts
+                for chunk in chunks:
+                    yield chunk
+        if self.has_usage:
+            yield {**self._base(self.shape.chunk_object), "choices": [], "usage": self.usage}
+
+    @property
+    def usage(self) -> dict[str, int]:
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt_tokens + self.completion_tokens,
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Ours: what was applied, and what it did to each prompt."""
+        return {
+            "kv_cache": {"budget": self.budget.capacity, **asdict(self.budget)},
+            "prompt_compression": "off",
+            "prompts": self._prompts,
+        }
+
+    def _see(self, prompt: int, delta: RequestDelta) -> list[int]:
+        """Take in a delta; the choices that have something to send."""
+        if delta.compression is not None:
+            facts = asdict(delta.compression)
+            if facts["kept_positions"] is None:
+                del facts["kept_positions"]
+            self._prompts[prompt]["compression"] = facts
+        if delta.timings is not None:
+            self._prompts[prompt]["timings"] = asdict(delta.timings)
+        self._num_open -= delta.is_finished
+        ready = []
+        for sample in delta.samples:
+            index = prompt * self.requests[prompt].sampling.n + sample.index
+            self.completion_tokens += self.shape.num_tokens(sample)
+            self.shape.see(index, prompt, delta, sample)
+            if sample.finish_reason is not None:
+                self._ends[index] = {"finish_reason": sample.finish_reason.value, "stop_reason": sample.stop_reason}
+            if index in self._ends or self.shape.has_news(index):
+                ready.append(index)
+        return ready
+
+    def _chunk(self, index: int) -> dict[str, Any]:
+        end = self._ends.get(index, {"finish_reason": None})
+        chunk = self._base(self.shape.chunk_object)
+        chunk["choices"] = [{"index": index, **self.shape.chunk_choice(index), **end}]
+        if self.has_running_usage:
+            chunk["usage"] = self.usage
+        elif self.has_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _base(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.head.answer_id,
+            "object": kind,
+            "created": self.head.created,
+            "model": self.head.model,
+        }

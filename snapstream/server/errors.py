@@ -1,0 +1,94 @@
+"""Every error a client can see, in the one shape that OpenAI clients read.
+
+Invariant: ``{"error": {"message", "type", "param", "code"}}``, all four always there, whatever went wrong; 5xx only
+where trying again may help, or where we have a bug. Clients retry 408, 409, 429 and 5xx on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from snapstream.engine.validate import QueueFull
+from snapstream.server.engine_api import EngineDead
+
+MAX_MESSAGE_CHARS = 500
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``status`` decides how clients react, ``param`` names the field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        message = str(self)
+        if len(message) > MAX_MESSAGE_CHARS:  # it may quote what the client sent
+            message = message[:MAX_MESSAGE_CHARS] + "..."
+        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, status_code=self.status, headers=self.headers)
+
+
+def bad_value(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """400: the request itself is at fault and will stay so."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def too_long(num_prompt: int, max_tokens: int | None, limit: int, param: str) -> ApiError:
+    """400 with the code that clients look for to trim a conversation."""
+    wish = f" and {max_tokens} tokens of output" if max_tokens else ""
+    return bad_value(
+        f"This model's maximum context length is {limit} tokens; "
+        f"the request has a prompt of {num_prompt} tokens{wish}.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def unavailable(reason: str, retry_after_s: int) -> ApiError:
+    """503: loading, draining, or the engine is gone."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(503, reason, kind="service_unavailable", code="engine_unavailable", headers=headers)
+
+
+def queue_full(reason: str, retry_after_s: int) -> ApiError:
+    """429: a sound request at a bad moment."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(429, reason, kind="rate_limit_error", code="queue_full", headers=headers)
+
+
+def internal() -> ApiError:
+    """500: a bug of ours. The cause goes to the log, not to the client."""
+    return ApiError(500, "internal error; the server's log has the cause", kind="server_error", code="internal_error")
+
+
+def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
+    """What the engine's exceptions (``engine_api.py``) mean to a client."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        return queue_full(str(error), retry_after_s)
+    if isinstance(error, EngineDead):
+        return unavailable(str(error) or "the engine is not running", retry_after_s)
+    if isinstance(error, ValueError):
+        return bad_value(str(error), None)
+    return internal()

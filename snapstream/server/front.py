@@ -1,0 +1,126 @@
+"""What every handler shares: the engine, the tokenizer, the limits, and whether work is taken at all.
+
+``app.py`` makes one per application; handlers reach it as an argument, there is no global.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+from starlette.requests import ClientDisconnect
+
+from snapstream.server.engine_api import AsyncEngine, EngineDead
+from snapstream.server.errors import ApiError, as_api_error, unavailable
+from snapstream.server.metrics import Metrics
+from snapstream.server.parsing import IgnoredFields, read_object
+from snapstream.server.prompts import Prompts
+from snapstream.server.settings import ModelFacts, ServerSettings
+from snapstream.server.sse import ClientGone, until_gone
+from snapstream.server.token_text import TokenText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# body, id of the answer, time of arrival
+Work = Callable[[dict[str, Any], str, float], Coroutine[Any, Any, Response]]
+
+log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # what we repeat of a client's own id, in headers and logs
+CLIENT_GONE = 499  # nginx's number; only logs see it
+
+
+class Front:
+    """The state of one application."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: PreTrainedTokenizerBase | None,
+        settings: ServerSettings,
+        facts: Callable[[], ModelFacts],
+    ) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.prompts = Prompts(tokenizer, threads=settings.tokenizer_threads)
+        self.texts = TokenText(tokenizer)
+        self.ignored = IgnoredFields()
+        self.is_draining = False
+        self._facts = facts
+        self.metrics = Metrics(self._model_name, engine.stats, has_vllm_names=settings.has_vllm_names)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """503 until the engine has told them."""
+        try:
+            return self._facts()
+        except EngineDead as error:
+            raise self.error(error) from None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.engine.is_ready and not self.is_draining
+
+    def need_ready(self) -> None:
+        if not self.is_ready:
+            reason = "shutting down" if self.is_draining else "loading, or its engine is being restarted"
+            raise unavailable(f"the server is {reason}; try again later", self.settings.retry_after_s)
+
+    def need_model(self, name: str | None) -> str:
+        """The served name that a request means."""
+        if name is None:
+            return self.facts.name
+        if name not in self.facts.names:
+            raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
+        return name
+
+    def error(self, error: Exception) -> ApiError:
+        return as_api_error(error, self.settings.retry_after_s)
+
+    async def answer(self, request: HttpRequest, work: Work) -> Response:
+        """Run a handler that computes: watched for the client's leave, with errors in their shape, and logged."""
+        born = monotonic()
+        answer_id = uuid4().hex
+        given = request.headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else answer_id
+        response = await self._guarded(request, work, answer_id, born, request_id)
+        response.headers["x-request-id"] = request_id
+        log.info(
+            "request=%s answer=%s path=%s status=%d first_byte_ms=%.1f",
+            request_id,
+            answer_id,
+            request.url.path,
+            response.status_code,
+            1e3 * (monotonic() - born),
+        )
+        return response
+
+    async def _guarded(
+        self, request: HttpRequest, work: Work, answer_id: str, born: float, request_id: str
+    ) -> Response:
+        try:
+            data = await read_object(request, self.settings.max_body_bytes)
+            return await until_gone(request.receive, work(data, answer_id, born))
+        except (ClientGone, ClientDisconnect):
+            return Response(status_code=CLIENT_GONE)
+        except Exception as error:
+            fault = self.error(error)
+            if fault.status >= 500 and not isinstance(error, (ApiError, EngineDead)):
+                log.exception("request=%s failed", request_id)
+            return fault.response()
+
+    def close(self) -> None:
+        self.prompts.close()
+
+    def _model_name(self) -> str:
+        with suppress(EngineDead):
+            return self._facts().name
+        return ""

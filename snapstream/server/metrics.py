@@ -1,0 +1,156 @@
+"""Prometheus metrics: what the front measures per request, and the engine's gauges and totals at each scrape.
+
+Everything is named ``snapstream:...``; the names that dashboards, routers and benchmark clients know are the same
+series under ``vllm:``, made when they are read. Invariant: no global registry; two apps in one process do not mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import monotonic
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.samples import Sample
+
+from snapstream.request import FinishReason
+from snapstream.server.engine_api import EngineStats, RequestDelta
+
+OURS, THEIRS = "snapstream:", "vllm:"
+ALIASED = frozenset(
+    """num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens generation_tokens request_success
+    time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds
+    request_prefill_time_seconds request_decode_time_seconds request_prompt_tokens request_generation_tokens""".split()
+)
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = tuple(2**power for power in range(0, 21))
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
+    ("inter_token_latency_seconds", "Time between one token and the next.", _SECONDS),
+    ("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS),
+    ("request_queue_time_seconds", "Arrival to the start of prefill.", _SECONDS),
+    ("request_prefill_time_seconds", "Start of prefill to first token.", _SECONDS),
+    ("request_decode_time_seconds", "First token to last.", _SECONDS),
+    ("request_prompt_tokens", "Prompt tokens of a request, before any compression.", _TOKENS),
+    ("request_generation_tokens", "Generated tokens of a request.", _TOKENS),
+)
+
+
+class Metrics:
+    """All metrics of one app. ``model_name`` gives "" while the engine loads; nothing is shown until then."""
+
+    def __init__(
+        self, model_name: Callable[[], str], stats: Callable[[], EngineStats], *, has_vllm_names: bool
+    ) -> None:
+        self._model_name = model_name
+        self._stats = stats
+        self._has_vllm_names = has_vllm_names
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._histograms = {
+            name: Histogram(OURS + name, text, ["model_name"], buckets=buckets, registry=self._registry)
+            for name, text, buckets in _HISTOGRAMS
+        }
+        self._success = Counter(
+            OURS + "request_success", "Ended samples.", ["model_name", "finished_reason"], registry=self._registry
+        )
+
+    def observe(self, name: str, value: float) -> None:
+        self._histograms[name].labels(self._model_name()).observe(max(0.0, value))
+
+    def count_end(self, reason: FinishReason) -> None:
+        self._success.labels(self._model_name(), reason.value).inc()
+
+    def render(self) -> bytes:
+        """The Prometheus text of this moment."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        model = self._model_name()
+        if not model:  # still loading: series without a name would stay for ever
+            return
+        for histogram in self._histograms.values():
+            histogram.labels(model)  # so that every series is there from the first scrape on
+        for reason in FinishReason:
+            self._success.labels(model, reason.value)
+        for family in (*self._registry.collect(), *self._engine_families(model)):
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+            if self._has_vllm_names and family.name.removeprefix(OURS) in ALIASED:
+                yield _alias(family)
+
+    def _engine_families(self, model: str) -> Iterator[Metric]:
+        stats = self._stats()
+        rows_used = stats.rows_total - stats.rows_free
+        for name, text, value in (
+            ("num_requests_running", "Requests in prefill or decode.", stats.num_running),
+            ("num_requests_waiting", "Requests in the queue.", stats.num_waiting),
+            ("kv_cache_usage_perc", "Rows in use, 1 is all.", rows_used / stats.rows_total if stats.rows_total else 0),
+            ("rows_used", "Rows in use.", rows_used),
+            ("rows_free", "Rows free.", stats.rows_free),
+        ):
+            gauge = GaugeMetricFamily(OURS + name, text, labels=["model_name"])
+            gauge.add_metric([model], value)
+            yield gauge
+        for name, text, total in (
+            ("prompt_tokens", "Prompt tokens prefilled.", stats.prompt_tokens_total),
+            ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
+            ("evicted_tokens", "Prompt tokens that rows did not keep.", stats.evicted_tokens_total),
+            ("compressions", "Prompts longer than their row.", stats.compressions_total),
+            ("compression_seconds", "Spent on scoring, selection and writing rows.", stats.compression_seconds_total),
+            ("prompt_tokens_trimmed", "Prompt tokens removed before prefill (not built yet).", 0),
+            ("engine_restarts", "Restarts of the engine process.", stats.restarts_total),
+        ):
+            counter = CounterMetricFamily(OURS + name, text, labels=["model_name"])
+            counter.add_metric([model], total)
+            yield counter
+
+
+class RequestWatch:
+    """Measures one prompt on its way; ``see`` each delta, ``end`` once."""
+
+    def __init__(self, metrics: Metrics, *, num_prompt: int, num_samples: int, born: float) -> None:
+        self._metrics = metrics
+        self._num_prompt = num_prompt
+        self._num_open = num_samples
+        self._born = born
+        self._last: float | None = None
+        self._num_tokens = 0
+
+    def see(self, delta: RequestDelta) -> None:
+        now, metrics = monotonic(), self._metrics
+        num_new = sum(len(sample.token_ids) for sample in delta.samples)
+        if num_new:
+            self._num_tokens += num_new
+            if self._last is None:
+                metrics.observe("time_to_first_token_seconds", now - self._born)
+            else:
+                metrics.observe("inter_token_latency_seconds", now - self._last)
+            self._last = now
+        for sample in delta.samples:
+            if sample.finish_reason is not None:
+                self._num_open -= 1
+                metrics.count_end(sample.finish_reason)
+        if delta.timings is not None:
+            metrics.observe("request_queue_time_seconds", delta.timings.queue_ms / 1e3)
+            metrics.observe("request_prefill_time_seconds", delta.timings.prefill_ms / 1e3)
+            metrics.observe("request_decode_time_seconds", delta.timings.decode_ms / 1e3)
+        if delta.is_finished:
+            metrics.observe("e2e_request_latency_seconds", now - self._born)
+            metrics.observe("request_prompt_tokens", self._num_prompt)
+            metrics.observe("request_generation_tokens", self._num_tokens)
+
+    def end(self) -> None:
+        """Samples that were given up count as aborted."""
+        for _ in range(self._num_open):
+            self._metrics.count_end(FinishReason.ABORT)
+        self._num_open = 0
+
+
+def _alias(family: Metric) -> Metric:
+    twin = Metric(THEIRS + family.name.removeprefix(OURS), family.documentation, family.type)
+    twin.samples = [
+        Sample(THEIRS + sample.name.removeprefix(OURS), sample.labels, sample.value, sample.timestamp, sample.exemplar)
+        for sample in family.samples
+    ]
+    return twin

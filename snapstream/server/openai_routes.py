@@ -1,0 +1,144 @@
+"""POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
+
+The way of a request: body (``parsing.py``) -> wish (``sampling.py``) -> prompts (``prompts.py``) -> engine requests ->
+steps (``generation.py``) -> answer (``answers.py``), in one piece or as frames (``sse.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse
+from pydantic_core import to_json
+
+from snapstream.request import Request
+from snapstream.server.answers import Answer, Head, Shape
+from snapstream.server.chat import ChatShape
+from snapstream.server.completions import CompletionShape
+from snapstream.server.front import Front
+from snapstream.server.generation import run_prompts
+from snapstream.server.parsing import CHAT_ONLY_REFUSED, REFUSED, check_fields, parse, unknown_fields
+from snapstream.server.protocol import Body, ChatBody, CompletionBody, GenerationBody
+from snapstream.server.sampling import chat_wish, check_count, completion_wish, make_request
+from snapstream.server.sse import EventStream
+
+
+def body_schema(*kinds: type[Body]) -> dict[str, Any]:
+    """The body for the OpenAPI document; handlers read it themselves, so that errors keep their shape."""
+    schemas = [kind.model_json_schema(ref_template="#/components/schemas/{model}") for kind in kinds]
+    for schema in schemas:
+        _inline(schema, schema.pop("$defs", {}))
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inline(node: Any, definitions: dict[str, Any]) -> None:
+    """Put definitions in the place of references to them: the body is not part of FastAPI's own components."""
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    for child in children:
+        if isinstance(child, dict) and "$ref" in child:
+            child.update(definitions[child.pop("$ref").rsplit("/", 1)[1]])
+        _inline(child, definitions)
+
+
+def openai_routes(front: Front) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
+    async def chat_completions(request: HttpRequest) -> Response:
+        return await front.answer(request, lambda *args: _chat(front, *args))
+
+    @router.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
+    async def completions(request: HttpRequest) -> Response:
+        return await front.answer(request, lambda *args: _completion(front, *args))
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model(front, name) for name in front.facts.names]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return JSONResponse(_model(front, front.need_model(name)))
+
+    return router
+
+
+async def _chat(front: Front, data: dict[str, Any], answer_id: str, born: float) -> Response:
+    front.need_ready()
+    check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
+    body = parse(ChatBody, data)
+    front.ignored.note(unknown_fields(ChatBody, data))
+    model, wish = front.need_model(body.model), chat_wish(body, front.facts)
+    check_count(1, wish.sampling.n, front.settings)
+    ids = await front.prompts.chat(body, has_tools=body.tool_choice != "none")
+    answer_id = f"chatcmpl-{answer_id}"
+    request = make_request(answer_id, ids, wish, front.facts, prompt_param="messages", has_tokenizer=True)
+    shape = ChatShape(front.texts, has_logprobs=bool(body.logprobs))
+    return await _respond(
+        front, body, shape, [request], Head(answer_id=answer_id, created=int(time.time()), model=model), born
+    )
+
+
+async def _completion(front: Front, data: dict[str, Any], answer_id: str, born: float) -> Response:
+    front.need_ready()
+    check_fields(data, REFUSED)
+    body = parse(CompletionBody, data)
+    front.ignored.note(unknown_fields(CompletionBody, data))
+    model, wish = front.need_model(body.model), completion_wish(body, front.facts)
+    prompts = await front.prompts.completion(
+        body.prompt, add_special_tokens=body.add_special_tokens is not False, limit=front.settings.max_prompts
+    )
+    check_count(len(prompts), wish.sampling.n, front.settings)
+    answer_id = f"cmpl-{answer_id}"
+    has_tokenizer = front.prompts.tokenizer is not None
+    requests = [
+        make_request(f"{answer_id}-{index}", ids, wish, front.facts, prompt_param="prompt", has_tokenizer=has_tokenizer)
+        for index, (_, ids) in enumerate(prompts)
+    ]
+    echo = [await front.prompts.echo(text, ids) for text, ids in prompts] if body.echo else None
+    shape = CompletionShape(front.texts, requests, echo=echo, is_prompt_only=body.max_tokens == 0)
+    return await _respond(
+        front, body, shape, requests, Head(answer_id=answer_id, created=int(time.time()), model=model), born
+    )
+
+
+async def _respond(
+    front: Front, body: GenerationBody, shape: Shape, requests: Sequence[Request], head: Head, born: float
+) -> Response:
+    answer = Answer(
+        head=head,
+        shape=shape,
+        requests=requests,
+        budget=requests[0].budget or front.facts.engine.budget,
+        has_usage=body.has_usage,
+        has_running_usage=body.has_running_usage,
+    )
+    steps = run_prompts(front.engine, front.metrics, requests, born)
+    if not body.stream:
+        return Response(to_json(await answer.whole(steps)), media_type="application/json")
+    chunks = answer.chunks(steps)
+    try:
+        first = await anext(chunks)  # what fails until here has a status of its own
+    except StopAsyncIteration:
+        raise RuntimeError("the engine's answer had no samples") from None
+    except BaseException:
+        await chunks.aclose()
+        raise
+    return EventStream(first, chunks, front.error)
+
+
+def _model(front: Front, name: str) -> dict[str, Any]:
+    facts = front.facts
+    return {
+        "id": name,
+        "object": "model",
+        "created": facts.created,
+        "owned_by": "snapstream",
+        "root": facts.name,
+        "parent": None,
+        "max_model_len": facts.max_model_len,
+    }

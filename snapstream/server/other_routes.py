@@ -1,0 +1,90 @@
+"""Everything beside the OpenAI API: health, metrics, version, and the tokenizer from afar (as vLLM has it)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from snapstream.server.errors import bad_value
+from snapstream.server.front import Front
+from snapstream.server.openai_routes import body_schema
+from snapstream.server.parsing import check_fields, parse
+from snapstream.server.protocol import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
+from snapstream.version import __version__
+
+
+def other_routes(front: Front) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        front.need_ready()
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @router.post("/tokenize", openapi_extra=body_schema(TokenizePromptBody, TokenizeChatBody))
+    async def tokenize(request: HttpRequest) -> Response:
+        return await front.answer(request, lambda data, *_: _tokenize(front, data))
+
+    @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
+    async def detokenize(request: HttpRequest) -> Response:
+        return await front.answer(request, lambda data, *_: _detokenize(front, data))
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return JSONResponse(_tokenizer_info(front))
+
+    return router
+
+
+async def _tokenize(front: Front, data: dict[str, Any]) -> Response:
+    check_fields(data, {"chat_template": ()})
+    body: TokenizeChatBody | TokenizePromptBody
+    if "messages" in data:
+        body = parse(TokenizeChatBody, data)
+        front.need_model(body.model)
+        ids = await front.prompts.chat(body)
+    else:
+        body = parse(TokenizePromptBody, data)
+        front.need_model(body.model)
+        ids = await front.prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    strings = await front.prompts.token_strings(ids) if body.return_token_strs else None
+    return JSONResponse(
+        {"count": len(ids), "max_model_len": front.facts.max_model_len, "tokens": ids, "token_strs": strings}
+    )
+
+
+async def _detokenize(front: Front, data: dict[str, Any]) -> Response:
+    body = parse(DetokenizeBody, data)
+    front.need_model(body.model)
+    return JSONResponse({"prompt": await front.prompts.decode(body.tokens)})
+
+
+def _tokenizer_info(front: Front) -> dict[str, Any]:
+    """What lm-eval's remote tokenizer reads."""
+    tokenizer: Any = front.prompts.tokenizer
+    if tokenizer is None:
+        raise bad_value("this checkpoint has no tokenizer", None)
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "model_max_length": front.facts.max_model_len,
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+        "unk_token": tokenizer.unk_token,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "chat_template": tokenizer.chat_template,
+    }

@@ -1,0 +1,115 @@
+"""From the bytes of a request to a checked body: size, JSON, types, fields that we refuse, fields that we ignore.
+
+The rule: a field that we do not know is ignored and logged once; one that we know, that would change the result and
+that is not built is refused with its name. Silence would be worse than refusal.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request as HttpRequest
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from snapstream.server.errors import ApiError, bad_value
+from snapstream.server.protocol import Body
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Body)
+
+MAX_LOGGED_FIELDS = 256  # names come from clients: neither the log nor the memory may grow with them
+
+# Field -> values besides null that change nothing.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "prompt_compression": ("off",),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),  # of vLLM; ours come with echo
+    "prompt_embeds": (),
+    "logits_processors": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "chat_template": (),
+    "documents": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+}
+CHAT_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"echo": (False,)}
+
+
+class IgnoredFields:
+    """Logs each unknown field once."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, names: set[str]) -> None:
+        for name in sorted(names - self._seen):
+            if len(self._seen) < MAX_LOGGED_FIELDS:
+                self._seen.add(name)
+                log.info("ignoring unknown request field %.64r (logged once)", name)
+
+
+async def read_object(request: HttpRequest, limit: int) -> dict[str, Any]:
+    """The body as a JSON object, read no further than the limit."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            raise _too_large(limit)
+    try:
+        data = from_json(bytes(body), allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_value(f"the body is not valid JSON: {error}", None, "invalid_json") from None
+    if not isinstance(data, dict):
+        raise bad_value("the body must be a JSON object", None, "invalid_json")
+    return data
+
+
+def check_fields(data: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse what would change the result and is not built."""
+    for name in refused.keys() & data.keys():
+        value, harmless = data[name], refused[name]
+        if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
+            raise bad_value(f"{name} {value!r} is not supported by this server", name, "unsupported_parameter")
+
+
+def parse(kind: type[B], data: Mapping[str, Any]) -> B:
+    """Check types; the first error is told, with the field it is about."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = [str(part) for part in first["loc"]]
+        raise bad_value(f"{'.'.join(place)}: {first['msg']}", place[0] if place else None) from None
+
+
+def unknown_fields(kind: type[Body], data: Mapping[str, Any]) -> set[str]:
+    return set(data) - set(kind.model_fields) - set(REFUSED) - set(CHAT_ONLY_REFUSED)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than the limit of {limit} bytes", code="request_too_large")

@@ -1,0 +1,122 @@
+"""The bodies of requests, as types. Strict: a number in quotes or a boolean for a count is an error, not a guess.
+
+Values that cannot be judged without the model (prompt, budget, sampling limits) are checked in ``prompts.py`` and
+``sampling.py``; which fields are refused, and what happens to unknown ones, in ``parsing.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string"}
+_PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _IDS, {"type": "array", "items": _IDS}]}
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class KVCacheOptions(Body):
+    """Ours: how large a row this request gets."""
+
+    budget: int | Literal["full"] | None = None  # slots; None means the server's
+    return_kept: bool = False  # report which prompt positions each layer and head kept
+
+
+class GenerationBody(Body):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    # Extras of vLLM that benchmark clients send.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    # Ours.
+    kv_cache: KVCacheOptions | None = None
+    prompt_compression: Any = None
+
+    @property
+    def has_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def has_running_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class TemplateOptions(Body):
+    """What shapes a rendered conversation."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(TemplateOptions, GenerationBody):
+    """POST /v1/chat/completions"""
+
+    max_completion_tokens: int | None = None  # wins over max_tokens
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizePromptBody(Body):
+    """POST /tokenize with a text"""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(TemplateOptions):
+    """POST /tokenize with a conversation"""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]

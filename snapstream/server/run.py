@@ -1,0 +1,143 @@
+"""From options to a running server: engine process, app, socket, and an orderly end.
+
+        socket bound -> loading (503) -> ready -> SIGTERM: draining (503, running streams go on) -> ended
+
+Invariant: the socket is bound before anything is loaded, so a taken port fails at once; whatever happens, the engine
+process is ended before ``serve`` returns. A second signal ends the server without waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from snapstream.llm import load_tokenizer
+from snapstream.server.app import make_app
+from snapstream.server.engine_process import EngineProcess
+from snapstream.server.front import Front
+from snapstream.server.messages import EngineSpec
+from snapstream.server.settings import ModelFacts, ServerSettings
+
+log = logging.getLogger(__name__)
+
+LAST_FRAMES_S = 5  # for error frames to leave after draining
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where and how long; ``ServerSettings`` has what requests may do."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 takes a free one
+    names: tuple[str, ...] = ()  # served model names; default: the folder's
+    drain_timeout_s: float = 30.0
+    restart: bool = True
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}; it must be a number from 0 to 65535")
+        if not 0 <= self.drain_timeout_s < 86400:
+            raise ValueError(f"the drain timeout is {self.drain_timeout_s} s; it must be from 0 to 86400")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("TLS needs both a certificate and a key")
+        for file in (self.tls_cert, self.tls_key):
+            if file is not None and not file.is_file():
+                raise ValueError(f"{file} is not a file")
+
+
+def serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> None:
+    """Serve until a signal. ValueError or OSError: it cannot be served like this."""
+    asyncio.run(_serve(spec, settings, options))
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, except that the first signal drains: it goes on answering until the engine has let its streams go."""
+
+    def __init__(self, config: uvicorn.Config, front: Front, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self._front = front
+        self._drain_timeout_s = drain_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called in a signal handler: between any two instructions of the loop's thread."""
+        if self._front.is_draining:
+            super().handle_exit(sig, frame)
+            self.force_exit = True
+            return
+        self._front.is_draining = True
+        self._loop.call_soon_threadsafe(self._start_drain)
+
+    def _start_drain(self) -> None:
+        log.info("draining for at most %g s; a second signal ends at once", self._drain_timeout_s)
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await self._front.engine.shutdown(self._drain_timeout_s)
+        finally:
+            self.should_exit = True
+
+
+async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> None:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.create_server((options.host, options.port), family=family, backlog=2048) as listener:
+        engine = EngineProcess(spec, restart=options.restart)
+        loading = asyncio.create_task(engine.start())
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, Path(spec.model))
+            names = options.names or (Path(spec.model).resolve().name,)
+            created = int(time.time())
+
+            def facts() -> ModelFacts:
+                known = engine.facts
+                return ModelFacts(names=names, vocab_size=known.vocab_size, engine=known.engine, created=created)
+
+            front_app = make_app(engine, tokenizer, settings, facts)
+            server = DrainingServer(_uvicorn_config(front_app, options), front_app.state.front, options.drain_timeout_s)
+            loading.add_done_callback(lambda task: _after_loading(task, server, listener, options, names))
+            await server.serve(sockets=[listener])
+            if loading.done() and not front_app.state.front.is_draining:
+                loading.result()  # what made it end
+        finally:
+            await engine.shutdown(0)
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+
+
+def _uvicorn_config(app: object, options: ServeOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,  # front.py logs requests, with their ids
+        server_header=False,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
+        timeout_graceful_shutdown=LAST_FRAMES_S,
+    )
+
+
+def _after_loading(
+    task: asyncio.Task[object],
+    server: DrainingServer,
+    listener: socket.socket,
+    options: ServeOptions,
+    names: tuple[str, ...],
+) -> None:
+    if task.cancelled() or task.exception() is not None:
+        server.should_exit = True
+        return
+    scheme = "https" if options.tls_cert else "http"
+    port = listener.getsockname()[1]
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    log.info("serving %s at %s://%s:%d/v1", ", ".join(names), scheme, host, port)

@@ -1,0 +1,157 @@
+"""Request fields to ``SamplingParams`` and budget, with the server's limits.
+
+Invariant: whatever comes out can be served (``engine/validate.py`` was asked); whatever cannot raises a 400 that
+names the field. Defaults are those of the OpenAI API, except that a chat answer may fill the window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from snapstream.config import KVBudget
+from snapstream.engine.validate import check_request
+from snapstream.llm import resolve_budget
+from snapstream.request import Request, SamplingParams
+from snapstream.server.errors import ApiError, bad_value, too_long
+from snapstream.server.protocol import ChatBody, CompletionBody, GenerationBody
+from snapstream.server.settings import ModelFacts, ServerSettings
+
+T = TypeVar("T")
+
+COMPLETION_MAX_TOKENS = 16  # the OpenAI API's own default for /v1/completions
+
+_PARAM_OF_FIRST_WORDS = {
+    "stop string": "stop",
+    "stop strings": "stop",
+    "stop token": "stop_token_ids",
+    "logit_bias": "logit_bias",
+    "prompt token": "prompt",
+    "the prompt": "prompt",
+    "a prompt": "prompt",
+    "a budget": "kv_cache",
+    "budget is": "kv_cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a body asks for, before its prompts are known. ``max_tokens`` None: the rest of the window."""
+
+    sampling: SamplingParams
+    max_tokens: int | None
+    budget: KVBudget | None
+
+
+def chat_wish(body: ChatBody, facts: ModelFacts) -> Wish:
+    top = body.top_logprobs
+    if top and not body.logprobs:
+        raise bad_value("top_logprobs needs logprobs to be true", "top_logprobs")
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return _wish(body, facts, max_tokens, logprobs=(top or 0) if body.logprobs else None, prompt_logprobs=None)
+
+
+def completion_wish(body: CompletionBody, facts: ModelFacts) -> Wish:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_value(f"best_of {body.best_of} differs from n; choosing among samples is not supported", "best_of")
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and body.echo:
+        # The engine always takes a token, which ``completions.py`` drops; nothing but the length may end it.
+        max_tokens = 1
+        body = body.model_copy(update={"ignore_eos": True, "stop": None, "stop_token_ids": None, "min_tokens": None})
+    return _wish(body, facts, max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
+
+
+def make_request(
+    request_id: str, ids: tuple[int, ...], wish: Wish, facts: ModelFacts, *, prompt_param: str, has_tokenizer: bool
+) -> Request:
+    """One prompt as the engine takes it; raises a 400 for what it would never serve."""
+    rest = facts.max_model_len - len(ids)
+    if rest < (wish.max_tokens or 1):
+        raise too_long(len(ids), wish.max_tokens, facts.max_model_len, prompt_param)
+    try:
+        sampling = wish.sampling if wish.max_tokens is not None else replace(wish.sampling, max_tokens=rest)
+        request = Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling, budget=wish.budget)
+        check_request(request, facts.engine, vocab_size=facts.vocab_size, has_tokenizer=has_tokenizer)
+    except ValueError as error:
+        fault = _fault(error)
+        fault.param = prompt_param if fault.param == "prompt" else fault.param
+        raise fault from None
+    return request
+
+
+def check_count(num_prompts: int, n: int, settings: ServerSettings) -> None:
+    if num_prompts > settings.max_prompts:
+        raise bad_value(f"{num_prompts} prompts given; the limit is {settings.max_prompts}", "prompt")
+    if num_prompts * n > settings.max_samples and n > 1:
+        raise bad_value(f"{num_prompts} prompts and n {n} exceed the limit of {settings.max_samples} samples", "n")
+
+
+def _wish(
+    body: GenerationBody,
+    facts: ModelFacts,
+    max_tokens: int | None,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> Wish:
+    params = SamplingParams()  # for its defaults
+    try:
+        sampling = SamplingParams(
+            n=_or(body.n, params.n),
+            # Without a limit the rest of the window is taken later; min_tokens must pass until then.
+            max_tokens=_or(max_tokens, facts.max_model_len),
+            min_tokens=_or(body.min_tokens, params.min_tokens),
+            temperature=_or(body.temperature, params.temperature),
+            top_p=_or(body.top_p, params.top_p),
+            top_k=_or(body.top_k, params.top_k),
+            min_p=_or(body.min_p, params.min_p),
+            presence_penalty=_or(body.presence_penalty, params.presence_penalty),
+            frequency_penalty=_or(body.frequency_penalty, params.frequency_penalty),
+            repetition_penalty=_or(body.repetition_penalty, params.repetition_penalty),
+            logit_bias=_logit_bias(body.logit_bias),
+            seed=body.seed,
+            stop=body.stop or () if not isinstance(body.stop, str) else body.stop,
+            stop_token_ids=body.stop_token_ids or (),
+            ignore_eos=_or(body.ignore_eos, params.ignore_eos),
+            include_stop=_or(body.include_stop_str_in_output, params.include_stop),
+            skip_special_tokens=_or(body.skip_special_tokens, params.skip_special_tokens),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            return_kept=body.kv_cache is not None and body.kv_cache.return_kept,
+        )
+        return Wish(sampling, max_tokens, _budget(body, facts))
+    except ValueError as error:
+        raise _fault(error) from None
+
+
+def _budget(body: GenerationBody, facts: ModelFacts) -> KVBudget | None:
+    """The request's own row size; the server's is the maximum."""
+    if body.kv_cache is None or body.kv_cache.budget is None:
+        return None
+    budget = resolve_budget(body.kv_cache.budget, facts.max_model_len, facts.engine.snapkv.window_len)
+    facts.engine.check_budget(budget)
+    return budget
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    try:
+        return {int(token): bias for token, bias in given.items()} if given else None
+    except ValueError:
+        raise ValueError("logit_bias has a key that is not a token id") from None
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _fault(error: ValueError) -> ApiError:
+    """The field is the first word of the messages of ``SamplingParams`` and ``check_request``, with few exceptions."""
+    message = str(error)
+    words = message.split()
+    if words[0].isdigit():  # "17 stop strings given ..."
+        words = words[1:]
+    param = _PARAM_OF_FIRST_WORDS.get(" ".join(words[:2])) or _PARAM_OF_FIRST_WORDS.get(words[0])
+    if param is None and words[0] in GenerationBody.model_fields.keys() | {"logprobs", "prompt_logprobs"}:
+        param = words[0].removeprefix("prompt_")
+    return bad_value(message, param)

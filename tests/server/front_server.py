@@ -1,0 +1,43 @@
+"""The app with a fake engine on uvicorn, in a thread, on a free loopback port."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import uvicorn
+
+from snapstream.server.app import make_app
+from snapstream.server.settings import ServerSettings
+from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
+
+
+@dataclass
+class Running:
+    engine: FakeEngine
+    url: str
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key="key", **{"max_retries": 0, **options})
+
+
+@contextmanager
+def running_server(*api_keys: str) -> Iterator[Running]:
+    engine = FakeEngine()
+    app = make_app(engine, tokenizer(), ServerSettings(api_keys=api_keys), lambda: FACTS)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield Running(engine, f"http://127.0.0.1:{port}/v1")
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()

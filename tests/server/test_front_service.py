@@ -1,0 +1,180 @@
+"""Around the API: keys, CORS, models, health, metrics, tokenizer; clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from snapstream.server.app import make_app
+from snapstream.server.settings import ServerSettings
+from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
+from tests.server.front_client import HI, client
+
+
+def test_bearer_keys_guard_v1_only() -> None:
+    async def run() -> None:
+        async with client(FakeEngine(), api_keys=("one", "two")) as http:
+            for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Basic one"}):
+                response = await http.get("/v1/models", headers=headers)
+                assert response.status_code == 401
+                assert response.json()["error"]["code"] == "invalid_api_key"
+            for key in ("one", "two"):
+                headers = {"Authorization": f"Bearer {key}"}
+                assert (await http.get("/v1/models", headers=headers)).status_code == 200
+            assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 401
+            for path in ("/health", "/metrics", "/version", "/tokenizer_info"):
+                assert (await http.get(path)).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_cors_only_for_named_origins() -> None:
+    preflight = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+    }
+
+    async def run() -> None:
+        async with client(FakeEngine(), api_keys=("k",), cors_origins=("http://good",)) as http:
+            response = await http.options("/v1/models", headers={"Origin": "http://good", **preflight})
+            assert response.status_code == 200
+            assert response.headers["access-control-allow-origin"] == "http://good"
+            allowed = response.headers["access-control-allow-headers"].lower()
+            assert all(name in allowed for name in ("authorization", "content-type", "x-stainless-lang"))
+            response = await http.options("/v1/models", headers={"Origin": "http://evil", **preflight})
+            assert "access-control-allow-origin" not in response.headers
+            response = await http.get("/v1/models", headers={"Origin": "http://good"})  # errors are readable, too
+            assert response.status_code == 401 and response.headers["access-control-allow-origin"] == "http://good"
+        async with client(FakeEngine()) as http:
+            response = await http.get("/v1/models", headers={"Origin": "http://good"})
+            assert "access-control-allow-origin" not in response.headers
+
+    asyncio.run(run())
+
+
+def test_models_version_and_request_id() -> None:
+    async def run() -> None:
+        async with client(FakeEngine()) as http:
+            models = (await http.get("/v1/models")).json()
+            assert models["object"] == "list" and [model["id"] for model in models["data"]] == ["tiny", "alias"]
+            one = (await http.get("/v1/models/alias")).json()
+            assert (one["id"], one["object"], one["max_model_len"]) == ("alias", "model", 512)
+            assert (await http.get("/version")).json()["version"]
+            body = {"messages": HI}
+            response = await http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine-1"})
+            assert response.headers["x-request-id"] == "mine-1"
+            response = await http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "a b"})
+            assert response.headers["x-request-id"] in response.json()["id"]
+
+    asyncio.run(run())
+
+
+def test_tokenizer_endpoints() -> None:
+    async def run() -> None:
+        async with client(FakeEngine()) as http:
+            response = await http.post("/tokenize", json={"prompt": "Hello wörld", "return_token_strs": True})
+            body = response.json()
+            ids = token_ids("Hello wörld")
+            assert (body["tokens"], body["count"], body["max_model_len"]) == (ids, len(ids), 512)
+            assert body["token_strs"][0] == "H"
+            assert (await http.post("/detokenize", json={"tokens": ids})).json() == {"prompt": "Hello wörld"}
+            body = (await http.post("/tokenize", json={"messages": HI})).json()
+            assert tokenizer().decode(body["tokens"]) == "<|begin|><|user|> hi<|end|><|assistant|>"
+            info = (await http.get("/tokenizer_info")).json()
+            assert info["eos_token"] == "<|end|>" and "messages" in info["chat_template"]
+            for bad in ({"tokens": [99999]}, {"tokens": [-1]}, {"tokens": "x"}, {}):
+                assert (await http.post("/detokenize", json=bad)).status_code == 400
+
+    asyncio.run(run())
+
+
+def samples(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+
+
+def test_metrics_under_both_names() -> None:
+    async def run() -> tuple[dict[str, float], dict[str, float]]:
+        async with client(FakeEngine()) as http:
+            before = samples((await http.get("/metrics")).text)
+            await http.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 3})
+            await http.post("/v1/chat/completions", json={"messages": HI, "stream": True})
+            return before, samples((await http.get("/metrics")).text)
+
+    before, after = asyncio.run(run())
+    assert before.keys() == after.keys()  # every series is there from the start
+    for prefix in ("vllm:", "snapstream:"):
+        label = '{model_name="tiny"}'
+        assert after[f"{prefix}num_requests_running{label}"] == 0
+        assert after[f"{prefix}num_requests_waiting{label}"] == 0
+        assert after[f"{prefix}kv_cache_usage_perc{label}"] == 0
+        assert after[f"{prefix}generation_tokens_total{label}"] > 6
+        assert after[prefix + 'request_success_total{finished_reason="length",model_name="tiny"}'] == 2
+        assert after[prefix + 'request_success_total{finished_reason="stop",model_name="tiny"}'] == 1
+        for histogram in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+                          "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+                          "request_generation_tokens"):  # fmt: skip
+            assert after[f"{prefix}{histogram}_count{label}"] == 3, histogram
+        assert after[f"{prefix}inter_token_latency_seconds_count{label}"] > 4
+        assert f"{prefix}prompt_tokens_total{label}" in after
+        assert after[f"{prefix}request_queue_time_seconds_sum{label}"] == pytest.approx(0.003)
+    ours = ("rows_used", "rows_free", "evicted_tokens_total", "compressions_total", "compression_seconds_total",
+            "prompt_tokens_trimmed_total", "engine_restarts_total")  # fmt: skip
+    assert all(f'snapstream:{name}{{model_name="tiny"}}' in after for name in ours)
+    assert not any("_created" in name for name in after)
+
+
+class Visitor:
+    """A client at the ASGI level, which can leave."""
+
+    def __init__(self, engine: FakeEngine, path: str, body: dict[str, Any]) -> None:
+        self.app = make_app(engine, tokenizer(), ServerSettings(), lambda: FACTS)
+        self.gone = asyncio.Event()
+        self.sent: list[Any] = []
+        self._body: bytes | None = json.dumps(body).encode()
+        self._scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
+            "path": path, "raw_path": path.encode(), "query_string": b"", "headers": [], "scheme": "http",
+            "server": ("t", 80), "client": ("c", 1),
+        }  # fmt: skip
+
+    async def run(self) -> None:
+        async def receive() -> dict[str, Any]:
+            if self._body is not None:
+                body, self._body = self._body, None
+                return {"type": "http.request", "body": body, "more_body": False}
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            self.sent.append(message)
+
+        await self.app(self._scope, receive, send)
+
+
+@pytest.mark.parametrize("hang_after", [0, 4], ids=["in prefill", "in decode"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields", "count"),
+    [("/v1/chat/completions", {"messages": HI}, 1), ("/v1/completions", {"prompt": ["a", "b", "c"]}, 3)],
+)
+def test_a_client_that_leaves_frees_its_rows(
+    path: str, fields: dict[str, Any], count: int, stream: bool, hang_after: int
+) -> None:
+    async def run() -> None:
+        engine = FakeEngine(hang_after=hang_after)
+        visitor = Visitor(engine, path, {**fields, "stream": stream})
+        task = asyncio.create_task(visitor.run())
+        await asyncio.wait_for(engine.hanging.wait(), 5)
+        while engine.num_running < count:
+            await asyncio.sleep(0)
+        visitor.gone.set()  # the engine itself stays silent: only the watch can notice
+        await asyncio.wait_for(task, 5)
+        assert engine.num_running == 0 and len(engine.aborted) == count
+        text = visitor.app.state.front.metrics.render().decode()
+        assert samples(text)['vllm:request_success_total{finished_reason="abort",model_name="tiny"}'] == count
+        visitor.app.state.front.close()
+
+    asyncio.run(run())
