@@ -1,0 +1,77 @@
+"""Writes the trained weights as a Hugging Face checkpoint. Run `python -m recipes.tiny.export --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from recipes.tiny.model import TinyConfig
+from recipes.tiny.tokenizer import build_tokenizer
+
+HERE = Path(__file__).parent
+MAX_POSITIONS = 16384
+
+
+def export(state: dict[str, Tensor], config: TinyConfig, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+    """Saves config, weights, tokenizer and generation config into `output`."""
+    hf_config = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=MAX_POSITIONS,
+        rms_norm_eps=config.rms_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    hf_config.dtype = torch.float32
+    model = LlamaForCausalLM(hf_config)
+    result = model.load_state_dict(state, strict=False)
+    if result.unexpected_keys or result.missing_keys not in ([], ["lm_head.weight"]):
+        raise ValueError(f"weights do not fit: {result}")
+    model.tie_weights()
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+        max_new_tokens=32,
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(output)
+    (output / "model.safetensors").chmod(0o644)
+    tokenizer.save_pretrained(output, save_jinja_files=False)
+    tokenizer_config = output / "tokenizer_config.json"
+    values = json.loads(tokenizer_config.read_text())
+    values["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 does not know the name that 5 writes
+    tokenizer_config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", type=Path, default=HERE / "recipe.toml")
+    parser.add_argument("--weights", type=Path, required=True, help="checkpoint.pt or after-<stage>.pt of a run")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    state = torch.load(args.weights, weights_only=True)
+    tokenizer = build_tokenizer()
+    model_recipe = tomllib.loads(args.recipe.read_text())["model"]
+    config = TinyConfig(vocab_size=len(tokenizer), **model_recipe)
+    export(state.get("model", state), config, tokenizer, args.output)
+
+
+if __name__ == "__main__":
+    main()

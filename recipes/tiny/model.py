@@ -1,0 +1,216 @@
+"""A Llama in plain PyTorch for training, with the arithmetic and names of transformers' LlamaForCausalLM.
+
+It exists because training needs logits at few positions only (the answers), where a small model with a large
+vocabulary would otherwise spend most of its time. `state_dict()` is the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyConfig:
+    """Shape of the model."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_eps: float
+    init_std: float
+    previous_logit: float  # head start: score of the right distance above its neighbours, first layer
+    match_logit: float  # head start: score of one equal token, second layer
+    match_theta: float  # head start: rotary dimensions slower than this compare tokens
+    copy_gain: float  # head start: size of what is copied, relative to an embedding
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm with a gain."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions and grouped key-value heads."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.config = config
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key, bias=False)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        config = self.config
+
+        def heads(y: Tensor, num: int) -> Tensor:
+            return y.view(batch, length, num, config.head_dim).transpose(1, 2)  # [B, heads, T, E]
+
+        q = _rotate(heads(self.q_proj(x), config.num_heads), cos, sin)
+        k = _rotate(heads(self.k_proj(x), config.num_kv_heads), cos, sin)
+        v = heads(self.v_proj(x), config.num_kv_heads)
+        repeat = config.num_heads // config.num_kv_heads
+        if repeat > 1:
+            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        merged: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return merged
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, halves convention: x [B, heads, T, E], cos and sin [T, E]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Body(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32) / self.config.head_dim
+        positions = torch.arange(ids.shape[1], dtype=torch.float32)
+        angles = torch.outer(positions, self.config.rope_theta**-exponents)
+        angles = torch.cat((angles, angles), dim=-1)  # [T, E]
+        cos, sin = angles.cos(), angles.sin()
+        x: Tensor = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class TinyLlama(nn.Module):
+    """The model; the output projection is the embedding."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__()
+        self.model = Body(config)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                std = 0.1 * config.init_std if residual else config.init_std
+                nn.init.normal_(parameter, std=std)
+
+        self._head_start(config)
+
+    @torch.no_grad()
+    def _head_start(self, config: TinyConfig) -> None:
+        """Starts the first two layers where looking up and copying is a small step away. Nothing is frozen.
+
+        Found by chance, the circuit that looks a key up takes most of the training time. So the residual stream
+        starts in parts: content (the first half; its dimension 0 is common to all tokens) and two slots, `near` and
+        `far`. Head h of the first layer looks h + 1 tokens back and notes what it sees in a slot: near for the
+        first two heads, far for the others. In the second layer keys read the slots, queries read the content or a
+        slot, and what is found there is copied: a token looks for places that had the same tokens shortly before.
+        """
+        size, half, width = config.head_dim, config.head_dim // 2, config.hidden_size
+        content, near, far = slice(0, size), slice(width // 2, width // 2 + size), slice(width - size, width)
+        std = config.init_std * 2**0.5
+        common = 4 * config.init_std
+        embedding = self.model.embed_tokens.weight
+        embedding[:, : width // 2] *= 2**0.5
+        embedding[:, width // 2 :] *= 0.1
+        embedding[:, 0] = 0
+        embedding /= embedding.norm(dim=-1, keepdim=True) / embedding.norm(dim=-1).mean()  # or norms are noise below
+        embedding[:, 0] = common
+
+        # First layer: head h looks h + 1 back. Queries and keys read the common component, turned against each
+        # other by the rotary angle of h + 1 positions, so that their product peaks at that distance.
+        rms = embedding.pow(2).mean(-1).sqrt().mean()
+        thetas = config.rope_theta ** -(torch.arange(half) / half)
+        fast = (thetas > 0.01).float()
+        lost_by_neighbour = (1 - thetas.cos()).sum() / size**0.5  # of the score, one token off
+        amplitude = (config.previous_logit / lost_by_neighbour).sqrt() / (common / rms)
+        repeat = config.num_heads // config.num_kv_heads
+        eye = torch.eye(size)
+        first, second = (layer.self_attn for layer in list(self.model.layers)[:2] if isinstance(layer, Layer))
+        for projection in (first.q_proj, first.k_proj, first.v_proj, first.o_proj):
+            projection.weight *= 0.1
+        for head in range(config.num_heads):
+            rows = slice(head * size, (head + 1) * size)
+            kv_rows = slice(head // repeat * size, (head // repeat + 1) * size)
+            angles = (head + 1) * thetas
+            first.k_proj.weight[kv_rows, 0] = torch.cat((fast, torch.zeros(half))) * amplitude
+            first.q_proj.weight[rows, 0] = torch.cat((fast * angles.cos(), -fast * angles.sin())) * amplitude
+            first.v_proj.weight[kv_rows, content] = eye
+            first.v_proj.weight[kv_rows, 0] = 0
+            slot = near if head < config.num_heads // 2 else far
+            first.o_proj.weight[slot, rows] = eye * rms * 0.7
+        # Second layer: the slow half of the rotary dimensions compares; see above.
+        for projection in (second.q_proj, second.k_proj, second.v_proj, second.o_proj):
+            projection.weight *= 0.1
+        slow = torch.diag((thetas < config.match_theta).float().repeat(2))
+        scale = (config.match_logit * size**0.5 / (slow.sum() * std**2 / (rms * 1.6) ** 2)).sqrt()
+        for head, source in enumerate((content, far, near, far)):
+            second.q_proj.weight[head * size : (head + 1) * size, source] = slow * scale
+        for head, (source, target) in enumerate(((near, content), (far, slice(size, 2 * size)))):
+            rows = slice(head * size, (head + 1) * size)
+            second.k_proj.weight[rows, source] = slow * scale
+            second.v_proj.weight[rows, target] = eye
+            second.v_proj.weight[:, 0] = 0
+            for query_head in range(repeat * head, repeat * (head + 1)):
+                second.o_proj.weight[target, query_head * size : (query_head + 1) * size] = eye * config.copy_gain * rms
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Final hidden states [B, T, D] of ids [B, T]."""
+        out: Tensor = self.model(ids)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D]."""
+        return F.linear(hidden, self.model.embed_tokens.weight)
