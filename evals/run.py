@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.machine import describe
 from evals.arms import ARMS, Arm, make_arm
-from evals.score import is_right, is_right_after_first, share
+from evals.score import is_right_after_first, share
 from evals.tasks import FAMILIES, Item, make_items
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
@@ -78,7 +78,7 @@ def judge(llm: LLM, items: list[Item], outputs: list[RequestOutput]) -> dict[str
     assert tokenizer is not None
     right, later = [], []
     for item, output in zip(items, outputs, strict=True):
-        right.append(is_right(output.text, item.question.value))
+        right.append(item.question.is_answered_by(output.text))
         value = tokenizer(" " + item.question.answer, add_special_tokens=False)["input_ids"]
         texts = [[tokenizer.decode([token]) for token in ids] for ids in (output.token_ids, value)]
         later.append(is_right_after_first(texts[0], texts[1]))

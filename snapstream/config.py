@@ -7,8 +7,10 @@ checkpoint's ``config.json`` into a ``ModelConfig``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from operator import index
+from typing import Any, Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Pooling = Literal["avg", "max"]
@@ -27,6 +29,35 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def as_count(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """``value`` as an int, numpy's included; ValueError unless it is a whole number from ``low`` to ``high``."""
+    limit = f"from {low} to {high}" if high is not None else f">= {low}"
+    try:
+        count = index(value)
+    except TypeError:
+        count = None
+    if count is None or isinstance(value, bool) or count < low or (high is not None and count > high):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number {limit}")
+    return count
+
+
+def as_number(name: str, value: Any, low: float, high: float) -> float:
+    """``value`` as a float; ValueError unless it is a finite number from ``low`` to ``high``."""
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not (math.isfinite(number) and low <= number <= high):
+        raise ValueError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+    return number
+
+
+def _set_counts(config: Any, **lows: int) -> None:
+    """Check and normalise the whole-number fields of a frozen dataclass; values are the least allowed."""
+    for name, low in lows.items():
+        object.__setattr__(config, name, as_count(name, getattr(config, name), low))
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVBudget:
     """How many slots a row has, by region: ``sink | top-k | recent ring`` (SnapStream, arXiv 2511.03092, section 3).
@@ -40,9 +71,7 @@ class KVBudget:
     num_recent: int  # ring of the newest tokens
 
     def __post_init__(self) -> None:
-        _check(self.num_sink >= 0, f"num_sink is {self.num_sink}; it must be >= 0")
-        _check(self.num_topk >= 0, f"num_topk is {self.num_topk}; it must be >= 0")
-        _check(self.num_recent >= 1, f"num_recent is {self.num_recent}; the ring needs at least 1 slot")
+        _set_counts(self, num_sink=0, num_topk=0, num_recent=1)  # a ring without a slot cannot take the next token
 
     @property
     def capacity(self) -> int:
@@ -52,13 +81,12 @@ class KVBudget:
     @classmethod
     def full(cls, max_model_len: int) -> KVBudget:
         """A ring that never wraps: full attention over at most ``max_model_len`` tokens."""
-        _check(max_model_len >= 1, f"max_model_len is {max_model_len}; it must be >= 1")
-        return cls(num_sink=0, num_topk=0, num_recent=max_model_len)
+        return cls(num_sink=0, num_topk=0, num_recent=as_count("max_model_len", max_model_len, 1))
 
     @classmethod
     def of(cls, capacity: int, *, num_sink: int = DEFAULT_SINK, window_len: int = DEFAULT_WINDOW) -> KVBudget:
         """Split ``capacity`` slots by default: a quarter recent (never less than the window), the rest top-k."""
-        least = num_sink + window_len
+        capacity, least = as_count("budget", capacity, 1), num_sink + window_len
         _check(
             capacity >= least,
             f"a budget of {capacity} slots is smaller than sinks + observation window "
@@ -70,6 +98,7 @@ class KVBudget:
     @classmethod
     def streaming(cls, capacity: int, *, num_sink: int = DEFAULT_SINK) -> KVBudget:
         """StreamingLLM at ``capacity`` slots: sinks and a ring, nothing selected."""
+        capacity = as_count("budget", capacity, 1)
         _check(capacity > num_sink, f"a budget of {capacity} slots leaves no ring beside {num_sink} sinks")
         return cls(num_sink=num_sink, num_topk=0, num_recent=capacity - num_sink)
 
@@ -85,11 +114,8 @@ class SnapKVConfig:
     group_reduce: GroupReduce = "sum"  # how query heads that share a kv head merge, after the softmax
 
     def __post_init__(self) -> None:
-        _check(self.window_len >= 1, f"window_len is {self.window_len}; it must be >= 1")
-        _check(
-            self.pool_kernel >= 1 and self.pool_kernel % 2 == 1,
-            f"pool_kernel is {self.pool_kernel}; it must be odd and >= 1",
-        )
+        _set_counts(self, window_len=1, pool_kernel=1)
+        _check(self.pool_kernel % 2 == 1, f"pool_kernel is {self.pool_kernel}; it must be odd")
         _check(self.pooling in ("avg", "max"), f"pooling is {self.pooling!r}; it must be 'avg' or 'max'")
         _check(
             self.softmax_over in ("candidates", "row"),
@@ -168,7 +194,7 @@ class EngineConfig:
     max_rows: int = 8  # resident requests
     chunk_len: int = 512  # T: tokens of one prefill unit
     short_len: int = 512  # prompts up to this length are packed together and may overtake longer ones
-    staging_tokens: int = 0  # pool for prompts in prefill; 0 means one longest prompt + short_reserve
+    staging_tokens: int = 0  # pool for prompts in prefill; 0 means one longest prompt + reserve
     short_reserve: int = 4096  # part of the pool that only short prompts may use
     prefill_quantum: int = 0  # units per step while rows decode; 0 means num_layers (one chunk through the model)
     max_waiting: int = 0  # bound of the queue; 0 means none
@@ -177,17 +203,17 @@ class EngineConfig:
     executor: Executor = "eager"
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_rows", "chunk_len", "short_len"):
-            _check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be >= 1")
-        for name in ("staging_tokens", "short_reserve", "prefill_quantum", "max_waiting"):
-            _check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
-        _check(self.dtype in DTYPE_BYTES, f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
+        _set_counts(self, max_model_len=1, max_rows=1, chunk_len=1, short_len=1)
+        _set_counts(self, staging_tokens=0, short_reserve=0, prefill_quantum=0, max_waiting=0)
+        _check(
+            isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES,
+            f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
+        )
         _check(self.executor == "eager", f"executor is {self.executor!r}; this version has: 'eager'")
         self.check_budget(self.budget)
         _check(
-            self.pool_tokens - self.short_reserve >= min(self.max_model_len, self.pool_tokens),
-            f"staging_tokens ({self.staging_tokens}) must hold the short reserve ({self.short_reserve}) "
-            f"and one prompt of max_model_len ({self.max_model_len})",
+            self.pool_tokens > self.short_reserve,
+            f"staging_tokens is {self.staging_tokens}; it must be larger than short_reserve ({self.short_reserve})",
         )
 
     def check_budget(self, budget: KVBudget) -> None:

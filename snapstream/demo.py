@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from snapstream.assets import TINY_MODEL
@@ -47,12 +48,7 @@ class Arm:
 
     def num_right(self, cases: list[Case]) -> int:
         pairs = zip(self.outputs, cases, strict=True)
-        return sum(is_right(output.text, case.question) for output, case in pairs)
-
-
-def is_right(text: str, question: Question) -> bool:
-    """RULER's rule: the value appears in the answer, upper and lower case alike."""
-    return question.value.lower() in text.lower()
+        return sum(case.question.is_answered_by(output.text) for output, case in pairs)
 
 
 def make_cases(llm: LLM, num_tokens: int, num_questions: int, seed: int) -> list[Case]:
@@ -129,8 +125,9 @@ def answers_table(arms: list[Arm], cases: list[Case]) -> Table:
         cells = []
         for arm in arms:
             text = arm.outputs[index].text.strip()
-            cells.append("[green]right[/]" if is_right(text, case.question) else f"[red]{text or '(nothing)'}[/]")
-        table.add_row(case.question.text, case.question.value, *cells)
+            is_right = case.question.is_answered_by(text)
+            cells.append("[green]right[/]" if is_right else f"[red]{escape(text) or '(nothing)'}[/]")
+        table.add_row(escape(case.question.text), escape(case.question.value), *cells)
     return table
 
 
@@ -208,6 +205,6 @@ def _print_row(console: Console, arm: Arm, case: Case, marked: range) -> None:
         f"{budget.num_sink} sinks | {budget.num_topk} selected | ring of {budget.num_recent}. "
         "Darker: kept by more layers and heads. ^ is the sentence that answers:"
     )
-    console.print(f"[dim]{case.question.text}[/]\n", highlight=False)
+    console.print(f"[dim]{escape(case.question.text)}[/]\n", highlight=False)
     for line in strip(kept_share(output, budget), marked):
         console.print(line, highlight=False)

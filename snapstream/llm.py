@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from snapstream.cache import layout
-from snapstream.config import DTYPE_BYTES, DType, EngineConfig, Executor, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.config import DTYPE_BYTES, DType, EngineConfig, Executor, KVBudget, ModelConfig, SnapKVConfig, as_count
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
+from snapstream.engine.validate import QueueFull
+from snapstream.inputs import as_conversations, as_params, as_prompts
 from snapstream.models.registry import read_model_config
 from snapstream.models.shapes import num_parameters
 from snapstream.request import Request, RequestOutput, SamplingParams
@@ -22,7 +24,7 @@ from snapstream.request import Request, RequestOutput, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Budget = KVBudget | int | Literal["full"]
+Budget = KVBudget | int | str  # the only text is "full"
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -35,9 +37,9 @@ def resolve_budget(budget: Budget, max_model_len: int, window_len: int) -> KVBud
         return budget
     if budget == "full":
         return KVBudget.full(max_model_len)
-    if isinstance(budget, bool) or not isinstance(budget, int):
+    if isinstance(budget, str):
         raise ValueError(f"budget is {budget!r}; it must be a KVBudget, a number of slots or 'full'")
-    if budget >= max_model_len:
+    if as_count("budget", budget, 1) >= max_model_len:
         return KVBudget.full(max_model_len)
     return KVBudget.of(budget, window_len=window_len)
 
@@ -69,10 +71,10 @@ class LLM:
     ) -> None:
         self.model_config = read_model_config(model)
         window = self.model_config.max_position
-        if max_model_len is not None and max_model_len > window:
+        if max_model_len is not None and as_count("max_model_len", max_model_len, 1) > window:
             raise ValueError(f"max_model_len is {max_model_len}; the model's window is {window} tokens")
         snapkv = snapkv or SnapKVConfig()
-        max_model_len = max_model_len or window
+        max_model_len = window if max_model_len is None else max_model_len
         self.config = EngineConfig(
             budget=resolve_budget(budget, max_model_len, snapkv.window_len),
             snapkv=snapkv,
@@ -90,7 +92,7 @@ class LLM:
         _check_memory(self.model_config, self.config)
         self._progress = progress
         self.tokenizer = load_tokenizer(Path(model))
-        self.engine = Engine(
+        self._engine: Engine | None = Engine(
             _build_runner(Path(model), self.model_config, self.config, progress),
             self.config,
             vocab_size=self.model_config.vocab_size,
@@ -99,6 +101,17 @@ class LLM:
             tokenizer=cast("Tokenizer | None", self.tokenizer),
         )
         self._num_requests = 0
+        self._changed: dict[str, bool] = {}  # by id of every open request: has it grown since its reader looked?
+        self._is_broken = False
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind this object; RuntimeError once it is closed or a step has failed."""
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed")
+        if self._is_broken:
+            raise RuntimeError("an earlier step of this LLM failed; make a new one")
+        return self._engine
 
     def generate(
         self,
@@ -112,8 +125,13 @@ class LLM:
         ``budget`` gives these requests smaller rows than the engine's. Every prompt is checked before any is run: a
         ValueError names the prompt and the limit, and nothing was started.
         """
-        batch = _as_batch(prompts)
-        requests = [self._request(p, s, budget) for p, s in zip(batch, _as_params(params, len(batch)), strict=True)]
+        batch = as_prompts(prompts)
+        requests = [self._request(p, s, budget) for p, s in zip(batch, as_params(params, len(batch)), strict=True)]
+        for index, request in enumerate(requests):
+            try:
+                self.engine.validate(request)
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}" if len(requests) > 1 else str(error)) from None
         return self._run(requests)
 
     def chat(
@@ -124,8 +142,7 @@ class LLM:
         budget: Budget | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        ids = [self.chat_token_ids(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        ids = [self.chat_token_ids(conversation) for conversation in as_conversations(messages)]
         return self.generate(ids, params, budget=budget)
 
     def stream(
@@ -135,33 +152,50 @@ class LLM:
         *,
         budget: Budget | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yield the same ``RequestOutput`` each time it has grown. Closing the iterator aborts the request."""
-        request = self._request(prompt, params or SamplingParams(), budget)
-        self.engine.add_request(request)
+        """Yield the same ``RequestOutput`` each time it has grown. Closing the iterator aborts the request.
+
+        Wrong input is refused here, before the first ``next``. Several streams may be read in turn, and ``generate``
+        called between two reads: all open requests share the steps.
+        """
+        batch = as_prompts(prompt)
+        if len(batch) != 1:
+            raise ValueError(f"stream takes one prompt; {len(batch)} were given")
+        (sampling,) = as_params(params, 1)
+        request = self._request(batch[0], sampling, budget)
+        self.engine.validate(request)
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        output = self._open(request)
         try:
-            while self.engine.has_work:
-                for output in self.engine.step():
-                    if output.request_id == request.request_id:
-                        yield output
-                        if output.is_finished:
-                            return
+            while True:
+                while not self._changed[request.request_id]:
+                    self._step()
+                self._changed[request.request_id] = False
+                is_finished = output.is_finished
+                yield output
+                if is_finished:
+                    return
         finally:
-            self._abort([request])
+            self._release([request])
 
     def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
+        from jinja2 import TemplateError
+
         tokenizer = self._need_tokenizer("chat")
         if tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; pass a prompt to generate() instead")
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        (conversation,) = as_conversations(messages)
+        try:
+            text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:  # roles that the template does not take, or their order
+            raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def close(self) -> None:
         """Drop weights and rows. The object cannot be used afterwards."""
-        if hasattr(self, "engine"):
-            del self.engine
+        self._engine = None
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +208,7 @@ class LLM:
             raise ValueError(f"this checkpoint has no tokenizer, which {purpose} needs; pass token ids")
         return self.tokenizer
 
-    def _request(self, prompt: Prompt, params: SamplingParams, budget: Budget | None) -> Request:
+    def _request(self, prompt: str | list[int], params: SamplingParams, budget: Budget | None) -> Request:
         text = prompt if isinstance(prompt, str) else None
         ids: Any = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
         resolved = None
@@ -190,48 +224,52 @@ class LLM:
         )
 
     def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        for index, request in enumerate(requests):
-            try:
-                self.engine.validate(request)
-            except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}" if len(requests) > 1 else str(error)) from None
-        done: dict[str, RequestOutput] = {}
+        """Run checked requests to their end, feeding the queue as it takes them."""
+        outputs: list[RequestOutput] = []
+        num_finished = 0
         bar = _progress_bar(len(requests), self._progress)
         try:
-            for request in requests:
-                self.engine.add_request(request)
-            while len(done) < len(requests):
-                for output in self.engine.step():
-                    if output.is_finished:
-                        done[output.request_id] = output
-                        bar.update()
+            while num_finished < len(requests):
+                while len(outputs) < len(requests):
+                    try:
+                        outputs.append(self._open(requests[len(outputs)]))
+                    except QueueFull:
+                        break
+                self._step()
+                num_now = sum(output.is_finished for output in outputs)
+                bar.update(num_now - num_finished)
+                num_finished = num_now
         finally:
             bar.close()
-            self._abort([request for request in requests if request.request_id not in done])
-        return [done[request.request_id] for request in requests]
+            self._release(requests)
+        return outputs
 
-    def _abort(self, requests: Sequence[Request]) -> None:
-        """Free the rows of requests that nobody waits for any more (an error, Ctrl-C, a closed stream)."""
-        if any([self.engine.abort(request.request_id) for request in requests]):
-            while self.engine.has_work:
-                self.engine.step()
+    def _open(self, request: Request) -> RequestOutput:
+        output = self.engine.add_request(request)
+        self._changed[request.request_id] = False
+        return output
 
+    def _step(self) -> None:
+        """One step for everybody; notes whose outputs have grown."""
+        try:
+            grown = self.engine.step()
+        except Exception:  # not Ctrl-C: after that requests are aborted in order
+            self._is_broken = True
+            raise
+        for output in grown:
+            if output.request_id in self._changed:
+                self._changed[output.request_id] = True
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    batch: list[Any] = list(prompts)
-    return [batch] if batch and isinstance(batch[0], int) else batch
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling parameters were given for {count} prompts")
-    return list(params)
+    def _release(self, requests: Sequence[Request]) -> None:
+        """Forget requests, whatever their state: after their end, an error, Ctrl-C, a closed stream."""
+        for request in requests:
+            self._changed.pop(request.request_id, None)
+        if self._engine is None or self._is_broken:
+            return
+        if any([self._engine.abort(request.request_id) for request in requests]):
+            self._step()  # takes the rows back
+        while not self._changed and self._engine.has_work:  # nobody is left: read what is in flight
+            self._step()
 
 
 def _progress_bar(total: int, wanted: bool) -> Any:
@@ -263,9 +301,11 @@ def _build_runner(folder: Path, model: ModelConfig, config: EngineConfig, progre
 
 
 def _check_device(device: str) -> None:
-    """Refuse a device that torch does not know or that this machine does not have."""
+    """Refuse a device that this engine does not know or that this machine does not have."""
     import torch
 
+    if not isinstance(device, str) or device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # which of the two depends on how torch was built
@@ -279,7 +319,7 @@ def _check_memory(model: ModelConfig, config: EngineConfig) -> None:
     size = DTYPE_BYTES[config.dtype]
     weights = num_parameters(model) * size
     row = layout.row_bytes(model, config.budget.capacity, size)
-    staging = config.pool_tokens * (model.hidden_size + 2 * model.num_kv_heads * model.head_dim) * size
+    staging = layout.staging_bytes(model, config.pool_tokens, size)
     needed = weights + row * (config.max_rows + 1) + staging
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:

@@ -6,12 +6,12 @@ request enters the engine. See ``engine/`` for the life of a request.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, as_count, as_number
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 32
@@ -20,23 +20,28 @@ MAX_SAMPLES = 128
 MAX_LOGIT_BIAS = 1024
 
 
+# Least and greatest values of the numeric sampling parameters.
+_COUNTS: tuple[tuple[str, int, int | None], ...] = (
+    ("n", 1, MAX_SAMPLES), ("max_tokens", 1, None), ("min_tokens", 0, None), ("top_k", -1, None),
+)  # fmt: skip
+_NUMBERS: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0), ("repetition_penalty", 0.01, 100.0),
+)  # fmt: skip
+
+
+def _as_tuple(name: str, values: Sequence[Any] | None) -> tuple[Any, ...]:
+    if values is not None and not isinstance(values, Sequence):
+        raise ValueError(f"{name} is {values!r}; it must be a list")
+    return tuple(values or ())
+
+
 class FinishReason(StrEnum):
     """Why a sample ended; the values are those of the OpenAI API where it has one."""
 
     STOP = "stop"  # end token, stop id or stop string
     LENGTH = "length"  # max_tokens
     ABORT = "abort"  # the caller gave up
-
-
-def _finite(name: str, value: float, low: float, high: float) -> None:
-    if not (isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high):
-        raise ValueError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
-
-
-def _count(name: str, value: object, low: int, high: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        limit = f"from {low} to {high}" if high is not None else f">= {low}"
-        raise ValueError(f"{name} is {value!r}; it must be a whole number {limit}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,43 +70,53 @@ class SamplingParams:
     return_kept: bool = False  # report which prompt positions each row kept (Compression.kept_positions)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias) if self.logit_bias else None)
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-        _count("n", self.n, 1, MAX_SAMPLES)
-        _count("max_tokens", self.max_tokens, 1)
-        _count("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _finite("temperature", self.temperature, 0.0, 100.0)
-        if not (isinstance(self.top_p, (int, float)) and 0.0 < self.top_p <= 1.0):
-            raise ValueError(f"top_p is {self.top_p!r}; it must be a number in (0, 1]")
-        _count("top_k", self.top_k, 0)
-        _finite("min_p", self.min_p, 0.0, 1.0)
-        _finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _finite("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        if self.seed is not None:
-            _count("seed", self.seed, -(2**63), 2**63 - 1)
+        for name, low, high in _COUNTS:
+            self._set(name, as_count(name, getattr(self, name), low, high))
+        as_count("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name, least, most in _NUMBERS:
+            self._set(name, as_number(name, getattr(self, name), least, most))
+        if self.top_p == 0.0:
+            raise ValueError("top_p is 0; it must be a number in (0, 1]")
+        self._set("top_k", max(self.top_k, 0))
+        for name, lowest, highest in (("seed", -(2**63), 2**63 - 1), ("logprobs", 0, MAX_LOGPROBS),
+                                      ("prompt_logprobs", 0, MAX_LOGPROBS)):  # fmt: skip
+            if getattr(self, name) is not None:
+                self._set(name, as_count(name, getattr(self, name), lowest, highest))
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens", "return_kept"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        self._check_stops()
+        self._check_bias()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         if len(stop) > MAX_STOP_STRINGS:
             raise ValueError(f"{len(stop)} stop strings given; the limit is {MAX_STOP_STRINGS}")
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop string {text!r} is not a non-empty string")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(f"{len(self.stop_token_ids)} stop token ids given; the limit is {MAX_STOP_TOKEN_IDS}")
-        for token in self.stop_token_ids:
-            _count("stop token id", token, 0)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _count(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if self.logit_bias:
-            if len(self.logit_bias) > MAX_LOGIT_BIAS:
-                raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}")
-            for token, bias in self.logit_bias.items():
-                _count("logit_bias token id", token, 0)
-                _finite(f"logit_bias of token {token}", bias, -100.0, 100.0)
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(f"{len(ids)} stop token ids given; the limit is {MAX_STOP_TOKEN_IDS}")
+        self._set("stop", stop)
+        self._set("stop_token_ids", tuple(as_count("stop token id", token, 0) for token in ids))
+
+    def _check_bias(self) -> None:
+        if not self.logit_bias:
+            self._set("logit_bias", None)
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}")
+        bias = {
+            as_count("logit_bias token id", token, 0): as_number(f"logit_bias of token {token}", value, -100.0, 100.0)
+            for token, value in self.logit_bias.items()
+        }
+        self._set("logit_bias", bias)
 
     @property
     def is_greedy(self) -> bool:

@@ -151,6 +151,10 @@ class Question:
     family: str
     spans: tuple[tuple[int, int], ...]
 
+    def is_answered_by(self, text: str) -> bool:
+        """The value is contained in the text, upper and lower case alike (RULER's rule)."""
+        return self.value.lower() in text.lower()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Document:

@@ -38,7 +38,9 @@ def kept_positions(queries: Tensor | None, keys: Tensor, budget: KVBudget, snapk
                 snapkv,
             )
         )
-    ring = torch.tensor(layout.ring_positions(budget, prompt_len), device=device)
+    first = prompt_len - budget.num_recent  # layout.ring_positions, without a list and without a copy to the device
+    shift = (first - budget.num_sink - budget.num_topk) % budget.num_recent
+    ring = first + (torch.arange(budget.num_recent, device=device) - shift) % budget.num_recent
     parts.append(ring.expand(num_heads, -1))
     return torch.cat(parts, dim=1)  # [G, C]
 

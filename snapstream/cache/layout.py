@@ -63,6 +63,11 @@ def token_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype_bytes
 
 
+def staging_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
+    """Hidden states and one layer's K and V of ``num_tokens`` prompt tokens, in bytes: what a prefill holds."""
+    return num_tokens * (config.hidden_size + 2 * config.num_kv_heads * config.head_dim) * dtype_bytes
+
+
 def row_bytes(config: ModelConfig, capacity: int, dtype_bytes: int) -> int:
     """K and V of a row of ``capacity`` slots over all layers, in bytes."""
     return capacity * token_bytes(config, dtype_bytes)

@@ -29,10 +29,6 @@ class StagingPool:
         """Tokens in no range, both zones together."""
         return self.num_tokens - sum(end - start for start, end in self._taken)
 
-    def limit(self, *, is_short: bool) -> int:
-        """The longest range that fits the empty pool."""
-        return self.num_tokens if is_short else self._long_end
-
     def take(self, num_tokens: int, *, is_short: bool, reserve_only: bool = False) -> int | None:
         """Start of a new range, or None when there is no room now."""
         if num_tokens < 1:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import ModelConfig
+from snapstream.kernels.dispatch import add_linear, linear
 from snapstream.layers.attention import KVView
 from snapstream.layers.mlp import swiglu
 from snapstream.layers.norm import RMSNorm
@@ -35,7 +36,7 @@ class DecoderLayer:
 
     def project(self, hidden: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q ``[T, H, E]`` and k ``[T, G, E]``, and v ``[T, G, E]``."""
-        projected = F.linear(self.input_norm(hidden), self.weights.qkv, self.weights.qkv_bias)
+        projected = linear(self.input_norm(hidden), self.weights.qkv, self.weights.qkv_bias)
         heads = projected.view(-1, self.num_projected, self.head_dim)  # [T, H+2G, E]
         qk = heads[:, : self.num_rotated]  # [T, H+G, E]
         if self.qk_norm is not None:
@@ -46,9 +47,9 @@ class DecoderLayer:
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, each added to the residual stream: ``[T, D]``."""
         weights = self.weights
-        hidden = _add_linear(hidden, attended.flatten(1), weights.o, weights.o_bias)
-        inner = swiglu(F.linear(self.post_norm(hidden), weights.gate_up, weights.gate_up_bias))  # [T, I]
-        return _add_linear(hidden, inner, weights.down, weights.down_bias)
+        hidden = add_linear(hidden, attended.flatten(1), weights.o, weights.o_bias)
+        inner = swiglu(linear(self.post_norm(hidden), weights.gate_up, weights.gate_up_bias))  # [T, I]
+        return add_linear(hidden, inner, weights.down, weights.down_bias)
 
 
 class Decoder:
@@ -91,7 +92,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token ``[T, V]`` fp32, from the output of the last layer."""
-        return F.linear(self.final_norm(hidden), self.weights.lm_head).to(torch.float32)
+        return linear(self.final_norm(hidden), self.weights.lm_head).to(torch.float32)
 
 
 def _qk_norm(config: ModelConfig, weights: LayerWeights) -> RMSNorm | None:
@@ -102,9 +103,3 @@ def _qk_norm(config: ModelConfig, weights: LayerWeights) -> RMSNorm | None:
         (weights.q_norm.expand(config.num_heads, -1), weights.k_norm.expand(config.num_kv_heads, -1))
     )  # [H+G, E]
     return RMSNorm(per_head, config.rms_norm_eps)
-
-
-def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``residual + x weight^T + bias`` with the first sum inside the matrix product."""
-    total = torch.addmm(residual, x, weight.t())
-    return total if bias is None else total.add_(bias)

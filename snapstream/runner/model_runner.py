@@ -38,16 +38,24 @@ class ModelRunner:
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
         self._decode = EagerDecode(decoder, self.cache, self.rows, self.sampling)
         # Some checkpoints name end tokens that their vocabulary does not have; they can never be drawn.
-        self._end_ids = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
+        self._end_ids = tuple(token for token in model.eos_token_ids if 0 <= token < model.vocab_size)
         self._jobs: dict[int, PrefillJob] = {}
         self._params: dict[int, SamplingParams] = {}  # by row: which variant of the sampler a batch needs
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Run a plan; on a GPU this returns before the device is done."""
+        try:
+            return self._run(plan)
+        except BaseException:  # Ctrl-C too: jobs of this plan cannot go on, and their prompts must not be kept
+            for job_id in (*(spec.job_id for spec in plan.opened_jobs), *(units.job_id for units in plan.units)):
+                self._jobs.pop(job_id, None)
+            raise
+
+    def _run(self, plan: StepPlan) -> SubmittedStep:
         step = SubmittedStep(plan.step_id)
         for job_id in plan.dropped_jobs:
-            del self._jobs[job_id]
+            self._jobs.pop(job_id, None)
         for spec in plan.opened_jobs:
             self._jobs[spec.job_id] = PrefillJob(
                 spec, self.decoder, self.cache, self.staging, self.config.snapkv, self.config.chunk_len

@@ -23,7 +23,7 @@ class EngineSpec:
     """All that the engine process needs to build its engine; the arguments of ``LLM`` that a server sets."""
 
     model: str  # checkpoint folder
-    budget: KVBudget | int | Literal["full"] = 8192
+    budget: KVBudget | int | str = 8192  # the only text is "full"
     snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
     dtype: DType = "float32"
     device: str = "cpu"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from snapstream import LLM, KVBudget, SamplingParams
 from snapstream.request import FinishReason
+from snapstream.runner.prefill import PrefillJob
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 PROMPT = "The quick brown fox jumps over the lazy dog."
@@ -183,10 +185,13 @@ def test_wrong_requests_name_value_and_limit(llm: LLM, prompts: Any, params: Any
     [("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", float("nan")), ("top_k", -2),
      ("min_p", 1.5), ("max_tokens", 0), ("min_tokens", 257), ("n", 0), ("presence_penalty", 3.0),
      ("frequency_penalty", float("inf")), ("repetition_penalty", 0.0), ("logprobs", 21), ("prompt_logprobs", -1),
-     ("seed", 2**63), ("stop", [""]), ("stop", ["x"] * 17), ("stop_token_ids", [-1]), ("logit_bias", {1: 200.0})],
+     ("temperature", 10**400), ("temperature", True), ("temperature", "1"), ("ignore_eos", "no"), ("max_tokens", 2.5),
+     ("seed", 2**63), ("stop", 5), ("stop_token_ids", 2), ("logit_bias", [1, 2]), ("stop", [""]),
+     ("stop", ["x"] * 17), ("stop_token_ids", [-1]), ("logit_bias", {1: 200.0})],
 )  # fmt: skip
 def test_wrong_sampling_values_are_refused(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=field.split("_token")[0].replace("stop", "stop")):
+    name = "stop" if field == "stop_token_ids" else field
+    with pytest.raises(ValueError, match=rf"\b{name}(_token_ids)?\b.*(must|limit|not a)"):
         SamplingParams(**{field: value})
 
 
@@ -197,6 +202,119 @@ def test_a_smaller_budget_than_a_row_is_allowed_a_larger_one_is_not(checkpoint: 
         with pytest.raises(ValueError, match="a budget of 30 slots is smaller than sinks"):
             llm.generate(PROMPT, GREEDY, budget=30)
         assert llm.generate(PROMPT, GREEDY, budget=48)[0].compression is not None
+
+
+def test_arrays_and_tensors_of_ids_are_prompts(llm: LLM) -> None:
+    ids = [70, 71, 72]
+    want = llm.generate(ids, GREEDY)[0].token_ids
+    for prompt in (np.array(ids), torch.tensor(ids), torch.tensor([ids]), [np.int64(i) for i in ids], tuple(ids)):
+        assert [o.token_ids for o in llm.generate(prompt, GREEDY)] == [want]
+    numpy_values = SamplingParams(max_tokens=np.int64(20), temperature=np.float32(0.0), ignore_eos=True)
+    assert llm.generate([ids, ids], numpy_values)[1].token_ids == want
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ({"prompt": "Hi"}, "prompts is dict"),
+        (b"Hi", "prompts is bytes"),
+        (None, "prompts is NoneType"),
+        ([None], "prompt: token id is None"),
+        ([[True, False]], "prompt 0: token id is True"),
+        (["a", 5], "prompt 1 is int 5"),
+        (["a", b"b"], "prompt 1 is bytes"),
+    ],
+)
+def test_what_is_no_prompt_is_named(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 5}, [None], "fast"])
+def test_what_is_no_sampling_params_is_named(llm: LLM, params: Any) -> None:
+    with pytest.raises(ValueError, match="params is"):
+        llm.generate("x", params)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "messages is str"),
+        ([], "messages is list"),
+        ({"role": "user", "content": "x"}, "messages is dict"),
+        ([{"role": "usr", "content": "x"}], "role 'usr'"),
+        ([{"role": "user"}], "content of a user message is NoneType"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "content of a user message is list"),
+    ],
+)
+def test_what_is_no_conversation_is_named(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.chat(messages, GREEDY)
+
+
+def test_text_parts_are_joined(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
+    assert llm.chat_token_ids([{"role": "user", "content": parts}]) == llm.chat_token_ids(
+        [{"role": "user", "content": "Hello"}]
+    )
+
+
+def test_open_streams_and_generate_share_the_engine(llm: LLM) -> None:
+    """Each reader gets its own whole answer, in whatever order they read; closing one leaves the others."""
+    want = {text: llm.generate(text, GREEDY)[0].token_ids for text in ("abc", "xyz", "123")}
+    first, second = llm.stream("abc", GREEDY), llm.stream("xyz", GREEDY)
+    next(first), next(second), next(first)
+    assert llm.generate("123", GREEDY)[0].token_ids == want["123"]
+    dropped = llm.stream("gone", GREEDY)
+    next(dropped)
+    dropped.close()
+    assert list(first)[-1].token_ids == want["abc"]
+    assert list(second)[-1].token_ids == want["xyz"]
+    assert (llm.engine.num_running, llm.engine.rows_free, llm.engine.has_work) == (0, 4, False)
+
+
+def test_streams_are_refused_before_they_start(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="make 320"):
+        llm.stream("a" * 300, GREEDY)
+    with pytest.raises(ValueError, match="stream takes one prompt; 2 were given"):
+        llm.stream(["a", "b"], GREEDY)
+
+
+def test_ctrl_c_inside_a_step_keeps_no_job(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = llm.engine._runner
+    run_unit, units = PrefillJob.run_unit, 0
+
+    def interrupted(job: PrefillJob, unit: int) -> None:
+        nonlocal units
+        units += 1
+        if units == 2:
+            raise KeyboardInterrupt
+        run_unit(job, unit)
+
+    monkeypatch.setattr(PrefillJob, "run_unit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT] * 6, GREEDY)
+    monkeypatch.undo()
+    assert runner._jobs == {} and llm.engine.rows_free == 4  # type: ignore[attr-defined]
+    assert len(llm.generate([PROMPT] * 6, GREEDY)) == 6
+
+
+def test_a_failed_step_closes_the_engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(checkpoint, budget=64, max_model_len=128, progress=False)
+    monkeypatch.setattr(PrefillJob, "run_unit", lambda job, unit: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate("x", GREEDY)
+    with pytest.raises(RuntimeError, match="an earlier step of this LLM failed"):
+        llm.generate("x", GREEDY)
+    llm.close()
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        llm.generate("x", GREEDY)
+
+
+def test_a_bounded_queue_is_fed_as_it_empties(checkpoint: Path) -> None:
+    with LLM(checkpoint, budget=64, max_rows=1, max_waiting=2, max_model_len=128, progress=False) as llm:
+        assert [len(o.token_ids) for o in llm.generate(["x"] * 7, GREEDY)] == [20] * 7
 
 
 def test_settings_that_cannot_work_are_refused_at_start(checkpoint: Path) -> None:
@@ -210,8 +328,17 @@ def test_settings_that_cannot_work_are_refused_at_start(checkpoint: Path) -> Non
         LLM(checkpoint, dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="GiB of weights, 100000000"):
         LLM(checkpoint, budget="full", max_rows=100_000_000)
-    with pytest.raises(ValueError, match="max_rows is 0"):
-        LLM(checkpoint, max_rows=0)
+    for name, value in (("max_rows", 0), ("max_rows", 2.0), ("max_rows", "2"), ("chunk_len", None)):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be a whole number >= 1"):
+            LLM(checkpoint, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_model_len is 0"):
+        LLM(checkpoint, max_model_len=0)
+    for budget in (10.0, "ful", True):
+        with pytest.raises(ValueError, match=f"budget is {budget!r}"):
+            LLM(checkpoint, budget=budget)  # type: ignore[arg-type]
+    for device in ("meta", "cuda:99", 3):
+        with pytest.raises(ValueError, match="device"):
+            LLM(checkpoint, device=device)  # type: ignore[arg-type]
 
 
 def test_half_precision_runs(checkpoint: Path) -> None:
