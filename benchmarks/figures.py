@@ -18,6 +18,12 @@ from typing import Any
 from benchmarks.machine import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
+EVALS = README.parent / "evals" / "results"
+# How the arms of evals/arms.py are called, in the order of the table.
+ARM_NAMES = {
+    "full": "full attention", "snapstream": "SnapStream", "snapkv": "SnapKV, ring never wraps",
+    "streaming": "StreamingLLM", "truncation": "truncation (middle cut)",
+}  # fmt: skip
 SECTION = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -78,13 +84,50 @@ def peers(figures: dict[str, Any]) -> str:
     return f"{size}:\n\n" + _table(heads, rows)
 
 
+def accuracy_cells() -> list[dict[str, Any]]:
+    """Stored cells of ``evals.run`` on the shipped model, the largest prompt length that has all of them."""
+    cells = [json.loads(path.read_text()) for path in sorted((EVALS / "tiny").glob("*.json"))]
+    if not cells:
+        raise ValueError(f"no results under {EVALS / 'tiny'}")
+    longest = max(cell["settings"]["prompt_len"] for cell in cells)
+    return [cell for cell in cells if cell["settings"]["prompt_len"] == longest]
+
+
+def accuracy() -> str:
+    cells = accuracy_cells()
+    families = list(dict.fromkeys(cell["settings"]["family"] for cell in cells))
+    order = {name: i for i, name in enumerate(ARM_NAMES)}
+    lines: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for cell in cells:
+        settings = cell["settings"]
+        key = (-settings["slots"], order[settings["arm"]], settings["arm"])
+        lines.setdefault(key, {})[settings["family"]] = cell["result"]
+    rows = []
+    for (slots, _, arm), line in sorted(lines.items()):
+        row_bytes = next(iter(line.values()))["row_bytes"]
+        size = f"{row_bytes / 2**20:.2f} MiB"
+        rows.append([ARM_NAMES[arm], f"{-slots:,}", size, *(f"{line[f]['accuracy']:.1f}" for f in families)])
+    settings = cells[0]["settings"]
+    widest = max(cell["result"]["standard_error"] for cell in cells)
+    note = (
+        f"Accuracy in points, {settings['num_prompts']} prompts of {settings['prompt_len']:,} tokens per cell, "
+        f"held-out keys and values, greedy; standard errors are at most {widest:.1f}."
+    )
+    return note + "\n\n" + _table(["cache", "slots", "bytes per row", *families], rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "decode": decode, "prefill": prefill, "memory": memory, "peers_100m": peers, "peers_tiny": peers,
+    "accuracy": lambda _: accuracy(), "decode": decode, "prefill": prefill, "memory": memory, "peers_100m": peers,
+    "peers_tiny": peers,
 }  # fmt: skip
 
 
 def section(name: str) -> str:
     """Markdown of one result, with its source underneath."""
+    if name == "accuracy":
+        cell = accuracy_cells()[0]
+        source = "evals/results/tiny"
+        return f"{accuracy()}\n\n<sub>{cell['device']}; `{cell['command']}`; [{source}]({source})</sub>\n"
     path, result = newest(name)
     source = path.relative_to(README.parent).as_posix()
     table = TABLES[name](result["figures"])

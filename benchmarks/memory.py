@@ -1,8 +1,10 @@
 """Peak memory of a long prefill against the formula that ``snapstream plan`` prints, for few and for many layers.
 
-Each measurement runs in a process of its own. The engine is warmed up with a short prompt first; then the high-water
-mark is reset and the long prompt prefilled. What the prompt may cost beside weights: hidden states and one layer's K
-and V (``planning.prefill_memory``), and its row. The same for 8 as for 24 layers, but for the row.
+Each measurement runs in a process of its own. The engine is warmed up with one chunk first, so that workspaces of the
+matrix library are not counted; then the high-water mark is reset and the long prompt prefilled. What the prompt may
+cost beside weights: hidden states and one layer's K and V (``planning.prefill_memory``), and its row. The same for 8 as
+for 24 layers, but for the row. The C library is told to give freed temporaries back at once
+(``MALLOC_MMAP_THRESHOLD_``); with what it keeps otherwise the peak is measured too, for the first number of layers.
 
     python -m benchmarks.memory --prompt-len 32768 --layers 8 24
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +45,7 @@ def measure(folder: str, prompt_len: int, part: int, chunk_len: int) -> dict[str
     budget = KVBudget.of(prompt_len // part)
     with LLM(folder, budget=budget, max_rows=1, max_model_len=prompt_len + 8, chunk_len=chunk_len,
              progress=False) as llm:  # fmt: skip
-        llm.generate([random_prompt(64)], params)
+        llm.generate([random_prompt(chunk_len)], params)  # one chunk: workspaces of the matrix library exist
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present size
         before = _status_kib("VmRSS") * 1024
         output = llm.generate([random_prompt(prompt_len)], params)[0]
@@ -59,6 +62,13 @@ def measure(folder: str, prompt_len: int, part: int, chunk_len: int) -> dict[str
         "chunk_major_staging_mib": all_layers / 2**20,
         "prefill_s": output.timings.prefill_ms / 1e3,
     }
+
+
+def _in_child(command: list[str], settings: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings})
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
@@ -79,10 +89,9 @@ def main() -> None:
         with llama_folder(num_hidden_layers=layers, **SHAPE) as folder:
             command = [sys.executable, "-m", "benchmarks.memory", "--measure", str(folder), "--prompt-len",
                        str(args.prompt_len), "--part", str(args.part), "--chunk-len", str(args.chunk_len)]  # fmt: skip
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(done.stderr)
-            figures.append(json.loads(done.stdout.splitlines()[-1]))
+            figures.append(_in_child(command, {"MALLOC_MMAP_THRESHOLD_": "262144"}))
+            if len(figures) == 1:
+                figures[0]["default_allocator_mib"] = _in_child(command, {})["measured_mib"]
             print({k: round(v, 3) for k, v in figures[-1].items()}, flush=True)
     report("memory", ceiling, {"model": f"random Llama fp32 {SHAPE}", "prompt_len": args.prompt_len,
                                "arms": figures}, save=args.save)  # fmt: skip

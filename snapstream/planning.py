@@ -5,7 +5,7 @@ Everything follows from the config's integers, so the figures are bounds, not me
 * a row: ``2 L G C E`` numbers (keys and values), however long the prompt was;
 * weights: the shapes of ``models/shapes.py``;
 * a prefill of N tokens: hidden states ``N D``, staging of the one layer in work ``2 N G E``, and the larger
-  of one chunk's temporaries, ``T max(2 D + (2 H + 2 G) E, 2 D + 3 I)``, and one fp32 scoring block,
+  of one chunk's temporaries, ``T max(D + (8 H + 4 G) E, H E + 4 D + 3 I)``, and one fp32 scoring block,
   ``window H`` by 4096 keys;
 * rows that fit: ``(memory - weights - prefill) / row``, less the padding row that every batch needs; prefill
   is here the pool that the engine allocates once, for ``max_model_len`` and a reserve for short prompts;
@@ -102,8 +102,9 @@ def prefill_memory(
     """Peak memory of prefilling one prompt layer by layer; it does not grow with the number of layers."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = 2 * hidden + 2 * query_size + 2 * kv_size  # norm, q k v, attention's output, o
-    mlp = 2 * hidden + 3 * inner  # norm, gate and up, their product, down
+    # Projected and rotated heads; the chunk's own keys and values repeated, queries folded, two outputs, their merge.
+    attention = hidden + 2 * (query_size + 2 * kv_size) + 6 * query_size
+    mlp = query_size + 4 * hidden + 3 * inner  # attended heads, residual, norm and its parts, gate and up, product
     chunk_bytes = min(chunk_len, prompt_len) * max(attention, mlp) * dtype_bytes
     keys = min(SCORING_KEYS, prompt_len)
     scoring_bytes = 4 * (window_len * config.num_heads * keys + kv_size * keys)  # fp32 block and its keys

@@ -18,6 +18,7 @@ from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import SnapKVConfig
+from snapstream.layers.rope import CosSin
 from snapstream.models.decoder import Decoder
 from snapstream.runner.staging import StagingPool
 from snapstream.runner.views import Segment, StagingView
@@ -104,12 +105,11 @@ class PrefillJob:
         rope = self._decoder.rope(self._positions[own], self._seq_lens[own])
         segments = list(self._segments(start, stop))
         view = StagingView(self._staging.k, self._staging.v, segments)
-        q, k, v = self._decoder.project(layer, hidden, rope)
-        self._keep_queries(segments, q)
         if layer < self._num_layers - 1 or self._needs_all_outputs:
-            self.hidden[own] = self._decoder.finish(layer, hidden, view.attend(layer, q, k, v))
+            attended = self._attend(layer, hidden, rope, segments, view)  # q, k and v are gone before the MLP runs
+            self.hidden[own] = self._decoder.finish(layer, hidden, attended)
         else:
-            self._finish_last_tokens(layer, start, hidden, segments, view, q, k, v)
+            self._finish_last_tokens(layer, start, hidden, rope, segments, view)
         if chunk == self._num_chunks - 1:
             self._compress(layer)
         self._next_unit += 1
@@ -134,18 +134,18 @@ class PrefillJob:
                 own = q[segment.chunk_slice][skip:]
                 prompt.queries[offset + skip : offset + segment.length] = own
 
+    def _attend(self, layer: int, hidden: Tensor, rope: CosSin, segments: list[Segment], view: StagingView) -> Tensor:
+        """First half of a layer for a chunk: ``hidden [T, D]`` to attended heads ``[T, H, E]``."""
+        q, k, v = self._decoder.project(layer, hidden, rope)
+        self._keep_queries(segments, q)
+        return view.attend(layer, q, k, v)
+
     def _finish_last_tokens(
-        self,
-        layer: int,
-        start: int,
-        hidden: Tensor,
-        segments: list[Segment],
-        view: StagingView,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        self, layer: int, start: int, hidden: Tensor, rope: CosSin, segments: list[Segment], view: StagingView
     ) -> None:
         """Last layer: every token leaves its K and V, only the last of each prompt needs an output."""
+        q, k, v = self._decoder.project(layer, hidden, rope)
+        self._keep_queries(segments, q)
         view.stage(k, v)
         for segment in segments:
             prompt = self.prompts[segment.entry]

@@ -35,13 +35,16 @@ def test_prefill_attention(num_heads: int, num_kv_heads: int, num_queries: int, 
     ("rows", "lengths"),
     [([0], [1]), ([2, 0, 1], [5, 9, 1]), ([0, 1, 2, 3], [12, 12, 12, 12]), ([1, 2, 4, 4], [7, 7, 1, 1])],
 )
-def test_decode_attention(num_heads: int, num_kv_heads: int, rows: list[int], lengths: list[int]) -> None:
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_decode_attention(
+    num_heads: int, num_kv_heads: int, rows: list[int], lengths: list[int], head_dim: int
+) -> None:
     torch.manual_seed(len(rows))
-    q = torch.randn(len(rows), num_heads, 16)
-    k, v = torch.full((2, 5, num_kv_heads, 12, 16), float("nan"))  # unwritten slots must not leak
+    q = torch.randn(len(rows), num_heads, head_dim)
+    k, v = torch.full((2, 5, num_kv_heads, 12, head_dim), float("nan"))  # unwritten slots must not leak
     for row, length in zip(rows, lengths, strict=True):
-        k[row, :, :length] = torch.randn(num_kv_heads, length, 16)
-        v[row, :, :length] = torch.randn(num_kv_heads, length, 16)
+        k[row, :, :length] = torch.randn(num_kv_heads, length, head_dim)
+        v[row, :, :length] = torch.randn(num_kv_heads, length, head_dim)
     args = (q, k, v, torch.tensor(rows), torch.tensor(lengths))
     want = reference.decode_attention(*args)
     assert want.isfinite().all()

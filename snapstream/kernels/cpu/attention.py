@@ -2,7 +2,8 @@
 
 Prefill: the keys before the chunk are visible to every query of it, so that part runs unmasked with the query heads of
 a group folded into the query length (no repeated keys); the chunk itself is one causal square; the two are merged by
-their log-sum-exp. Decode: rows are read in place, neighbouring rows of one length in one call.
+their log-sum-exp. Decode: rows are read in place, neighbouring rows of one length in one call; a query per row is too
+few for the flash kernel, plain batched products read the row faster (figures in ``docs/log.md``).
 """
 
 from __future__ import annotations
@@ -46,7 +47,21 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Ten
             b += 1
         first, count, seen = row_list[a], b - a, length_list[a]
         span = slice(first, first + count)
-        parts.append(F.scaled_dot_product_attention(grouped[a:b], k[span, :, :seen], v[span, :, :seen]))
+        parts.append(_attend(grouped[a:b], k[span, :, :seen], v[span, :, :seen]))
         a = b
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.reshape(batch, num_heads, head_dim)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention of ``q [b, G, r, E]`` over ``k, v [b, G, n, E]``, everything visible."""
+    if q.dtype != torch.float32:  # products of half precision would round the scores
+        return F.scaled_dot_product_attention(q, k, v)
+    batch, num_kv_heads, group, head_dim = q.shape
+    keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [b*G, n, E], views: rows and heads lie evenly spaced
+    scaled = (q * head_dim**-0.5).reshape(batch * num_kv_heads, group, head_dim)
+    if head_dim < 128:
+        logits = torch.bmm(scaled, keys.transpose(1, 2))  # [b*G, r, n]
+    else:  # wide heads: the keys are read faster as the left operand
+        logits = torch.bmm(keys, scaled.transpose(1, 2)).transpose(1, 2)
+    return torch.bmm(logits.softmax(-1), values).view(batch, num_kv_heads, group, head_dim)
