@@ -6,6 +6,9 @@ stored after RoPE with their true positions and are never rotated again (SnapStr
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from snapstream.config import ModelConfig
@@ -25,12 +28,9 @@ class KVCache:
         shape = (config.num_layers, num_rows + 1, config.num_kv_heads, capacity, config.head_dim)
         self.num_rows = num_rows
         self.capacity = capacity
-        # Not zeroed: a slot is read only after it was written, and untouched pages cost no memory on a CPU.
-        self.k = torch.empty(shape, dtype=dtype, device=device)  # [L, rows+1, G, C, E]
-        self.v = torch.empty(shape, dtype=dtype, device=device)  # [L, rows+1, G, C, E]
-        # The padding row is read by every padded batch entry, so it must hold numbers.
-        self.k[:, num_rows].zero_()
-        self.v[:, num_rows].zero_()
+        # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: so rows begin as zeros.
+        self.k = _zeros(shape, dtype, torch.device(device))  # [L, rows+1, G, C, E]
+        self.v = _zeros(shape, dtype, torch.device(device))  # [L, rows+1, G, C, E]
 
     @property
     def padding_row(self) -> int:
@@ -41,3 +41,10 @@ class KVCache:
     def num_bytes(self) -> int:
         """Bytes of K and V, the padding row included."""
         return self.k.nbytes + self.v.nbytes
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU from the system, page by page on first use, so that untouched slots cost no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -58,6 +58,7 @@ class Admission:
         self._config = config
         self._num_layers = num_layers
         self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()
+        self._num_short = 0  # of those waiting
         self._free_rows = list(range(config.max_rows))  # a heap: low rows first keeps rows in use together
         self._pool = StagingPool(config.pool_tokens, short_reserve=config.short_reserve)
         self._job_ids = count()
@@ -76,13 +77,18 @@ class Admission:
 
     def add(self, live: LiveRequest) -> None:
         self._waiting[live.request_id] = live
+        self._num_short += self._is_short(live)
 
     def remove(self, live: LiveRequest) -> bool:
         """Take a request out of the queue; False if it is not in it."""
         if self._waiting.get(live.request_id) is not live:
             return False
-        del self._waiting[live.request_id]
+        self._take_out(live)
         return True
+
+    def _take_out(self, live: LiveRequest) -> None:
+        del self._waiting[live.request_id]
+        self._num_short -= self._is_short(live)
 
     def free_row(self, row: int) -> None:
         heappush(self._free_rows, row)
@@ -97,8 +103,8 @@ class Admission:
         num_unpassing = 0  # members of the pack that passed nobody
         long_waits = False
         for live in self._waiting.values():
-            if rows_left == 0:
-                break
+            if rows_left == 0 or (long_waits and len(pack) == self._num_short):
+                break  # nobody further back could join: the queue may be long, and this runs every step
             if self._is_short(live):
                 if not wants_short or len(live.samples) > rows_left or not self._joins(pack, live):
                     break
@@ -135,7 +141,7 @@ class Admission:
         if start is None:
             return None
         for live in requests:
-            del self._waiting[live.request_id]
+            self._take_out(live)
         entries = tuple(self._entry(live) for live in requests)
         spec = JobSpec(job_id=next(self._job_ids), staging_start=start, entries=entries)
         num_units = spec.num_units(self._config.chunk_len, self._num_layers)

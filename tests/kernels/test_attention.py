@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from snapstream.cache.kv_cache import KVCache
+from snapstream.config import ModelConfig
 from snapstream.kernels import reference
 from snapstream.kernels.cpu import attention as cpu
 
@@ -33,7 +35,14 @@ def test_prefill_attention(num_heads: int, num_kv_heads: int, num_queries: int, 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
 @pytest.mark.parametrize(
     ("rows", "lengths"),
-    [([0], [1]), ([2, 0, 1], [5, 9, 1]), ([0, 1, 2, 3], [12, 12, 12, 12]), ([1, 2, 4, 4], [7, 7, 1, 1])],
+    [
+        ([0], [1]),
+        ([2, 0, 1], [5, 9, 1]),
+        ([0, 1, 2, 3], [12, 11, 10, 12]),
+        ([0, 1, 2, 3], [12, 11, 2, 3]),
+        ([0, 1, 2, 3], [12, 12, 12, 12]),
+        ([1, 2, 4, 4], [7, 7, 1, 1]),
+    ],
 )
 @pytest.mark.parametrize("head_dim", [16, 128])
 def test_decode_attention(
@@ -41,7 +50,7 @@ def test_decode_attention(
 ) -> None:
     torch.manual_seed(len(rows))
     q = torch.randn(len(rows), num_heads, head_dim)
-    k, v = torch.full((2, 5, num_kv_heads, 12, head_dim), float("nan"))  # unwritten slots must not leak
+    k, v = torch.full((2, 5, num_kv_heads, 12, head_dim), 1e30)  # slots past a row's length must not leak
     for row, length in zip(rows, lengths, strict=True):
         k[row, :, :length] = torch.randn(num_kv_heads, length, head_dim)
         v[row, :, :length] = torch.randn(num_kv_heads, length, head_dim)
@@ -70,3 +79,27 @@ def test_write_slots_touches_one_slot_per_row() -> None:
     reference.write_slots(k_cache, v_cache, k, v, torch.tensor([2, 0]), torch.tensor([5, 1]))
     assert torch.equal(k_cache[2, :, 5], k[0]) and torch.equal(v_cache[0, :, 1], v[1])
     assert k_cache.count_nonzero() == k.numel() and v_cache.count_nonzero() == v.numel()
+
+
+def test_rows_share_a_call_only_at_little_waste() -> None:
+    def runs(rows: list[int], lengths: list[int]) -> list[tuple[int, int, int, bool]]:
+        return [(run.row, run.num_rows, run.longest, run.is_even) for run in cpu._runs(rows, lengths)]
+
+    assert runs([3, 4, 5], [8, 8, 8]) == [(3, 3, 8, True)]
+    assert runs([3, 4, 5], [8, 7, 8]) == [(3, 3, 8, False)]
+    assert runs([3, 5, 6], [8, 8, 8]) == [(3, 1, 8, True), (5, 2, 8, True)]
+    assert runs([0, 1, 2], [100, 10, 10]) == [(0, 1, 100, True), (1, 2, 10, True)]
+    assert runs([0, 1], [10, 100]) == [(0, 1, 10, True), (1, 1, 100, True)]
+
+
+def test_rows_begin_as_zeros_that_cost_nothing() -> None:
+    model = ModelConfig(
+        architecture="x", vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=64,
+        intermediate_size=8, max_position=8,
+    )  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = KVCache(model, num_rows=3, capacity=50, dtype=dtype, device="cpu")
+        assert cache.k.shape == (2, 4, 2, 50, 64) and cache.k.dtype == dtype and cache.k.is_contiguous()
+        assert not cache.k.any() and not cache.v.any()
+        cache.k[1, 2] = 1.0
+        assert cache.k.sum() == 2 * 50 * 64

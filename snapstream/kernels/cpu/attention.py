@@ -2,16 +2,21 @@
 
 Prefill: the keys before the chunk are visible to every query of it, so that part runs unmasked with the query heads of
 a group folded into the query length (no repeated keys); the chunk itself is one causal square; the two are merged by
-their log-sum-exp. Decode: rows are read in place, neighbouring rows of one length in one call; a query per row is too
-few for the flash kernel, plain batched products read the row faster (figures in ``docs/log.md``).
+their log-sum-exp. Decode: rows are read in place, neighbouring rows of about one length in one call; a query per row
+is too few for the flash kernel, plain batched products read the row faster (figures in ``docs/log.md``). Slots past a
+row's length may then be read, with weight 0: they must hold numbers, which ``KVCache`` sees to.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MAX_WASTE = 1.25  # slots read over slots visible, up to which unequal rows share a call
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -38,30 +43,55 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Ten
     batch, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     grouped = q.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    row_list, length_list = rows.tolist(), lengths.tolist()
     parts = []
-    a = 0
-    while a < batch:
-        b = a + 1
-        while b < batch and row_list[b] == row_list[b - 1] + 1 and length_list[b] == length_list[a]:
-            b += 1
-        first, count, seen = row_list[a], b - a, length_list[a]
-        span = slice(first, first + count)
-        parts.append(_attend(grouped[a:b], k[span, :, :seen], v[span, :, :seen]))
-        a = b
+    for run in _runs(rows.tolist(), lengths.tolist()):
+        span, longest = slice(run.row, run.row + run.num_rows), run.longest
+        own = slice(run.start, run.start + run.num_rows)
+        visible = None if run.is_even else lengths[own]
+        parts.append(_attend(grouped[own], k[span, :, :longest], v[span, :, :longest], visible))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.reshape(batch, num_heads, head_dim)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention of ``q [b, G, r, E]`` over ``k, v [b, G, n, E]``, everything visible."""
-    if q.dtype != torch.float32:  # products of half precision would round the scores
-        return F.scaled_dot_product_attention(q, k, v)
+class _Run(NamedTuple):
+    """Neighbouring batch entries that lie in neighbouring rows and are read in one call."""
+
+    start: int  # first entry of the batch
+    row: int  # its row
+    num_rows: int
+    longest: int  # visible slots of the longest row
+    is_even: bool  # all rows are equally long
+
+
+def _runs(rows: list[int], lengths: list[int]) -> Iterator[_Run]:
+    """Cut a batch into runs whose rows may be read to the longest one's length at little waste."""
+    start = 0
+    while start < len(rows):
+        stop, longest, total = start + 1, lengths[start], lengths[start]
+        while stop < len(rows) and rows[stop] == rows[stop - 1] + 1:
+            padded = max(longest, lengths[stop]) * (stop + 1 - start)
+            if padded > MAX_WASTE * (total + lengths[stop]):
+                break
+            longest, total = max(longest, lengths[stop]), total + lengths[stop]
+            stop += 1
+        yield _Run(start, rows[start], stop - start, longest, total == longest * (stop - start))
+        start = stop
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """Softmax attention of ``q [b, G, r, E]`` over ``k, v [b, G, n, E]``; ``visible [b]`` slots of each, None: all."""
     batch, num_kv_heads, group, head_dim = q.shape
+    unseen = None
+    if visible is not None:
+        unseen = (torch.arange(k.shape[2]) >= visible[:, None])[:, None, None]  # [b, 1, 1, n]
+    if q.dtype != torch.float32:  # products of half precision would round the scores
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if unseen is None else ~unseen)
     keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [b*G, n, E], views: rows and heads lie evenly spaced
     scaled = (q * head_dim**-0.5).reshape(batch * num_kv_heads, group, head_dim)
     if head_dim < 128:
         logits = torch.bmm(scaled, keys.transpose(1, 2))  # [b*G, r, n]
     else:  # wide heads: the keys are read faster as the left operand
         logits = torch.bmm(keys, scaled.transpose(1, 2)).transpose(1, 2)
+    if unseen is not None:
+        logits = logits.view(batch, num_kv_heads, group, -1).masked_fill(unseen, float("-inf")).flatten(0, 1)
     return torch.bmm(logits.softmax(-1), values).view(batch, num_kv_heads, group, head_dim)
