@@ -215,6 +215,7 @@ def serve(
     dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     max_waiting: Annotated[int, _whole_option("Requests that may wait; more get 429. 0: no bound.")] = 128,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="Host to answer to, beside localhost.")] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call this server; repeatable.")
     ] = None,
@@ -226,16 +227,15 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Key file (PEM).")] = None,
 ) -> None:
     try:
-        from snapstream.server.run import ServeOptions
-        from snapstream.server.run import serve as run_server
+        from snapstream.server import run
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; run: pip install 'snapstream-llm[serve]'") from None
+        raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
     import logging
 
     from snapstream.assets import TINY_MODEL
     from snapstream.cli_generate import parse_budget
+    from snapstream.server.engine_api import EngineDead
     from snapstream.server.messages import EngineSpec
-    from snapstream.server.settings import ServerSettings
 
     logging.basicConfig(
         level=logging.INFO, format="time=%(asctime)s level=%(levelname)s %(message)s", stream=sys.stderr
@@ -249,8 +249,8 @@ def serve(
         max_model_len=max_model_len,
         max_waiting=max_waiting,
     )
-    settings = ServerSettings(api_keys=tuple(api_key or ()), cors_origins=tuple(cors_origin or ()))
-    options = ServeOptions(
+    settings = run.make_settings(spec, host, api_key or (), cors_origin or (), allowed_host or ())
+    options = run.ServeOptions(
         host=host,
         port=port,
         names=tuple(served_model_name or ()),
@@ -259,7 +259,10 @@ def serve(
         tls_cert=tls_cert,
         tls_key=tls_key,
     )
-    run_server(spec, settings, options)
+    try:
+        run.serve(spec, settings, options)
+    except EngineDead as error:
+        raise typer.Exit(_fail(str(error), 1)) from None
 
 
 @app.command(short_help="Watch a small model answer from a fraction of its cache.")
@@ -270,9 +273,9 @@ def demo() -> None:
     run_demo()
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = 2) -> int:
     print("error:", " ".join(message.split()), file=sys.stderr)
-    return 2
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,15 +7,21 @@ choices, unless running usage was asked for. ``usage.prompt_tokens`` is the logi
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
+
+from pydantic_core import to_json
 
 from snapstream.config import KVBudget
 from snapstream.request import Request
 from snapstream.server.engine_api import RequestDelta, SampleDelta
 from snapstream.server.generation import Step
+
+LARGE = 4096  # log-probabilities or positions; what lists more is put together off the event loop
+
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs something elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +68,12 @@ class Answer:
     shape: Shape
     requests: Sequence[Request]
     budget: KVBudget  # what was applied
+    offload: Offload
     has_usage: bool = False
     has_running_usage: bool = False
     completion_tokens: int = 0
     _num_open: int = 0
+    _is_large: bool = False
     _ends: dict[int, dict[str, Any]] = field(default_factory=dict)
     _prompts: list[dict[str, Any]] = field(default_factory=list)
 
@@ -73,26 +81,25 @@ class Answer:
         self._num_open = len(self.requests)
         self._prompts = [{"compression": None, "timings": None} for _ in self.requests]
 
-    async def whole(self, steps: AsyncGenerator[Step, None]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+    async def whole(self, steps: AsyncGenerator[Step, None]) -> bytes:
+        """The body of an answer that is not streamed, as JSON."""
         async with aclosing(steps):
             async for prompt, delta in steps:
-                self._see(prompt, delta)
+                await self._take(prompt, delta)
+        return bytes(await self.offload(self._body) if self._is_large else self._body())
+
+    def _body(self) -> bytes:
         choices = [
             {"index": index, **self.shape.whole_choice(index), **self._ends[index]} for index in sorted(self._ends)
         ]
-        return {
-            **self._base(self.shape.whole_object),
-            "choices": choices,
-            "usage": self.usage,
-            "snapstream": self.facts,
-        }
+        head = self._base(self.shape.whole_object)
+        return to_json({**head, "choices": choices, "usage": self.usage, "snapstream": self.facts})
 
     async def chunks(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed answer; ``sse.py`` frames them."""
         async with aclosing(steps):
             async for prompt, delta in steps:
-                chunks = [self._chunk(index) for index in self._see(prompt, delta)]
+                chunks = [self._chunk(index) for index in await self._take(prompt, delta)]
                 if chunks and self._num_open == 0:
                     chunks[-1]["snapstream"] = self.facts
                 for chunk in chunks:
@@ -110,6 +117,11 @@ class Answer:
         }
 
     @property
+    def ends(self) -> str:
+        """For the log: the ways in which its choices ended."""
+        return ",".join(sorted({end["finish_reason"] for end in self._ends.values()})) or "-"
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Ours: what was applied, and what it did to each prompt."""
         return {
@@ -118,10 +130,20 @@ class Answer:
             "prompts": self._prompts,
         }
 
+    async def _take(self, prompt: int, delta: RequestDelta) -> list[int]:
+        """``_see``, elsewhere if it takes long."""
+        if delta.prompt_logprobs is None or len(delta.prompt_logprobs) <= LARGE:
+            return self._see(prompt, delta)
+        self._is_large = True
+        ready: list[int] = await self.offload(lambda: self._see(prompt, delta))
+        return ready
+
     def _see(self, prompt: int, delta: RequestDelta) -> list[int]:
         """Take in a delta; the choices that have something to send."""
         if delta.compression is not None:
-            facts = asdict(delta.compression)
+            # Not asdict: it would copy every position.
+            facts = {field.name: getattr(delta.compression, field.name) for field in fields(delta.compression)}
+            self._is_large = self._is_large or bool(facts["kept_positions"])
             if facts["kept_positions"] is None:
                 del facts["kept_positions"]
             self._prompts[prompt]["compression"] = facts

@@ -21,6 +21,7 @@ from snapstream.server.auth import BearerAuth
 from snapstream.server.engine_api import AsyncEngine
 from snapstream.server.errors import ApiError, bad_value, internal
 from snapstream.server.front import Front
+from snapstream.server.hosts import HostGuard
 from snapstream.server.openai_routes import openai_routes
 from snapstream.server.other_routes import other_routes
 from snapstream.server.settings import ModelFacts, ServerSettings
@@ -56,7 +57,7 @@ def make_app(
     app.include_router(other_routes(front))
     _add_error_handlers(app)
     app.add_middleware(BearerAuth, keys=settings.api_keys)
-    if settings.cors_origins:  # added last, so outermost: a preflight carries no key
+    if settings.cors_origins:  # outside of the keys: a preflight carries none
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
@@ -64,6 +65,8 @@ def make_app(
             allow_headers=["*"],  # answers what is asked for; the SDKs send a changing set of X-Stainless-*
             expose_headers=["x-request-id", "retry-after"],
         )
+    if settings.allowed_hosts:
+        app.add_middleware(HostGuard, allowed=settings.allowed_hosts)
     return app
 
 

@@ -14,7 +14,11 @@ from snapstream.request import Compression, FinishReason, Logprob, Request, Timi
 
 
 class EngineDead(RuntimeError):
-    """The engine process ended, or is being restarted; the request may be tried again."""
+    """The engine process ended, or is being restarted; the request may be tried again unless ``is_final``."""
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final  # it will not come back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,11 @@ class AsyncEngine(Protocol):
     @property
     def is_ready(self) -> bool:
         """True while requests are taken: loaded, alive, not draining."""
+        ...
+
+    @property
+    def absence(self) -> EngineDead | None:
+        """Why it is not ready; None if it is."""
         ...
 
     def generate(self, request: Request) -> AsyncIterator[RequestDelta]:

@@ -20,7 +20,7 @@ from snapstream.request import Request
 from snapstream.server.engine_api import EngineDead, EngineStats, RequestDelta
 from snapstream.server.engine_child import EngineChild
 from snapstream.server.messages import Deltas, EngineFacts, EngineSpec, Failed, FromEngine, Refused, Stats
-from snapstream.server.stats import add_totals
+from snapstream.server.stats import add_totals, without_gauges
 from snapstream.server.streams import RequestStreams, Send
 
 log = logging.getLogger(__name__)
@@ -54,12 +54,21 @@ class EngineProcess:
         self._is_serving = False
         self._is_closing = False
         self._absence = "the engine was not started"  # what requests are told while it is not serving
+        self._is_final = False  # it died and is not restarted
         self._earlier = EngineStats()  # totals of the children before this one
         self._now = EngineStats()
 
     @property
     def is_ready(self) -> bool:
         return self._is_serving and not self._is_closing
+
+    @property
+    def absence(self) -> EngineDead | None:
+        if self.is_ready:
+            return None
+        if self._is_closing:
+            return EngineDead("the engine is shutting down")
+        return EngineDead(self._absence, is_final=self._is_final)
 
     @property
     def facts(self) -> EngineFacts:
@@ -84,7 +93,8 @@ class EngineProcess:
         return self._streams.run(request, self._connect)
 
     def stats(self) -> EngineStats:
-        return add_totals(self._now, self._earlier)
+        totals = add_totals(self._now, self._earlier)
+        return totals if self._is_serving else without_gauges(totals)
 
     async def shutdown(self, drain_s: float) -> None:
         """Take no more requests, let running ones finish for at most ``drain_s``, end the process. May be repeated."""
@@ -98,11 +108,12 @@ class EngineProcess:
         if self._child is not None:
             await self._child.end(STOP_S if self._is_serving else 0.0)  # one that loads does not listen
         self._is_serving = False
-        self._now = replace(self._now, num_running=0, num_waiting=0, rows_free=0)
 
     def _connect(self) -> Send:
-        if self._child is None or not self.is_ready:
-            raise EngineDead("the engine is shutting down" if self._is_closing else self._absence)
+        absence = self.absence
+        if absence is not None:
+            raise absence
+        assert self._child is not None
         return self._child.send
 
     async def _launch(self) -> EngineChild:
@@ -141,13 +152,18 @@ class EngineProcess:
 
     def _bury(self, why: str) -> None:
         """Tell every request, and keep the totals."""
-        self._is_serving = False
-        self._absence = why
         if not self._is_closing:
             log.error("%s; running requests are lost", why)
-        self._streams.fail_all(why)
+        self._lose(why)
         self._earlier = self.stats()
-        self._now = EngineStats(rows_total=self._now.rows_total)
+        self._now = EngineStats()
+
+    def _lose(self, why: str) -> None:
+        """No engine from here on; requests end, and are told whether there will be one again."""
+        self._is_serving = False
+        self._is_final = not self._restart
+        self._absence = f"{why}; it is not restarted" if self._is_final else why
+        self._streams.fail_all(self._absence, is_final=self._is_final)
 
     async def _back_off(self, num_failures: int) -> None:
         delay = min(self._first_backoff_s * 2**num_failures, MAX_BACKOFF_S)
@@ -163,6 +179,4 @@ class EngineProcess:
             case Deltas() | Refused():
                 self._streams.deliver(message)
             case Failed(_, why):  # its process ends; requests need not wait until it has
-                self._is_serving = False
-                self._absence = why
-                self._streams.fail_all(why)
+                self._lose(why)

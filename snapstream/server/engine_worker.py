@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import parent_process
@@ -183,7 +184,9 @@ def child_main(connection: Connection, spec: EngineSpec) -> None:
             port.send(Failed("value", str(error)))
         else:
             port.send(Failed("error", f"the engine failed: {type(error).__name__}: {error}"))
-            raise
+            if is_loaded:  # else the front ends with that one line
+                raise
+            sys.exit(1)
 
 
 def _facts(spec: EngineSpec, llm: LLM) -> EngineFacts:

@@ -64,9 +64,19 @@ def too_long(num_prompt: int, max_tokens: int | None, limit: int, param: str) ->
     )
 
 
-def unavailable(reason: str, retry_after_s: int) -> ApiError:
-    """503: loading, draining, or the engine is gone."""
-    headers = {"Retry-After": str(retry_after_s)}
+def too_many_chars(num_chars: int, limit: int, param: str) -> ApiError:
+    """The same for a text that need not be tokenized to know it."""
+    return bad_value(
+        f"This model's maximum context length is {limit} tokens; "
+        f"the prompt has {num_chars} characters, more than so many tokens can spell.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def unavailable(reason: str, retry_after_s: int | None) -> ApiError:
+    """503: loading, draining, or the engine is gone; without a time to wait if it will not come back."""
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return ApiError(503, reason, kind="service_unavailable", code="engine_unavailable", headers=headers)
 
 
@@ -88,7 +98,7 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
     if isinstance(error, QueueFull):
         return queue_full(str(error), retry_after_s)
     if isinstance(error, EngineDead):
-        return unavailable(str(error) or "the engine is not running", retry_after_s)
+        return unavailable(str(error) or "the engine is not running", None if error.is_final else retry_after_s)
     if isinstance(error, ValueError):
         return bad_value(str(error), None)
     return internal()

@@ -18,19 +18,19 @@ from fastapi import Response
 from starlette.requests import ClientDisconnect
 
 from snapstream.server.engine_api import AsyncEngine, EngineDead
-from snapstream.server.errors import ApiError, as_api_error, unavailable
+from snapstream.server.errors import ApiError, as_api_error, queue_full, unavailable
 from snapstream.server.metrics import Metrics
 from snapstream.server.parsing import IgnoredFields, read_object
 from snapstream.server.prompts import Prompts
 from snapstream.server.settings import ModelFacts, ServerSettings
-from snapstream.server.sse import ClientGone, until_gone
+from snapstream.server.sse import ClientGone, EventStream, until_gone
 from snapstream.server.token_text import TokenText
+from snapstream.server.visits import Visit, Visits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# body, id of the answer, time of arrival
-Work = Callable[[dict[str, Any], str, float], Coroutine[Any, Any, Response]]
+Work = Callable[[dict[str, Any], Visit], Coroutine[Any, Any, Response]]  # takes the body
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class Front:
         self.prompts = Prompts(tokenizer, threads=settings.tokenizer_threads)
         self.texts = TokenText(tokenizer)
         self.ignored = IgnoredFields()
+        self.visits = Visits()
         self.is_draining = False
         self._facts = facts
         self.metrics = Metrics(self._model_name, engine.stats, has_vllm_names=settings.has_vllm_names)
@@ -70,9 +71,16 @@ class Front:
         return self.engine.is_ready and not self.is_draining
 
     def need_ready(self) -> None:
-        if not self.is_ready:
-            reason = "shutting down" if self.is_draining else "loading, or its engine is being restarted"
-            raise unavailable(f"the server is {reason}; try again later", self.settings.retry_after_s)
+        """503 unless new work is taken."""
+        if self.is_draining:
+            raise unavailable("the server is shutting down; try again later", self.settings.retry_after_s)
+        self.need_engine()
+
+    def need_engine(self) -> None:
+        """503 unless the engine takes requests. Unlike ``need_ready`` it lets in what came before a drain."""
+        absence = self.engine.absence
+        if absence is not None:
+            raise self.error(absence)
 
     def need_model(self, name: str | None) -> str:
         """The served name that a request means."""
@@ -87,34 +95,49 @@ class Front:
 
     async def answer(self, request: HttpRequest, work: Work) -> Response:
         """Run a handler that computes: watched for the client's leave, with errors in their shape, and logged."""
-        born = monotonic()
         answer_id = uuid4().hex
         given = request.headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else answer_id
-        response = await self._guarded(request, work, answer_id, born, request_id)
-        response.headers["x-request-id"] = request_id
-        log.info(
-            "request=%s answer=%s path=%s status=%d first_byte_ms=%.1f",
-            request_id,
-            answer_id,
-            request.url.path,
-            response.status_code,
-            1e3 * (monotonic() - born),
-        )
-        return response
-
-    async def _guarded(
-        self, request: HttpRequest, work: Work, answer_id: str, born: float, request_id: str
-    ) -> Response:
+        visit = Visit(self.visits, answer_id, request_id, request.url.path)
+        response: Response | None = None
         try:
+            response = await self._guarded(request, work, visit)
+            response.headers["x-request-id"] = request_id
+            return response
+        finally:
+            if not isinstance(response, EventStream):  # a stream ends its visit itself
+                visit.end(CLIENT_GONE if response is None else response.status_code)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests, let the open ones end for at most ``timeout_s``, and end the engine.
+
+        The engine is told last: prompts that wait here for their turn still have to reach it.
+        """
+        self.is_draining = True
+        start = monotonic()
+        await self.visits.wait_idle(timeout_s)
+        await self.engine.shutdown(max(0.0, timeout_s - (monotonic() - start)))
+
+    def _admit(self, visit: Visit) -> None:
+        """Before a byte of the body is read: bodies and token lists of refused requests shall cost no memory."""
+        if self.is_draining:
+            self.need_ready()
+        limit = self.settings.max_requests
+        if self.visits.num_open >= limit:
+            raise queue_full(f"{limit} requests are being answered, which is the limit", self.settings.retry_after_s)
+        visit.enter()
+
+    async def _guarded(self, request: HttpRequest, work: Work, visit: Visit) -> Response:
+        try:
+            self._admit(visit)
             data = await read_object(request, self.settings.max_body_bytes)
-            return await until_gone(request.receive, work(data, answer_id, born))
+            return await until_gone(request.receive, work(data, visit))
         except (ClientGone, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         except Exception as error:
             fault = self.error(error)
             if fault.status >= 500 and not isinstance(error, (ApiError, EngineDead)):
-                log.exception("request=%s failed", request_id)
+                log.exception("request=%s failed", visit.request_id)
             return fault.response()
 
     def close(self) -> None:

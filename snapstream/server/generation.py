@@ -7,7 +7,7 @@ with ``is_finished``, or an exception is raised. ``chat.py`` and ``completions.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from time import monotonic
 from typing import cast
@@ -17,26 +17,32 @@ from snapstream.request import FinishReason, Request
 from snapstream.server.engine_api import AsyncEngine, EngineDead, RequestDelta
 from snapstream.server.metrics import Metrics, RequestWatch
 
-RETRY_S = 0.05  # how long a later prompt of a request waits when the queue is full
+RETRY_S = 0.05  # how long a later prompt of a request waits when the queue is full; doubles up to
+MAX_RETRY_S = 1.0
 
 Step = tuple[int, RequestDelta]  # index of the prompt, what it gained
 
 
 async def run_prompts(
-    engine: AsyncEngine, metrics: Metrics, requests: Sequence[Request], born: float
+    engine: AsyncEngine, metrics: Metrics, requests: Sequence[Request], born: float, *, max_at_once: int
 ) -> AsyncGenerator[Step, None]:
-    """Deltas of all prompts in order of arrival. ValueError, QueueFull, EngineDead as in ``engine_api.py``."""
+    """Deltas of all prompts in order of arrival. ValueError, QueueFull, EngineDead as in ``engine_api.py``.
+
+    At most ``max_at_once`` prompts are submitted; the next one follows when one of them has ended. More would only
+    fill the queue for everyone else.
+    """
     if len(requests) == 1:  # the common case needs no tasks
         async with aclosing(_run(engine, metrics, requests[0], born)) as deltas:
             async for delta in deltas:
                 yield 0, delta
         return
     queue: asyncio.Queue[Step | Exception] = asyncio.Queue()
+    waiting = iter(enumerate(requests))  # the tasks take from it in turn
     tasks = [
-        asyncio.create_task(_pump(engine, metrics, index, request, born, queue))
-        for index, request in enumerate(requests)
+        asyncio.create_task(_pump(engine, metrics, waiting, born, queue))
+        for _ in range(min(len(requests), max_at_once))
     ]
-    num_open = len(tasks)
+    num_open = len(requests)
     try:
         while num_open:
             item = await queue.get()
@@ -53,27 +59,37 @@ async def run_prompts(
 async def _pump(
     engine: AsyncEngine,
     metrics: Metrics,
-    index: int,
-    request: Request,
+    waiting: Iterator[tuple[int, Request]],
     born: float,
     queue: asyncio.Queue[Step | Exception],
 ) -> None:
-    """One prompt into the queue. A full queue refuses the first prompt, and so the whole HTTP request, at once; the
-    others were promised to be served when the first was taken, and wait for their turn."""
+    """Prompt after prompt into the queue, until none waits."""
+    try:
+        for index, request in waiting:
+            async with aclosing(_patient(engine, metrics, index, request, born)) as deltas:
+                async for delta in deltas:
+                    queue.put_nowait((index, delta))
+    except Exception as error:
+        queue.put_nowait(error)
+
+
+async def _patient(
+    engine: AsyncEngine, metrics: Metrics, index: int, request: Request, born: float
+) -> AsyncGenerator[RequestDelta, None]:
+    """One prompt. A full queue refuses the first one, and so the whole HTTP request, at once; the others were promised
+    to be served when the first was taken, and wait for their turn."""
+    delay = RETRY_S
     while True:
         try:
             async with aclosing(_run(engine, metrics, request, born)) as deltas:
                 async for delta in deltas:
-                    queue.put_nowait((index, delta))
+                    yield delta
             return
-        except QueueFull as error:
+        except QueueFull:
             if index == 0:
-                queue.put_nowait(error)
-                return
-            await asyncio.sleep(RETRY_S)
-        except Exception as error:
-            queue.put_nowait(error)
-            return
+                raise
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_RETRY_S)
 
 
 async def _run(

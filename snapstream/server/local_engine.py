@@ -17,6 +17,7 @@ from snapstream.request import Request
 from snapstream.server.engine_api import EngineDead, EngineStats, RequestDelta
 from snapstream.server.engine_worker import EngineWorker
 from snapstream.server.messages import Deltas, FromEngine, Refused, Stats, Stop, ToEngine
+from snapstream.server.stats import without_gauges
 from snapstream.server.streams import RequestStreams, Send
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class LocalEngine:
         self._loop = asyncio.get_running_loop()
         self._streams = RequestStreams()
         self._stats = EngineStats()
-        self._absence: str | None = None
+        self._absence: EngineDead | None = None
         self._port = _ThreadPort(self._loop, self._deliver)
         self._worker = EngineWorker(llm.engine, llm.config.max_rows, self._port)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -58,6 +59,10 @@ class LocalEngine:
     def is_ready(self) -> bool:
         return self._absence is None
 
+    @property
+    def absence(self) -> EngineDead | None:
+        return self._absence
+
     def generate(self, request: Request) -> AsyncGenerator[RequestDelta, None]:
         return self._streams.run(request, self._connect)
 
@@ -65,7 +70,7 @@ class LocalEngine:
         return self._stats
 
     async def shutdown(self, drain_s: float) -> None:
-        self._absence = "the engine is shutting down"
+        self._absence = EngineDead("the engine is shutting down")
         await self._streams.wait_idle(drain_s)
         self._streams.fail_all("the server was shut down before the answer was complete")
         self._port.inbox.put(Stop())
@@ -73,7 +78,7 @@ class LocalEngine:
 
     def _connect(self) -> Send:
         if self._absence is not None:
-            raise EngineDead(self._absence)
+            raise self._absence
         return self._port.inbox.put
 
     def _run(self) -> None:
@@ -85,8 +90,9 @@ class LocalEngine:
                 self._loop.call_soon_threadsafe(self._die, f"the engine failed: {type(error).__name__}: {error}")
 
     def _die(self, why: str) -> None:
-        self._absence = why
-        self._streams.fail_all(why)
+        self._absence = EngineDead(why, is_final=True)
+        self._stats = without_gauges(self._stats)
+        self._streams.fail_all(why, is_final=True)
 
     def _deliver(self, message: FromEngine) -> None:
         match message:

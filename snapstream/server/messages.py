@@ -2,8 +2,8 @@
 
 The front sends ``Submit``, ``Abort``, ``Stop``; the engine answers with ``Ready`` once, then ``Deltas``, ``Refused``
 and ``Stats``, and with ``Failed`` as its last word if it can still speak. Messages keep their order in each direction.
-Invariant: nothing here reaches torch, so the front never loads it. ``engine_worker.py`` and ``engine_child.py`` are the
-two ends.
+Invariant: nothing here imports torch. The front loads it only together with a tokenizer, whose library brings it, and
+never holds weights. ``engine_worker.py`` and ``engine_child.py`` are the two ends.
 """
 
 from __future__ import annotations

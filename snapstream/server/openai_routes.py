@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
-from pydantic_core import to_json
 
 from snapstream.request import Request
 from snapstream.server.answers import Answer, Head, Shape
@@ -21,10 +20,19 @@ from snapstream.server.chat import ChatShape
 from snapstream.server.completions import CompletionShape
 from snapstream.server.front import Front
 from snapstream.server.generation import run_prompts
-from snapstream.server.parsing import CHAT_ONLY_REFUSED, REFUSED, check_fields, parse, unknown_fields
+from snapstream.server.parsing import (
+    CHAT_ONLY_REFUSED,
+    COMPLETION_ONLY_REFUSED,
+    REFUSED,
+    check_fields,
+    parse,
+    unknown_fields,
+)
+from snapstream.server.prompts import as_prompts
 from snapstream.server.protocol import Body, ChatBody, CompletionBody, GenerationBody
-from snapstream.server.sampling import chat_wish, check_count, completion_wish, make_request
+from snapstream.server.sampling import chat_wish, check_answer_size, check_samples, completion_wish, make_request
 from snapstream.server.sse import EventStream
+from snapstream.server.visits import Visit
 
 
 def body_schema(*kinds: type[Body]) -> dict[str, Any]:
@@ -50,11 +58,11 @@ def openai_routes(front: Front) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
     async def chat_completions(request: HttpRequest) -> Response:
-        return await front.answer(request, lambda *args: _chat(front, *args))
+        return await front.answer(request, lambda data, visit: _chat(front, data, visit))
 
     @router.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
     async def completions(request: HttpRequest) -> Response:
-        return await front.answer(request, lambda *args: _completion(front, *args))
+        return await front.answer(request, lambda data, visit: _completion(front, data, visit))
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -67,59 +75,61 @@ def openai_routes(front: Front) -> APIRouter:
     return router
 
 
-async def _chat(front: Front, data: dict[str, Any], answer_id: str, born: float) -> Response:
-    front.need_ready()
+async def _chat(front: Front, data: dict[str, Any], visit: Visit) -> Response:
+    front.need_engine()
     check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
     body = parse(ChatBody, data)
     front.ignored.note(unknown_fields(ChatBody, data))
     model, wish = front.need_model(body.model), chat_wish(body, front.facts)
-    check_count(1, wish.sampling.n, front.settings)
-    ids = await front.prompts.chat(body, has_tools=body.tool_choice != "none")
-    answer_id = f"chatcmpl-{answer_id}"
+    check_samples(1, wish.sampling.n, front.settings)
+    ids = await front.prompts.chat(body, front.facts.max_model_len, has_tools=body.tool_choice != "none")
+    answer_id = f"chatcmpl-{visit.answer_id}"
     request = make_request(answer_id, ids, wish, front.facts, prompt_param="messages", has_tokenizer=True)
+    check_answer_size([request], front.facts, front.settings)
     shape = ChatShape(front.texts, has_logprobs=bool(body.logprobs))
-    return await _respond(
-        front, body, shape, [request], Head(answer_id=answer_id, created=int(time.time()), model=model), born
-    )
+    head = Head(answer_id=answer_id, created=int(time.time()), model=model)
+    return await _respond(front, body, shape, [request], head, visit)
 
 
-async def _completion(front: Front, data: dict[str, Any], answer_id: str, born: float) -> Response:
-    front.need_ready()
-    check_fields(data, REFUSED)
+async def _completion(front: Front, data: dict[str, Any], visit: Visit) -> Response:
+    front.need_engine()
+    check_fields(data, {**REFUSED, **COMPLETION_ONLY_REFUSED})
     body = parse(CompletionBody, data)
     front.ignored.note(unknown_fields(CompletionBody, data))
     model, wish = front.need_model(body.model), completion_wish(body, front.facts)
-    prompts = await front.prompts.completion(
-        body.prompt, add_special_tokens=body.add_special_tokens is not False, limit=front.settings.max_prompts
-    )
-    check_count(len(prompts), wish.sampling.n, front.settings)
-    answer_id = f"cmpl-{answer_id}"
+    max_len = front.facts.max_model_len
+    given = as_prompts(body.prompt, front.settings.max_prompts, max_len)
+    check_samples(len(given), wish.sampling.n, front.settings)
+    prompts = await front.prompts.completion(given, max_len, add_special_tokens=body.add_special_tokens is not False)
+    answer_id = f"cmpl-{visit.answer_id}"
     has_tokenizer = front.prompts.tokenizer is not None
     requests = [
         make_request(f"{answer_id}-{index}", ids, wish, front.facts, prompt_param="prompt", has_tokenizer=has_tokenizer)
         for index, (_, ids) in enumerate(prompts)
     ]
+    check_answer_size(requests, front.facts, front.settings)
     echo = [await front.prompts.echo(text, ids) for text, ids in prompts] if body.echo else None
-    shape = CompletionShape(front.texts, requests, echo=echo, is_prompt_only=body.max_tokens == 0)
-    return await _respond(
-        front, body, shape, requests, Head(answer_id=answer_id, created=int(time.time()), model=model), born
-    )
+    shape = CompletionShape(front.texts, requests, echo=echo, is_prompt_only=body.output_limit == 0)
+    head = Head(answer_id=answer_id, created=int(time.time()), model=model)
+    return await _respond(front, body, shape, requests, head, visit)
 
 
 async def _respond(
-    front: Front, body: GenerationBody, shape: Shape, requests: Sequence[Request], head: Head, born: float
+    front: Front, body: GenerationBody, shape: Shape, requests: Sequence[Request], head: Head, visit: Visit
 ) -> Response:
-    answer = Answer(
+    answer = visit.answer = Answer(
         head=head,
         shape=shape,
         requests=requests,
         budget=requests[0].budget or front.facts.engine.budget,
+        offload=front.prompts.offload,
         has_usage=body.has_usage,
         has_running_usage=body.has_running_usage,
     )
-    steps = run_prompts(front.engine, front.metrics, requests, born)
+    max_rows = front.facts.engine.max_rows
+    steps = run_prompts(front.engine, front.metrics, requests, visit.born, max_at_once=max_rows)
     if not body.stream:
-        return Response(to_json(await answer.whole(steps)), media_type="application/json")
+        return Response(await answer.whole(steps), media_type="application/json")
     chunks = answer.chunks(steps)
     try:
         first = await anext(chunks)  # what fails until here has a status of its own
@@ -128,7 +138,7 @@ async def _respond(
     except BaseException:
         await chunks.aclose()
         raise
-    return EventStream(first, chunks, front.error)
+    return EventStream(first, chunks, front.error, visit.end)
 
 
 def _model(front: Front, name: str) -> dict[str, Any]:

@@ -50,19 +50,19 @@ def other_routes(front: Front) -> APIRouter:
 
 async def _tokenize(front: Front, data: dict[str, Any]) -> Response:
     check_fields(data, {"chat_template": ()})
+    max_len = front.facts.max_model_len
     body: TokenizeChatBody | TokenizePromptBody
     if "messages" in data:
         body = parse(TokenizeChatBody, data)
         front.need_model(body.model)
-        ids = await front.prompts.chat(body)
+        ids = await front.prompts.chat(body, max_len)
     else:
         body = parse(TokenizePromptBody, data)
         front.need_model(body.model)
-        ids = await front.prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        has_special = body.add_special_tokens is not False
+        ids = await front.prompts.encode(body.prompt, max_len, add_special_tokens=has_special)
     strings = await front.prompts.token_strings(ids) if body.return_token_strs else None
-    return JSONResponse(
-        {"count": len(ids), "max_model_len": front.facts.max_model_len, "tokens": ids, "token_strs": strings}
-    )
+    return JSONResponse({"count": len(ids), "max_model_len": max_len, "tokens": ids, "token_strs": strings})
 
 
 async def _detokenize(front: Front, data: dict[str, Any]) -> Response:

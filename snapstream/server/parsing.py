@@ -54,7 +54,9 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
 }
-CHAT_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"echo": (False,)}
+CHAT_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "parallel_tool_calls": (True,)}
+COMPLETION_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"tools": ([],), "parallel_tool_calls": (True,)}
+JSON_TYPE = "application/json"
 
 
 class IgnoredFields:
@@ -71,7 +73,14 @@ class IgnoredFields:
 
 
 async def read_object(request: HttpRequest, limit: int) -> dict[str, Any]:
-    """The body as a JSON object, read no further than the limit."""
+    """The body as a JSON object, read no further than the limit.
+
+    The content type is insisted upon because a browser sends other types across origins without asking the server
+    first: any page could use a server on its reader's machine.
+    """
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != JSON_TYPE:
+        raise bad_value(f"the content type is {given!r}; it must be {JSON_TYPE}", None, "invalid_content_type")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -81,7 +90,7 @@ async def read_object(request: HttpRequest, limit: int) -> dict[str, Any]:
         if len(body) > limit:
             raise _too_large(limit)
     try:
-        data = from_json(bytes(body), allow_inf_nan=False)
+        data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise bad_value(f"the body is not valid JSON: {error}", None, "invalid_json") from None
     if not isinstance(data, dict):
@@ -108,7 +117,7 @@ def parse(kind: type[B], data: Mapping[str, Any]) -> B:
 
 
 def unknown_fields(kind: type[Body], data: Mapping[str, Any]) -> set[str]:
-    return set(data) - set(kind.model_fields) - set(REFUSED) - set(CHAT_ONLY_REFUSED)
+    return set(data) - set(kind.model_fields) - set(REFUSED) - set(CHAT_ONLY_REFUSED) - set(COMPLETION_ONLY_REFUSED)
 
 
 def _too_large(limit: int) -> ApiError:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from snapstream.server.conversation import normalise
-from snapstream.server.errors import ApiError, bad_value
+from snapstream.server.errors import ApiError, bad_value, too_long, too_many_chars
 from snapstream.server.protocol import TemplateOptions
 
 if TYPE_CHECKING:
@@ -32,13 +32,26 @@ class Prompts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, threads: int) -> None:
         self.tokenizer = tokenizer
+        # A text longer than so many characters per token of the window cannot fit it, so it need not be tokenized.
+        # Tokenizers that shrink texts do so by characters that combine, while their longest token is a run of spaces.
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    async def offload(self, work: Callable[[], T]) -> T:
+        """Run something long, that needs no tokenizer, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def encode(
+        self, text: str, max_len: int, *, add_special_tokens: bool, param: str = "prompt"
+    ) -> tuple[int, ...]:
+        """400 for a text that certainly has more than ``max_len`` tokens."""
+        self._need()
+        if len(text) > max_len * self._longest:
+            raise too_many_chars(len(text), max_len, param)
         return await self._run(lambda tok: _encode(tok, text, add_special_tokens))
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -55,19 +68,21 @@ class Prompts:
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
         return await self._run(lambda tok: [str(piece) for piece in tok.convert_ids_to_tokens(list(ids))])
 
-    async def chat(self, options: TemplateOptions, *, has_tools: bool = True) -> tuple[int, ...]:
+    async def chat(self, options: TemplateOptions, max_len: int, *, has_tools: bool = True) -> tuple[int, ...]:
         """A conversation as token ids, ready for the answer."""
-        return await self._run(lambda tok: _encode(tok, _render(tok, options, has_tools), False))
+        text = await self._run(lambda tok: _render(tok, options, has_tools))
+        has_special = options.add_special_tokens is True
+        return await self.encode(text, max_len, add_special_tokens=has_special, param="messages")
 
     async def completion(
-        self, prompt: object, *, add_special_tokens: bool, limit: int
+        self, prompts: Sequence[Any], max_len: int, *, add_special_tokens: bool
     ) -> list[tuple[str | None, tuple[int, ...]]]:
-        """(text if there was one, ids) of every prompt of a body."""
+        """(text if there was one, ids) of every prompt of ``as_prompts``."""
         return [
-            (item, await self.encode(item, add_special_tokens=add_special_tokens))
+            (item, await self.encode(item, max_len, add_special_tokens=add_special_tokens))
             if isinstance(item, str)
             else (None, tuple(item))
-            for item in _as_prompts(prompt, limit)
+            for item in prompts
         ]
 
     def _need(self) -> PreTrainedTokenizerBase:
@@ -124,23 +139,29 @@ def _template_arguments(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]
     return given
 
 
-def _as_prompts(prompt: object, limit: int) -> list[Any]:
-    """The four forms of ``prompt`` as a list of prompts."""
+def as_prompts(prompt: object, limit: int, max_len: int) -> list[Any]:
+    """The four forms of ``prompt`` as a list of prompts; lengths are checked before a list is walked through."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise _bad_prompt()
-    if _is_ids(prompt):
-        return [prompt]
+    if type(prompt[0]) is int:
+        return [_ids(prompt, max_len)]
     if len(prompt) > limit:
         raise bad_value(f"{len(prompt)} prompts given; the limit is {limit}", "prompt")
-    if all(isinstance(item, str) for item in prompt) or all(_is_ids(item) for item in prompt):
+    if all(isinstance(item, str) for item in prompt):
         return prompt
-    raise _bad_prompt()
+    return [_ids(item, max_len) for item in prompt]
 
 
-def _is_ids(item: object) -> bool:
-    return isinstance(item, list) and bool(item) and all(type(token) is int for token in item)
+def _ids(item: object, max_len: int) -> list[int]:
+    if not isinstance(item, list) or not item:
+        raise _bad_prompt()
+    if len(item) > max_len:
+        raise too_long(len(item), None, max_len, "prompt")
+    if not all(type(token) is int for token in item):
+        raise _bad_prompt()
+    return item
 
 
 def _bad_prompt() -> ApiError:

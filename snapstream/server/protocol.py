@@ -36,6 +36,7 @@ class GenerationBody(Body):
 
     model: str | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # the newer name of max_tokens, which wins
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
@@ -61,6 +62,10 @@ class GenerationBody(Body):
     prompt_compression: Any = None
 
     @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def has_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -76,13 +81,13 @@ class TemplateOptions(Body):
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None  # templates write their own, so the default is no
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class ChatBody(TemplateOptions, GenerationBody):
     """POST /v1/chat/completions"""
 
-    max_completion_tokens: int | None = None  # wins over max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: Any = None

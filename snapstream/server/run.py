@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from snapstream.llm import load_tokenizer
 from snapstream.server.app import make_app
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.front import Front
+from snapstream.server.hosts import is_loopback
 from snapstream.server.messages import EngineSpec
 from snapstream.server.settings import ModelFacts, ServerSettings
 
 log = logging.getLogger(__name__)
 
+KEY_VARIABLE = "SNAPSTREAM_API_KEY"
+SPARE_REQUESTS = 64  # read and tokenized while the engine's queue is full
+UNBOUNDED_REQUESTS = 4096  # where the engine's queue has no bound, the front still needs one
 LAST_FRAMES_S = 5  # for error frames to leave after draining
 
 
@@ -54,8 +61,26 @@ class ServeOptions:
                 raise ValueError(f"{file} is not a file")
 
 
+def make_settings(
+    spec: EngineSpec,
+    host: str,
+    api_keys: Sequence[str],
+    cors_origins: Sequence[str],
+    allowed_hosts: Sequence[str],
+) -> ServerSettings:
+    """What follows for the front from the engine's size and the address. ValueError for a key that is blank."""
+    if not os.environ.get(KEY_VARIABLE, "unset").strip():  # typer takes a blank one for none: the server would be open
+        raise ValueError(f"{KEY_VARIABLE} is set but blank; give it a key, or unset it to serve without")
+    return ServerSettings(
+        api_keys=tuple(api_keys),
+        cors_origins=tuple(cors_origins),
+        allowed_hosts=("localhost", *allowed_hosts) if allowed_hosts or is_loopback(host) else (),
+        max_requests=spec.max_rows + spec.max_waiting + SPARE_REQUESTS if spec.max_waiting else UNBOUNDED_REQUESTS,
+    )
+
+
 def serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> None:
-    """Serve until a signal. ValueError or OSError: it cannot be served like this."""
+    """Serve until a signal. ValueError or OSError: it cannot be served like this. EngineDead: loading it failed."""
     asyncio.run(_serve(spec, settings, options))
 
 
@@ -72,8 +97,8 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called in a signal handler: between any two instructions of the loop's thread."""
         if self._front.is_draining:
-            super().handle_exit(sig, frame)
-            self.force_exit = True
+            # Not through uvicorn's own handler: it would raise the signal again before the engine is shut down.
+            self.should_exit = self.force_exit = True
             return
         self._front.is_draining = True
         self._loop.call_soon_threadsafe(self._start_drain)
@@ -84,7 +109,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         try:
-            await self._front.engine.shutdown(self._drain_timeout_s)
+            await self._front.drain(self._drain_timeout_s)
         finally:
             self.should_exit = True
 
@@ -92,8 +117,12 @@ class DrainingServer(uvicorn.Server):
 async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> None:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family, backlog=2048) as listener:
+        if not settings.api_keys and not is_loopback(options.host):
+            log.warning("no API key is set: everyone who can reach %s may use this server", options.host)
+        log.info("loading %s", spec.model)
         engine = EngineProcess(spec, restart=options.restart)
         loading = asyncio.create_task(engine.start())
+        front_app: FastAPI | None = None
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, Path(spec.model))
             names = options.names or (Path(spec.model).resolve().name,)
@@ -101,7 +130,13 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
 
             def facts() -> ModelFacts:
                 known = engine.facts
-                return ModelFacts(names=names, vocab_size=known.vocab_size, engine=known.engine, created=created)
+                return ModelFacts(
+                    names=names,
+                    vocab_size=known.vocab_size,
+                    engine=known.engine,
+                    created=created,
+                    num_heads=known.architecture.num_layers * known.architecture.num_kv_heads,
+                )
 
             front_app = make_app(engine, tokenizer, settings, facts)
             server = DrainingServer(_uvicorn_config(front_app, options), front_app.state.front, options.drain_timeout_s)
@@ -110,6 +145,8 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
             if loading.done() and not front_app.state.front.is_draining:
                 loading.result()  # what made it end
         finally:
+            if front_app is not None:
+                front_app.state.front.close()
             await engine.shutdown(0)
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)

@@ -6,6 +6,7 @@ names the field. Defaults are those of the OpenAI API, except that a chat answer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -47,14 +48,13 @@ def chat_wish(body: ChatBody, facts: ModelFacts) -> Wish:
     top = body.top_logprobs
     if top and not body.logprobs:
         raise bad_value("top_logprobs needs logprobs to be true", "top_logprobs")
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return _wish(body, facts, max_tokens, logprobs=(top or 0) if body.logprobs else None, prompt_logprobs=None)
+    return _wish(body, facts, body.output_limit, logprobs=(top or 0) if body.logprobs else None, prompt_logprobs=None)
 
 
 def completion_wish(body: CompletionBody, facts: ModelFacts) -> Wish:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_value(f"best_of {body.best_of} differs from n; choosing among samples is not supported", "best_of")
-    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = COMPLETION_MAX_TOKENS if body.output_limit is None else body.output_limit
     if max_tokens == 0 and body.echo:
         # The engine always takes a token, which ``completions.py`` drops; nothing but the length may end it.
         max_tokens = 1
@@ -80,11 +80,39 @@ def make_request(
     return request
 
 
-def check_count(num_prompts: int, n: int, settings: ServerSettings) -> None:
-    if num_prompts > settings.max_prompts:
-        raise bad_value(f"{num_prompts} prompts given; the limit is {settings.max_prompts}", "prompt")
-    if num_prompts * n > settings.max_samples and n > 1:
-        raise bad_value(f"{num_prompts} prompts and n {n} exceed the limit of {settings.max_samples} samples", "n")
+def check_samples(num_prompts: int, n: int, settings: ServerSettings) -> None:
+    """Before anything is tokenized."""
+    if num_prompts * n > settings.max_samples:
+        raise bad_value(
+            f"{num_prompts} prompts and n {n} make {num_prompts * n} samples; the limit is {settings.max_samples}",
+            "n" if n > 1 else "prompt",
+        )
+
+
+def check_answer_size(requests: Sequence[Request], facts: ModelFacts, settings: ServerSettings) -> None:
+    """Refuse what would make an answer that fits no memory: it is built whole before it is sent."""
+    sampling = requests[0].sampling
+    if sampling.prompt_logprobs is not None:
+        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        entries = num_tokens * (1 + sampling.prompt_logprobs) * sampling.n
+        if entries > settings.max_prompt_logprobs:
+            raise bad_value(
+                f"echo with logprobs would list {entries} log-probabilities of {num_tokens} prompt tokens; "
+                f"the limit is {settings.max_prompt_logprobs}",
+                "logprobs",
+            )
+    if sampling.return_kept:
+        kept = sum(_kept_positions(request, facts) for request in requests)
+        if kept > settings.max_kept_positions:
+            raise bad_value(
+                f"return_kept would list {kept} positions; the limit is {settings.max_kept_positions}", "kv_cache"
+            )
+
+
+def _kept_positions(request: Request, facts: ModelFacts) -> int:
+    """How many positions the answer would list of this prompt."""
+    budget = request.budget or facts.engine.budget
+    return facts.num_heads * budget.num_topk if len(request.prompt_token_ids) > budget.capacity else 0
 
 
 def _wish(

@@ -58,13 +58,20 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: Any, rest: AsyncGenerator[Any, None], as_api_error: Callable[[Exception], ApiError]
+        self,
+        first: Any,
+        rest: AsyncGenerator[Any, None],
+        as_api_error: Callable[[Exception], ApiError],
+        on_end: Callable[[int, str], None],
     ) -> None:
+        """``on_end`` is called once, with the status and why the stream is not complete, or ""."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._as_api_error = as_api_error
+        self._on_end = on_end
+        self._how = "left"  # until something else is known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -73,7 +80,10 @@ class EventStream(Response):
         except (ClientGone, OSError):
             pass
         finally:
-            await self._rest.aclose()
+            try:
+                await self._rest.aclose()
+            finally:
+                self._on_end(200, self._how)
 
     async def _send_all(self, send: Send) -> None:
         async def put(data: bytes, *, more: bool = True) -> None:
@@ -83,10 +93,12 @@ class EventStream(Response):
             await put(frame(self._first))
             async for item in self._rest:
                 await put(frame(item))
+            self._how = ""
         except OSError:
             raise
         except Exception as error:  # the status line is gone: the stream itself must say it
             fault = self._as_api_error(error)
+            self._how = fault.code or "error"
             if fault.status == internal().status:
                 log.exception("error in a stream")
             await put(frame(fault.body))

@@ -53,6 +53,11 @@ class StatsCounter:
         )
 
 
+def without_gauges(stats: EngineStats) -> EngineStats:
+    """What is left to tell of an engine that is gone: totals, but no rows and no requests."""
+    return replace(stats, num_running=0, num_waiting=0, rows_free=0, rows_total=0)
+
+
 def add_totals(stats: EngineStats, earlier: EngineStats) -> EngineStats:
     """``stats`` with the totals of ``earlier`` on top; gauges are those of ``stats``."""
     return replace(

@@ -63,10 +63,10 @@ class RequestStreams:
                 error = ValueError(text) if kind == "value" else QueueFull(text)
                 self._put(request_id, error, is_last=True)
 
-    def fail_all(self, reason: str) -> None:
-        """End every stream with EngineDead."""
+    def fail_all(self, reason: str, *, is_final: bool = False) -> None:
+        """End every stream with EngineDead. ``is_final``: the engine will not come back."""
         for request_id in list(self._streams):
-            self._put(request_id, EngineDead(reason), is_last=True)
+            self._put(request_id, EngineDead(reason, is_final=is_final), is_last=True)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request runs; False if some still do."""

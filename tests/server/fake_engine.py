@@ -138,6 +138,10 @@ class FakeEngine:
             timings=Timings(queue_ms=1.0, prefill_ms=2.0, decode_ms=3.0) if reason is not None else None,
         )
 
+    @property
+    def absence(self) -> EngineDead | None:
+        return None if self.is_ready else EngineDead("the engine is loading")
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=self.num_running, rows_free=4 - self.num_running, rows_total=4,

@@ -13,6 +13,7 @@ from snapstream.server.app import make_app
 from snapstream.server.settings import ServerSettings
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
 
+JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -23,6 +24,12 @@ async def client(engine: FakeEngine, **settings: Any) -> AsyncIterator[httpx.Asy
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         yield http
     app.state.front.close()
+
+
+def app_of(http: httpx.AsyncClient) -> Any:
+    """The application behind a client."""
+    transport: Any = http._transport
+    return transport.app
 
 
 def frames(text: str) -> list[dict[str, Any]]:

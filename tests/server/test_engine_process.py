@@ -24,6 +24,7 @@ from snapstream.request import SamplingParams
 from snapstream.server.engine_api import EngineDead
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.messages import EngineSpec
+from snapstream.server.metrics import Metrics
 from tests.llm.conftest import write_checkpoint
 from tests.server.running import (
     BUDGET,
@@ -196,6 +197,10 @@ def test_a_killed_engine_fails_every_request_at_once_and_comes_back(served: Serv
         assert time.monotonic() - start < 2.0
         assert all(isinstance(outcome, EngineDead) for outcome in outcomes), outcomes
         assert not engine.is_ready and engine.stats().num_running == 0
+        page = Metrics(lambda: "tiny", engine.stats, has_vllm_names=True).render().decode()
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "rows_used", "rows_free"):
+            assert f'snapstream:{gauge}{{model_name="tiny"}} 0.0' in page, gauge
+        assert engine.absence is not None and not engine.absence.is_final
         with pytest.raises(EngineDead):
             await collect(engine, make_request(0))
         while not engine.is_ready:
@@ -224,6 +229,8 @@ def test_without_restart_a_killed_engine_stays_dead(spec: EngineSpec) -> None:
         assert time.monotonic() - start < 2.0
         await asyncio.sleep(0.5)
         assert not engine.is_ready and engine.stats().restarts_total == 0
+        assert outcome.is_final and engine.absence is not None and engine.absence.is_final
+        assert "SIGSEGV" in str(engine.absence) and "not restarted" in str(engine.absence)
         assert not [child for child in multiprocessing.active_children() if child.pid == facts.pid]
         await engine.shutdown(1)
 

@@ -162,3 +162,20 @@ def test_parts_roles_and_continuation() -> None:
     assert text == "<|begin|><|system|> be brief<|end|><|user|> one\ntwo<|end|>"
     chat(engine, messages=[*HI, {"role": "assistant", "content": "Well, I"}], continue_final_message=True)
     assert tokenizer().decode(engine.requests[1].prompt_token_ids).endswith("<|assistant|> Well, I")
+
+
+def test_special_tokens_are_added_to_a_conversation_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from snapstream.server import prompts
+
+    given: list[bool] = []
+    encode = prompts._encode
+
+    def spy(tok: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        given.append(add_special_tokens)
+        return encode(tok, text, add_special_tokens)
+
+    monkeypatch.setattr(prompts, "_encode", spy)
+    chat()
+    chat(add_special_tokens=False)
+    chat(add_special_tokens=True)
+    assert given == [False, False, True]

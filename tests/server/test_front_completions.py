@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 
-from tests.server.fake_engine import ANSWER, FakeEngine, logprob_of, token_ids
+from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, logprob_of, token_ids
 from tests.server.front_client import client, frames, text_of
 
 PROMPT = "A tëst."
@@ -112,3 +113,69 @@ def test_a_full_queue_only_delays_later_prompts() -> None:
 
     body = complete(OneAtATime(), prompt=["one", "two", "three"], max_tokens=50)
     assert [choice["text"] for choice in body["choices"]] == [ANSWER] * 3
+
+
+def test_no_more_prompts_are_submitted_than_there_are_rows() -> None:
+    class Counting(FakeEngine):
+        now = most = 0
+
+        async def generate(self, request: Any) -> Any:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            try:
+                async for delta in super().generate(request):
+                    yield delta
+            finally:
+                self.now -= 1
+
+    engine = Counting()
+    body = complete(engine, prompt=[f"{number}" for number in range(11)], max_tokens=50)
+    assert [choice["text"] for choice in body["choices"]] == [ANSWER] * 11
+    assert engine.most == FACTS.engine.max_rows
+
+
+def test_a_prompt_that_waits_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    from snapstream.engine.validate import QueueFull
+    from snapstream.server import generation
+
+    monkeypatch.setattr(generation, "RETRY_S", 0.02)
+    monkeypatch.setattr(generation, "MAX_RETRY_S", 0.08)
+    times: list[float] = []
+
+    class Busy(FakeEngine):
+        async def generate(self, request: Any) -> Any:
+            if request.request_id.endswith("-1"):
+                times.append(time.monotonic())
+                if len(times) < 6:
+                    raise QueueFull("full")
+            async for delta in super().generate(request):
+                yield delta
+
+    complete(Busy(), prompt=["one", "two"])
+    waits = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    assert all(wait >= least for wait, least in zip(waits, (0.02, 0.04, 0.08, 0.08, 0.08), strict=True)), waits
+
+
+def test_max_completion_tokens_is_the_newer_name() -> None:
+    engine = FakeEngine()
+    complete(engine, max_completion_tokens=3, max_tokens=9)
+    assert engine.requests[0].sampling.max_tokens == 3
+    assert complete(echo=True, max_completion_tokens=0)["choices"][0]["text"] == PROMPT
+
+
+def test_large_echoes_are_the_same_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from snapstream.server import answers, prompts
+
+    plain = complete(echo=True, logprobs=2, max_tokens=2)
+    offload, num_offloaded = prompts.Prompts.offload, 0
+
+    async def counted(self: Any, work: Any) -> Any:
+        nonlocal num_offloaded
+        num_offloaded += 1
+        return await offload(self, work)
+
+    monkeypatch.setattr(answers, "LARGE", 1)
+    monkeypatch.setattr(prompts.Prompts, "offload", counted)
+    elsewhere = complete(echo=True, logprobs=2, max_tokens=2)
+    assert elsewhere["choices"] == plain["choices"] and elsewhere["usage"] == plain["usage"]
+    assert num_offloaded == 2  # building and writing

@@ -11,8 +11,8 @@ import pytest
 from snapstream.engine.validate import QueueFull
 from snapstream.server.engine_api import EngineDead
 from snapstream.server.settings import ServerSettings
-from tests.server.fake_engine import FakeEngine
-from tests.server.front_client import HI, client
+from tests.server.fake_engine import FACTS, FakeEngine
+from tests.server.front_client import HI, JSON, client
 
 
 def call(
@@ -20,7 +20,13 @@ def call(
 ) -> httpx.Response:
     async def run() -> httpx.Response:
         async with client(engine or FakeEngine(), **settings) as http:
-            given = {"content": body} if isinstance(body, bytes) else {"json": body} if body is not None else {}
+            given = (
+                {"content": body, "headers": JSON}
+                if isinstance(body, bytes)
+                else {"json": body}
+                if body is not None
+                else {}
+            )
             return await http.request(method, path, **given)
 
     return asyncio.run(run())
@@ -73,6 +79,7 @@ BAD_CHAT = [
     ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
     ({"messages": HI, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"messages": HI, "echo": True}, "echo"),
+    ({"messages": HI, "parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
     ({"messages": HI, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"messages": HI, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
@@ -100,6 +107,9 @@ def test_bad_chat_values_are_400_and_name_the_field(body: dict[str, Any], param:
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": ["a"] * 4}, "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"prompt": "a", "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"prompt": "a", "max_completion_tokens": -1}, "max_tokens"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
@@ -141,6 +151,86 @@ def test_prompt_too_long() -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
+def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from snapstream.server import prompts
+
+    def encode(*_: Any) -> Any:
+        raise AssertionError("the tokenizer was asked")
+
+    monkeypatch.setattr(prompts, "_encode", encode)
+
+
+def test_texts_that_cannot_fit_are_refused_without_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.server.fake_engine import tokenizer
+
+    no_tokenizing(monkeypatch)
+    longest = max(map(len, tokenizer().get_vocab()))
+    text = "x" * (512 * longest + 1)
+    for path, body, param in (
+        (TEXT, {"prompt": text}, "prompt"),
+        (TEXT, {"prompt": [text, "a"]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
+        ("/tokenize", {"prompt": text}, "prompt"),
+    ):
+        error = error_of(call(path, body), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert "512" in error["message"]
+    assert call(TEXT, {"prompt": text[:-1]}).status_code == 500  # one less might fit: the tokenizer is asked
+
+
+def test_id_lists_that_cannot_fit_are_refused_by_their_length_alone() -> None:
+    from snapstream.server.errors import ApiError
+    from snapstream.server.prompts import as_prompts
+
+    class Unread(list[int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("the list was walked through")
+
+    for prompt in (Unread([1] * 20), [Unread([1] * 20), [1]]):
+        with pytest.raises(ApiError) as caught:
+            as_prompts(prompt, 4, 19)
+        assert caught.value.code == "context_length_exceeded"
+    assert as_prompts([1] * 19, 4, 19) == [[1] * 19]
+
+
+def test_samples_are_counted_before_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_tokenizing(monkeypatch)
+    for body, param in (({"prompt": ["a"] * 5}, "prompt"), ({"prompt": ["a"] * 3, "n": 2}, "n")):
+        error = error_of(call(TEXT, body, max_samples=4), 400)
+        assert error["param"] == param and "limit is 4" in error["message"]
+
+
+def test_answers_that_list_too_much_are_refused() -> None:
+    body = {"prompt": [[5] * 40, [5] * 10], "echo": True, "logprobs": 1, "n": 2, "max_tokens": 1}
+    assert call(TEXT, body, max_prompt_logprobs=200).status_code == 200
+    error = error_of(call(TEXT, body, max_prompt_logprobs=199), 400)  # 50 tokens x 2 x 2
+    assert error["param"] == "logprobs" and "200" in error["message"] and "limit is 199" in error["message"]
+    long = {"prompt": [[5] * 200, [5] * 128], "kv_cache": {"return_kept": True}}  # the second fits its row
+    num_topk = FACTS.engine.budget.num_topk
+    assert call(TEXT, long, max_kept_positions=num_topk).status_code == 200
+    error = error_of(call(TEXT, long, max_kept_positions=num_topk - 1), 400)
+    assert error["param"] == "kv_cache" and f"limit is {num_topk - 1}" in error["message"]
+
+
+def test_other_content_types_are_refused() -> None:
+    """A page may send these to any server without asking it first."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        async with client(engine) as http:
+            body = b'{"prompt": "a"}'
+            for kind in ("text/plain", "application/x-www-form-urlencoded", "text/plain; application/json", None):
+                headers = {"Origin": "http://evil.example"} | ({"Content-Type": kind} if kind else {})
+                for path in (TEXT, CHAT, "/tokenize"):
+                    response = await http.post(path, content=body, headers=headers)
+                    assert error_of(response, 400)["code"] == "invalid_content_type"
+            assert engine.requests == []
+            headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+            assert (await http.post(TEXT, content=body, headers=headers)).status_code == 200
+
+    asyncio.run(run())
+
+
 def test_a_template_that_raises_is_a_400(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.server.fake_engine import tokenizer
 
@@ -179,7 +269,7 @@ def test_body_limit_declared_and_chunked() -> None:
 
     async def chunked() -> httpx.Response:
         async with client(FakeEngine(), max_body_bytes=1000) as http:
-            return await http.post(TEXT, content=pieces())
+            return await http.post(TEXT, content=pieces(), headers=JSON)
 
     error_of(asyncio.run(chunked()), 413)
 
@@ -203,6 +293,18 @@ def test_not_ready_is_503_everywhere_it_matters() -> None:
     error_of(call(TEXT, {"prompt": "a"}, engine=engine), 503)
     error_of(call("/health", engine=engine, method="GET"), 503)
     assert call("/metrics", engine=engine, method="GET").status_code == 200
+
+
+def test_an_engine_that_stays_dead_says_why_and_invites_no_retry() -> None:
+    class Dead(FakeEngine):
+        absence = EngineDead("killed by SIGKILL; it is not restarted", is_final=True)
+
+    for path, body, method in ((CHAT, {"messages": HI}, "POST"), ("/health", None, "GET")):
+        response = call(path, body, engine=Dead(is_ready=False), method=method)
+        assert error_of(response, 503)["message"] == "killed by SIGKILL; it is not restarted"
+        assert "retry-after" not in response.headers
+    response = call("/health", engine=FakeEngine(is_ready=False), method="GET")
+    assert error_of(response, 503)["message"] == "the engine is loading" and response.headers["retry-after"]
 
 
 def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_frame() -> None:

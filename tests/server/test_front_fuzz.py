@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from snapstream.server.protocol import ChatBody, CompletionBody
 from tests.server.fake_engine import FakeEngine
-from tests.server.front_client import HI, client
+from tests.server.front_client import HI, JSON, client
 from tests.server.test_front_errors import error_of
 
 ANYTHING = st.recursive(
@@ -37,7 +37,7 @@ def bodies(kind: type, own: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]
 def answer(path: str, body: dict[str, Any]) -> None:
     async def run() -> None:
         async with client(FakeEngine()) as http:
-            response = await http.post(path, content=json.dumps(body).encode())
+            response = await http.post(path, content=json.dumps(body).encode(), headers=JSON)
             if response.status_code != 200:
                 assert 400 <= response.status_code < 500, response.text
                 error_of(response, response.status_code)

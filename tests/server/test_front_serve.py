@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,19 @@ import httpx
 import pytest
 
 from snapstream.cli import main
+from snapstream.server.engine_api import EngineDead
+from snapstream.server.engine_process import EngineProcess
+from snapstream.server.messages import EngineSpec
+from snapstream.server.run import ServeOptions, make_settings, serve
 from tests.server.front_client import frames
 
 START_S = 120
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+@contextmanager
+def running(tmp_path: Path, drain_timeout: int) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     log = tmp_path / "log"
-    options = ["--port", "0", "--max-rows", "3", "--budget", "128", "--drain-timeout", "4"]
+    options = ["--port", "0", "--max-rows", "3", "--budget", "128", "--drain-timeout", str(drain_timeout)]
     with log.open("wb") as err:
         process = subprocess.Popen(
             [sys.executable, "-m", "snapstream.cli", "serve", *options],
@@ -38,14 +44,20 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         while not (found := re.search(r"serving tiny at (http://\S+)/v1", log.read_text())):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
+        assert "loading " in log.read_text()
         yield process, found[1]
     finally:
         process.kill()
         process.wait()
 
 
-def test_answer_then_drain(server: tuple[subprocess.Popen[bytes], str]) -> None:
-    process, url = server
+def test_answer_then_drain(tmp_path: Path) -> None:
+    with running(tmp_path, 4) as (process, url):
+        _answer_then_drain(process, url)
+
+
+def _answer_then_drain(process: subprocess.Popen[bytes], url: str) -> None:
+    assert httpx.get(f"{url}/health", headers={"Host": "evil.example"}).status_code == 403  # bound to loopback
     assert httpx.get(f"{url}/health").status_code == 200
     body = {"prompt": "word " * 300, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
@@ -70,6 +82,17 @@ def test_answer_then_drain(server: tuple[subprocess.Popen[bytes], str]) -> None:
     assert process.wait(20) == 0
 
 
+def test_a_second_signal_ends_at_once_and_in_order(tmp_path: Path) -> None:
+    with running(tmp_path, 600) as (process, url):
+        _, started, parts = _stream(url, 15_000)
+        assert started.wait(30)
+        process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{url}/health").status_code == 200:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0  # not ended by the signal itself, which would skip the engine's shutdown
+
+
 def _stream(url: str, max_tokens: int) -> tuple[threading.Thread, threading.Event, list[bytes]]:
     started, parts = threading.Event(), []
 
@@ -83,6 +106,65 @@ def _stream(url: str, max_tokens: int) -> tuple[threading.Thread, threading.Even
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     return thread, started, parts
+
+
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_a_blank_key_is_refused(
+    blank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("snapstream.server.run.serve", _must_not_serve)
+    assert main(["serve", "--api-key", blank]) == 2
+    assert "API key" in capsys.readouterr().err
+    monkeypatch.setenv("SNAPSTREAM_API_KEY", blank)
+    assert main(["serve"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: SNAPSTREAM_API_KEY is set but blank") and err.count("\n") == 1
+
+
+def _must_not_serve(*_: Any) -> None:
+    raise AssertionError("the server was started")
+
+
+def test_what_follows_from_the_address_and_the_engine() -> None:
+    spec = EngineSpec(model="m", max_rows=3, max_waiting=10)
+    assert make_settings(spec, "127.0.0.1", (), (), ()).allowed_hosts == ("localhost",)
+    assert make_settings(spec, "0.0.0.0", (), (), ()).allowed_hosts == ()
+    assert make_settings(spec, "::1", (), (), ("my.box",)).allowed_hosts == ("localhost", "my.box")
+    assert make_settings(spec, "::1", (), (), ()).max_requests > 13
+    assert make_settings(replace(spec, max_waiting=0), "::1", (), (), ()).max_requests > 1000
+
+
+@pytest.mark.parametrize(("host", "keys", "count"), [("0.0.0.0", (), 1), ("0.0.0.0", ("k",), 0), ("127.0.0.1", (), 0)])
+def test_an_open_server_on_a_network_is_warned_about(
+    host: str,
+    keys: tuple[str, ...],
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def start(self: EngineProcess) -> None:
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(EngineProcess, "start", start)
+    spec = EngineSpec(model=str(tmp_path))  # without a tokenizer
+    with pytest.raises(ValueError, match="no such model"):
+        serve(spec, make_settings(spec, host, keys, (), ()), ServeOptions(host=host, port=0))
+    assert len([record for record in caplog.records if "no API key" in record.getMessage()]) == count
+
+
+def test_an_engine_that_dies_while_it_loads_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def start(self: EngineProcess) -> None:
+        raise EngineDead("the engine process was killed by SIGKILL")
+
+    monkeypatch.setattr(EngineProcess, "start", start)
+    assert main(["serve", "--port", "0"]) == 1
+    err = capfd.readouterr().err
+    assert [line for line in err.splitlines() if not line.startswith("time=")] == [
+        "error: the engine process was killed by SIGKILL"
+    ]
 
 
 def test_a_taken_port_and_bad_options_end_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

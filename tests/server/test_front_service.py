@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from snapstream.engine.validate import QueueFull
 from snapstream.server.app import make_app
+from snapstream.server.engine_api import EngineDead
 from snapstream.server.settings import ServerSettings
 from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
-from tests.server.front_client import HI, client
+from tests.server.front_client import HI, JSON, app_of, client
 
 
 def test_bearer_keys_guard_v1_only() -> None:
@@ -27,6 +29,26 @@ def test_bearer_keys_guard_v1_only() -> None:
             assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 401
             for path in ("/health", "/metrics", "/version", "/tokenizer_info"):
                 assert (await http.get(path)).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_only_named_hosts_are_answered_where_names_are_given() -> None:
+    async def run() -> None:
+        async with client(FakeEngine(), allowed_hosts=("localhost", "my.box")) as http:
+            for host in ("localhost:8000", "LOCALHOST", "127.0.0.1:8000", "[::1]:8000", "my.box"):
+                assert (await http.get("/v1/models", headers={"Host": host})).status_code == 200, host
+            for host in (
+                "evil.example",
+                "evil.example:8000",
+                "localhost.evil.example",
+                "127.0.0.1.evil.example",
+                "10.0.0.1",
+            ):
+                response = await http.get("/v1/models", headers={"Host": host})
+                assert (response.status_code, response.json()["error"]["code"]) == (403, "host_not_allowed"), host
+        async with client(FakeEngine()) as http:
+            assert (await http.get("/v1/models", headers={"Host": "evil.example"})).status_code == 200
 
     asyncio.run(run())
 
@@ -136,8 +158,8 @@ class Visitor:
         self._body: bytes | None = json.dumps(body).encode()
         self._scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
-            "path": path, "raw_path": path.encode(), "query_string": b"", "headers": [], "scheme": "http",
-            "server": ("t", 80), "client": ("c", 1),
+            "path": path, "raw_path": path.encode(), "query_string": b"", "scheme": "http",
+            "headers": [(b"content-type", b"application/json")], "server": ("t", 80), "client": ("c", 1),
         }  # fmt: skip
 
     async def run(self) -> None:
@@ -161,8 +183,10 @@ class Visitor:
     [("/v1/chat/completions", {"messages": HI}, 1), ("/v1/completions", {"prompt": ["a", "b", "c"]}, 3)],
 )
 def test_a_client_that_leaves_frees_its_rows(
-    path: str, fields: dict[str, Any], count: int, stream: bool, hang_after: int
+    path: str, fields: dict[str, Any], count: int, stream: bool, hang_after: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
+
     async def run() -> None:
         engine = FakeEngine(hang_after=hang_after)
         visitor = Visitor(engine, path, {**fields, "stream": stream})
@@ -175,6 +199,132 @@ def test_a_client_that_leaves_frees_its_rows(
         assert engine.num_running == 0 and len(engine.aborted) == count
         text = visitor.app.state.front.metrics.render().decode()
         assert samples(text)['vllm:request_success_total{finished_reason="abort",model_name="tiny"}'] == count
+        assert visitor.app.state.front.visits.num_open == 0
         visitor.app.state.front.close()
+
+    asyncio.run(run())
+    (line,) = [record.getMessage() for record in caplog.records if " end=" in record.getMessage()]
+    assert ("status=200 end=left" if stream and hang_after else "status=499 end=-") in line
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_request_leaves_one_line(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    def line(engine: FakeEngine, **body: Any) -> str:
+        async def run() -> None:
+            async with client(engine) as http:
+                headers = {"X-Request-Id": "mine"}
+                await http.post("/v1/completions", json={"prompt": "a", "stream": stream, **body}, headers=headers)
+
+        caplog.clear()
+        asyncio.run(run())
+        (found,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request=mine")]
+        return found
+
+    num_prompt = len(token_ids("a"))
+    assert f"status=200 end=length prompt_tokens={num_prompt} completion_tokens=3 ms=" in line(
+        FakeEngine(), max_tokens=3
+    )
+    status, end = (200, "engine_unavailable") if stream else (503, "-")
+    assert f"status={status} end={end} prompt_tokens={num_prompt} " in line(FakeEngine(fail_after=2))
+    assert "status=400 end=- prompt_tokens=0 completion_tokens=0" in line(FakeEngine(), temperature=-1)
+
+
+def test_a_drain_waits_for_prompts_that_wait_in_the_front() -> None:
+    """A batch larger than the queue was accepted as a whole: the engine may not close before its last prompt."""
+
+    class OneAtATime(FakeEngine):
+        async def generate(self, request: Any) -> Any:
+            if not self.is_ready:
+                raise EngineDead("the engine is shutting down")
+            if self.num_running:
+                raise QueueFull("full")
+            async for delta in super().generate(request):
+                yield delta
+
+    async def run() -> None:
+        engine = OneAtATime(hang_after=1)
+        async with client(engine) as http:
+            body = {"prompt": ["a", "b", "c"], "max_tokens": 3}
+            answer = asyncio.create_task(http.post("/v1/completions", json=body))
+            await asyncio.wait_for(engine.hanging.wait(), 5)
+            front = app_of(http).state.front
+            drain = asyncio.create_task(front.drain(20))
+            await asyncio.sleep(0)
+            assert (await http.post("/v1/completions", json=body)).status_code == 503  # new work
+            assert (await http.get("/health")).status_code == 503
+            engine.released.set()
+            response = await answer
+            assert response.status_code == 200, response.text
+            assert len(response.json()["choices"]) == 3
+            await asyncio.wait_for(drain, 5)
+            assert engine.is_shut and front.visits.num_open == 0
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_being_tokenized_survives_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Strict(FakeEngine):
+        async def generate(self, request: Any) -> Any:
+            if not self.is_ready:
+                raise EngineDead("the engine is shutting down")
+            async for delta in super().generate(request):
+                yield delta
+
+    async def run() -> None:
+        engine = Strict()
+        async with client(engine) as http:
+            front = app_of(http).state.front
+            encode, may_go, is_there = front.prompts.encode, asyncio.Event(), asyncio.Event()
+
+            async def slowly(*args: Any, **options: Any) -> Any:
+                is_there.set()
+                await may_go.wait()
+                return await encode(*args, **options)
+
+            monkeypatch.setattr(front.prompts, "encode", slowly)
+            answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
+            await asyncio.wait_for(is_there.wait(), 5)
+            drain = asyncio.create_task(front.drain(20))
+            await asyncio.sleep(0.05)
+            may_go.set()
+            assert (await answer).status_code == 200
+            await asyncio.wait_for(drain, 5)
+
+    asyncio.run(run())
+
+
+def test_a_drain_ends_in_time_whatever_is_open() -> None:
+    async def run() -> None:
+        engine = FakeEngine(hang_after=1)
+        async with client(engine) as http:
+            answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
+            await asyncio.wait_for(engine.hanging.wait(), 5)
+            await asyncio.wait_for(app_of(http).state.front.drain(0.1), 5)
+            assert (await answer).status_code == 503
+
+    asyncio.run(run())
+
+
+def test_requests_over_the_limit_are_refused_before_their_body_is_read() -> None:
+    async def run() -> None:
+        engine = FakeEngine(hang_after=1)
+        async with client(engine, max_requests=2, retry_after_s=3) as http:
+            body = {"prompt": "a", "stream": True}
+            taken = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(2)]
+            while engine.num_running < 2:
+                await asyncio.sleep(0)
+
+            async def unread() -> Any:
+                raise AssertionError("the body was asked for")
+                yield b""
+
+            for path in ("/v1/completions", "/tokenize"):
+                response = await http.post(path, content=unread(), headers=JSON)
+                assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+            engine.released.set()
+            assert [response.status_code for response in await asyncio.gather(*taken)] == [200, 200]
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
 
     asyncio.run(run())
