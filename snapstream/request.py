@@ -153,7 +153,7 @@ class Compression:
     evicted_tokens: int
     row_bytes: int  # K and V of one row, all layers, at the request's capacity
     full_bytes: int  # what a full cache of this prompt would hold
-    compress_ms: float  # scoring, selection and the write of the row, all layers
+    compress_ms: float  # scoring, selection and the write of the row, all layers; on a GPU the time to launch them
     # Selected prompt positions by layer and kv head, ascending; None unless asked for and something was evicted.
     kept_positions: tuple[tuple[tuple[int, ...], ...], ...] | None = None  # [L][G][K]
 

@@ -1,7 +1,8 @@
 """Rotary position embedding: the frequencies of each kind of stretching, and the rotation.
 
 Conventions of ``transformers``: the two halves of a head form the rotated pairs, angles are fp32.
-``Rope.angles`` is called once per step, ``rotate`` once per layer on the query and key heads together.
+``Rope.angles`` is called once per decode step or prefill unit, ``rotate`` once per layer on the query and key heads
+together.
 Invariant: an angle depends on the token's position only, and with dynamic stretching also on the length its
 sequence had when it was fed; keys that are already stored are never rotated again.
 """

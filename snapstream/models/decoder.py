@@ -69,7 +69,9 @@ class Decoder:
         return F.embedding(token_ids, self.weights.embed)
 
     def rope(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
-        """Cosine and signed sine ``[T, 1, E]`` fp32 of every token; made once, used by all layers.
+        """Cosine and signed sine ``[T, 1, E]`` fp32 of every token.
+
+        In decode it is made once for all layers, in prefill once per chunk and layer.
 
         ``seq_lens [T]`` is the length of each token's sequence when it is fed: the prompt length in prefill,
         position + 1 in decode. Only dynamic stretching reads it.
