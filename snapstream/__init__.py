@@ -14,13 +14,28 @@ from snapstream.version import __version__
 if TYPE_CHECKING:
     from snapstream.config import KVBudget, SnapKVConfig
     from snapstream.llm import LLM
-    from snapstream.request import RequestOutput, SamplingParams
+    from snapstream.request import Grammar, RequestOutput, SamplingParams
+    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.settings import PromptCompression
 
-__all__ = ["LLM", "KVBudget", "RequestOutput", "SamplingParams", "SnapKVConfig", "__version__"]
+__all__ = [
+    "LLM",
+    "Grammar",
+    "KVBudget",
+    "PromptCompression",
+    "PromptCompressor",
+    "RequestOutput",
+    "SamplingParams",
+    "SnapKVConfig",
+    "__version__",
+]
 
 _HOME = {
+    "Grammar": "snapstream.request",
     "KVBudget": "snapstream.config",
     "LLM": "snapstream.llm",
+    "PromptCompression": "snapstream.spec_prefill.settings",
+    "PromptCompressor": "snapstream.spec_prefill.compressor",
     "RequestOutput": "snapstream.request",
     "SamplingParams": "snapstream.request",
     "SnapKVConfig": "snapstream.config",

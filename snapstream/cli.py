@@ -3,7 +3,7 @@
 Torch is imported inside the commands that need it, so ``--version``, ``--help`` and ``plan`` start at once.
 The invariant: wrong input ends in one line ``error: ...`` on stderr and exit code 2, Ctrl-C in exit code 130,
 never in a traceback. ``plan`` goes on in ``planning.py`` and ``plan_report.py``, ``generate`` in
-``cli_generate.py``, ``serve`` in ``server/run.py``.
+``cli_generate.py``, ``compress`` in ``cli_compress.py``, ``serve`` in ``server/run.py``, ``proxy`` in ``cli_proxy.py``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
-from snapstream.config import DType
+from snapstream.cli_options import number_option, whole_option
+from snapstream.cli_proxy import PROXY_HELP, proxy
+from snapstream.config import DType, Executor
+from snapstream.spec_prefill.settings import Mode, Snap
 from snapstream.version import __version__
 
 app = typer.Typer(
@@ -58,27 +61,22 @@ MODEL is a checkpoint folder; without it the tiny model that ships with the pack
 Examples:
   snapstream serve
   snapstream serve Qwen3-0.6B/ --budget 4096 --max-rows 16
+  snapstream serve Llama-3.1-8B-Instruct/ --draft Qwen3-0.6B/ --prompt-keep 0.25
   SNAPSTREAM_API_KEY=secret snapstream serve Llama-3.2-1B-Instruct/ --host 0.0.0.0
 """
 
 
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+_COMPRESS_HELP = """Shorten a long text with a small draft model; the text goes to stdout, one summary line to stderr.
 
+The draft reads the text (and what will be asked, with --query) and keeps the parts that it looks at: verbatim pieces,
+in order, with a mark where something is missing. The result is text for any model behind any API.
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
-
-
-def _whole_option(help_text: str) -> Any:
-    """An option that takes a whole number and says so, with the value, where it gets something else."""
-    return typer.Option(help=help_text, parser=_whole_number, metavar="N")
+\b
+Examples:
+  snapstream compress report.txt --query "What did it cost?" --keep 0.1
+  snapstream compress --draft Qwen3-0.6B/ --target Llama-3.1-8B-Instruct/ --max-tokens 8192 < book.txt
+  snapstream compress chat.json --messages --max-tokens 4096 --html cut.html
+"""
 
 
 def _show_version(wanted: bool) -> None:
@@ -104,15 +102,15 @@ def plan(
     config: Annotated[Path, typer.Argument(help="config.json, or the folder it is in.", show_default=False)],
     budget: Annotated[
         list[int] | None,
-        _whole_option("Slots of a row; repeatable. Default: 1/2, 1/4, 1/8, 1/16 of the prompt."),
+        whole_option("Slots of a row; repeatable. Default: 1/2, 1/4, 1/8, 1/16 of the prompt."),
     ] = None,
     prompt_len: Annotated[
-        int | None, _whole_option("Prompt tokens. Default: the model's window, at most 131072.")
+        int | None, whole_option("Prompt tokens. Default: the model's window, at most 131072.")
     ] = None,
     max_model_len: Annotated[
-        int | None, _whole_option("Prompt and output tokens: slots of a full row. Default: the prompt.")
+        int | None, whole_option("Prompt and output tokens: slots of a full row. Default: the prompt.")
     ] = None,
-    chunk_len: Annotated[int, _whole_option("Tokens of one prefill unit.")] = 512,
+    chunk_len: Annotated[int, whole_option("Tokens of one prefill unit.")] = 512,
     dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "bfloat16",
     memory: Annotated[str, typer.Option(help="Device memory, e.g. 80GiB, 24GB.")] = "80GiB",
     bandwidth: Annotated[str, typer.Option(help="Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s",
@@ -154,20 +152,21 @@ def generate(
         str | None,
         typer.Option(help="Slots of the row, or 'full'. Default: 8192, at most the window."),
     ] = None,
-    max_tokens: Annotated[int, _whole_option("Most tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", parser=_number, metavar="X")] = 0.0,
-    seed: Annotated[int | None, _whole_option("Same seed, same output.")] = None,
+    max_tokens: Annotated[int, whole_option("Most tokens to generate.")] = 256,
+    temperature: Annotated[float, number_option("0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int | None, whole_option("Same seed, same output.")] = None,
     chat: Annotated[
         bool | None,
         typer.Option("--chat/--raw", help="Use the chat template or not. Default: if there is one."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message; needs the chat template.")] = None,
     dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
-    max_model_len: Annotated[
-        int | None, _whole_option("Prompt and output tokens. Default: the model's window.")
-    ] = None,
+    max_model_len: Annotated[int | None, whole_option("Prompt and output tokens. Default: the model's window.")] = None,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
-    max_rows: Annotated[int, _whole_option("Rows to allocate; one prompt uses one.")] = 1,
+    executor: Annotated[
+        Executor | None, typer.Option(help="Decode as plain calls, or compiled/captured. Default: graph on a GPU only.")
+    ] = None,
+    max_rows: Annotated[int, whole_option("Rows to allocate; one prompt uses one.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     from snapstream.cli_generate import encode_prompt, parse_budget, read_prompt, stream_answer
@@ -182,6 +181,7 @@ def generate(
         budget=slots,
         dtype=dtype,
         device=device,
+        executor=executor,
         max_rows=max_rows,
         max_model_len=max_model_len,
         progress=sys.stderr.isatty(),
@@ -196,7 +196,7 @@ def serve(
         Path | None, typer.Argument(help="Checkpoint folder. Default: the shipped tiny one.", show_default=False)
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[int, _whole_option("Port; 0 takes a free one.")] = 8000,
+    port: Annotated[int, whole_option("Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(envvar="SNAPSTREAM_API_KEY", help="Bearer key for /v1/*; repeatable. Default: none, open."),
@@ -208,21 +208,41 @@ def serve(
         str | None,
         typer.Option(help="Slots of a row, or 'full'; a request may ask for less. Default: 8192, at most the window."),
     ] = None,
-    max_rows: Annotated[int, _whole_option("Rows: samples decoded together.")] = 8,
-    max_model_len: Annotated[
-        int | None, _whole_option("Prompt and output tokens. Default: the model's window.")
-    ] = None,
+    max_rows: Annotated[int, whole_option("Rows: samples decoded together.")] = 8,
+    max_model_len: Annotated[int | None, whole_option("Prompt and output tokens. Default: the model's window.")] = None,
     dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
-    max_waiting: Annotated[int, _whole_option("Requests that may wait; more get 429. 0: no bound.")] = 128,
+    executor: Annotated[
+        Executor | None, typer.Option(help="Decode as plain calls, or compiled/captured. Default: graph on a GPU only.")
+    ] = None,
+    max_waiting: Annotated[int, whole_option("Requests that may wait; more get 429. 0: no bound.")] = 128,
     allowed_host: Annotated[list[str] | None, typer.Option(help="Host to answer to, beside localhost.")] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call this server; repeatable.")
     ] = None,
-    drain_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests get after SIGTERM.", parser=_number, metavar="X")
-    ] = 30.0,
+    tool_parser: Annotated[
+        Literal["auto", "llama3_json", "hermes", "none"],
+        typer.Option(help="How the model writes tool calls; auto goes by its chat template."),
+    ] = "auto",
+    draft: Annotated[
+        Path | None,
+        typer.Option(help="Draft's checkpoint folder: requests may have it shorten their prompts. Default: none."),
+    ] = None,
+    prompt_keep: Annotated[
+        float | None, number_option("With --draft: share that stays of long prompts whose request does not say.")
+    ] = None,
+    prompt_max_tokens: Annotated[
+        int | None, whole_option("With --draft: ceiling of a prompt in tokens, instead of --prompt-keep.")
+    ] = None,
+    prompt_threshold: Annotated[
+        int | None, whole_option("With --draft: leave prompts of fewer tokens alone. Default: 1024.")
+    ] = None,
+    drain_timeout: Annotated[float, number_option("Seconds that running requests get after SIGTERM.")] = 30.0,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page at /.")] = False,
     no_restart: Annotated[bool, typer.Option("--no-restart", help="Do not restart an engine that died.")] = False,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Of the log on stderr: a line for each request, never its text.")
+    ] = "text",
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate file (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Key file (PEM).")] = None,
 ) -> None:
@@ -230,26 +250,33 @@ def serve(
         from snapstream.server import run
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
-    import logging
-
     from snapstream.assets import TINY_MODEL
     from snapstream.cli_generate import parse_budget
+    from snapstream.server import logs
     from snapstream.server.engine_api import EngineDead
     from snapstream.server.messages import EngineSpec
 
-    logging.basicConfig(
-        level=logging.INFO, format="time=%(asctime)s level=%(levelname)s %(message)s", stream=sys.stderr
-    )
+    logs.set_up(log_format)
     spec = EngineSpec(
         model=str(model or TINY_MODEL),
         budget=parse_budget(budget),
         dtype=dtype,
         device=device,
+        executor=executor,
         max_rows=max_rows,
         max_model_len=max_model_len,
         max_waiting=max_waiting,
     )
-    settings = run.make_settings(spec, host, api_key or (), cors_origin or (), allowed_host or ())
+    settings = run.make_settings(
+        spec,
+        host,
+        api_key or (),
+        cors_origin or (),
+        allowed_host or (),
+        has_page=not no_page,
+        tool_parser=tool_parser,
+        prompt_compression=run.default_compression(draft, prompt_keep, prompt_max_tokens, prompt_threshold),
+    )
     options = run.ServeOptions(
         host=host,
         port=port,
@@ -258,11 +285,71 @@ def serve(
         restart=not no_restart,
         tls_cert=tls_cert,
         tls_key=tls_key,
+        draft=draft,
+        draft_threshold=prompt_threshold,
     )
     try:
         run.serve(spec, settings, options)
     except EngineDead as error:
         raise typer.Exit(_fail(str(error), 1)) from None
+
+
+@app.command(help=_COMPRESS_HELP, short_help="Shorten a long text with a small draft model.")
+def compress(
+    file: Annotated[
+        str | None, typer.Argument(help="Text file; without it or as -: stdin.", show_default=False)
+    ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder of the draft. Default: the shipped tiny one.")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="Folder with the target's tokenizer; without it draft tokens are counted.")
+    ] = None,
+    keep: Annotated[float | None, number_option("Share to keep, in (0, 1]. Default: 0.25.")] = None,
+    max_tokens: Annotated[int | None, whole_option("Keep at most so many target tokens instead.")] = None,
+    query: Annotated[str | None, typer.Option(help="What will be asked about the text.")] = None,
+    mode: Annotated[Mode, typer.Option(help="Chunks, borders and marks for prose or for code.")] = "auto",
+    snap: Annotated[
+        Snap | None, typer.Option(help="Where pieces end. Default: at words, in code at lines.", show_default=False)
+    ] = None,
+    delimiter: Annotated[
+        str | None, typer.Option(help="Between pieces. Default: a line [...], in code a comment.", show_default=False)
+    ] = None,
+    look_ahead: Annotated[int, whole_option("Greedy draft tokens that vote; 0: the text's own end.")] = 8,
+    threshold: Annotated[int, whole_option("Leave texts of fewer tokens alone.")] = 0,
+    messages: Annotated[
+        bool, typer.Option("--messages", help="The input is JSON: OpenAI messages, or an object with them.")
+    ] = False,
+    report: Annotated[str | None, typer.Option(help="Write the report as JSON to this file; - is stderr.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page that shows what was kept and cut.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Of the draft's weights.")] = "float32",
+    device: Annotated[str, typer.Option(help="Torch device of the draft.")] = "cpu",
+) -> None:
+    from snapstream.assets import TINY_DRAFT_MODEL
+    from snapstream.cli_compress import CompressOptions, read_text
+    from snapstream.cli_compress import compress as run_compress
+
+    options = CompressOptions(
+        draft=draft or TINY_DRAFT_MODEL,
+        target=target,
+        keep=keep,
+        max_tokens=max_tokens,
+        query=query,
+        mode=mode,
+        snap=snap,
+        delimiter=delimiter,
+        look_ahead=look_ahead,
+        threshold=threshold,
+        is_messages=messages,
+        report=report,
+        html=html,
+        dtype=dtype,
+        device=device,
+    )
+    run_compress(read_text(file, sys.stdin), options, out=sys.stdout, err=sys.stderr)
+
+
+app.command(help=PROXY_HELP, short_help="Trim long prompts in front of any OpenAI-compatible server.")(proxy)
 
 
 @app.command(short_help="Watch a small model answer from a fraction of its cache.")

@@ -11,12 +11,13 @@ from snapstream.request import RequestOutput, SamplingParams
 from snapstream.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from snapstream.llm import LLM, Budget, Prompt
+    from snapstream.llm import LLM, Prompt
+    from snapstream.startup import Budget
 
 
 def parse_budget(text: str | None) -> Budget:
     """``"full"`` or a number of slots; whether a row can be that small is the engine's to say."""
-    from snapstream.llm import DEFAULT_BUDGET
+    from snapstream.startup import DEFAULT_BUDGET
 
     if text is None:
         return DEFAULT_BUDGET

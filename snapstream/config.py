@@ -13,13 +13,15 @@ from operator import index
 from typing import Any, Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Selection = Literal["snapkv", "random"]
 Pooling = Literal["avg", "max"]
 SoftmaxOver = Literal["candidates", "row"]
 GroupReduce = Literal["sum", "max"]
-Executor = Literal["eager"]
+Executor = Literal["eager", "graph"]
 DType = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+EXECUTORS: tuple[Executor, ...] = ("eager", "graph")
 DEFAULT_SINK = 4  # StreamingLLM (arXiv 2309.17453): four sinks are enough, fewer are not
 DEFAULT_WINDOW = 32  # SnapKV (arXiv 2404.14469) uses 16 to 64
 
@@ -60,7 +62,10 @@ def _set_counts(config: Any, **lows: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class KVBudget:
-    """How many slots a row has, by region: ``sink | top-k | recent ring`` (SnapStream, arXiv 2511.03092, section 3).
+    """How many slots a row has, by region: ``sink | top-k | window | recent ring``.
+
+    The paper's row (SnapStream, arXiv 2511.03092, section 3) has no window region: with ``num_window`` the last prompt
+    tokens, usually the question, stay when the ring wraps.
 
     The policies that users compare are budgets of the same code: full attention (capacity >= all tokens),
     StreamingLLM (``num_topk=0``), SnapKV only (``num_recent`` large enough never to wrap).
@@ -68,15 +73,18 @@ class KVBudget:
 
     num_sink: int = DEFAULT_SINK  # first tokens of the prompt, kept for ever
     num_topk: int  # prompt tokens chosen once, at the end of prefill
+    num_window: int = 0  # last tokens of the prompt that stay when the ring wraps
     num_recent: int  # ring of the newest tokens
 
     def __post_init__(self) -> None:
-        _set_counts(self, num_sink=0, num_topk=0, num_recent=1)  # a ring without a slot cannot take the next token
+        _set_counts(
+            self, num_sink=0, num_topk=0, num_window=0, num_recent=1
+        )  # a ring without a slot cannot take the next token
 
     @property
     def capacity(self) -> int:
-        """Slots of a row: sink + top-k + recent."""
-        return self.num_sink + self.num_topk + self.num_recent
+        """Slots of a row: sink + top-k + window + recent."""
+        return self.num_sink + self.num_topk + self.num_window + self.num_recent
 
     @classmethod
     def full(cls, max_model_len: int) -> KVBudget:
@@ -84,8 +92,13 @@ class KVBudget:
         return cls(num_sink=0, num_topk=0, num_recent=as_count("max_model_len", max_model_len, 1))
 
     @classmethod
-    def of(cls, capacity: int, *, num_sink: int = DEFAULT_SINK, window_len: int = DEFAULT_WINDOW) -> KVBudget:
-        """Split ``capacity`` slots by default: a quarter recent (never less than the window), the rest top-k."""
+    def of(
+        cls, capacity: int, *, num_sink: int = DEFAULT_SINK, window_len: int = DEFAULT_WINDOW, num_window: int = 0
+    ) -> KVBudget:
+        """Split ``capacity`` slots by default: a quarter recent (never less than the window), the rest top-k.
+
+        ``num_window`` slots, for prompt tokens that stay, come out of the recent ones.
+        """
         capacity, least = as_count("budget", capacity, 1), num_sink + window_len
         _check(
             capacity >= least,
@@ -93,7 +106,13 @@ class KVBudget:
             f"({num_sink} + {window_len} = {least})",
         )
         num_recent = min(max(window_len, capacity // 4), capacity - num_sink)
-        return cls(num_sink=num_sink, num_topk=capacity - num_sink - num_recent, num_recent=num_recent)
+        as_count("num_window", num_window, 0, num_recent - 1)
+        return cls(
+            num_sink=num_sink,
+            num_topk=capacity - num_sink - num_recent,
+            num_window=num_window,
+            num_recent=num_recent - num_window,
+        )
 
     @classmethod
     def streaming(cls, capacity: int, *, num_sink: int = DEFAULT_SINK) -> KVBudget:
@@ -107,14 +126,22 @@ class KVBudget:
 class SnapKVConfig:
     """How the end of a prompt votes for the tokens to keep (SnapKV, arXiv 2404.14469; SnapStream, section 3)."""
 
+    selection: Selection = "snapkv"  # "random" ignores the votes: the floor that a selection must beat
     window_len: int = DEFAULT_WINDOW  # observation window: the last prompt queries that vote
-    pool_kernel: int = 7  # odd width of the pooling along the keys, stride 1, zero padding
-    pooling: Pooling = "avg"
+    pool_kernel: int = 13  # odd width of the pooling along the keys, stride 1, zero padding
+    pooling: Pooling = "max"  # wide and by maximum: docs/accuracy.md
     softmax_over: SoftmaxOver = "candidates"  # normalise over the eviction candidates, or over the whole visible row
     group_reduce: GroupReduce = "sum"  # how query heads that share a kv head merge, after the softmax
+    num_hops: int = (
+        0  # rounds in which the tokens that got most votes vote in turn; keeps a layer's queries till its end
+    )
 
     def __post_init__(self) -> None:
-        _set_counts(self, window_len=1, pool_kernel=1)
+        _set_counts(self, window_len=1, pool_kernel=1, num_hops=0)
+        _check(
+            self.selection in ("snapkv", "random"),
+            f"selection is {self.selection!r}; it must be 'snapkv' or 'random'",
+        )
         _check(self.pool_kernel % 2 == 1, f"pool_kernel is {self.pool_kernel}; it must be odd")
         _check(self.pooling in ("avg", "max"), f"pooling is {self.pooling!r}; it must be 'avg' or 'max'")
         _check(
@@ -125,6 +152,10 @@ class SnapKVConfig:
             self.group_reduce in ("sum", "max"),
             f"group_reduce is {self.group_reduce!r}; it must be 'sum' or 'max'",
         )
+
+    def num_queries(self, prompt_len: int) -> int:
+        """How many of the last queries of a prompt selection needs."""
+        return min(self.window_len, prompt_len) if self.num_hops == 0 else prompt_len
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +240,7 @@ class EngineConfig:
             isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES,
             f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
         )
-        _check(self.executor == "eager", f"executor is {self.executor!r}; this version has: 'eager'")
+        _check(self.executor in EXECUTORS, f"executor is {self.executor!r}; it must be {' or '.join(EXECUTORS)}")
         self.check_budget(self.budget)
         _check(
             self.pool_tokens > self.short_reserve,

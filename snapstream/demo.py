@@ -2,7 +2,7 @@
 
 A generated document longer than the budget, several questions about it in one batch, the same under four budgets; then
 one row drawn over its document: what was kept. Answers are known, because the document was generated
-(``assets/documents.py``), so right and wrong are counted, not claimed.
+(``assets/documents``), so right and wrong are counted, not claimed.
 """
 
 from __future__ import annotations

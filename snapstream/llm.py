@@ -6,50 +6,50 @@ in ``engine/``, what is computed in ``models/`` and ``runner/``; here everything
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from snapstream.cache import layout
-from snapstream.config import DTYPE_BYTES, DType, EngineConfig, Executor, KVBudget, ModelConfig, SnapKVConfig, as_count
+from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer
+from snapstream.config import DType, EngineConfig, Executor, SnapKVConfig, as_count
+from snapstream.conversation import as_conversation
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
 from snapstream.engine.validate import QueueFull
 from snapstream.inputs import as_conversations, as_params, as_prompts
 from snapstream.models.registry import read_model_config
-from snapstream.models.shapes import num_parameters
-from snapstream.request import Request, RequestOutput, SamplingParams
+from snapstream.request import Request, RequestOutput, SamplingParams, Trim
+from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.startup import (
+    DEFAULT_BUDGET,
+    Budget,
+    MaxRows,
+    check_device,
+    check_executor,
+    fit_rows,
+    resolve_budget,
+    resolve_executor,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Budget = KVBudget | int | str  # the only text is "full"
+    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.trimmer import PromptTrimmer, TrimmedPrompt
+
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-
-DEFAULT_BUDGET = 8192  # slots; what the paper keeps of a 128k prompt
-
-
-def resolve_budget(budget: Budget, max_model_len: int, window_len: int) -> KVBudget:
-    """``"full"``, a number of slots, or a budget. Slots for a whole sequence or more mean full attention."""
-    if isinstance(budget, KVBudget):
-        return budget
-    if budget == "full":
-        return KVBudget.full(max_model_len)
-    if isinstance(budget, str):
-        raise ValueError(f"budget is {budget!r}; it must be a KVBudget, a number of slots or 'full'")
-    if as_count("budget", budget, 1) >= max_model_len:
-        return KVBudget.full(max_model_len)
-    return KVBudget.of(budget, window_len=window_len)
 
 
 class LLM:
     """A model behind fixed-size rows.
 
     ``model``: a Hugging Face checkpoint folder. ``budget``: slots per row, ``"full"``, or a ``KVBudget``.
-    ``max_rows``: requests decoded together. ``max_model_len``: prompt + output, by default the model's window.
+    ``max_rows``: requests decoded together, or ``"auto"`` for as many as the free memory holds (at most 256).
+    ``executor``: ``"eager"``, or ``"graph"``: decode compiled on a CPU, captured on a GPU; by default graph on a GPU
+    and eager on a CPU. ``max_model_len``: prompt + output, by default the model's window.
     ``dtype`` holds for weights and rows. ``max_waiting`` bounds the queue of an engine that serves; 0 means no bound.
+    ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
     Raises ValueError for anything that cannot be supported, with the reason.
     """
 
@@ -61,13 +61,14 @@ class LLM:
         snapkv: SnapKVConfig | None = None,
         dtype: DType = "float32",
         device: str = "cpu",
-        executor: Executor = "eager",
-        max_rows: int = 8,
+        executor: Executor | None = None,
+        max_rows: MaxRows = 8,
         max_model_len: int | None = None,
         chunk_len: int = 512,
         prefill_quantum: int = 0,
         max_waiting: int = 0,
         progress: bool = True,
+        draft: PromptCompressor | str | Path | None = None,
     ) -> None:
         self.model_config = read_model_config(model)
         window = self.model_config.max_position
@@ -75,25 +76,28 @@ class LLM:
             raise ValueError(f"max_model_len is {max_model_len}; the model's window is {window} tokens")
         snapkv = snapkv or SnapKVConfig()
         max_model_len = window if max_model_len is None else max_model_len
-        self.config = EngineConfig(
+        check_device(device)
+        config = EngineConfig(
             budget=resolve_budget(budget, max_model_len, snapkv.window_len),
             snapkv=snapkv,
             max_model_len=max_model_len,
-            max_rows=max_rows,
+            max_rows=1 if max_rows == "auto" else max_rows,
             chunk_len=chunk_len,
             short_len=chunk_len,
             prefill_quantum=prefill_quantum,
             max_waiting=max_waiting,
             dtype=dtype,
             device=device,
-            executor=executor,
+            executor=resolve_executor(executor, device),
         )
-        _check_device(device)
-        _check_memory(self.model_config, self.config)
+        check_executor(config)
         self._progress = progress
         self.tokenizer = load_tokenizer(Path(model))
+        self._trimmer = self._make_trimmer(draft, config)
+        self.config = fit_rows(self.model_config, config, max_rows)  # measures what the draft has left
+        self._grammars = grammar_compiler(self.tokenizer, self.model_config)
         self._engine: Engine | None = Engine(
-            _build_runner(Path(model), self.model_config, self.config, progress),
+            build_runner(Path(model), self.model_config, self.config, self._grammars, progress),
             self.config,
             vocab_size=self.model_config.vocab_size,
             num_layers=self.model_config.num_layers,
@@ -119,17 +123,26 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         budget: Budget | None = None,
+        prompt_compression: PromptCompression | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt (text, or token ids); one ``SamplingParams`` for all or one each.
 
-        ``budget`` gives these requests smaller rows than the engine's. Every prompt is checked before any is run: a
+        ``budget`` gives these requests smaller rows than the engine's. ``prompt_compression`` lets the draft shorten
+        the prompts first; ``RequestOutput.trim`` says what it did. Every prompt is checked before any is run: a
         ValueError names the prompt and the limit, and nothing was started.
         """
         batch = as_prompts(prompts)
-        requests = [self._request(p, s, budget) for p, s in zip(batch, as_params(params, len(batch)), strict=True)]
+        requests = [
+            self._request(p, s, budget, prompt_compression)
+            for p, s in zip(batch, as_params(params, len(batch)), strict=True)
+        ]
+        return self._answer(requests)
+
+    def _answer(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Check every request, then run them all."""
         for index, request in enumerate(requests):
             try:
-                self.engine.validate(request)
+                self._validate(request)
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}" if len(requests) > 1 else str(error)) from None
         return self._run(requests)
@@ -140,10 +153,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         budget: Budget | None = None,
+        prompt_compression: PromptCompression | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template."""
-        ids = [self.chat_token_ids(conversation) for conversation in as_conversations(messages)]
-        return self.generate(ids, params, budget=budget)
+        conversations = as_conversations(messages)
+        if prompt_compression is None:
+            return self.generate([self.chat_token_ids(some) for some in conversations], params, budget=budget)
+        trimmer = self._need_trimmer()
+        return self._answer(
+            [
+                self._trimmed_request(trimmer.chat(some, prompt_compression, self._render_chat), own, budget)
+                for some, own in zip(conversations, as_params(params, len(conversations)), strict=True)
+            ]
+        )
 
     def stream(
         self,
@@ -151,6 +173,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         budget: Budget | None = None,
+        prompt_compression: PromptCompression | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield the same ``RequestOutput`` each time it has grown. Closing the iterator aborts the request.
 
@@ -161,8 +184,8 @@ class LLM:
         if len(batch) != 1:
             raise ValueError(f"stream takes one prompt; {len(batch)} were given")
         (sampling,) = as_params(params, 1)
-        request = self._request(batch[0], sampling, budget)
-        self.engine.validate(request)
+        request = self._request(batch[0], sampling, budget, prompt_compression)
+        self._validate(request)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
@@ -181,17 +204,22 @@ class LLM:
 
     def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
+        text = self._render_chat(messages)
+        return list(self._need_tokenizer("chat")(text, add_special_tokens=False)["input_ids"])
+
+    def _render_chat(self, messages: Sequence[Message]) -> str:
+        """A conversation in the model's chat template."""
         from jinja2 import TemplateError
 
         tokenizer = self._need_tokenizer("chat")
         if tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; pass a prompt to generate() instead")
-        (conversation,) = as_conversations(messages)
+        (given,) = as_conversations(messages)
+        conversation = as_conversation(given, has_developer="developer" in str(tokenizer.chat_template))
         try:
-            text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
         except TemplateError as error:  # roles that the template does not take, or their order
             raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def close(self) -> None:
         """Drop weights and rows. The object cannot be used afterwards."""
@@ -208,9 +236,49 @@ class LLM:
             raise ValueError(f"this checkpoint has no tokenizer, which {purpose} needs; pass token ids")
         return self.tokenizer
 
-    def _request(self, prompt: str | list[int], params: SamplingParams, budget: Budget | None) -> Request:
+    def _make_trimmer(self, draft: PromptCompressor | str | Path | None, config: EngineConfig) -> PromptTrimmer | None:
+        if draft is None:
+            return None
+        from snapstream.spec_prefill.compressor import PromptCompressor
+        from snapstream.spec_prefill.trimmer import PromptTrimmer
+
+        if not isinstance(draft, PromptCompressor):
+            draft = PromptCompressor(draft, dtype=config.dtype, device=config.device)
+        return PromptTrimmer(draft, self._need_tokenizer("prompt compression"))
+
+    def _need_trimmer(self) -> PromptTrimmer:
+        if self._trimmer is None:
+            raise ValueError("prompt_compression needs a draft model; make the LLM with draft=...")
+        return self._trimmer
+
+    def _trimmed_request(self, trimmed: TrimmedPrompt, params: SamplingParams, budget: Budget | None) -> Request:
+        return self._make_request(
+            trimmed.token_ids, params, budget, text=trimmed.text, positions=trimmed.positions, trim=trimmed.trim
+        )
+
+    def _request(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        budget: Budget | None,
+        compression: PromptCompression | None = None,
+    ) -> Request:
+        if compression is not None:
+            return self._trimmed_request(self._need_trimmer().prompt(prompt, compression), params, budget)
         text = prompt if isinstance(prompt, str) else None
         ids: Any = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
+        return self._make_request(ids, params, budget, text=text)
+
+    def _make_request(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        budget: Budget | None,
+        *,
+        text: str | None = None,
+        positions: tuple[int, ...] | None = None,
+        trim: Trim | None = None,
+    ) -> Request:
         resolved = None
         if budget is not None:
             resolved = resolve_budget(budget, self.config.max_model_len, self.config.snapkv.window_len)
@@ -221,7 +289,15 @@ class LLM:
             sampling=params,
             budget=resolved,
             prompt=text,
+            positions=positions,
+            trim=trim,
         )
+
+    def _validate(self, request: Request) -> None:
+        """ValueError if the request could never be served, or its grammar does not compile."""
+        self.engine.validate(request)
+        if request.sampling.grammar is not None and self._grammars is not None:
+            self._grammars.matcher(request.sampling.grammar)
 
     def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run checked requests to their end, feeding the queue as it takes them."""
@@ -276,56 +352,3 @@ def _progress_bar(total: int, wanted: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, desc="prompts", unit="prompt", disable=not wanted or total < 2)
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer, or None where there is none (token ids in, token ids out)."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    if not any((folder / name).is_file() for name in names):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def _build_runner(folder: Path, model: ModelConfig, config: EngineConfig, progress: bool) -> Any:
-    import torch
-
-    from snapstream.models.decoder import Decoder
-    from snapstream.models.loader import load_weights
-    from snapstream.runner.model_runner import ModelRunner
-
-    dtype = getattr(torch, config.dtype)
-    weights = load_weights(folder, model, dtype, config.device, progress)
-    return ModelRunner(Decoder(model, weights), config)
-
-
-def _check_device(device: str) -> None:
-    """Refuse a device that this engine does not know or that this machine does not have."""
-    import torch
-
-    if not isinstance(device, str) or device.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # which of the two depends on how torch was built
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
-
-
-def _check_memory(model: ModelConfig, config: EngineConfig) -> None:
-    """Refuse a configuration that this machine's memory cannot hold, before anything is loaded (CPU only)."""
-    if config.device != "cpu":
-        return
-    size = DTYPE_BYTES[config.dtype]
-    weights = num_parameters(model) * size
-    row = layout.row_bytes(model, config.budget.capacity, size)
-    staging = layout.staging_bytes(model, config.pool_tokens, size)
-    needed = weights + row * (config.max_rows + 1) + staging
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        gib = 2**30
-        raise ValueError(
-            f"{weights / gib:.1f} GiB of weights, {config.max_rows} + 1 rows of {row / gib:.2f} GiB and "
-            f"{staging / gib:.2f} GiB of staging need {needed / gib:.1f} GiB; this machine has {memory / gib:.1f} GiB. "
-            f"Lower max_rows, the budget or max_model_len"
-        )

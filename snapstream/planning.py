@@ -6,9 +6,10 @@ Everything follows from the config's integers, so the figures are bounds, not me
 * weights: the shapes of ``models/shapes.py``;
 * a prefill of N tokens: hidden states ``N D``, staging of the one layer in work ``2 N G E``, and the larger
   of one chunk's temporaries, ``T max(D + (8 H + 4 G) E, H E + 4 D + 3 I)``, and one fp32 scoring block,
-  ``window H`` by 4096 keys;
-* rows that fit: ``(memory - weights - prefill) / row``, less the padding row that every batch needs; prefill
-  is here the pool that the engine allocates once, for ``max_model_len`` and a reserve for short prompts;
+  ``window H`` by 4096 keys (``memory.py``);
+* rows that fit: ``(memory - fixed) / (row + decode of a row)``, as the engine itself counts (``memory.py``): fixed are
+  weights, prefill, the padding row and the framework; prefill is here the pool that the engine allocates once, for
+  ``max_model_len`` and a reserve for short prompts;
 * tokens per second at most: ``B bandwidth / (weights read + B visible row bytes)``. A step reads every weight
   once (an untied embedding table is left out: B lines of it) and the visible slots of every row once.
 
@@ -26,28 +27,14 @@ from snapstream.config import (
     DEFAULT_SINK,
     DEFAULT_WINDOW,
     DTYPE_BYTES,
-    EngineConfig,
     KVBudget,
     ModelConfig,
 )
+from snapstream.memory import EngineMemory, PrefillMemory, engine_memory, prefill_memory
 from snapstream.models.shapes import num_parameters
 
 MAX_PLANNED_LEN = 131_072  # default prompt length where the model's window is longer
 DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of the prompt
-SCORING_KEYS = 4096  # keys that are scored at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillMemory:
-    """Peak bytes that one prompt's prefill needs beside weights and rows."""
-
-    hidden_bytes: int  # residual stream [N, D]
-    staging_bytes: int  # K and V [2, G, N, E] of one layer
-    transient_bytes: int  # the larger of one chunk's activations and one scoring block
-
-    @property
-    def total_bytes(self) -> int:
-        return self.hidden_bytes + self.staging_bytes + self.transient_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,31 +76,6 @@ class Plan:
         plain["prefill"]["total_bytes"] = self.prefill.total_bytes
         plain["rows"] = list(plain["rows"])
         return plain
-
-
-def prefill_memory(
-    config: ModelConfig,
-    prompt_len: int,
-    *,
-    chunk_len: int,
-    dtype_bytes: int,
-    window_len: int = DEFAULT_WINDOW,
-) -> PrefillMemory:
-    """Peak memory of prefilling one prompt layer by layer; it does not grow with the number of layers."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    # Projected and rotated heads; the chunk's own keys and values repeated, queries folded, two outputs, their merge.
-    attention = hidden + 2 * (query_size + 2 * kv_size) + 6 * query_size
-    mlp = query_size + 4 * hidden + 3 * inner  # attended heads, residual, norm and its parts, gate and up, product
-    chunk_bytes = min(chunk_len, prompt_len) * max(attention, mlp) * dtype_bytes
-    keys = min(SCORING_KEYS, prompt_len)
-    scoring_bytes = 4 * (window_len * config.num_heads * keys + kv_size * keys)  # fp32 block and its keys
-    scoring_bytes += 4 * 2 * config.num_kv_heads * prompt_len  # scores of all keys, before and after pooling
-    return PrefillMemory(
-        hidden_bytes=prompt_len * hidden * dtype_bytes,
-        staging_bytes=prompt_len * 2 * kv_size * dtype_bytes,
-        transient_bytes=max(chunk_bytes, scoring_bytes),
-    )
 
 
 def decode_weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
@@ -163,17 +125,17 @@ def make_plan(
     prefill = prefill_memory(config, prompt_len, chunk_len=chunk_len, dtype_bytes=size)
     weights = num_parameters(config) * size
     step_weights = decode_weight_bytes(config, size)
-    pool = prefill_memory(
-        config, max_model_len + EngineConfig.short_reserve, chunk_len=chunk_len, dtype_bytes=size
-    ).total_bytes
-    left = memory_bytes - weights - pool
+
+    def engine(capacity: int) -> EngineMemory:  # memory and bandwidth are a GPU's by default
+        return engine_memory(config, capacity, max_model_len, chunk_len=chunk_len, dtype=dtype, device="cuda")
+
     full_bytes = row_bytes(config, max_model_len, size)
 
     def row_plan(name: str, capacity: int) -> RowPlan:
         of_row = row_bytes(config, capacity, size)
         visible = num_visible(prompt_len, capacity)
         read = row_bytes(config, visible, size)
-        max_rows = max(0, left // of_row - 1)
+        max_rows = max(0, engine(capacity).rows_that_fit(memory_bytes))
         return RowPlan(
             name=name,
             capacity=capacity,
@@ -185,6 +147,7 @@ def make_plan(
             tokens_per_s_max=max_rows * bandwidth / (step_weights + max_rows * read),
         )
 
+    of_full = engine(max_model_len)
     slots = [KVBudget.of(capacity).capacity for capacity in budgets or default_budgets(prompt_len)]
     return Plan(
         architecture=config.architecture,
@@ -198,7 +161,7 @@ def make_plan(
         weight_bytes=weights,
         token_bytes=token_bytes(config, size),
         prefill=prefill,
-        prefill_pool_bytes=pool,
+        prefill_pool_bytes=of_full.staging_bytes + of_full.transient_bytes,
         all_layers_staging_bytes=config.num_layers * prefill.staging_bytes,
         rows=(row_plan("full", max_model_len), *(row_plan(str(capacity), capacity) for capacity in slots)),
     )

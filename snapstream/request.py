@@ -6,10 +6,11 @@ request enters the engine. See ``engine/`` for the life of a request.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, Self, get_args
 
 from snapstream.config import KVBudget, as_count, as_number
 
@@ -18,7 +19,9 @@ MAX_STOP_TOKEN_IDS = 32
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 2**18
 
+GrammarKind = Literal["json_schema", "regex", "lark"]
 
 # Least and greatest values of the numeric sampling parameters.
 _COUNTS: tuple[tuple[str, int, int | None], ...] = (
@@ -42,6 +45,52 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end token, stop id or stop string
     LENGTH = "length"  # max_tokens
     ABORT = "abort"  # the caller gave up
+    ERROR = "error"  # the grammar could not be followed any further; ``stop_reason`` says why
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """What the text of an answer must look like; use one of the class methods. ``grammar.py`` compiles it.
+
+    The sample ends when its text is complete and nothing could follow; an end token is drawn only where the text is
+    complete. ValueError for a text of more than ``MAX_GRAMMAR_CHARS``.
+    """
+
+    kind: GrammarKind
+    text: str  # a JSON schema as JSON, a regular expression, or a Lark grammar in llguidance's dialect
+    # Of a schema: refuse what cannot be enforced. Otherwise unknown keywords are ignored, and oneOf is taken as anyOf.
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise ValueError(f"grammar kind is {self.kind!r}; it must be one of {', '.join(get_args(GrammarKind))}")
+        if not isinstance(self.text, str) or not self.text or len(self.text) > MAX_GRAMMAR_CHARS:
+            size = len(self.text) if isinstance(self.text, str) else repr(self.text)
+            raise ValueError(f"grammar text has {size} characters; it must have 1 to {MAX_GRAMMAR_CHARS}")
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls(kind="json_schema", text='{"type": "object"}')
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str, *, strict: bool = True) -> Self:
+        """JSON that a schema (as a mapping, or as JSON) describes; its properties come in the schema's order."""
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"grammar: the schema is not plain JSON: {error}") from None
+        return cls(kind="json_schema", text=text, strict=strict)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Text that a regular expression matches as a whole (no look-around, no back references)."""
+        return cls(kind="regex", text=pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Self:
+        """A context-free grammar; the rule ``start`` is the whole text."""
+        return cls(kind="lark", text=grammar)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +116,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # per generated token: its own log-probability and this many of the likeliest
     prompt_logprobs: int | None = None  # the same for every prompt token, from the uncompressed prefill
-    return_kept: bool = False  # report which prompt positions each row kept (Compression.kept_positions)
+    grammar: Grammar | None = None  # the text must match it; it wins over min_tokens and ignore_eos
+    # Report which prompt tokens each row kept: True as Compression.kept_positions, "bitmap" as kept_bitmap.
+    return_kept: bool | Literal["bitmap"] = False
 
     def __post_init__(self) -> None:
         for name, low, high in _COUNTS:
@@ -82,9 +133,13 @@ class SamplingParams:
                                       ("prompt_logprobs", 0, MAX_LOGPROBS)):  # fmt: skip
             if getattr(self, name) is not None:
                 self._set(name, as_count(name, getattr(self, name), lowest, highest))
-        for name in ("ignore_eos", "include_stop", "skip_special_tokens", "return_kept"):
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not isinstance(self.return_kept, bool) and self.return_kept != "bitmap":
+            raise ValueError(f"return_kept is {self.return_kept!r}; it must be True, False or 'bitmap'")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar is {self.grammar!r}; it must be a Grammar, e.g. Grammar.json_schema({{...}})")
         self._check_stops()
         self._check_bias()
 
@@ -124,6 +179,25 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trim:
+    """What a draft model took out of a prompt before its prefill; counts are tokens of the model that answers."""
+
+    prompt_tokens: int  # the logical prompt: before
+    kept_tokens: int  # what was prefilled
+    draft_ms: float
+    reason: str = ""  # why nothing was taken out; empty if something was
+    num_cached: int = 0  # texts whose scores the draft remembered
+
+    @property
+    def is_applied(self) -> bool:
+        return not self.reason
+
+    @property
+    def trimmed_tokens(self) -> int:
+        return self.prompt_tokens - self.kept_tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt on its way through the engine."""
@@ -133,6 +207,14 @@ class Request:
     sampling: SamplingParams
     budget: KVBudget | None = None  # None means the engine's own
     prompt: str | None = None  # source text, if there was one; only echoed
+    # Position of each prompt token in its text, ascending, where tokens in between were left out; None: 0, 1, 2, ...
+    positions: tuple[int, ...] | None = None
+    trim: Trim | None = None  # only echoed
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the logical prompt, what a draft took out included."""
+        return self.trim.prompt_tokens if self.trim is not None else len(self.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +227,20 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBitmap:
+    """One bit per layer, kv head and prompt token: 1 where the row kept it, as sink, top-k or recent token alike.
+
+    Token t of a head is bit t % 8, the least significant first, of its byte t // 8. Heads follow each other, those of
+    layer 0 first, each from a byte of its own on: ``bits`` has L x G x ceil(N / 8) bytes.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    num_tokens: int
+    bits: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
     """What the row kept of a prompt; counts are tokens per layer and kv head."""
 
@@ -153,9 +249,10 @@ class Compression:
     evicted_tokens: int
     row_bytes: int  # K and V of one row, all layers, at the request's capacity
     full_bytes: int  # what a full cache of this prompt would hold
-    compress_ms: float  # scoring, selection and the write of the row, all layers; on a GPU the time to launch them
+    compress_ms: float  # scoring, selection and the write of the row, all layers
     # Selected prompt positions by layer and kv head, ascending; None unless asked for and something was evicted.
     kept_positions: tuple[tuple[tuple[int, ...], ...], ...] | None = None  # [L][G][K]
+    kept_bitmap: KeptBitmap | None = None  # all that was kept; under the same conditions
 
 
 @dataclass(slots=True)
@@ -179,7 +276,7 @@ class SampleOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for the end token
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it, or the fault of an error
 
 
 @dataclass(slots=True)
@@ -192,7 +289,13 @@ class RequestOutput:
     prompt: str | None = None
     prompt_logprobs: list[Logprob | None] | None = None  # entry 0 is None: nothing precedes the first token
     compression: Compression | None = None  # known from the first token on
+    trim: Trim | None = None  # if prompt compression was asked for
     timings: Timings = field(default_factory=Timings)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the logical prompt, those that a draft left out included."""
+        return self.trim.prompt_tokens if self.trim is not None else len(self.prompt_token_ids)
 
     @property
     def is_finished(self) -> bool:

@@ -24,6 +24,12 @@ class PrefillEntry:
     seeds: tuple[int, ...]  # one per row
     sampling: SamplingParams
     budget: KVBudget
+    positions: tuple[int, ...] | None = None  # of the tokens in their text; None: 0, 1, 2, ...
+
+    @property
+    def next_position(self) -> int:
+        """Where the answer begins, which is also the length of the logical prompt."""
+        return self.positions[-1] + 1 if self.positions is not None else len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +96,8 @@ class StepResult:
     step_id: int
     prefilled: dict[str, PrefillResult] = field(default_factory=dict)  # by request id; jobs that ended in this step
     decoded: tuple[Logprob, ...] = ()  # aligned with StepPlan.decode_rows
+    # Rows whose grammar lets nothing follow this step's token: "" where the text is complete, else why it is not.
+    grammar_ends: dict[int, str] = field(default_factory=dict)
 
 
 class PendingStep(Protocol):

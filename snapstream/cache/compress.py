@@ -15,13 +15,14 @@ from snapstream.cache import layout
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.snapkv import select_positions
 from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.kernels import dispatch
 
 
-def kept_positions(queries: Tensor | None, keys: Tensor, budget: KVBudget, snapkv: SnapKVConfig) -> Tensor:
+def kept_positions(queries: Tensor | None, keys: Tensor, layer: int, budget: KVBudget, snapkv: SnapKVConfig) -> Tensor:
     """Prompt positions ``[G, C]`` of a compressed row in slot order.
 
-    ``keys [G, N, E]`` with N > C; ``queries [w, H, E]`` are the last ``w`` prompt queries (None when nothing is
-    selected, K = 0).
+    ``keys [G, N, E]`` with N > C; ``queries [w, H, E]`` are the last ``snapkv.num_queries`` of the prompt (None when
+    nothing is selected, K = 0).
     """
     num_heads, prompt_len, _ = keys.shape
     device = keys.device
@@ -32,14 +33,17 @@ def kept_positions(queries: Tensor | None, keys: Tensor, budget: KVBudget, snapk
             select_positions(
                 queries,
                 keys,
-                prompt_len - queries.shape[0],
+                layer,
                 layout.candidates(budget, prompt_len),
                 budget.num_topk,
                 snapkv,
             )
         )
-    first = prompt_len - budget.num_recent  # layout.ring_positions, without a list and without a copy to the device
-    shift = (first - budget.num_sink - budget.num_topk) % budget.num_recent
+    end = prompt_len - budget.num_window
+    if budget.num_window:
+        parts.append(torch.arange(end, prompt_len, device=device).expand(num_heads, -1))
+    first = end - budget.num_recent  # layout.ring_positions, without a list and without a copy to the device
+    shift = (prompt_len - layout.ring_start(budget, prompt_len)) % budget.num_recent
     ring = first + (torch.arange(budget.num_recent, device=device) - shift) % budget.num_recent
     parts.append(ring.expand(num_heads, -1))
     return torch.cat(parts, dim=1)  # [G, C]
@@ -61,14 +65,12 @@ def write_rows(
     """
     prompt_len = keys.shape[1]
     if not layout.is_compressed(budget, prompt_len):
-        for row in rows:
-            cache.k[layer, row, :, :prompt_len] = keys
-            cache.v[layer, row, :, :prompt_len] = values
+        for slot, part in layout.uncompressed_parts(budget, prompt_len):
+            place, source = slice(slot, slot + len(part)), slice(part.start, part.stop)
+            for row in rows:
+                cache.k[layer, row, :, place] = keys[:, source]
+                cache.v[layer, row, :, place] = values[:, source]
         return None
-    index = kept_positions(queries, keys, budget, snapkv)
-    expanded = index[..., None].expand(-1, -1, keys.shape[-1])
-    kept_keys, kept_values = keys.gather(1, expanded), values.gather(1, expanded)
-    for row in rows:
-        cache.k[layer, row, :, : budget.capacity] = kept_keys
-        cache.v[layer, row, :, : budget.capacity] = kept_values
+    index = kept_positions(queries, keys, layer, budget, snapkv)
+    dispatch.gather_rows(cache.k[layer], cache.v[layer], rows, keys, values, index)
     return index

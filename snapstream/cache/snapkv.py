@@ -3,7 +3,9 @@
 The last ``window_len`` prompt queries vote. Per layer and query head: softmax of ``q k / sqrt(E)`` over the eviction
 candidates, summed over the window; then query heads that share a kv head are merged, scores are pooled along the keys
 with stride 1 and zero padding, and the best ``K`` positions are kept, ascending; ties go to the lower position
-(SnapKV, arXiv 2404.14469, section 4; SnapStream, arXiv 2511.03092, section 3; the merge of grouped heads is ours).
+(SnapKV, arXiv 2404.14469, section 4; SnapStream, arXiv 2511.03092, section 3; the merge of grouped heads is ours, and
+so are hops: before the pooling, the tokens that got most votes vote in turn, because what the question points at may
+itself point at what the answer will need).
 ``compress.py`` uses the result; ``kernels/reference.py`` holds the plain meaning of the scores.
 """
 
@@ -48,20 +50,51 @@ def select_topk(scores: Tensor, num_topk: int) -> Tensor:
 
 
 def select_positions(
-    queries: Tensor, keys: Tensor, first_query: int, candidates: range, num_topk: int, config: SnapKVConfig
+    queries: Tensor,
+    keys: Tensor,
+    layer: int,
+    candidates: range,
+    num_topk: int,
+    config: SnapKVConfig,
 ) -> Tensor:
     """Prompt positions ``[G, K]`` to keep, ascending.
 
-    ``queries [w, H, E]`` are the observation queries after RoPE, the first of them at position ``first_query``;
-    ``keys [G, N, E]`` are all keys of the prompt, after RoPE.
+    ``queries [w, H, E]`` are the last queries of the prompt after RoPE, as many as ``config.num_queries`` says;
+    ``keys [G, N, E]`` are all its keys, after RoPE. With ``config.selection == "random"`` the choice depends
+    on layer, head and position alone, and neighbours are not pooled.
     """
+    if config.selection == "random":
+        chance = dispatch.random_scores(layer, keys.shape[0], candidates.start, candidates.stop, keys.device)
+        return select_topk(chance, num_topk) + candidates.start
+    window = queries[-config.window_len :]
     scores = dispatch.snapkv_scores(
-        queries,
+        window,
         keys,
-        first_query,
+        keys.shape[1] - window.shape[0],
         candidates.start,
         candidates.stop,
         over_row=config.softmax_over == "row",
         group_max=config.group_reduce == "max",
     )  # [G, n] fp32
-    return select_topk(pool_scores(scores, config), num_topk) + candidates.start
+    pooled = pool_scores(scores, config)
+    if config.num_hops:
+        first = select_topk(pooled, -(-num_topk // 2))  # half of the slots are the window's, whatever hops find
+        pooled = pool_scores(_add_hops(scores, queries, keys, candidates, config), config)
+        pooled.scatter_(1, first, float("inf"))
+    return select_topk(pooled, num_topk) + candidates.start
+
+
+def _add_hops(scores: Tensor, queries: Tensor, keys: Tensor, candidates: range, config: SnapKVConfig) -> Tensor:
+    """Votes of the window plus those of every hop, each hop's in proportion to what its voters got; all count alike."""
+    total = latest = _normalised(scores)
+    for _ in range(config.num_hops):
+        voters = select_topk(latest, config.window_len)  # [G, m]; as many as the window has queries
+        weights = latest.gather(1, voters)
+        latest = _normalised(dispatch.hop_scores(weights, voters, queries, keys, candidates.start, candidates.stop))
+        total = total + latest
+    return total
+
+
+def _normalised(scores: Tensor) -> Tensor:
+    """Scores that sum to 1 per kv head (or to 0 where nobody voted)."""
+    return scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

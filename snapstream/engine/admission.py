@@ -157,4 +157,5 @@ class Admission:
             seeds=tuple(sample.seed for sample in live.samples),
             sampling=live.request.sampling,
             budget=live.budget,
+            positions=live.request.positions,
         )

@@ -140,6 +140,7 @@ class Engine:
                 prompt_token_ids=request.prompt_token_ids,
                 samples=[sample.output for sample in samples],
                 prompt=request.prompt,
+                trim=request.trim,
             ),
             arrived=self._clock(),
         )
@@ -167,13 +168,13 @@ class Engine:
             prefill = result.prefilled[live.request_id]
             live.take_prefill(prefill, now)
             for sample, token in zip(live.samples, prefill.tokens, strict=True):
-                self._take(sample, token, now)
+                self._take(sample, token, now, result)
         for sample, token in zip(planned.decoding, result.decoded, strict=True):
             if not sample.is_over:  # else surplus: decoded once more before its end was seen, or aborted
-                self._take(sample, token, now)
+                self._take(sample, token, now, result)
 
-    def _take(self, sample: LiveSample, token: Logprob, now: float) -> None:
-        sample.take(token, self._eos_token_ids)
+    def _take(self, sample: LiveSample, token: Logprob, now: float, result: StepResult) -> None:
+        sample.take(token, self._eos_token_ids, result.grammar_ends.get(sample.row))
         if sample.is_over:
             self._scheduler.release(sample)
         sample.request.mark(now)

@@ -37,8 +37,11 @@ class LiveSample:
         """True when the last token that max_tokens allows is on its way."""
         return self.num_planned >= self.sampling.max_tokens
 
-    def take(self, token: Logprob, eos_token_ids: frozenset[int]) -> None:
-        """Append a token that the device reported, and decide whether the sample ends with it."""
+    def take(self, token: Logprob, eos_token_ids: frozenset[int], grammar_end: str | None = None) -> None:
+        """Append a token that the device reported, and decide whether the sample ends with it.
+
+        ``grammar_end``: the grammar lets nothing follow; empty where the text is complete, else the reason.
+        """
         self.output.token_ids.append(token.token_id)
         if self.output.logprobs is not None:
             self.output.logprobs.append(token)
@@ -48,10 +51,13 @@ class LiveSample:
             return
         if self._show(token.token_id):
             return
+        if grammar_end is not None:
+            self.end(FinishReason.ERROR if grammar_end else FinishReason.STOP, grammar_end or None)
+            return
         if len(self.output.token_ids) >= self.sampling.max_tokens:
             self.end(FinishReason.LENGTH)
 
-    def end(self, reason: FinishReason, stop_reason: int | None = None) -> None:
+    def end(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Show what is held back and close the sample; a stop string in the rest is what came first."""
         self.output.finish_reason, self.output.stop_reason = reason, stop_reason
         if self.text is None:

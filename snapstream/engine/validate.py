@@ -8,6 +8,7 @@ the limit.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from snapstream.config import EngineConfig
 from snapstream.request import Request
@@ -28,6 +29,8 @@ def check_request(request: Request, config: EngineConfig, *, vocab_size: int, ha
     if sampling.stop and not has_tokenizer:
         stops = list(sampling.stop)
         raise ValueError(f"stop strings {stops} given; without a tokenizer only stop_token_ids work")
+    if sampling.grammar is not None and not has_tokenizer:
+        raise ValueError(f"grammar ({sampling.grammar.kind}) needs the checkpoint's tokenizer, and it has none")
     if request.budget is not None:
         config.check_budget(request.budget)
 
@@ -37,6 +40,8 @@ def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> No
     if num_prompt == 0:
         raise ValueError("the prompt has 0 tokens; it needs at least 1")
     _check_ids("prompt token id", request.prompt_token_ids, vocab_size)
+    if request.positions is not None:
+        _check_positions(request, request.positions, config)
     if num_prompt + max_tokens > config.max_model_len:
         raise ValueError(
             f"a prompt of {num_prompt} tokens and max_tokens {max_tokens} make {num_prompt + max_tokens}; "
@@ -46,6 +51,19 @@ def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> No
     limit = config.pool_tokens if is_short else config.pool_tokens - config.short_reserve
     if num_prompt > limit:
         raise ValueError(f"a prompt of {num_prompt} tokens can never be staged; the pool takes up to {limit}")
+
+
+def _check_positions(request: Request, positions: tuple[int, ...], config: EngineConfig) -> None:
+    if len(positions) != len(request.prompt_token_ids):
+        raise ValueError(f"{len(positions)} positions were given for {len(request.prompt_token_ids)} prompt tokens")
+    if positions[0] < 0 or any(a >= b for a, b in pairwise(positions)):
+        raise ValueError("the positions of a prompt must ascend from 0 or more")
+    length = positions[-1] + 1 + request.sampling.max_tokens
+    if length > config.max_model_len:
+        raise ValueError(
+            f"a prompt whose last position is {positions[-1]} and max_tokens {request.sampling.max_tokens} reach "
+            f"{length}; the limit is {config.max_model_len}"
+        )
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

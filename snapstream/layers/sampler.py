@@ -1,8 +1,9 @@
 """Draws one token per row from logits: fixed shapes, no host synchronisation, no generator.
 
-Order: logit bias; stop ids held back until min_tokens; repetition penalty (prompt and output tokens);
-frequency and presence penalties (output tokens). Then greedy rows take the argmax, lowest id among equals;
-the others go through temperature, top-k, top-p over what top-k left, and min-p, as in transformers.
+Order: logit bias; stop ids held back until min_tokens, unless a grammar allows nothing else; repetition penalty
+(prompt and output tokens); frequency and presence penalties (output tokens); only what a grammar allows. Then greedy
+rows take the argmax, lowest id among equals; the others go through temperature, top-k, top-p over what top-k left, and
+min-p, as in transformers.
 
 Filters are thresholds on the value: tokens equal to the last one kept are kept too, so top-k may keep more
 than k. The nucleus includes the token that crosses p.
@@ -55,21 +56,35 @@ def sample(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNe
 
 
 def adjusted(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Tensor:
-    """Logits [B, V] after bias, min_tokens and penalties; the argument itself when the batch needs none."""
+    """Logits [B, V] after bias, min_tokens, penalties and grammar; the argument itself when the batch needs none."""
     if needs.bias:
         assert state.logit_bias is not None, "no row with a logit bias was set"
         ids, values = state.logit_bias
         logits = logits.scatter_add(1, ids[rows], values[rows])
+    allowed = _allowed(state, rows) if needs.grammar else None
     if needs.min_tokens:
-        logits = _hold_back_stops(logits, state, rows)
+        logits = _hold_back_stops(logits, state, rows, allowed)
     if needs.penalties:
         logits = _penalised(logits, state, rows)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, float("-inf"))
     return logits
 
 
-def _hold_back_stops(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
+def _allowed(state: SamplingState, rows: Tensor) -> Tensor:
+    """Which tokens may be drawn: [B, V] bool."""
+    assert state.allowed is not None, "no row with a grammar was set"
+    bits = torch.arange(32, dtype=torch.int32, device=rows.device)
+    spread = state.allowed[rows].unsqueeze(2).bitwise_right_shift(bits).bitwise_and_(1)  # [B, W, 32]
+    return spread.flatten(1)[:, : state.vocab_size].to(torch.bool)
+
+
+def _hold_back_stops(logits: Tensor, state: SamplingState, rows: Tensor, allowed: Tensor | None) -> Tensor:
+    """``allowed`` [B, V] bool, of grammars: a row that may draw nothing but stop ids draws one of them."""
     ids = state.stop_ids[rows]  # [B, K]
     is_early = (state.num_sampled[rows] < state.min_tokens[rows]).unsqueeze(1)  # [B, 1]
+    if allowed is not None:
+        is_early = is_early & allowed.scatter(1, ids, False).any(1, keepdim=True)
     return logits.scatter(1, ids, logits.gather(1, ids).masked_fill(is_early, float("-inf")))
 
 

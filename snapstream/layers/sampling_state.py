@@ -1,9 +1,9 @@
 """Sampling parameters and progress of every row, in tensors that keep their address.
 
-Invariant: one entry per row plus the padding row (the last, always greedy and neutral); ``set_row`` writes
+Invariant: one entry per row plus the padding row (the last, always greedy and neutral); ``set_rows`` writes
 all of a row's entries and resets its counters, so nothing of an earlier request remains. The large tensors -
-occurrence counts for penalties, logit bias - are made on the first request that needs them and are then kept,
-so a step captured with them stays valid. ``SamplingNeeds`` is what the host knows of a batch: it chooses the
+occurrence counts for penalties, logit bias, allowed tokens - are made on the first request that needs them and are
+then kept, so a step captured with them stays valid. ``SamplingNeeds`` is what the host knows of a batch: it chooses the
 variant of the static step. Next: ``sampler.py``.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from snapstream.layers.random import stream_of
+from snapstream.layers.upload import upload
 from snapstream.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_MODEL_STOP_IDS = 16  # end tokens that a checkpoint names itself
@@ -38,6 +39,7 @@ class SamplingNeeds:
     bias: bool = False
     min_tokens: bool = False
     penalties: bool = False
+    grammar: bool = False  # some row may draw allowed tokens only
     random: bool = False  # some row is not greedy
     top_k: bool = False
     top_p: bool = False
@@ -54,6 +56,7 @@ class SamplingNeeds:
             bias=any(sampling.logit_bias for sampling in batch),
             min_tokens=any(sampling.min_tokens for sampling in batch),
             penalties=any(_uses_penalties(sampling) for sampling in batch),
+            grammar=any(sampling.grammar for sampling in batch),
             random=bool(drawn),
             top_k=any(sampling.top_k for sampling in drawn),
             top_p=any(sampling.top_p < 1.0 for sampling in drawn),
@@ -74,6 +77,24 @@ class LogitBias(NamedTuple):
 
     ids: Tensor  # [rows + 1, MAX_LOGIT_BIAS] int64
     values: Tensor  # [rows + 1, MAX_LOGIT_BIAS] fp32
+
+
+class NewRow(NamedTuple):
+    """A row and the request that it goes to."""
+
+    row: int
+    sampling: SamplingParams
+    seed: int
+    prompt_ids: Sequence[int]
+    stop_ids: Sequence[int]
+
+
+def _real_numbers(sampling: SamplingParams) -> list[float]:
+    """Temperature, top_p, min_p and the presence, frequency and repetition penalties."""
+    # The temperature is kept a normal float, so that (logit - peak) / temperature is never 0 / 0.
+    temperature = 1.0 if sampling.is_greedy else max(sampling.temperature, sys.float_info.min)
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    return [temperature, sampling.top_p, sampling.min_p, *penalties]
 
 
 class SamplingState:
@@ -100,6 +121,8 @@ class SamplingState:
         self.stop_ids = torch.zeros(num_rows + 1, NUM_STOP_IDS, dtype=torch.int64, device=self.device)
         self.occurrences: Occurrences | None = None
         self.logit_bias: LogitBias | None = None
+        # [rows + 1, ceil(V / 32)] int32: bit t % 32 of word t // 32 tells whether token t may be drawn; -1 allows all.
+        self.allowed: Tensor | None = None
 
     def _filled(self, value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((self.num_rows + 1,), value, dtype=dtype, device=self.device)
@@ -112,22 +135,47 @@ class SamplingState:
         prompt_ids: Sequence[int],
         stop_ids: Sequence[int],
     ) -> None:
-        """Give ``row`` to a request; its ``stop_ids`` (end tokens too) are held back until ``min_tokens``."""
-        self._check(row, sampling, prompt_ids, stop_ids)
-        self.is_greedy[row] = sampling.is_greedy
-        # Kept a normal float, so that (logit - peak) / temperature is never 0 / 0.
-        self.temperature[row] = 1.0 if sampling.is_greedy else max(sampling.temperature, sys.float_info.min)
-        self.top_p[row] = sampling.top_p
-        self.top_k[row] = min(sampling.top_k or self.vocab_size, self.vocab_size)
-        self.min_p[row] = sampling.min_p
-        self.presence[row] = sampling.presence_penalty
-        self.frequency[row] = sampling.frequency_penalty
-        self.repetition[row] = sampling.repetition_penalty
-        self.stream[row] = stream_of(seed)
-        self.num_sampled[row] = 0
-        self._set_stop_ids(row, sampling.min_tokens, stop_ids)
-        self._set_occurrences(row, _uses_penalties(sampling), prompt_ids)
-        self._set_bias(row, sampling)
+        """Give one row to a request; see ``set_rows``."""
+        self.set_rows([NewRow(row, sampling, seed, prompt_ids, stop_ids)])
+
+    def set_rows(self, new: Sequence[NewRow]) -> None:
+        """Give rows to requests; ``stop_ids`` (end tokens too) are held back until ``min_tokens``.
+
+        One upload for all rows; penalties and logit bias need more for the rows that use them.
+        """
+        for entry in new:
+            self._check(entry.row, entry.sampling, entry.prompt_ids, entry.stop_ids)
+        whole = torch.tensor([self._whole_numbers(entry) for entry in new], dtype=torch.int64)
+        real = torch.tensor([_real_numbers(entry.sampling) for entry in new], dtype=torch.float64)
+        split = whole.shape[1]
+        table = upload(torch.cat((whole, real.view(torch.int64)), dim=1), torch.int64, self.device)
+        rows, is_greedy, top_k, stream, min_tokens = table[:, :5].unbind(1)
+        temperature, top_p, min_p, presence, frequency, repetition = table[:, split:].view(torch.float64).unbind(1)
+        self.is_greedy[rows] = is_greedy.to(torch.bool)
+        self.temperature[rows] = temperature
+        self.top_p[rows] = top_p
+        self.top_k[rows] = top_k
+        self.min_p[rows] = min_p
+        self.presence[rows] = presence.to(torch.float32)
+        self.frequency[rows] = frequency.to(torch.float32)
+        self.repetition[rows] = repetition.to(torch.float32)
+        self.stream[rows] = stream
+        self.num_sampled[rows] = torch.zeros_like(rows)
+        self.min_tokens[rows] = min_tokens
+        self.stop_ids[rows] = table[:, 5:split]
+        for entry in new:
+            self._set_occurrences(entry.row, _uses_penalties(entry.sampling), entry.prompt_ids)
+            self._set_bias(entry.row, entry.sampling)
+        if self.allowed is not None:
+            self.allowed[rows] = self.allowed.new_full((len(new), self.allowed.shape[1]), -1)
+
+    def allow(self, rows: Sequence[int], words: Tensor) -> None:
+        """Tokens that ``rows`` may draw next: ``words`` [len(rows), ceil(V / 32)] int32, on any device."""
+        if self.allowed is None:
+            shape = (self.num_rows + 1, -(-self.vocab_size // 32))
+            self.allowed = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        own = upload(list(rows), torch.int64, self.device)
+        self.allowed[own] = upload(words, torch.int32, self.device)
 
     def _check(self, row: int, sampling: SamplingParams, prompt_ids: Sequence[int], stop_ids: Sequence[int]) -> None:
         """Refuse before anything is written."""
@@ -143,12 +191,14 @@ class SamplingState:
             if wrong is not None:
                 raise ValueError(f"{name} is {wrong}; it must be from 0 to {self.vocab_size - 1}")
 
-    def _set_stop_ids(self, row: int, min_tokens: int, stop_ids: Sequence[int]) -> None:
-        ids = sorted(set(stop_ids))
-        self.min_tokens[row] = min_tokens if ids else 0
+    def _whole_numbers(self, new: NewRow) -> list[int]:
+        """Row, is_greedy, top_k, stream, min_tokens and the stop ids."""
+        sampling, ids = new.sampling, sorted(set(new.stop_ids))
+        top_k = min(sampling.top_k or self.vocab_size, self.vocab_size)
         # Padded with an id that is there anyway: duplicates then write the same value.
         padded = ids + (ids[:1] or [0]) * (NUM_STOP_IDS - len(ids))
-        self.stop_ids[row] = torch.tensor(padded, dtype=torch.int64, device=self.device)
+        min_tokens = sampling.min_tokens if ids else 0
+        return [new.row, int(sampling.is_greedy), top_k, stream_of(new.seed), min_tokens, *padded]
 
     def _set_occurrences(self, row: int, uses_penalties: bool, prompt_ids: Sequence[int]) -> None:
         if not uses_penalties:
@@ -161,7 +211,7 @@ class SamplingState:
             )
         seen, counts = self.occurrences
         counts[row].zero_()
-        ids = torch.tensor(list(prompt_ids), dtype=torch.int64, device=self.device)
+        ids = upload(list(prompt_ids), torch.int64, self.device)
         seen[row].zero_().index_fill_(0, ids, True)
 
     def _set_bias(self, row: int, sampling: SamplingParams) -> None:
@@ -177,5 +227,5 @@ class SamplingState:
         ids, values = self.logit_bias
         ids[row].zero_()
         values[row].zero_()
-        ids[row, : len(bias)] = torch.tensor(list(bias.keys()), dtype=torch.int64, device=self.device)
-        values[row, : len(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device)
+        ids[row, : len(bias)] = upload(list(bias.keys()), torch.int64, self.device)
+        values[row, : len(bias)] = upload(list(bias.values()), torch.float32, self.device)

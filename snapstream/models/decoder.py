@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import ModelConfig
-from snapstream.kernels.dispatch import add_linear, linear
+from snapstream.kernels.dispatch import add_linear, linear, norm_rope, runs_triton
 from snapstream.layers.attention import KVView
 from snapstream.layers.mlp import swiglu
 from snapstream.layers.norm import RMSNorm
@@ -38,10 +38,13 @@ class DecoderLayer:
         """Rotated q ``[T, H, E]`` and k ``[T, G, E]``, and v ``[T, G, E]``."""
         projected = linear(self.input_norm(hidden), self.weights.qkv, self.weights.qkv_bias)
         heads = projected.view(-1, self.num_projected, self.head_dim)  # [T, H+2G, E]
-        qk = heads[:, : self.num_rotated]  # [T, H+G, E]
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        qk = rotate(qk, rope)
+        if runs_triton(heads):
+            norm, num_kv_heads = self.qk_norm, self.num_projected - self.num_rotated
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            qk = norm_rope(heads, weight, eps, *rope, num_kv_heads)
+        else:
+            qk = heads[:, : self.num_rotated]  # [T, H+G, E]
+            qk = rotate(qk if self.qk_norm is None else self.qk_norm(qk), rope)
         return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, self.num_rotated :]
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The decode step as plain calls: the definition of every other executor.
 
 One token for each row of a batch: embed, layers against the rows view, logits, sample, advance. Everything between the
-row indices and the sampled ids stays on the device.
+row indices and the sampled ids stays on the device. ``decode_graph.py`` compiles or captures the same two halves.
 """
 
 from __future__ import annotations
@@ -17,19 +17,35 @@ from snapstream.runner.views import RowsView
 
 
 class EagerDecode:
-    """Decode step over ``rows [B]`` of the persistent state."""
+    """Decode step over ``rows [B]`` of the persistent state; ``view`` is how it reaches the cache."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows, sampling: SamplingState) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        rows: Rows,
+        sampling: SamplingState,
+        view: type[RowsView] = RowsView,
+    ) -> None:
         self._decoder, self._cache, self._rows, self._sampling = decoder, cache, rows, sampling
+        self._view = view
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """Feed each row its last token and draw the next one; ``rows [B]`` int64."""
+        return self.draw(self.logits(rows), rows, needs)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """First half: feed each of ``rows [B]`` its last token; scores of the next ``[B, V]`` fp32."""
         positions = self._rows.next_position[rows]  # [B]
-        view = RowsView(self._cache, rows, self._rows.slots(rows), self._rows.lengths(rows))
+        view = self._view(self._cache, rows, self._rows.slots(rows), self._rows.lengths(rows))
         hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
         rope = self._decoder.rope(positions, positions + 1)
         for layer in range(self._decoder.config.num_layers):
             hidden = self._decoder.layer(layer, hidden, rope, view)
-        sampled = sample(self._decoder.logits(hidden), self._sampling, rows, needs)
+        return self._decoder.logits(hidden)
+
+    def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """Second half: draw a token per row from ``logits [B, V]`` and advance the rows."""
+        sampled = sample(logits, self._sampling, rows, needs)
         self._rows.advance(rows, sampled.token_ids)
         return sampled

@@ -9,19 +9,23 @@ from __future__ import annotations
 import torch
 
 from snapstream.cache import layout
+from snapstream.cache.kept import kept_bitmap, selected_positions
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import DTYPE_BYTES, EngineConfig
+from snapstream.grammar import GrammarCompiler
 from snapstream.layers.logprobs import prompt_logprobs
 from snapstream.layers.sampler import sample
-from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
+from snapstream.layers.sampling_state import NewRow, SamplingNeeds, SamplingState
+from snapstream.layers.upload import upload
 from snapstream.models.decoder import Decoder
 from snapstream.request import Compression, Logprob, SamplingParams
-from snapstream.runner.decode_eager import EagerDecode
+from snapstream.runner.executors import make_decode
+from snapstream.runner.grammars import RowGrammars
 from snapstream.runner.prefill import PrefillJob, PromptProgress
 from snapstream.runner.results import FinishedPrompt, SubmittedStep
 from snapstream.runner.rows import Rows
 from snapstream.runner.staging import StagingPool
-from snapstream.step import StepPlan
+from snapstream.step import JobSpec, StepPlan
 
 _LOGITS_TOKENS = 256  # prompt log-probabilities are taken for this many tokens at a time: [256, V] fp32
 
@@ -29,16 +33,25 @@ _LOGITS_TOKENS = 256  # prompt log-probabilities are taken for this many tokens 
 class ModelRunner:
     """The ``Runner`` of one device."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        grammars: GrammarCompiler | None = None,
+        *,
+        progress: bool = False,
+    ) -> None:
+        """``grammars`` is needed by requests that bring a grammar, and by no others; ``progress`` shows on stderr."""
         self.decoder, self.config = decoder, config
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
         self.cache = KVCache(model, config.max_rows, config.budget.capacity, dtype, device)
         self.rows = Rows(config.max_rows, device)
         self.staging = StagingPool(model, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
-        self._decode = EagerDecode(decoder, self.cache, self.rows, self.sampling)
+        self._decode = make_decode(decoder, self.cache, self.rows, self.sampling, config, progress)
         # Some checkpoints name end tokens that their vocabulary does not have; they can never be drawn.
         self._end_ids = tuple(token for token in model.eos_token_ids if 0 <= token < model.vocab_size)
+        self._grammars = RowGrammars(grammars, self.sampling)
         self._jobs: dict[int, PrefillJob] = {}
         self._params: dict[int, SamplingParams] = {}  # by row: which variant of the sampler a batch needs
 
@@ -54,12 +67,12 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan) -> SubmittedStep:
         step = SubmittedStep(plan.step_id)
+        self._grammars.catch_up()
         for job_id in plan.dropped_jobs:
             self._jobs.pop(job_id, None)
         for spec in plan.opened_jobs:
-            self._jobs[spec.job_id] = PrefillJob(
-                spec, self.decoder, self.cache, self.staging, self.config.snapkv, self.config.chunk_len
-            )
+            self._jobs[spec.job_id] = self._open_job(spec)
+            self._grammars.prepare(spec)
         for units in plan.units:
             job = self._jobs[units.job_id]
             for unit in range(units.first, units.first + units.count):
@@ -69,29 +82,35 @@ class ModelRunner:
                 del self._jobs[units.job_id]
         if plan.decode_rows:
             params = [self._params[row] for row in plan.decode_rows]
-            rows = torch.tensor(plan.decode_rows, dtype=torch.int64, device=self.decoder.device)
-            step.add_decoded(self._decode.step(rows, SamplingNeeds.of(params)), params)
+            rows = upload(plan.decode_rows, torch.int64, self.decoder.device)
+            copy = step.add_decoded(self._decode.step(rows, SamplingNeeds.of(params)), params)
+            self._grammars.follow(plan.decode_rows, copy, step)
         return step
+
+    def _open_job(self, spec: JobSpec) -> PrefillJob:
+        return PrefillJob(spec, self.decoder, self.cache, self.staging, self.config.snapkv, self.config.chunk_len)
 
     def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
         """Sample the first token of every row of the job and hand the rows to decode."""
-        row_list: list[int] = []
-        source: list[int] = []  # index of the prompt, per row
-        params: list[SamplingParams] = []
+        table: list[tuple[int, ...]] = []  # per row: itself, index of its prompt, counters
+        new: list[NewRow] = []
         for index, prompt in enumerate(job.prompts):
             entry = prompt.entry
-            row_list.extend(entry.rows)
-            source.extend([index] * len(entry.rows))
-            params.extend([entry.sampling] * len(entry.rows))
-            self.rows.admit(entry.rows, prompt.prompt_len, prompt.prompt_len, entry.budget)
+            counters = self.rows.entry(prompt.prompt_len, entry.next_position, entry.budget)
             ends = () if entry.sampling.ignore_eos else self._end_ids
             stop_ids = (*ends, *entry.sampling.stop_token_ids)
             for row, seed in zip(entry.rows, entry.seeds, strict=True):
                 self._params[row] = entry.sampling
-                self.sampling.set_row(row, entry.sampling, seed, entry.token_ids, stop_ids)
-        device = self.decoder.device
-        rows = torch.tensor(row_list, dtype=torch.int64, device=device)
-        logits = self.decoder.logits(job.last_hidden())[torch.tensor(source, device=device)]  # [rows, V]
+                table.append((row, index, *counters))
+                new.append(NewRow(row, entry.sampling, seed, entry.token_ids, stop_ids))
+        uploaded = upload(table, torch.int64, self.decoder.device)  # [rows, 6]
+        rows, source = uploaded[:, 0], uploaded[:, 1]
+        self.rows.admit(rows, uploaded[:, 2:])
+        self.sampling.set_rows(new)
+        for prompt in job.prompts:
+            self._grammars.admit(prompt.entry)
+        params = [entry.sampling for entry in new]
+        logits = self.decoder.logits(job.last_hidden())[source]  # [rows, V]
         sampled = sample(logits, self.sampling, rows, SamplingNeeds.of(params))
         self.rows.last_token[rows] = sampled.token_ids
         finished = [
@@ -99,28 +118,27 @@ class ModelRunner:
                 prompt.entry.request_id,
                 len(prompt.entry.rows),
                 self._compression(prompt),
+                prompt.compress_time,
                 self._prompt_logprobs(job, prompt),
             )
             for prompt in job.prompts
         ]
-        step.add_prefilled(sampled, params, finished)
+        self._grammars.follow([entry.row for entry in new], step.add_prefilled(sampled, params, finished), step)
 
     def _compression(self, prompt: PromptProgress) -> Compression:
         model, budget = self.decoder.config, prompt.entry.budget
         kept = layout.num_visible(prompt.prompt_len, budget.capacity)
         size = DTYPE_BYTES[self.config.dtype]
-        positions = None
-        if prompt.kept:
-            region = slice(budget.num_sink, budget.num_sink + budget.num_topk)
-            positions = tuple(tuple(map(tuple, layer[:, region].tolist())) for layer in prompt.kept)
+        is_bitmap = prompt.entry.sampling.return_kept == "bitmap"
         return Compression(
             prompt_tokens=prompt.prompt_len,
             kept_tokens=kept,
             evicted_tokens=prompt.prompt_len - kept,
             row_bytes=layout.row_bytes(model, budget.capacity, size),
             full_bytes=layout.row_bytes(model, prompt.prompt_len, size),
-            compress_ms=prompt.compress_ms,
-            kept_positions=positions,
+            compress_ms=0.0,
+            kept_positions=selected_positions(prompt.kept, budget) if prompt.kept and not is_bitmap else None,
+            kept_bitmap=kept_bitmap(prompt.kept, prompt.prompt_len) if prompt.kept and is_bitmap else None,
         )
 
     def _prompt_logprobs(self, job: PrefillJob, prompt: PromptProgress) -> list[Logprob | None] | None:

@@ -9,7 +9,6 @@ the jobs; ``cache/compress.py`` writes the rows.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -19,8 +18,10 @@ from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import SnapKVConfig
 from snapstream.layers.rope import CosSin
+from snapstream.layers.upload import upload
 from snapstream.models.decoder import Decoder
 from snapstream.runner.staging import StagingPool
+from snapstream.runner.stopwatch import Stopwatch
 from snapstream.runner.views import Segment, StagingView
 from snapstream.step import JobSpec, PrefillEntry
 
@@ -28,13 +29,13 @@ from snapstream.step import JobSpec, PrefillEntry
 class PromptProgress:
     """What a job remembers of one prompt from unit to unit."""
 
-    def __init__(self, entry: PrefillEntry, job_start: int, staging_start: int) -> None:
+    def __init__(self, entry: PrefillEntry, job_start: int, staging_start: int, device: torch.device) -> None:
         self.entry = entry
         self.prompt_len = len(entry.token_ids)
         self.job_start = job_start  # first token, counted in the job
         self.staging_start = staging_start  # first token, counted in the pool
         self.queries: Tensor | None = None  # [w, H, E] of the current layer; only if the prompt will be compressed
-        self.compress_ms = 0.0
+        self.compress_time = Stopwatch(device)
         self.kept: list[Tensor] = []  # per layer [G, C], if asked for
 
     def wants_queries(self) -> bool:
@@ -60,21 +61,21 @@ class PrefillJob:
         self._num_chunks = spec.num_chunks(chunk_len)
         self._num_layers = decoder.config.num_layers
         self._next_unit = 0
+        device = staging.hidden.device
         self.prompts: list[PromptProgress] = []
         ids: list[int] = []
         for entry in spec.entries:
-            self.prompts.append(PromptProgress(entry, len(ids), spec.staging_start + len(ids)))
+            self.prompts.append(PromptProgress(entry, len(ids), spec.staging_start + len(ids), device))
             ids.extend(entry.token_ids)
-        device = staging.hidden.device
-        self.token_ids = torch.tensor(ids, dtype=torch.int64, device=device)  # [N]
-        lengths = [prompt.prompt_len for prompt in self.prompts]
-        self._positions = torch.cat([torch.arange(n, device=device) for n in lengths])  # [N]
-        self._seq_lens = torch.cat([torch.full((n,), n, device=device) for n in lengths])  # [N]; dynamic RoPE
-        window = snapkv.window_len
+        self.token_ids = upload(ids, torch.int64, device)  # [N]
+        self._positions = torch.cat([_positions(entry, device) for entry in spec.entries])  # [N]
+        self._seq_lens = torch.cat(
+            [torch.full((len(entry.token_ids),), entry.next_position, device=device) for entry in spec.entries]
+        )  # [N]; dynamic RoPE
         shape = (decoder.config.num_heads, decoder.config.head_dim)
         for prompt in self.prompts:
             if prompt.wants_queries():
-                w = min(window, prompt.prompt_len)
+                w = snapkv.num_queries(prompt.prompt_len)
                 prompt.queries = torch.empty((w, *shape), dtype=staging.k.dtype, device=device)
         self._needs_all_outputs = any(e.sampling.prompt_logprobs is not None for e in spec.entries)
 
@@ -91,7 +92,7 @@ class PrefillJob:
     def last_hidden(self) -> Tensor:
         """Hidden states ``[prompts, D]`` after the last layer, of the last token of each prompt."""
         last = [prompt.job_start + prompt.prompt_len - 1 for prompt in self.prompts]
-        return self.hidden[torch.tensor(last, device=self.hidden.device)]
+        return torch.cat([self.hidden[i : i + 1] for i in last])
 
     def run_unit(self, unit: int) -> None:
         """One chunk through one layer; after a layer's last chunk, compress it into the rows."""
@@ -122,7 +123,7 @@ class PrefillJob:
                 yield Segment(index, low - start, high - low, low - prompt.job_start, prompt.staging_start)
 
     def _keep_queries(self, segments: list[Segment], q: Tensor) -> None:
-        """Copy the observation queries that lie in this chunk (a window may span chunks)."""
+        """Copy the last queries of prompts that lie in this chunk (a window may span chunks)."""
         for segment in segments:
             prompt = self.prompts[segment.entry]
             if prompt.queries is None:
@@ -156,7 +157,7 @@ class PrefillJob:
 
     def _compress(self, layer: int) -> None:
         for prompt in self.prompts:
-            began = perf_counter()
+            prompt.compress_time.start()
             place = slice(prompt.staging_start, prompt.staging_start + prompt.prompt_len)
             kept = write_rows(
                 self._cache,
@@ -170,4 +171,11 @@ class PrefillJob:
             )
             if kept is not None and prompt.entry.sampling.return_kept:
                 prompt.kept.append(kept)
-            prompt.compress_ms += (perf_counter() - began) * 1e3
+            prompt.compress_time.stop()
+
+
+def _positions(entry: PrefillEntry, device: torch.device) -> Tensor:
+    """Positions ``[n]`` of a prompt's tokens in their text."""
+    if entry.positions is None:
+        return torch.arange(len(entry.token_ids), device=device)
+    return upload(entry.positions, torch.int64, device)

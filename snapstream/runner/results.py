@@ -6,13 +6,15 @@ step later; on a CPU the tensors are simply read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from snapstream.layers.sampler import Sampled
 from snapstream.request import Compression, Logprob, SamplingParams
+from snapstream.runner.stopwatch import Stopwatch
 from snapstream.step import PrefillResult, StepResult
 
 _NAN = float("nan")
@@ -28,6 +30,14 @@ class HostCopy:
         if sampled.token_ids.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
+
+    def token_ids(self) -> list[int]:
+        """The drawn tokens, as soon as they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        ids = self._fields[0]
+        assert ids is not None
+        return list(ids.tolist())
 
     def read(self, params: list[SamplingParams]) -> tuple[Logprob, ...]:
         """One ``Logprob`` per entry, with as many of the likeliest as ``params`` of that entry asks for."""
@@ -45,7 +55,7 @@ class HostCopy:
 
 
 def _to_host(field: Tensor | None) -> Tensor | None:
-    if field is None or field.device.type == "cpu":
+    if field is None or field.device.type != "cuda":
         return field
     pinned = torch.empty(field.shape, dtype=field.dtype, pin_memory=True)
     return pinned.copy_(field, non_blocking=True)
@@ -57,7 +67,8 @@ class FinishedPrompt:
 
     request_id: str
     num_rows: int
-    compression: Compression
+    compression: Compression  # compress_ms is read off the stopwatch with the result
+    compress_time: Stopwatch
     prompt_logprobs: list[Logprob | None] | None
 
 
@@ -68,14 +79,22 @@ class SubmittedStep:
         self._step_id = step_id
         self._decoded: tuple[HostCopy, list[SamplingParams]] | None = None
         self._prefilled: list[tuple[HostCopy, list[SamplingParams], list[FinishedPrompt]]] = []
+        self._grammar_ends: list[Callable[[], dict[int, str]]] = []
 
-    def add_decoded(self, sampled: Sampled, params: list[SamplingParams]) -> None:
+    def add_decoded(self, sampled: Sampled, params: list[SamplingParams]) -> HostCopy:
         """The step's decode batch: one entry of ``params`` per planned row."""
         self._decoded = (HostCopy(sampled), params)
+        return self._decoded[0]
 
-    def add_prefilled(self, sampled: Sampled, params: list[SamplingParams], prompts: list[FinishedPrompt]) -> None:
+    def add_prefilled(self, sampled: Sampled, params: list[SamplingParams], prompts: list[FinishedPrompt]) -> HostCopy:
         """A job that ended: its first tokens, prompt after prompt, one per row."""
-        self._prefilled.append((HostCopy(sampled), params, prompts))
+        copy = HostCopy(sampled)
+        self._prefilled.append((copy, params, prompts))
+        return copy
+
+    def add_grammar_ends(self, ends: Callable[[], dict[int, str]]) -> None:
+        """Tells, once the tokens are read, which rows their grammar ended."""
+        self._grammar_ends.append(ends)
 
     def result(self) -> StepResult:
         """Wait for the device and return plain data."""
@@ -84,8 +103,10 @@ class SubmittedStep:
             tokens = copy.read(params)
             for prompt in prompts:
                 own, tokens = tokens[: prompt.num_rows], tokens[prompt.num_rows :]
+                compression = replace(prompt.compression, compress_ms=prompt.compress_time.milliseconds())
                 prefilled[prompt.request_id] = PrefillResult(
-                    tokens=own, compression=prompt.compression, prompt_logprobs=prompt.prompt_logprobs
+                    tokens=own, compression=compression, prompt_logprobs=prompt.prompt_logprobs
                 )
         decoded = self._decoded[0].read(self._decoded[1]) if self._decoded else ()
-        return StepResult(step_id=self._step_id, prefilled=prefilled, decoded=decoded)
+        ends = {row: end for read in self._grammar_ends for row, end in read().items()}
+        return StepResult(step_id=self._step_id, prefilled=prefilled, decoded=decoded, grammar_ends=ends)

@@ -6,8 +6,6 @@ prefill. The last entry of every tensor is the padding row. Sampling state lives
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -28,20 +26,26 @@ class Rows:
         self.ring_start = counters(0)
         self.capacity = counters(1)
 
-    def admit(self, rows: Sequence[int], prompt_len: int, next_position: int, budget: KVBudget) -> None:
-        """Give ``rows`` to a prompt of ``prompt_len`` tokens that has just been written to them."""
-        for row in rows:
-            self.num_tokens[row] = prompt_len
-            self.next_position[row] = next_position
-            self.ring_start[row] = layout.ring_start(budget, prompt_len)
-            self.capacity[row] = budget.capacity
+    @staticmethod
+    def entry(prompt_len: int, next_position: int, budget: KVBudget) -> tuple[int, int, int, int]:
+        """What ``admit`` sets of a row whose prompt of ``prompt_len`` tokens has just been written to it."""
+        return prompt_len, next_position, layout.ring_start(budget, prompt_len), budget.capacity
+
+    def admit(self, rows: Tensor, entries: Tensor) -> None:
+        """Give ``rows [B]`` to new owners: a line of ``entries [B, 4]`` each, both int64 on the device."""
+        for counter, values in zip(
+            (self.num_tokens, self.next_position, self.ring_start, self.capacity), entries.unbind(1), strict=True
+        ):
+            counter[rows] = values
 
     def slots(self, rows: Tensor) -> Tensor:
         """Slot that the next token of each of ``rows [B]`` is written to: ``layout.slot_of`` on the device."""
         ordinal, start = self.num_tokens[rows], self.ring_start[rows]
         past = ordinal - start
+        # A ring has at least one slot; compiled code also divides in the lanes that fill up a vector.
+        size = (self.capacity[rows] - start).clamp_(min=1)
         # Below the ring's start the remainder must not apply; above it, Python and torch agree on the sign.
-        return torch.where(past < 0, ordinal, start + past.remainder(self.capacity[rows] - start))
+        return torch.where(past < 0, ordinal, start + past.remainder(size))
 
     def lengths(self, rows: Tensor) -> Tensor:
         """Visible slots of each of ``rows [B]`` once the next token has been written."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from snapstream.cache.kv_cache import KVCache
 from snapstream.kernels import dispatch
+from snapstream.kernels.cpu import ops  # noqa: F401 - registers the operator below
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +71,14 @@ class RowsView:
         keys, values = self._cache.k[layer], self._cache.v[layer]
         dispatch.write_slots(keys, values, k, v, self._rows, self._slots)
         return dispatch.decode_attention(q, keys, values, self._rows, self._lengths)
+
+
+class CompiledRowsView(RowsView):
+    """The same as one operator per layer, which a compiled graph can hold (CPU)."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See ``RowsView.attend``."""
+        out: Tensor = torch.ops.snapstream.attend_rows_cpu(
+            q, k, v, self._cache.k, self._cache.v, layer, self._rows, self._slots, self._lengths
+        )
+        return out

@@ -1,0 +1,95 @@
+"""Conversations as callers give them, made into what chat templates expect, or refused.
+
+Invariant: everybody renders by these rules - ``LLM.chat``, the server, and whoever counts a prompt's tokens before it
+is sent - so that what was counted is what is fed. ``inputs.py`` has the rules for the other things callers hand in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def as_conversation(messages: Sequence[Any], *, has_developer: bool = True) -> list[dict[str, Any]]:
+    """Messages in OpenAI's shape, made into what chat templates expect: known roles, content as one text (parts are
+    joined by newlines), arguments of tool calls as objects. Other members stay as they are.
+
+    ``has_developer``: the template knows that role; otherwise it becomes ``system``, its older name.
+    """
+    return [_as_message(message, f"messages[{index}]", has_developer) for index, message in enumerate(messages)]
+
+
+def _as_message(message: Any, place: str, has_developer: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{place} is {named(message)}; it must have role and content")
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if role not in ROLES:
+        raise ValueError(f"{place} has the role {role!r}; known roles: {', '.join(ROLES)}")
+    if calls and role != "assistant":
+        raise ValueError(f"{place}.tool_calls belongs to the assistant, not to {role!r}")
+    result = {name: value for name, value in message.items() if name != "tool_calls"}
+    result["role"] = "system" if role == "developer" and not has_developer else role
+    result["content"] = "" if content is None and role == "assistant" else _as_text(content, f"{place}.content", role)
+    if calls:
+        result["tool_calls"] = _as_tool_calls(calls, f"{place}.tool_calls")
+    return result
+
+
+def _as_text(content: Any, place: str, role: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not is_list(content):
+        raise ValueError(f"{place}: the content of a {role} message is {named(content)}; it must be text")
+    return "\n".join(_as_part(part, f"{place}[{index}]") for index, part in enumerate(content))
+
+
+def _as_part(part: Any, place: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind not in TEXT_PARTS:
+        raise ValueError(f"{place} has the type {kind!r}; only text is taken")
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"{place}.text is {named(part.get('text'))}; it must be text")
+    return str(part["text"])
+
+
+def _as_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Templates want arguments as an object; the API has them as JSON text."""
+    if not is_list(calls):
+        raise ValueError(f"{place} is {named(calls)}; it must be a list")
+    return [_as_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
+
+
+def _as_tool_call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{place}.function.name is missing")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{place}.function.arguments is not valid JSON") from None
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{place}.function.arguments is {named(arguments)}; it must be a JSON object")
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def is_list(value: Any) -> bool:
+    """A sequence that is no text."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def named(value: Any) -> str:
+    """Type and the beginning of the value, for a message."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,120 @@
+"""What an engine allocates, from the integers of its config: what ``plan`` prints and what the start checks.
+
+Bytes that do not depend on the number of rows: weights, the staging pool, the temporaries of one prefill chunk and of
+one scoring block, the padding row. Bytes per row: keys and values, and what one entry of a decode batch needs - logits,
+the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from snapstream.cache.layout import row_bytes, staging_bytes
+from snapstream.config import DEFAULT_WINDOW, DTYPE_BYTES, EngineConfig, ModelConfig
+from snapstream.models.shapes import num_parameters
+from snapstream.sizes import format_bytes
+
+SCORING_KEYS = 4096  # keys that are scored at a time
+MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
+# Of one batch entry and token of the vocabulary: fp32 logits, float64 scores, integer weights, their running sum, keys.
+SAMPLING_BYTES = 40
+FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: workspaces of the matrix library, kernels, what the allocator cannot fill
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillMemory:
+    """Peak bytes that one prompt's prefill needs beside weights and rows."""
+
+    hidden_bytes: int  # residual stream [N, D]
+    staging_bytes: int  # K and V [2, G, N, E] of one layer
+    transient_bytes: int  # the larger of one chunk's activations and one scoring block
+
+    @property
+    def total_bytes(self) -> int:
+        return self.hidden_bytes + self.staging_bytes + self.transient_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """Where the bytes of an engine go."""
+
+    weight_bytes: int
+    staging_bytes: int  # the pool: hidden states and one layer's keys and values
+    transient_bytes: int  # of one prefill chunk or scoring block
+    framework_bytes: int
+    row_bytes: int  # keys and values of a row
+    batch_bytes: int  # of one entry of a decode batch
+    max_rows: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All that is there without a single row; the padding row is."""
+        parts = self.weight_bytes, self.staging_bytes, self.transient_bytes, self.framework_bytes
+        return sum(parts) + self.row_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.fixed_bytes + self.max_rows * (self.row_bytes + self.batch_bytes)
+
+    def rows_that_fit(self, free_bytes: int) -> int:
+        """Rows beside the fixed bytes; 0 or less where not even those fit."""
+        return (free_bytes - self.fixed_bytes) // (self.row_bytes + self.batch_bytes)
+
+    def describe(self) -> str:
+        """The sum in words, for an error."""
+        parts = [
+            f"{format_bytes(self.weight_bytes)} of weights",
+            f"{self.max_rows} + 1 rows of {format_bytes(self.row_bytes)}",
+            f"{format_bytes(self.staging_bytes)} of staging",
+            f"{format_bytes(self.transient_bytes)} of prefill temporaries",
+            f"{format_bytes(self.max_rows * self.batch_bytes + self.framework_bytes)} for decode and the framework",
+        ]
+        return f"{', '.join(parts[:-1])} and {parts[-1]} need {format_bytes(self.total_bytes)}"
+
+
+def prefill_memory(
+    config: ModelConfig,
+    prompt_len: int,
+    *,
+    chunk_len: int,
+    dtype_bytes: int,
+    window_len: int = DEFAULT_WINDOW,
+) -> PrefillMemory:
+    """Peak memory of prefilling one prompt layer by layer; it does not grow with the number of layers."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    # Projected and rotated heads; the chunk's own keys and values repeated, queries folded, two outputs, their merge.
+    attention = hidden + 2 * (query_size + 2 * kv_size) + 6 * query_size
+    mlp = query_size + 4 * hidden + 3 * inner  # attended heads, residual, norm and its parts, gate and up, product
+    chunk_bytes = min(chunk_len, prompt_len) * max(attention, mlp) * dtype_bytes
+    keys = min(SCORING_KEYS, prompt_len)
+    scoring_bytes = 4 * (window_len * config.num_heads * keys + kv_size * keys)  # fp32 block and its keys
+    scoring_bytes += 4 * 2 * config.num_kv_heads * prompt_len  # scores of all keys, before and after pooling
+    return PrefillMemory(
+        hidden_bytes=prompt_len * hidden * dtype_bytes,
+        staging_bytes=prompt_len * 2 * kv_size * dtype_bytes,
+        transient_bytes=max(chunk_bytes, scoring_bytes),
+    )
+
+
+def engine_memory(
+    model: ModelConfig, capacity: int, max_model_len: int, *, max_rows: int = 0, staging_tokens: int = 0,
+    chunk_len: int, dtype: str, device: str, window_len: int = DEFAULT_WINDOW,
+) -> EngineMemory:  # fmt: skip
+    """Bytes of an engine with rows of ``capacity`` slots; ``staging_tokens`` 0 is ``EngineConfig``'s default pool."""
+    size = DTYPE_BYTES[dtype]
+    pool = staging_tokens or max_model_len + EngineConfig.short_reserve
+    prefill = prefill_memory(model, pool, chunk_len=chunk_len, dtype_bytes=size, window_len=window_len)
+    is_gpu = device.startswith("cuda")
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    activations = (4 * model.hidden_size + 3 * heads + 3 * model.intermediate_size) * size
+    batch = model.vocab_size * SAMPLING_BYTES + activations
+    return EngineMemory(
+        weight_bytes=num_parameters(model) * size,
+        staging_bytes=staging_bytes(model, pool, size),
+        transient_bytes=prefill.transient_bytes,
+        framework_bytes=FRAMEWORK_BYTES if is_gpu else 0,
+        row_bytes=row_bytes(model, capacity, size),
+        batch_bytes=2 * batch if is_gpu else batch,
+        max_rows=max_rows,
+    )

@@ -1,0 +1,124 @@
+"""The decode step as static programs, one per batch size: compiled on a CPU, captured as graphs on a GPU.
+
+A batch of n rows runs in the smallest bucket that holds it; unused entries point at the padding row. A step is two
+programs, the halves of ``decode_eager.py``: forward (rows to logits), and one of a few samplers (logits to tokens,
+state advanced). What no sampler covers - penalties, bias, log-probabilities, and whatever a caller wants to do to the
+logits - is sampled by the plain calls after the same forward; on a GPU their launches hide behind it.
+
+Invariant: equal to eager, and after ``warm_up`` nothing is compiled or captured any more. ``programs.py`` has the two
+ways to make a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from snapstream.layers.sampler import Sampled
+from snapstream.layers.sampling_state import SamplingNeeds
+from snapstream.runner.decode_eager import EagerDecode
+from snapstream.runner.programs import Program, ProgramMaker
+
+# Samplers that are programs, from the least to the most general. More than needed is never wrong (SamplingNeeds).
+SAMPLERS = (
+    SamplingNeeds(),
+    SamplingNeeds(random=True),
+    SamplingNeeds(random=True, top_k=True, top_p=True, min_p=True),
+)
+
+
+def bucket_sizes(max_rows: int, device_type: str) -> tuple[int, ...]:
+    """Batch sizes that get programs of their own, rising; the last is ``max_rows``.
+
+    On a GPU captures are cheap and idle entries are not: 1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32. On
+    a CPU each takes seconds to compile: 1, 8, 32, 128 ...
+    """
+    if device_type == "cuda":
+        sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max(max_rows, 256), 32)]
+    else:
+        sizes = [1, *(8 * 4**i for i in range(8))]
+    return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+def covers(sampler: SamplingNeeds, needs: SamplingNeeds) -> bool:
+    """True when ``sampler`` does all that ``needs`` asks for."""
+    plain = SamplingNeeds()
+    return all(
+        getattr(needs, field.name) in (getattr(plain, field.name), getattr(sampler, field.name))
+        for field in fields(SamplingNeeds)
+    )
+
+
+class GraphDecode:
+    """Same calls as ``EagerDecode``. Programs are made of the step ``eager`` and share its state."""
+
+    def __init__(
+        self, eager: EagerDecode, maker: ProgramMaker, buckets: tuple[int, ...], padding_row: int, vocab_size: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._eager, self._maker, self._buckets, self._padding_row = eager, maker, buckets, padding_row
+        # What programs read their row indices from and write their logits to: static addresses.
+        self._rows = torch.full((buckets[-1],), padding_row, dtype=torch.int64, device=device)
+        self._logits = torch.empty((buckets[-1], vocab_size), dtype=torch.float32, device=device)
+        self._forward: dict[int, Program] = {}
+        self._samplers: dict[int, list[tuple[SamplingNeeds, Program]]] = {}
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that ``warm_up`` makes."""
+        return len(self._buckets) * (1 + len(SAMPLERS))
+
+    @torch.inference_mode()
+    def warm_up(self, made: Callable[[], object]) -> None:
+        """Make every program, the largest bucket first; ``made`` is called after each. Only the padding row is fed."""
+        for bucket in reversed(self._buckets):
+            rows, logits = self._rows[:bucket].fill_(self._padding_row), self._logits[:bucket]
+            self._forward[bucket] = self._maker.make(self._run_forward, rows, logits)
+            made()
+            self._samplers[bucket] = []
+            for needs in SAMPLERS:
+                program = self._maker.make(_Sampler(self._eager, needs).run, logits, rows)
+                self._samplers[bucket].append((needs, program))
+                made()
+
+    def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """See ``EagerDecode.step``; ``rows [B]`` int64 on the device, B at most the largest bucket."""
+        size = rows.shape[0]
+        padded, logits = self._feed(rows)
+        for sampler_needs, program in self._samplers[padded.shape[0]]:
+            if covers(sampler_needs, needs):
+                return Sampled(program(logits, padded)[:size])
+        return self._eager.draw(logits[:size], padded[:size], needs)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """See ``EagerDecode.logits``; overwritten by the next step."""
+        return self._feed(rows)[1][: rows.shape[0]]
+
+    def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """See ``EagerDecode.draw``: plain calls."""
+        return self._eager.draw(logits, rows, needs)
+
+    def _feed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        size = rows.shape[0]
+        bucket = next(bucket for bucket in self._buckets if bucket >= size)
+        padded, logits = self._rows[:bucket], self._logits[:bucket]
+        padded[:size] = rows
+        padded[size:].fill_(self._padding_row)
+        self._forward[bucket](padded, logits)
+        return padded, logits
+
+    def _run_forward(self, rows: Tensor, logits: Tensor) -> Tensor:
+        return logits.copy_(self._eager.logits(rows))
+
+
+class _Sampler:
+    """The second half of a step for fixed needs."""
+
+    def __init__(self, eager: EagerDecode, needs: SamplingNeeds) -> None:
+        self._eager, self._needs = eager, needs
+
+    def run(self, logits: Tensor, rows: Tensor) -> Tensor:
+        return self._eager.draw(logits, rows, self._needs).token_ids

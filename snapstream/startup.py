@@ -1,0 +1,112 @@
+"""What is checked and settled before a weight is read: device, executor, rows that fit the memory.
+
+Invariant: what cannot be served is refused here, with the numbers, and not in the middle of an answer. The formula is
+``memory.py``, which ``plan`` prints too. Used by ``llm.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from snapstream.config import EngineConfig, Executor, KVBudget, ModelConfig, as_count
+from snapstream.host_memory import host_memory
+from snapstream.memory import MAX_AUTO_ROWS, EngineMemory, engine_memory
+from snapstream.sizes import format_bytes
+
+MaxRows = int | Literal["auto"]
+Budget = KVBudget | int | str  # the only text is "full"
+
+DEFAULT_BUDGET = 8192  # slots; what the paper keeps of a 128k prompt
+
+
+def resolve_budget(budget: Budget, max_model_len: int, window_len: int) -> KVBudget:
+    """``"full"``, a number of slots, or a budget. Slots for a whole sequence or more mean full attention."""
+    if isinstance(budget, KVBudget):
+        return budget
+    if budget == "full":
+        return KVBudget.full(max_model_len)
+    if isinstance(budget, str):
+        raise ValueError(f"budget is {budget!r}; it must be a KVBudget, a number of slots or 'full'")
+    if as_count("budget", budget, 1) >= max_model_len:
+        return KVBudget.full(max_model_len)
+    return KVBudget.of(budget, window_len=window_len)
+
+
+def resolve_executor(executor: Executor | None, device: str) -> Executor:
+    """The executor that was asked for, or the device's default.
+
+    On a GPU graphs, which take seconds to capture. On a CPU plain calls: a first start of ``graph`` compiles for a
+    minute and later ones load for seconds, which pays for a server but not for one prompt.
+    """
+    if executor is not None:
+        return executor
+    return "graph" if device.startswith("cuda") else "eager"
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this engine does not know or that this machine does not have."""
+    import torch
+
+    if not isinstance(device, str) or device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # which of the two depends on how torch was built
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def check_executor(config: EngineConfig) -> None:
+    """Refuse compiled decode on a CPU without a compiler."""
+    from snapstream.kernels.cpu.native import find_compiler
+
+    if config.executor == "graph" and config.device == "cpu" and find_compiler() is None:
+        raise ValueError("executor 'graph' compiles C++ on a CPU, and neither $CXX nor g++ is here; use 'eager'")
+
+
+def fit_rows(model: ModelConfig, config: EngineConfig, max_rows: MaxRows) -> EngineConfig:
+    """``config`` with as many rows as were asked for, or as fit (``"auto"``, at most 256).
+
+    ValueError with the sum where the memory cannot hold that. On a GPU the memory is what is free now, on a CPU all
+    that the machine or its container has (``"auto"``: what is available).
+    """
+    if max_rows != "auto":
+        config = replace(config, max_rows=max_rows)
+    memory = _memory_of(model, config)
+    free = _free_bytes(config.device, only_free=max_rows == "auto")
+    if max_rows == "auto":
+        rows = min(memory.rows_that_fit(free), MAX_AUTO_ROWS)
+        config = replace(config, max_rows=max(rows, 1))
+        memory = _memory_of(model, config)
+    if memory.total_bytes > free:
+        what = "this GPU has" if config.device.startswith("cuda") else "this machine has"
+        raise ValueError(
+            f"{memory.describe()}; {what} {format_bytes(free)}"
+            f"{' free' if config.device.startswith('cuda') or max_rows == 'auto' else ''}. "
+            f"Lower max_rows, the budget or max_model_len"
+        )
+    return config
+
+
+def _memory_of(model: ModelConfig, config: EngineConfig) -> EngineMemory:
+    return engine_memory(
+        model,
+        config.budget.capacity,
+        config.max_model_len,
+        max_rows=config.max_rows,
+        staging_tokens=config.pool_tokens,
+        chunk_len=config.chunk_len,
+        dtype=config.dtype,
+        device=config.device,
+        window_len=config.snapkv.window_len,
+    )
+
+
+def _free_bytes(device: str, *, only_free: bool) -> int:
+    if device.startswith("cuda"):
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    memory = host_memory()
+    return memory.available if only_free else memory.total
