@@ -6,8 +6,11 @@ w observation queries, H query heads, G kv heads, E head dim, C capacity.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -46,6 +49,98 @@ def write_slots(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Te
     """Store ``k, v [B, G, E]`` in slot ``slots[b]`` of row ``rows[b]`` of ``[rows+1, G, C, E]``, in place."""
     k_cache[rows, :, slots] = k
     v_cache[rows, :, slots] = v
+
+
+def gather_rows(
+    k_cache: Tensor, v_cache: Tensor, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor
+) -> None:
+    """Fill the first ``n`` slots of each of ``rows`` of ``[rows+1, G, C, E]`` with tokens of a prompt, in place.
+
+    ``keys, values [G, N, E]``; ``index [G, n]`` is the token of each slot.
+    """
+    expanded = index[..., None].expand(-1, -1, keys.shape[-1])
+    kept_keys, kept_values = keys.gather(1, expanded), values.gather(1, expanded)
+    for row in rows:
+        k_cache[row, :, : index.shape[1]] = kept_keys
+        v_cache[row, :, : index.shape[1]] = kept_values
+
+
+def norm_rope(
+    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int
+) -> Tensor:
+    """Norm (optional) and rotate the heads of q and k: ``heads [T, H+2G, E]`` (q | k | v) -> ``[T, H+G, E]``.
+
+    ``head_norm [H+G, E]``; ``cos, sin [T, 1, E]`` fp32 as ``Rope.angles`` makes them (with the minus in the sine).
+    """
+    qk = heads[:, :-num_kv_heads]
+    if head_norm is not None:
+        qk = F.rms_norm(qk.float(), (qk.shape[-1],), None, eps).mul(head_norm).to(qk.dtype)
+    return (qk * cos + qk.roll(qk.shape[-1] // 2, dims=-1) * sin).to(heads.dtype)
+
+
+def norm_rope_write(
+    heads: Tensor,
+    head_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """``norm_rope``, then ``write_slots`` of the rotated k and of v; returns q ``[T, H, E]``."""
+    num_kv_heads = k_cache.shape[1]
+    qk = norm_rope(heads, head_norm, eps, cos, sin, num_kv_heads)
+    write_slots(k_cache, v_cache, qk[:, -num_kv_heads:], heads[:, -num_kv_heads:], rows, slots)
+    return qk[:, :-num_kv_heads].contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` of each row of ``x [T, D]``, fp32 inside."""
+    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``residual += x`` in place, rounded to its dtype, and the norm of that sum: all ``[T, D]``."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``gate_up [T, 2I]`` (gate | up): ``[T, I]``, fp32 inside."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def hop_scores(weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int) -> Tensor:
+    """How much attention the candidates ``[start, stop)`` get from prompt tokens that vote in turn: ``[G, n]`` fp32.
+
+    ``voters [G, m]`` are candidates (0 is ``start``), ``weights [G, m]`` what their votes count; ``queries [N, H, E]``
+    and ``keys [G, N, E]`` are those of the whole prompt. The softmax runs over all candidates but the voter itself,
+    later ones too: the question may make use of a token that stands behind. Averaged over the heads of a group.
+    """
+    num_keys, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[0]
+    grouped = queries.float().view(num_keys, num_kv_heads, -1, head_dim).transpose(0, 1)  # [G, N, r, E]
+    own = grouped[torch.arange(num_kv_heads, device=keys.device)[:, None], voters + start]  # [G, m, r, E]
+    logits = torch.einsum("gmre,gne->gmrn", own, keys[:, start:stop].float()) * head_dim**-0.5
+    itself = torch.arange(stop - start, device=keys.device) == voters[..., None]  # [G, m, n]
+    probabilities = logits.masked_fill(itself[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("gm,gmn->gn", weights, probabilities.mean(2))
+
+
+def random_scores(layer: int, num_kv_heads: int, start: int, stop: int, device: torch.device | str) -> Tensor:
+    """A score in [0, 1) for every candidate that depends on layer, head and position alone: ``[G, stop - start]`` fp32.
+
+    A hash (the finaliser of MurmurHash3 in 32 bits), so that it is the same in every batch and on every device.
+    """
+    position = torch.arange(start, stop, device=device)
+    head = torch.arange(num_kv_heads, device=device)[:, None]
+    word = (position * 0x1E3779B1 + head * 0x05EBCA6B + (layer + 1) * 0x42B2AE35) & 0xFFFFFFFF  # [G, n]
+    for shift, factor in ((16, 0x05EBCA6B), (13, 0x42B2AE35)):  # below 2**31: products fit in 63 bits
+        word = ((word ^ (word >> shift)) * factor) & 0xFFFFFFFF
+    return (word ^ (word >> 16)).bitwise_right_shift(8).float() / 2**24
 
 
 def snapkv_scores(

@@ -1,7 +1,7 @@
 """SnapKV scores in key chunks: two passes over the keys, never more than ``O(window x chunk)`` of memory.
 
-The first pass finds the softmax normaliser of every observation query, the second adds up the probabilities. Same
-meaning as ``reference.snapkv_scores``; runs on any device.
+The first pass finds the softmax normaliser of every query that votes, the second adds up the probabilities. Same
+meaning as ``reference.snapkv_scores`` and ``hop_scores``; runs on any device.
 """
 
 from __future__ import annotations
@@ -55,6 +55,35 @@ def snapkv_scores(
         # A query that sees no key has the normaliser -inf; -inf - -inf is NaN and means no vote.
         weights = block.sub_(normaliser[..., None]).exp_().nan_to_num_(0.0)
         scores[:, a - start : b - start] = _votes(weights, group, group_max)
+    return scores
+
+
+def hop_scores(
+    weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *, chunk: int = CHUNK
+) -> Tensor:
+    """See ``reference.hop_scores``: ``voters [G, m]``, ``queries [N, H, E]``, ``keys [G, N, E]`` -> ``[G, n]`` fp32."""
+    num_keys, num_heads, head_dim = queries.shape
+    num_kv_heads, num_voters = voters.shape
+    group = num_heads // num_kv_heads
+    heads = torch.arange(num_kv_heads, device=keys.device)[:, None]
+    own = queries.view(num_keys, num_kv_heads, group, head_dim)[voters + start, heads]  # [G, m, r, E]
+    folded = (own.float() * head_dim**-0.5).flatten(1, 2)  # [G, m*r, E]
+    itself = (voters + start).repeat_interleave(group, dim=1)[..., None]  # [G, m*r, 1]
+
+    def logits(a: int, b: int) -> Tensor:
+        block = torch.bmm(folded, keys[:, a:b].float().transpose(1, 2))  # [G, m*r, c]
+        return block.masked_fill_(torch.arange(a, b, device=keys.device) == itself, float("-inf"))
+
+    ends = [(a, min(a + chunk, stop)) for a in range(start, stop, chunk)]
+    normaliser = torch.full(folded.shape[:2], float("-inf"), device=keys.device)  # [G, m*r]
+    for a, b in ends:
+        normaliser = torch.logaddexp(normaliser, logits(a, b).logsumexp(-1))
+    share = (weights / group).repeat_interleave(group, dim=1)[:, None]  # [G, 1, m*r]
+    scores = torch.empty(num_kv_heads, stop - start, device=keys.device)
+    for a, b in ends:
+        # A voter that is the only candidate has the normaliser -inf; -inf - -inf is NaN and means no vote.
+        probabilities = logits(a, b).sub_(normaliser[..., None]).exp_().nan_to_num_(0.0)
+        scores[:, a - start : b - start] = torch.bmm(share, probabilities)[:, 0]
     return scores
 
 

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapstream.kernels.cpu import ops
+
 MAX_TOKENS = 64  # beyond this the product is bound by arithmetic and F.linear is best
 BLOCK = 64  # rows of the weight per block of a batched product
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x [T, D] weight [O, D]^T + bias [O]`` as a contiguous ``[T, O]``; the meaning of ``F.linear``."""
+    if torch.compiler.is_compiling() and ops.takes_linear(x, weight):  # a compiled graph has a C++ compiler
+        out: Tensor = torch.ops.snapstream.linear_cpu(x, weight, bias)
+        return out
     num_tokens, (num_out, num_in) = x.shape[0], weight.shape
     if num_tokens > MAX_TOKENS or x.dtype != torch.float32:
         return F.linear(x, weight, bias)

@@ -1,0 +1,139 @@
+"""Decode attention over rows, split along the slots: each split is one program per kv head, a second kernel merges.
+
+A program holds the whole group of query heads of its kv head, so K and V are read once, and only visible slots are
+read: slots that were never written may hold anything. Splits are cut by the capacity alone and merged in slot order:
+the result of a row depends on neither its neighbours nor the batch. ``configs.py`` says how large they are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from snapstream.kernels.triton import configs
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def decode_split_kernel(
+    q_ptr, k_ptr, v_ptr, rows_ptr, lengths_ptr, out_ptr, lse_ptr,
+    scale_log2,
+    stride_q_batch, stride_q_head,
+    stride_k_row, stride_k_head, stride_k_slot,
+    stride_v_row, stride_v_head, stride_v_slot,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One split of one kv head of one row; writes the normalised partial result and its log-sum-exp (base 2).
+
+    With a single split ``out`` is the result ``[B, H, E]``; else fp32 partials ``[B, H, splits, E]``.
+    """
+    split, kv_head, entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths_ptr + entry).to(tl.int32)
+    first = split * SPLIT_SLOTS
+    if first >= length:
+        return  # the merge reads the splits below the length only
+    row = tl.load(rows_ptr + entry).to(tl.int64)
+    last = tl.minimum(first + SPLIT_SLOTS, length)
+
+    head = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, HEAD_PAD)
+    is_head, is_dim = head < GROUP, dim < HEAD_DIM
+    query_head = kv_head * GROUP + head
+    q_at = q_ptr + entry * stride_q_batch + query_head[:, None] * stride_q_head + dim[None, :]
+    q = tl.load(q_at, mask=is_head[:, None] & is_dim[None, :], other=0.0)  # [GROUP_PAD, E]
+    k_row = k_ptr + row * stride_k_row + kv_head.to(tl.int64) * stride_k_head
+    v_row = v_ptr + row * stride_v_row + kv_head.to(tl.int64) * stride_v_head
+
+    best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    for begin in tl.range(first, last, BLOCK, num_stages=STAGES):
+        slot = begin + tl.arange(0, BLOCK)
+        is_seen = slot < last
+        mask = is_seen[:, None] & is_dim[None, :]
+        k = tl.load(k_row + slot[:, None] * stride_k_slot + dim[None, :], mask=mask, other=0.0)  # [BLOCK, E]
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [GROUP_PAD, BLOCK]
+        logits = tl.where(is_seen[None, :], logits, float("-inf"))
+        new_best = tl.maximum(best, tl.max(logits, 1))  # finite: every tile has a visible slot
+        shrink = tl.exp2(best - new_best)
+        weights = tl.exp2(logits - new_best[:, None])
+        v = tl.load(v_row + slot[:, None] * stride_v_slot + dim[None, :], mask=mask, other=0.0)  # [BLOCK, E]
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        best = new_best
+
+    acc = acc / total[:, None]
+    place = (entry * (tl.num_programs(1) * GROUP) + query_head) * NUM_SPLITS + split  # [GROUP_PAD]
+    out_at = out_ptr + place[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])
+    if NUM_SPLITS > 1:
+        tl.store(lse_ptr + place, best + tl.log2(total), mask=is_head)
+
+
+@triton.jit
+def decode_merge_kernel(
+    partial_ptr, lse_ptr, lengths_ptr, out_ptr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Weighted mean of a head's partial results over the splits that its row reaches, in slot order."""
+    query_head, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + entry).to(tl.int32)
+    num_used = (length + SPLIT_SLOTS - 1) // SPLIT_SLOTS
+    base = (entry * NUM_HEADS + query_head) * NUM_SPLITS
+    every = tl.arange(0, SPLITS_PAD)
+    lse = tl.load(lse_ptr + base + every, mask=every < num_used, other=float("-inf"))
+    best = tl.max(lse, 0)
+    total = tl.sum(tl.exp2(lse - best), 0)
+
+    dim = tl.arange(0, HEAD_PAD)
+    acc = tl.zeros([HEAD_PAD], tl.float32)
+    for begin in range(0, num_used, BLOCK):
+        split = begin + tl.arange(0, BLOCK)
+        is_used = split < num_used
+        share = tl.exp2(tl.load(lse_ptr + base + split, mask=is_used, other=float("-inf")) - best) / total
+        part_at = partial_ptr + (base + split)[:, None] * HEAD_DIM + dim[None, :]
+        part = tl.load(part_at, mask=is_used[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+        acc += tl.sum(part * share[:, None], 0)
+    out_at = out_ptr + (entry * NUM_HEADS + query_head) * HEAD_DIM + dim
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor, launch: configs.DecodeLaunch | None = None
+) -> Tensor:
+    """See ``reference.decode_attention``: ``q [B, H, E]``, ``k, v [rows+1, G, C, E]`` -> ``[B, H, E]``.
+
+    Any strides, as long as the head dimension is contiguous. Every length must be >= 1. ``launch`` is for the tuner.
+    """
+    batch, num_heads, head_dim = q.shape
+    num_kv_heads, capacity = k.shape[1], k.shape[2]
+    if q.stride(2) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+        raise ValueError("decode attention needs a contiguous head dimension in q, k and v")
+    launch = launch or configs.decode_launch(head_dim, k.element_size(), capacity, num_kv_heads)
+    num_splits = launch.num_splits
+    group = num_heads // num_kv_heads
+    head_pad = configs.power_of_two(head_dim, 16)
+    out = q.new_empty(batch, num_heads, head_dim)
+    if num_splits == 1:
+        partial, lse = out, out
+    else:
+        partial = torch.empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(batch, num_heads, num_splits, dtype=torch.float32, device=q.device)
+    decode_split_kernel[(num_splits, num_kv_heads, batch)](
+        q, k, v, rows, lengths, partial, lse,
+        head_dim**-0.5 * LOG2_E,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+        GROUP=group, GROUP_PAD=configs.power_of_two(group, 16), HEAD_DIM=head_dim, HEAD_PAD=head_pad,
+        BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots, NUM_SPLITS=num_splits, STAGES=launch.num_stages,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        decode_merge_kernel[(num_heads, batch)](
+            partial, lse, lengths, out,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_PAD=head_pad, SPLIT_SLOTS=launch.split_slots,
+            NUM_SPLITS=num_splits, SPLITS_PAD=configs.power_of_two(num_splits), BLOCK=16, num_warps=4,
+        )  # fmt: skip
+    return out

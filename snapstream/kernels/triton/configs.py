@@ -1,0 +1,92 @@
+"""How each kernel is cut: tile sizes, warps, pipeline depth and splits, chosen by shape from stated tables. No Triton.
+
+Invariant: a choice looks at head dimension, dtype, capacity and head counts, which are constant for an engine, never
+at the batch or at its contents. Equal rows therefore sum in an equal order in any bucket, and a captured graph never
+meets a kernel that is not compiled.
+
+The reasoning, to be replaced by measurement (``benchmarks/kernels.py --device cuda`` prints the best of a grid): an
+H200 reads 4.8 TB/s with 132 multiprocessors, 36 bytes per nanosecond each; at a latency of about 0.8 us a
+multiprocessor needs some 30 KB in flight. Decode tiles of K and V are 16 KB each; with ``num_stages`` of 3 two pairs
+are in flight per program (64 KB) and 96 KB of shared memory let two programs share a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_TILE_BYTES = 16 * 1024  # of K, and as much of V, per step of the decode loop
+_TARGET_PROGRAMS = 264  # two for each of 132 multiprocessors, at a batch of one
+_MAX_SPLITS = 64
+_LEAST_SPLIT = 128  # slots; below this the partial results weigh more than 1/16 of what a split reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What one compiled kernel is cut into."""
+
+    block: int  # tokens or slots of one tile
+    num_warps: int
+    num_stages: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLaunch(Launch):
+    """How a row is cut for decode attention."""
+
+    num_splits: int
+    split_slots: int  # a multiple of ``block``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreLaunch(Launch):
+    """How the SnapKV scores are cut: ``block`` keys per tile in both passes; warps and stages of the first."""
+
+    rows: int  # pass 1: most (head, query) pairs per program
+    window_block: int  # pass 2: most observation queries per product
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """Smallest power of two >= ``size`` and >= ``least``."""
+    return max(least, 1 << max(size - 1, 0).bit_length())
+
+
+def decode_launch(head_dim: int, dtype_bytes: int, capacity: int, num_kv_heads: int) -> DecodeLaunch:
+    """Decode attention: K tiles of 16 KB. ``dtype_bytes`` are those of the cache."""
+    if dtype_bytes == 4:  # no tensor cores at full precision: small tiles, or the products spill
+        launch = Launch(block=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
+    else:
+        slots = _TILE_BYTES // (power_of_two(head_dim, 16) * dtype_bytes)
+        launch = Launch(block=min(max(slots, 16), 128), num_warps=4, num_stages=3)
+    return split_row(launch, capacity, num_kv_heads)
+
+
+def split_row(
+    launch: Launch, capacity: int, num_kv_heads: int, target_programs: int = _TARGET_PROGRAMS
+) -> DecodeLaunch:
+    """Splits of equal length, so many that a single row makes ``target_programs`` if it is long enough."""
+    wanted = min(-(-target_programs // num_kv_heads), _MAX_SPLITS)
+    slots = max(-(-capacity // wanted), _LEAST_SPLIT)
+    slots = -(-slots // launch.block) * launch.block
+    return DecodeLaunch(
+        block=launch.block,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        num_splits=-(-capacity // slots),
+        split_slots=slots,
+    )
+
+
+def score_launch(head_dim: int, dtype_bytes: int) -> ScoreLaunch:
+    """Both passes of the SnapKV scores: 64 keys against up to 128 queries."""
+    if dtype_bytes == 4:
+        return ScoreLaunch(block=16, num_warps=4, rows=32 if head_dim <= 128 else 16, window_block=16)
+    block = 64 if head_dim <= 128 else 32
+    return ScoreLaunch(block=block, num_warps=8, num_stages=2, rows=128, window_block=64)
+
+
+SCORE_SPLIT = 2048  # keys per program of the first pass; a constant, so that N alone fixes the order of the sums
+
+
+def norm_warps(size: int) -> int:
+    """RMSNorm: a row per program, about 16 elements per thread."""
+    return min(max(power_of_two(size) // 512, 1), 16)

@@ -1,0 +1,56 @@
+"""Root-mean-square norm of a row per program, alone or after adding to the residual stream (one read, one write)."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from snapstream.kernels.triton import configs
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr,
+    eps,
+    stride_x, stride_residual,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """``out = x / rms(x) * weight`` of one row; with a residual, ``residual += x`` first and that sum is normed."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE_PAD)
+    mask = column < SIZE
+    x = tl.load(x_ptr + row * stride_x + column, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_at = residual_ptr + row * stride_residual + column
+        x += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_at, rounded, mask=mask)
+        x = rounded.to(tl.float32)  # what the next layer will read is what is normed
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+    tl.store(out_ptr + row * SIZE + column, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    num_rows, size = x.shape
+    if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
+        raise ValueError("RMSNorm needs rows whose elements are contiguous")
+    out = x.new_empty(num_rows, size)
+    if num_rows:
+        rms_norm_kernel[(num_rows,)](
+            x, x if residual is None else residual, weight, out,
+            eps,
+            x.stride(0), size if residual is None else residual.stride(0),
+            SIZE=size, SIZE_PAD=configs.power_of_two(size), HAS_RESIDUAL=residual is not None,
+            num_warps=configs.norm_warps(size),
+        )  # fmt: skip
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.rms_norm``."""
+    return _launch(x, None, weight, eps)
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.add_rms_norm``."""
+    return _launch(x, residual, weight, eps)

@@ -1,0 +1,167 @@
+"""From the projection to the row: head norm of q and k, rotation, and the write of k and v into slots.
+
+``norm_rope_write`` is all of it in one kernel: it reads the projected heads ``[T, H+2G, E]`` once and writes q and one
+slot per token (staging is a cache of one row, whose slots are positions). ``norm_rope`` and ``write_slots`` are its two
+halves, for callers that need the rotated keys in between.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from snapstream.kernels.triton import configs
+
+HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def rope_write_kernel(
+    heads_ptr, norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, slots_ptr,
+    eps,
+    stride_heads, stride_k_row, stride_k_head, stride_k_slot, stride_v_row, stride_v_head, stride_v_slot,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, WRITES: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK`` heads of one token. The two halves of a head are two tiles, because they form the rotated pairs.
+
+    With ``WRITES`` q goes to ``q [T, H, E]``, k and v to their slots; else q and k to ``q [T, H+G, E]``.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.arange(0, HALF_PAD)
+    half: tl.constexpr = HEAD_DIM // 2
+    is_pair = pair < half
+    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_pair[None, :]
+    at = heads_ptr + token * stride_heads + head[:, None] * HEAD_DIM + pair[None, :]
+    low_raw = tl.load(at, mask=mask, other=0.0)  # [BLOCK, E/2]
+    high_raw = tl.load(at + half, mask=mask, other=0.0)
+    low, high = low_raw.to(tl.float32), high_raw.to(tl.float32)
+
+    if HAS_NORM:
+        mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM
+        inverse = (1.0 / tl.sqrt(mean + eps))[:, None]
+        is_normed = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & is_pair[None, :]
+        weight_at = norm_ptr + head[:, None] * HEAD_DIM + pair[None, :]
+        low *= inverse * tl.load(weight_at, mask=is_normed, other=0.0).to(tl.float32)
+        high *= inverse * tl.load(weight_at + half, mask=is_normed, other=0.0).to(tl.float32)
+        # the norm alone would return the storage dtype: round here, so that fusion changes no result
+        low, high = low.to(low_raw.dtype).to(tl.float32), high.to(low_raw.dtype).to(tl.float32)
+
+    turn = token * HEAD_DIM + pair
+    low_cos = tl.load(cos_ptr + turn, mask=is_pair, other=0.0)[None, :]
+    high_cos = tl.load(cos_ptr + turn + half, mask=is_pair, other=0.0)[None, :]
+    low_sin = tl.load(sin_ptr + turn, mask=is_pair, other=0.0)[None, :]  # the minus of the rotation is in the sine
+    high_sin = tl.load(sin_ptr + turn + half, mask=is_pair, other=0.0)[None, :]
+    low_turned = (low * low_cos + high * low_sin).to(low_raw.dtype)
+    high_turned = (high * high_cos + low * high_sin).to(low_raw.dtype)
+
+    num_out: tl.constexpr = NUM_HEADS if WRITES else NUM_HEADS + NUM_KV_HEADS
+    is_out = (head < num_out)[:, None] & is_pair[None, :]
+    q_at = q_ptr + (token * num_out + head)[:, None] * HEAD_DIM + pair[None, :]
+    tl.store(q_at, low_turned, mask=is_out)
+    tl.store(q_at + half, high_turned, mask=is_out)
+    if not WRITES:
+        return
+
+    row, slot = tl.load(rows_ptr + token).to(tl.int64), tl.load(slots_ptr + token).to(tl.int64)
+    k_head = head - NUM_HEADS
+    is_k = ((k_head >= 0) & (k_head < NUM_KV_HEADS))[:, None] & is_pair[None, :]
+    k_start = k_ptr + row * stride_k_row + slot * stride_k_slot
+    k_at = k_start + k_head.to(tl.int64)[:, None] * stride_k_head + pair[None, :]
+    tl.store(k_at, low_turned.to(k_ptr.dtype.element_ty), mask=is_k)
+    tl.store(k_at + half, high_turned.to(k_ptr.dtype.element_ty), mask=is_k)
+
+    v_head = k_head - NUM_KV_HEADS
+    is_v = ((v_head >= 0) & (v_head < NUM_KV_HEADS))[:, None] & is_pair[None, :]
+    v_start = v_ptr + row * stride_v_row + slot * stride_v_slot
+    v_at = v_start + v_head.to(tl.int64)[:, None] * stride_v_head + pair[None, :]
+    tl.store(v_at, low_raw.to(v_ptr.dtype.element_ty), mask=is_v)
+    tl.store(v_at + half, high_raw.to(v_ptr.dtype.element_ty), mask=is_v)
+
+
+@triton.jit
+def write_slots_kernel(
+    from_k_ptr, from_v_ptr, k_ptr, v_ptr, rows_ptr, slots_ptr,
+    stride_from_k, stride_from_k_head, stride_from_v, stride_from_v_head,
+    stride_k_row, stride_k_head, stride_k_slot, stride_v_row, stride_v_head, stride_v_slot,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK`` kv heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+    dim = tl.arange(0, HEAD_PAD)[None, :]
+    mask = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
+    k = tl.load(from_k_ptr + token * stride_from_k + head * stride_from_k_head + dim, mask=mask)
+    v = tl.load(from_v_ptr + token * stride_from_v + head * stride_from_v_head + dim, mask=mask)
+    row, slot = tl.load(rows_ptr + token).to(tl.int64), tl.load(slots_ptr + token).to(tl.int64)
+    k_at = k_ptr + row * stride_k_row + slot * stride_k_slot + head * stride_k_head + dim
+    v_at = v_ptr + row * stride_v_row + slot * stride_v_slot + head * stride_v_head + dim
+    tl.store(k_at, k.to(k_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_at, v.to(v_ptr.dtype.element_ty), mask=mask)
+
+
+def _check(heads: Tensor, *caches: Tensor) -> None:
+    if heads.stride(2) != 1 or heads.stride(1) != heads.shape[2] or any(cache.stride(3) != 1 for cache in caches):
+        raise ValueError("the projected heads of a token must be contiguous, and so the head dimension of the cache")
+
+
+def norm_rope_write(
+    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
+    k_cache: Tensor, v_cache: Tensor, rows: Tensor, slots: Tensor,
+) -> Tensor:  # fmt: skip
+    """See ``reference.norm_rope_write``; ``heads [T, H+2G, E]`` may be strided along T only."""
+    _check(heads, k_cache, v_cache)
+    num_tokens, num_projected, head_dim = heads.shape
+    num_kv_heads = k_cache.shape[1]
+    num_heads = num_projected - 2 * num_kv_heads
+    q = heads.new_empty(num_tokens, num_heads, head_dim)
+    if num_tokens:
+        rope_write_kernel[(num_tokens, triton.cdiv(num_projected, HEADS_PER_PROGRAM))](
+            heads, heads if head_norm is None else head_norm.contiguous(), cos.contiguous(), sin.contiguous(),
+            q, k_cache, v_cache, rows, slots,
+            eps,
+            heads.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+            v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            HALF_PAD=configs.power_of_two(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=head_norm is not None,
+            WRITES=True, num_warps=4,
+        )  # fmt: skip
+    return q
+
+
+def norm_rope(
+    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int
+) -> Tensor:
+    """See ``reference.norm_rope``; ``heads [T, H+2G, E]`` may be strided along T only."""
+    _check(heads)
+    num_tokens, num_projected, head_dim = heads.shape
+    num_rotated = num_projected - num_kv_heads
+    out = heads.new_empty(num_tokens, num_rotated, head_dim)
+    if num_tokens:
+        rope_write_kernel[(num_tokens, triton.cdiv(num_rotated, HEADS_PER_PROGRAM))](
+            heads, heads if head_norm is None else head_norm.contiguous(), cos.contiguous(), sin.contiguous(),
+            out, out, out, out, out,
+            eps,
+            heads.stride(0), 0, 0, 0, 0, 0, 0,
+            NUM_HEADS=num_rotated - num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            HALF_PAD=configs.power_of_two(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=head_norm is not None,
+            WRITES=False, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def write_slots(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """See ``reference.write_slots``: ``k, v [B, G, E]`` with any strides and a contiguous head dimension."""
+    if any(tensor.stride(-1) != 1 for tensor in (k_cache, v_cache, k, v)):
+        raise ValueError("the write of slots needs a contiguous head dimension")
+    num_tokens, num_kv_heads, head_dim = k.shape
+    block = min(configs.power_of_two(num_kv_heads), HEADS_PER_PROGRAM)
+    if num_tokens:
+        write_slots_kernel[(num_tokens, triton.cdiv(num_kv_heads, block))](
+            k, v, k_cache, v_cache, rows, slots,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+            v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+            NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=configs.power_of_two(head_dim), BLOCK=block,
+            num_warps=4,
+        )  # fmt: skip

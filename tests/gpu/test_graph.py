@@ -1,0 +1,177 @@
+"""Captured decode on a GPU: eager's tokens, no waiting, rows that change between replays, and the memory it takes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from snapstream.config import EngineConfig, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.kernels import reference, sdpa
+from snapstream.layers.sampling_state import SamplingNeeds
+from snapstream.llm import LLM
+from snapstream.memory import engine_memory
+from snapstream.models.decoder import Decoder
+from snapstream.models.weights import DecoderWeights
+from snapstream.request import SamplingParams
+from snapstream.runner.decode_eager import EagerDecode
+from snapstream.runner.decode_graph import GraphDecode
+from snapstream.runner.model_runner import ModelRunner
+from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
+from tests.parity.checkpoints import VOCAB, make_model, save
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+
+SMALL = KVBudget(num_sink=2, num_topk=14, num_recent=16)
+SETTINGS: dict[str, Any] = {
+    "budget": SMALL, "snapkv": SnapKVConfig(window_len=8), "max_rows": 5, "max_model_len": 160, "progress": False,
+    "device": "cuda",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def params() -> list[SamplingParams]:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.8, "top_p": 0.8, "top_k": 20},
+        {"temperature": 0.7, "frequency_penalty": 1.0}, {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.8, "min_p": 0.1}, {"temperature": 0.0}, {"temperature": 1.0},
+    ]  # fmt: skip
+    return [SamplingParams(max_tokens=8 + 3 * i, seed=i, ignore_eos=True, **kind) for i, kind in enumerate(kinds)]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (70, 5, 120, 33, 18, 1, 90, 40)]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen2", "qwen3"])
+def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    folder = save(make_model(name), tmp_path)
+    answers = []
+    for executor in ("eager", "graph"):
+        with LLM(folder, executor=executor, **SETTINGS) as llm:  # type: ignore[arg-type]
+            answers.append([output.token_ids for output in llm.generate(prompts, params())])
+    assert answers[0] == answers[1]
+
+
+def test_graph_is_the_default(tmp_path: Path) -> None:
+    with LLM(save(make_model("qwen3"), tmp_path), **SETTINGS) as llm:
+        assert isinstance(llm.engine._runner._decode, GraphDecode)  # type: ignore[attr-defined]
+
+
+def make_runner(dtype: torch.dtype, executor: str, max_rows: int = 12) -> ModelRunner:
+    model = ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=32_000, hidden_size=512, num_layers=4, num_heads=8, num_kv_heads=2,
+        head_dim=64, intermediate_size=1024, max_position=8192, eos_token_ids=(2,),
+    )  # fmt: skip
+    config = EngineConfig(
+        budget=KVBudget.of(512), max_model_len=4096, max_rows=max_rows, chunk_len=256, short_len=256,
+        dtype=str(dtype).removeprefix("torch."), device="cuda", executor=executor,
+    )  # type: ignore[arg-type]  # fmt: skip
+    return ModelRunner(Decoder(model, DecoderWeights.random(model, dtype, "cuda", seed=0)), config)
+
+
+def prefill(runner: ModelRunner, rows: tuple[int, ...], length: int, job_id: int, sampling: SamplingParams) -> StepPlan:
+    entry = PrefillEntry(
+        request_id=f"r{job_id}", token_ids=tuple(3 + i % 31_000 for i in range(length)), rows=rows, seeds=rows,
+        sampling=sampling, budget=runner.config.budget,
+    )  # fmt: skip
+    job = JobSpec(job_id=job_id, staging_start=0, entries=(entry,))
+    units = UnitRange(job_id, 0, job.num_units(runner.config.chunk_len, runner.decoder.config.num_layers))
+    return StepPlan(step_id=job_id, opened_jobs=(job,), units=(units,))
+
+
+@pytest.mark.parametrize("executor", ["eager", "graph"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=20, logprobs=2, frequency_penalty=0.5, logit_bias={5: 1.0}),
+    ],
+    ids=["greedy", "everything"],
+)
+def test_submit_never_waits(executor: str, sampling: SamplingParams) -> None:
+    """Prefill, compression, admission and decode of a step, all without a host synchronisation."""
+    runner = make_runner(torch.bfloat16, executor)
+    runner.submit(prefill(runner, (0, 1), 900, 0, sampling)).result()
+    runner.submit(StepPlan(step_id=1, decode_rows=(0, 1))).result()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = [
+            runner.submit(prefill(runner, (2, 7, 3), 900, 2, sampling)),
+            runner.submit(StepPlan(step_id=3, decode_rows=(0, 1, 2, 3, 7))),
+        ]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    first, second = (step.result() for step in pending)
+    assert first.prefilled["r2"].compression.compress_ms > 0.0  # measured with events
+    assert len(second.decoded) == 5
+
+
+def test_replays_follow_rows_that_change() -> None:
+    """Any rows in any order and number through the same captures, against plain calls on the same state."""
+    runner = make_runner(torch.float32, "graph")
+    assert isinstance(runner._decode, GraphDecode)
+    for row in range(12):
+        plan = prefill(runner, (row,), 40 + 70 * row, row, SamplingParams(temperature=0.0))
+        runner.submit(plan).result()
+    eager = EagerDecode(runner.decoder, runner.cache, runner.rows, runner.sampling)
+    rng = random.Random(0)
+    with torch.inference_mode():
+        for size in (1, 2, 3, 5, 12, 8, 4, 1, 11):
+            rows = torch.tensor(rng.sample(range(12), size), device="cuda")
+            before = runner.cache.k.clone(), runner.cache.v.clone()
+            got = runner._decode.logits(rows).clone()
+            runner.cache.k.copy_(before[0])
+            runner.cache.v.copy_(before[1])
+            torch.testing.assert_close(got, eager.logits(rows), rtol=1e-4, atol=1e-4)
+            runner._decode.step(rows, SamplingNeeds())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("chunk", "keys"), [(1, 700), (256, 256), (256, 700), (64, 4000)])
+def test_fused_prefill_attention_equals_the_reference(dtype: torch.dtype, chunk: int, keys: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(chunk, 8, 128, device="cuda", dtype=dtype)
+    k, v = torch.randn(2, 2, keys, 128, device="cuda", dtype=dtype)
+    expected = reference.prefill_attention(q, k, v)
+    torch.testing.assert_close(sdpa.prefill_attention(q, k, v), expected, rtol=2e-2, atol=2e-2)
+    for kernel in (sdpa.flash, sdpa.cudnn):
+        torch.testing.assert_close(sdpa.split(q, k, v, kernel), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_memory_is_what_the_plan_says() -> None:
+    """Within 3 %, with rows that are most of it, after a prompt and a full batch."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    torch.cuda.reset_peak_memory_stats()
+    runner = make_runner(torch.bfloat16, "graph", max_rows=8)
+    model, size = runner.decoder.config, 2**20
+    del runner
+    torch.cuda.empty_cache()
+    slots = 4 * size  # 8 GiB of keys and values per row
+    config = EngineConfig(
+        budget=KVBudget.of(slots), max_model_len=slots + 8, max_rows=4, staging_tokens=8192, chunk_len=512,
+        dtype="bfloat16", device="cuda", executor="graph",
+    )  # fmt: skip
+    planned = engine_memory(
+        model, slots, config.max_model_len, max_rows=4, staging_tokens=8192, chunk_len=512, dtype="bfloat16",
+        device="cuda",
+    )  # fmt: skip
+    if before < 1.1 * planned.total_bytes:
+        pytest.skip("too little memory on this GPU")
+    runner = ModelRunner(Decoder(model, DecoderWeights.random(model, torch.bfloat16, "cuda", seed=0)), config)
+    runner.submit(prefill(runner, (0, 1, 2, 3), 4000, 0, SamplingParams(temperature=0.0))).result()
+    for step in range(3):
+        runner.submit(StepPlan(step_id=step + 1, decode_rows=(0, 1, 2, 3))).result()
+    used = before - torch.cuda.mem_get_info()[0]
+    assert used == pytest.approx(planned.total_bytes, rel=0.03)

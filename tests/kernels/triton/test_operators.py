@@ -1,0 +1,114 @@
+"""The Triton kernels as PyTorch operators: honest about shapes and mutation, whole in a compiled graph, and enough to
+run the engine. Interpreted, on a CPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.kernels import dispatch, ops
+from snapstream.llm import LLM
+from snapstream.request import SamplingParams
+from tests.kernels.triton import interpreter
+from tests.parity.checkpoints import VOCAB, make_model, save
+
+REASON = interpreter.why_not()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+if REASON is None:
+    interpreter.mend()
+
+
+def heads_and_rows() -> dict[str, Tensor]:
+    """Projected heads of three tokens (4 query heads, 2 kv heads, E = 16), angles, and a cache of four rows."""
+    torch.manual_seed(0)
+    cache = torch.randn(2, 3, 4, 2, 40, 16)
+    return {
+        "heads": torch.randn(3, 8, 16), "norm": torch.rand(6, 16), "cos": torch.randn(3, 1, 16),
+        "sin": torch.randn(3, 1, 16), "k": cache[0].clone(), "v": cache[1].clone(), "rows": torch.tensor([2, 0, 1]),
+        "slots": torch.tensor([5, 39, 0]), "lengths": torch.tensor([6, 40, 1]),
+    }  # fmt: skip
+
+
+def test_operators_say_truly_what_they_change_and_return() -> None:
+    t = heads_and_rows()
+    q, k, v = t["heads"][:, :4], t["k"][1], t["v"][1]
+    staged, index = torch.randn(2, 2, 60, 16), torch.arange(40).expand(2, -1)
+    x = torch.randn(3, 32)
+    angles = (t["cos"], t["sin"])
+    calls = [
+        (ops.decode_attention, (q, k, v, t["rows"], t["lengths"])),
+        (ops.norm_rope_write, (t["heads"], t["norm"], 1e-6, *angles, k, v, t["rows"], t["slots"])),
+        (ops.norm_rope, (t["heads"], None, 1e-6, *angles, 2)),
+        (ops.write_slots, (k, v, t["heads"][:, 4:6], t["heads"][:, 6:], t["rows"], t["slots"])),
+        (ops.rms_norm, (x, x[0].clone(), 1e-6)),
+        (ops.add_rms_norm, (x.clone(), x, x[0].clone(), 1e-6)),
+        (ops.swiglu, (x,)),
+        (ops.snapkv_scores, (t["heads"][:, :4], staged[0], 57, 4, 50, False, False)),
+        (ops.gather_rows, (k, v, [1, 3], *staged, index)),
+    ]
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_compiled_step_is_one_graph_for_every_batch_content() -> None:
+    """Norm, rotation, write and attention of two layers of one cache: same result, compiled once, nothing broken."""
+    t = heads_and_rows()
+
+    def step(heads: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor, lengths: Tensor) -> Tensor:
+        out = heads[:, :4]
+        for layer in (0, 2):
+            q = dispatch.norm_rope_write(
+                torch.cat((out, heads[:, 4:]), 1), t["norm"], 1e-6, t["cos"], t["sin"], k[layer], v[layer], rows, slots
+            )
+            out = out + dispatch.decode_attention(q, k[layer], v[layer], rows, lengths)
+        return dispatch.swiglu(dispatch.rms_norm(out.flatten(1), torch.ones(64), 1e-6))
+
+    count = CompileCounterWithBackend("aot_eager")  # functionalised, but without a C++ compiler
+    compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=False)
+    with dispatch.forced("triton"):
+        for shift in range(3):
+            rows, lengths = (t["rows"] + shift) % 4, t["slots"] + 1 - shift * (t["slots"] > shift)
+            want_k, want_v = t["k"].clone(), t["v"].clone()
+            want = step(t["heads"], want_k, want_v, rows, t["slots"], lengths)
+            got = compiled(t["heads"], t["k"], t["v"], rows, t["slots"], lengths)
+            torch.testing.assert_close(got, want)
+            assert torch.equal(t["k"], want_k) and torch.equal(t["v"], want_v)
+    assert count.frame_count == 1
+
+
+def test_the_engine_answers_the_same(tmp_path: Path) -> None:
+    """Greedy tokens of prompts above and below the budget, every kernel the Triton one."""
+    folder = save(make_model("qwen3"), tmp_path)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (40, 7)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    budget = KVBudget(num_sink=2, num_topk=14, num_recent=16)
+
+    def run() -> list[list[int]]:
+        with LLM(folder, budget=budget, snapkv=SnapKVConfig(window_len=8), max_rows=2, max_model_len=48,
+                 progress=False) as llm:  # fmt: skip
+            return [output.token_ids for output in llm.generate(prompts, params)]
+
+    want = run()
+    with dispatch.forced("triton"):
+        assert run() == want
+
+
+def test_forced_ends_with_its_block() -> None:
+    x = torch.ones(1)
+    assert not dispatch.runs_triton(x)
+    with dispatch.forced("triton"):
+        assert dispatch.runs_triton(x)
+        with dispatch.forced("plain"):
+            assert not dispatch.runs_triton(x)
+        assert dispatch.runs_triton(x)
+    assert not dispatch.runs_triton(x)

@@ -1,0 +1,43 @@
+"""Kernels compile for GPUs that are not here, without spilling, within the memory a multiprocessor has."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
+
+
+def run_module(*args: str) -> str:
+    """A benchmark in a process of its own: kernels are either interpreted or compiled from the first import on."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-m", *args], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_main_shapes_compile_without_spills() -> None:
+    kernels = json.loads(run_module("benchmarks.compile_kernels", "--quick"))["kernels"]
+    assert {entry["kernel"] for entry in kernels} == {
+        "decode_split_kernel", "decode_merge_kernel", "rope_write_kernel", "write_slots_kernel", "rms_norm_kernel",
+        "swiglu_kernel", "window_lse_kernel", "votes_kernel", "gather_row_kernel",
+    }  # fmt: skip
+    for entry in kernels:
+        assert entry["spill_bytes"] == 0, entry
+        assert entry["shared_bytes"] <= SHARED_LIMIT[entry["arch"]], entry
+    for entry in kernels:  # two programs of decode attention share a multiprocessor: configs.py counts on it
+        if entry["kernel"] == "decode_split_kernel":
+            assert 2 * entry["shared_bytes"] <= SHARED_LIMIT[entry["arch"]], entry
+            assert 2 * entry["registers"] * 32 * entry["num_warps"] <= 65536, entry
+
+
+def test_the_benchmark_runs() -> None:
+    result = json.loads(run_module("benchmarks.kernels", "--smoke"))
+    assert {case["op"] for case in result["figures"]["cases"]} >= {"decode_attention", "snapkv_scores", "gather_rows"}
