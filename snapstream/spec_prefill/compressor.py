@@ -1,0 +1,249 @@
+"""The face of speculative prefill: a long text or conversation in, a shorter one and a report out.
+
+    compressor = PromptCompressor("Qwen3-0.6B/")
+    result = compressor.compress(messages, target_tokenizer="Llama-3.1-8B-Instruct/", max_tokens=8192)
+
+Nothing here needs the engine: the result is text for any model behind any API. The order of work: what may be cut
+(``protection.py``), scores (``draft.py``, remembered by ``scorer.py``), which chunks stay (``select.py``), which
+characters (``spans.py``). Safe to call from several threads: one text is scored at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from snapstream.config import DType
+from snapstream.spec_prefill.assemble import (
+    Spans,
+    forced_in,
+    kept_spans,
+    kept_tokens,
+    make_report,
+    shorter_text,
+    text_report,
+    with_texts,
+)
+from snapstream.spec_prefill.counting import TokenCounter
+from snapstream.spec_prefill.draft import Draft
+from snapstream.spec_prefill.protection import Candidate, candidates
+from snapstream.spec_prefill.report import (
+    CompressedIds,
+    CompressedPrompt,
+    CompressionReport,
+)
+from snapstream.spec_prefill.scorer import Scorer
+from snapstream.spec_prefill.select import Choice, keep_ceiling, keep_share
+from snapstream.spec_prefill.settings import CHUNK_LEN, CutSettings, Protection, ScoringSettings, check_amount
+from snapstream.spec_prefill.spans import Span, check_spans, merged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Amount:
+    keep: float | None
+    max_tokens: int | None
+    threshold: int
+
+
+class PromptCompressor:
+    """A draft that shortens prompts.
+
+    ``draft``: a Hugging Face checkpoint folder, or a loaded ``Draft``. ``scoring``, ``cut`` and ``protection`` default
+    to the published method. ``cache_size``: texts whose scores are remembered, by content.
+    """
+
+    def __init__(
+        self,
+        draft: Draft | str | Path,
+        *,
+        scoring: ScoringSettings | None = None,
+        cut: CutSettings | None = None,
+        protection: Protection | None = None,
+        dtype: DType = "float32",
+        device: str = "cpu",
+        cache_size: int = 256,
+    ) -> None:
+        self.draft = draft if isinstance(draft, Draft) else Draft.load(draft, dtype=dtype, device=device)
+        self.scoring, self.cut = scoring or ScoringSettings(), cut or CutSettings()
+        self.protection = protection or Protection()
+        self._scorer = Scorer(self.draft, self.scoring, self.cut, cache_size)
+        self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}  # of targets that were given as folders
+        self._lock = Lock()
+
+    def compress(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        keep: float | None = None,
+        max_tokens: int | None = None,
+        target_tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        query: str | None = None,
+        keep_spans: Spans = (),
+        threshold: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> CompressedPrompt:
+        """Shorten a text, or the contents of OpenAI messages.
+
+        ``keep``: share of the chunks of each text that stays, in (0, 1]; or ``max_tokens``: a ceiling in target tokens
+        for the whole prompt - delimiters, protected text, template and ``tools`` included - that the result never
+        exceeds. Exactly one of them. ``target_tokenizer``: the target's, or its folder; without it the draft's own
+        tokens are counted. ``query``: what will be asked about a plain text, or overrides what the conversation asks;
+        the draft reads it, the result does not contain it. ``keep_spans``: character ranges that stay verbatim; for
+        messages a mapping from their index. ``threshold`` overrides ``Protection.threshold``.
+
+        Raises ValueError for wrong arguments, for a ceiling that the protected text alone exceeds, and for a text
+        beyond the draft's window where windows are refused.
+        """
+        check_amount(keep, max_tokens)
+        least = self.protection.threshold if threshold is None else threshold
+        amount = _Amount(keep=keep, max_tokens=max_tokens, threshold=least)
+        counter = TokenCounter(self._target(target_tokenizer))
+        counted_with = "draft" if target_tokenizer is None else "target"
+        if isinstance(prompt, str):
+            if isinstance(keep_spans, Mapping):
+                raise ValueError("keep_spans is a mapping; a plain text takes a list of (start, end)")
+            after = f"\n\n{query}" if query else ""
+            whole = Candidate(text=prompt, start=0, end=len(prompt), after=after, as_chat=bool(query))
+            forced = [check_spans(keep_spans, len(prompt))]
+            text, report = self._shorten(
+                prompt, [whole], forced, lambda texts: texts[0], counter.text, amount, counted_with
+            )
+            return CompressedPrompt(text=text, report=report)
+        messages = [dict(message) for message in prompt]
+        found = candidates(messages, self.protection, self.draft.count_tokens)
+        if query:
+            found = [replace(candidate, after=f"\n\n{query}") for candidate in found]
+        shorter, report = self._shorten(
+            messages,
+            found,
+            forced_in(messages, found, keep_spans),
+            lambda texts: with_texts(messages, found, texts),
+            lambda built: counter.messages(built, tools),
+            amount,
+            counted_with,
+        )
+        return CompressedPrompt(messages=tuple(shorter), report=report)
+
+    def compress_ids(
+        self,
+        token_ids: Sequence[int],
+        *,
+        keep: float | None = None,
+        max_tokens: int | None = None,
+        candidates: Sequence[Span] | None = None,
+        threshold: int | None = None,
+    ) -> CompressedIds:
+        """Leave tokens out of a prompt in the draft's own vocabulary; the others keep their positions.
+
+        SpecPrefill's hand-over (arXiv 2502.02789), for a target of the draft's family. ``candidates``: ranges of
+        tokens that may be left out, all by default; each is cut into chunks of its own. The last token always stays,
+        because the answer begins with it. Amounts as in ``compress``.
+        """
+        check_amount(keep, max_tokens)
+        ids = tuple(token_ids)
+        size = self.cut.chunk_len or CHUNK_LEN["code" if self.cut.mode == "code" else "text"]
+        ranges = merged(
+            (max(a, 0), min(b, len(ids) - 1)) for a, b in ([(0, len(ids))] if candidates is None else candidates)
+        )
+        least = self.protection.threshold if threshold is None else threshold
+        reason = _why_not(_Amount(keep=keep, max_tokens=max_tokens, threshold=least), len(ids), bool(ranges))
+        if reason:
+            report = make_report(reason, "target", len(ids), len(ids))
+            return CompressedIds(token_ids=ids, positions=tuple(range(len(ids))), report=report)
+        scored = self._scorer.score_ids(ids, ranges, size)
+        num_protected = len(ids) - sum(own.num_tokens for own in scored)
+        scores = [own.scores for own in scored]
+        if max_tokens is not None:
+            choice = keep_ceiling(scores, max_tokens, lambda some: num_protected + sum(kept_tokens(scored, some)))
+        else:
+            assert keep is not None
+            choice = keep_share(scores, keep)
+        left_out = {
+            token
+            for own, chosen in zip(scored, choice, strict=True)
+            for i, (a, b) in enumerate(own.chunks)
+            if i not in chosen
+            for token in range(a, b)
+        }
+        positions = tuple(i for i in range(len(ids)) if i not in left_out)
+        return CompressedIds(
+            token_ids=tuple(ids[i] for i in positions),
+            positions=positions,
+            report=make_report("", "target", len(ids), len(positions), scored, choice),
+        )
+
+    def _shorten(
+        self,
+        prompt: P,
+        found: list[Candidate],
+        forced: list[list[Span]],
+        build: Callable[[list[str]], P],
+        count: Callable[[P], int],
+        amount: _Amount,
+        counted_with: str,
+    ) -> tuple[P, CompressionReport]:
+        """``build`` makes a prompt of new texts, one per candidate; ``count`` counts its tokens."""
+        before = count(prompt)
+
+        reason = _why_not(amount, before, bool(found))
+        if reason:
+            return prompt, make_report(reason, counted_with, before, before)
+        scored = [self._scorer.score(candidate) for candidate in found]
+
+        def texts(choice: Choice) -> list[str]:
+            return [
+                shorter_text(candidate, kept_spans(candidate, own, kept, spans), own)
+                for candidate, own, kept, spans in zip(found, scored, choice, forced, strict=True)
+            ]
+
+        scores = [own.scores for own in scored]
+        if amount.max_tokens is not None:
+            choice = keep_ceiling(scores, amount.max_tokens, lambda some: count(build(texts(some))))
+        else:
+            assert amount.keep is not None
+            choice = keep_share(scores, amount.keep)
+        shorter = build(texts(choice))
+        after = count(shorter)
+        if after >= before:
+            reason = f"what would be kept takes {after:,} tokens, no fewer than the {before:,} of the prompt"
+            return prompt, make_report(reason, counted_with, before, before)
+        parts = tuple(
+            text_report(candidate, own, kept, spans)
+            for candidate, own, kept, spans in zip(found, scored, choice, forced, strict=True)
+        )
+        return shorter, make_report("", counted_with, before, after, scored, choice, parts)
+
+    def _target(self, target: PreTrainedTokenizerBase | str | Path | None) -> PreTrainedTokenizerBase:
+        if target is None:
+            return self.draft.tokenizer
+        if not isinstance(target, (str, Path)):
+            return target
+        with self._lock:
+            if str(target) not in self._tokenizers:
+                if not Path(target).is_dir():
+                    raise ValueError(f"{target} is not a folder; the target's tokenizer is read from its checkpoint")
+                from transformers import AutoTokenizer
+
+                self._tokenizers[str(target)] = AutoTokenizer.from_pretrained(target, local_files_only=True)
+            return self._tokenizers[str(target)]
+
+
+def _why_not(amount: _Amount, before: int, has_candidates: bool) -> str:
+    """Why a prompt of ``before`` tokens is left alone, or nothing."""
+    if amount.max_tokens is not None and before <= amount.max_tokens:
+        return f"{before:,} tokens fit the ceiling of {amount.max_tokens:,}"
+    if amount.keep is not None and before < amount.threshold:
+        return f"{before:,} tokens are below the threshold of {amount.threshold:,}"
+    if amount.keep == 1:
+        return "keep is 1"
+    if not has_candidates and amount.max_tokens is None:
+        return "everything is protected"
+    return ""

@@ -1,0 +1,123 @@
+"""How a draft scores a prompt and how much of it is kept, as frozen dataclasses validated once. No torch.
+
+``ScoringSettings`` is the method (SpecPrefill, arXiv 2502.02789; cross-family, arXiv 2603.02631); the defaults are the
+published ones. ``Protection`` says what is never cut. ``compressor.py`` uses both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from snapstream.config import as_count, as_number
+
+Mode = Literal["text", "code", "auto"]
+KeyStore = Literal["all_layers", "one_layer"]
+WindowPolicy = Literal["overlap", "refuse"]
+Snap = Literal["none", "word", "sentence", "line"]
+HandOver = Literal["text", "ids"]
+
+CHUNK_LEN = {"text": 32, "code": 128}  # draft tokens per chunk, as published
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringSettings:
+    """How the draft reads a prompt. Lengths are in draft tokens."""
+
+    look_ahead: int = 8  # queries that vote: the last of the prompt, then greedy tokens; 0: only the prompt's own last
+    num_own_queries: int = 8  # with look_ahead 0: how many of the prompt's last queries vote
+    ignore_eos: bool = False  # look on past the draft's end token; else the queries up to it vote
+    pool_kernel: int = 13  # odd width of the average over neighbouring keys, stride 1, zero padding
+    # Where the look-ahead finds the prompt: K and V of all layers are held (exact, L times the memory), or one layer
+    # at a time in a second pass (twice the time; the greedy tokens come from a compressed row).
+    keys: KeyStore = "all_layers"
+    window: WindowPolicy = "overlap"  # a text longer than the draft's window: overlapping windows, or refused
+    window_len: int = 0  # tokens that the draft reads at once; 0: its own window
+    overlap: int = 256  # tokens that neighbouring windows share
+    prefill_len: int = 512  # tokens per matrix product of the draft's prefill
+
+    def __post_init__(self) -> None:
+        for name, low in (("look_ahead", 0), ("num_own_queries", 1), ("pool_kernel", 1), ("window_len", 0),
+                          ("overlap", 0), ("prefill_len", 1)):  # fmt: skip
+            object.__setattr__(self, name, as_count(name, getattr(self, name), low))
+        if self.pool_kernel % 2 == 0:
+            raise ValueError(f"pool_kernel is {self.pool_kernel}; it must be odd")
+        check_choice("keys", self.keys, ("all_layers", "one_layer"))
+        check_choice("window", self.window, ("overlap", "refuse"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutSettings:
+    """How text is cut into chunks and put together again."""
+
+    mode: Mode = "text"
+    chunk_len: int = 0  # draft tokens; 0: 32 for text, 128 for code
+    snap: Snap | None = None  # kept spans grow to this border; None: word for text, line for code
+    delimiter: str | None = None  # between spans that are not neighbours; None: by mode
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, ("text", "code", "auto"))
+        object.__setattr__(self, "chunk_len", as_count("chunk_len", self.chunk_len, 0))
+        if self.snap is not None:
+            check_choice("snap", self.snap, ("none", "word", "sentence", "line"))
+        if self.delimiter is not None and not self.delimiter:
+            raise ValueError("delimiter is empty; a reader could not see that text is missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protection:
+    """What is never cut. Lengths are in draft tokens. System messages, tools and the template are always verbatim."""
+
+    threshold: int = 1024  # prompts of fewer target tokens are left alone
+    roles: tuple[str, ...] = ("user", "assistant", "tool")  # roles whose older messages may be cut
+    recent_tools: int = 1  # so many of the last tool outputs stay verbatim
+    min_message: int = 256  # shorter messages stay verbatim
+    last_user_limit: int = 1024  # a longer last user message is cut, except its head and its tail
+    head: int = 64  # its first paragraph stays if it is not longer
+    tail: int = 256  # its last paragraphs stay, as many as fit; if the last is longer, its last tokens
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "recent_tools", "min_message", "last_user_limit", "head", "tail"):
+            object.__setattr__(self, name, as_count(name, getattr(self, name), 0))
+        unknown = [role for role in self.roles if role not in ("user", "assistant", "tool")]
+        if unknown:
+            raise ValueError(f"roles has {unknown[0]!r}; only 'user', 'assistant' and 'tool' messages may be cut")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCompression:
+    """What ``LLM.generate`` and ``LLM.chat`` are asked to do to a prompt before its prefill.
+
+    ``hand_over="text"``: the kept text is tokenized anew, positions are contiguous; any draft. ``"ids"``: the kept
+    tokens stand at the positions they had; the draft must have the target's tokenizer.
+    """
+
+    keep: float | None = None  # share of the chunks, in (0, 1]
+    max_tokens: int | None = None  # or a ceiling in target tokens for the whole prompt
+    query: str | None = None  # what a plain text will be asked; not part of the prompt
+    threshold: int | None = None  # prompts of fewer tokens are left alone; None: the draft's Protection
+    hand_over: HandOver = "text"
+
+    def __post_init__(self) -> None:
+        check_amount(self.keep, self.max_tokens)
+        check_choice("hand_over", self.hand_over, ("text", "ids"))
+        if self.threshold is not None:
+            as_count("threshold", self.threshold, 0)
+        if self.query is not None and self.hand_over == "ids":
+            raise ValueError("query needs hand_over='text'; kept ids are scored as they stand in the prompt")
+
+
+def check_amount(keep: float | None, max_tokens: int | None) -> None:
+    """Exactly one of a share in (0, 1] and a number of target tokens."""
+    if (keep is None) == (max_tokens is None):
+        raise ValueError(f"keep is {keep!r} and max_tokens is {max_tokens!r}; give exactly one of them")
+    if keep is not None and not as_number("keep", keep, 0.0, 1.0) > 0:
+        raise ValueError(f"keep is {keep!r}; it must be in (0, 1]")
+    if max_tokens is not None:
+        as_count("max_tokens", max_tokens, 1)

@@ -1,0 +1,226 @@
+"""The proxy between real sockets: what reaches the upstream and the client, and what happens when one of them goes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+import pytest
+
+from snapstream.proxy.settings import ProxySettings
+from snapstream.spec_prefill.settings import PromptCompression
+from tests.proxy.upstream import CUT, Chain, chain
+
+LONG = " ".join(f"word{i}" for i in range(40))
+HEADER = "x-snapstream-prompt-compression"
+
+
+@pytest.fixture(scope="module")
+def links() -> Iterator[Chain]:
+    with chain() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _fresh(links: Chain) -> None:
+    links.draft.gate.set()
+    links.draft.error = None
+    links.seen.bodies.clear()
+    links.seen.headers.clear()
+    links.seen.targets.clear()
+
+
+def chat(text: str, **more: object) -> dict[str, object]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}], **more}
+
+
+def post(links: Chain, body: object, path: str = "/v1/chat/completions", **options: object) -> httpx.Response:
+    return httpx.post(links.url + path, json=body, timeout=20, **options)  # type: ignore[arg-type]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_long_prompt_is_trimmed_and_the_rest_of_the_body_is_kept(links: Chain) -> None:
+    answer = post(links, chat(LONG, temperature=0.25, tools=[{"type": "function"}], strange={"a": [1]}))
+    assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == 5
+    (body,) = links.seen.bodies
+    assert body["messages"][0]["content"] == " ".join([*LONG.split()[:20], CUT])
+    assert body["temperature"] == 0.25 and body["strange"] == {"a": [1]} and body["tools"] == [{"type": "function"}]
+    told = json.loads(answer.headers[HEADER])
+    assert told == {"applied": True, "tokens_before": 40, "tokens_after": 20, "draft_ms": 1.5, "num_cached": 0}
+
+
+def test_a_request_says_how_much_to_keep_and_the_field_stays_here(links: Chain) -> None:
+    post(links, chat(LONG, prompt_compression={"max_tokens": 7}))
+    post(links, chat(LONG, prompt_compression={"keep": 0.25}))
+    assert [len(body["messages"][0]["content"].split()) - 1 for body in links.seen.bodies] == [7, 10]
+    assert all("prompt_compression" not in body for body in links.seen.bodies)
+
+
+def test_off_does_not_ask_the_draft(links: Chain) -> None:
+    before = links.draft.num_calls
+    answer = post(links, chat(LONG, prompt_compression="off"))
+    assert links.seen.bodies[0]["messages"][0]["content"] == LONG and links.draft.num_calls == before
+    assert json.loads(answer.headers[HEADER]) == {"applied": False, "reason": "off"}
+
+
+@pytest.mark.parametrize(
+    "value", [{"keep": 0}, {"keep": 1.5}, {"keep": "a"}, {"max_tokens": 0}, {"keep": 0.5, "max_tokens": 3}, {}, 3, "on",
+              {"ratio": 1}],
+)  # fmt: skip
+def test_a_senseless_wish_is_refused_with_its_name(links: Chain, value: object) -> None:
+    answer = post(links, chat(LONG, prompt_compression=value))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt_compression"
+    assert not links.seen.bodies
+
+
+def test_completions_take_one_text_or_several_and_leave_ids_alone(links: Chain) -> None:
+    path = "/v1/completions"
+    post(links, {"prompt": LONG}, path)
+    post(links, {"prompt": [LONG, "short one"]}, path)
+    answer = post(links, {"prompt": [1, 2, 3]}, path)
+    one, two, ids = (body["prompt"] for body in links.seen.bodies)
+    assert one.endswith(CUT) and two[0].endswith(CUT) and two[1] == "short one" and ids == [1, 2, 3]
+    assert json.loads(answer.headers[HEADER])["reason"] == "the prompt is not text"
+
+
+def test_streams_pass_through_frame_by_frame(links: Chain) -> None:
+    client = openai.OpenAI(base_url=links.url + "/v1", api_key="mine", max_retries=0)
+    raw = client.chat.completions.with_raw_response.create(
+        model="m", messages=[{"role": "user", "content": LONG}], stream=True
+    )
+    assert json.loads(raw.headers[HEADER])["applied"] is True
+    assert [chunk.choices[0].delta.content for chunk in raw.parse()] == ["t0 ", "t1 ", "t2 "]
+    assert links.seen.headers[0]["authorization"] == "Bearer mine"
+
+
+def test_upstream_errors_arrive_as_they_are(links: Chain) -> None:
+    answer = post(links, chat("hi", model="missing"))
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+    assert answer.headers["retry-after"] == "7"
+
+
+def test_other_paths_and_their_queries_are_passed_on(links: Chain) -> None:
+    assert httpx.get(links.url + "/v1/models").json()["data"][0]["id"] == "m"
+    httpx.post(links.url + "/v1/embeddings?a=%2Fb&c=d", content=b"anything", headers={"content-type": "text/plain"})
+    assert links.seen.bodies[-1] == {"raw": "anything"} and links.seen.targets[-1] == "v1/embeddings?a=%2Fb&c=d"
+
+
+def test_headers_of_the_connection_stay_on_it(links: Chain) -> None:
+    post(links, chat("hi"), headers={"connection": "x-private", "x-private": "1", "x-other": "2", "te": "trailers"})
+    seen = links.seen.headers[0]
+    assert "x-private" not in seen and "te" not in seen and seen["x-other"] == "2"
+    assert seen["host"] != links.url.removeprefix("http://")
+
+
+def test_a_draft_that_fails_lets_the_prompt_pass_whole_and_says_so(links: Chain) -> None:
+    links.draft.error = RuntimeError("secret detail")
+    answer = post(links, chat(LONG, prompt_compression={"keep": 0.1}))
+    assert answer.status_code == 200 and json.loads(answer.headers[HEADER]) == {
+        "applied": False,
+        "reason": "the draft failed",
+    }
+    (body,) = links.seen.bodies
+    assert body["messages"][0]["content"] == LONG and "prompt_compression" not in body
+
+
+def test_a_wish_that_the_draft_cannot_grant_is_the_callers_fault(links: Chain) -> None:
+    links.draft.error = ValueError("the protected text has 900 tokens, the ceiling is 10")
+    answer = post(links, chat(LONG, prompt_compression={"max_tokens": 10}))
+    assert answer.status_code == 400 and "900" in answer.json()["error"]["message"]
+
+
+def test_bad_bodies_are_refused_here(links: Chain) -> None:
+    assert post(links, [1]).status_code == 400
+    assert post(links, {"messages": "no"}).json()["error"]["param"] == "messages"
+    plain = httpx.post(links.url + "/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert plain.status_code == 400 and not links.seen.bodies
+
+
+def test_a_reader_that_leaves_closes_the_upstream_stream(links: Chain) -> None:
+    left = links.seen.num_left
+    body = chat("hi", stream=True, max_tokens=2000)
+    with httpx.stream("POST", links.url + "/v1/chat/completions", json=body) as stream:
+        next(stream.iter_raw())
+    until(lambda: links.seen.num_left == left + 1 and links.app.state.proxy.num_open == 0)
+
+
+def test_a_stream_that_breaks_ends_with_an_error_frame(links: Chain) -> None:
+    with httpx.stream("POST", links.url + "/v1/chat/completions", json=chat("hi", stream=True, user="breaks")) as got:
+        frames = [line for line in got.iter_lines() if line]
+    assert len(frames) == 4 and frames[-1] == "data: [DONE]"
+    assert json.loads(frames[-2].removeprefix("data: "))["error"]["code"] == "upstream_unavailable"
+
+
+def test_metrics_count_what_was_trimmed() -> None:
+    with chain() as links:
+        post(links, chat(LONG))
+        post(links, chat("short"))
+        text = httpx.get(links.url + "/metrics").text
+    assert 'prompts_total{applied="true"} 1.0' in text and 'prompts_total{applied="false"} 1.0' in text
+    assert "prompt_tokens_trimmed_total 20.0" in text and "requests_open 0.0" in text
+
+
+def test_keys_of_the_proxy_stay_here() -> None:
+    with chain(api_keys=("ours",), upstream_key="theirs") as links:
+        assert post(links, chat("hi")).status_code == 401
+        assert post(links, chat("hi"), headers={"authorization": "Bearer ours"}).status_code == 200
+        assert links.seen.headers[0]["authorization"] == "Bearer theirs"
+    with chain(api_keys=("ours",)) as links:
+        assert post(links, chat("hi"), headers={"authorization": "Bearer ours"}).status_code == 200
+        assert "authorization" not in links.seen.headers[0]
+
+
+def test_waiting_for_the_draft_is_bounded() -> None:
+    with chain(max_waiting=2) as links:
+        links.draft.gate.clear()
+        threads = [threading.Thread(target=post, args=(links, chat(LONG))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        until(lambda: links.app.state.proxy._trimmer._num_waiting == 2)
+        answer = post(links, chat(LONG))
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        links.draft.gate.set()
+        for thread in threads:
+            thread.join(10)
+        assert post(links, chat(LONG)).status_code == 200
+
+
+def test_an_upstream_that_is_not_there_is_a_502() -> None:
+    with chain(upstream="http://127.0.0.1:9/v1") as links:
+        answer = post(links, chat("hi"))
+    assert answer.status_code == 502 and answer.json()["error"]["code"] == "upstream_unavailable"
+
+
+def test_a_strict_proxy_does_not_hide_a_failing_draft() -> None:
+    with chain(is_strict=True) as links:
+        links.draft.error = RuntimeError("secret detail")
+        answer = post(links, chat(LONG))
+        assert answer.status_code == 500 and "secret" not in answer.text and not links.seen.bodies
+
+
+def test_draining_refuses_new_requests() -> None:
+    with chain() as links:
+        links.app.state.proxy.is_draining = True
+        assert post(links, chat("hi")).status_code == 503 and httpx.get(links.url + "/health").status_code == 503
+
+
+@pytest.mark.parametrize("upstream", ["", "localhost:8000", "ftp://a", "http://a?b=c"])
+def test_an_upstream_must_be_a_url(upstream: str) -> None:
+    with pytest.raises(ValueError, match="upstream"):
+        ProxySettings(upstream=upstream, wish=PromptCompression(keep=0.5))
+
+
+def test_the_upstream_may_end_in_v1() -> None:
+    for given in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
+        assert ProxySettings(upstream=given, wish=PromptCompression(keep=0.5)).root == "http://a:1"
+    assert ProxySettings(upstream="https://a/x/v1", wish=PromptCompression(keep=0.5)).root == "https://a/x"
