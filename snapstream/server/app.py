@@ -15,20 +15,24 @@ from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 
 from snapstream.server.auth import BearerAuth
+from snapstream.server.cors import Cors
 from snapstream.server.engine_api import AsyncEngine
 from snapstream.server.errors import ApiError, bad_value, internal
 from snapstream.server.front import Front
 from snapstream.server.hosts import HostGuard
 from snapstream.server.openai_routes import openai_routes
 from snapstream.server.other_routes import other_routes
+from snapstream.server.page_routes import page_routes
+from snapstream.server.request_id import HEADER, RequestId
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from snapstream.spec_prefill.compressor import PromptCompressor
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +42,13 @@ def make_app(
     tokenizer: PreTrainedTokenizerBase | None,
     settings: ServerSettings,
     facts: Callable[[], ModelFacts],
+    compressor: PromptCompressor | None = None,
 ) -> FastAPI:
-    """``facts`` may raise EngineDead while the engine loads; callers get a 503 until then.
+    """``facts`` may raise EngineDead while the engine loads; callers get a 503 until then. ``compressor``: the draft.
 
     ``app.state.front`` is the shared state; set its ``is_draining`` to refuse new work.
     """
-    front = Front(engine, tokenizer, settings, facts)
+    front = Front(engine, tokenizer, settings, facts, compressor)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -55,22 +60,25 @@ def make_app(
     app.state.front = front
     app.include_router(openai_routes(front))
     app.include_router(other_routes(front))
-    _add_error_handlers(app)
+    if settings.has_page:
+        app.include_router(page_routes(front))
+    add_error_handlers(app)
     app.add_middleware(BearerAuth, keys=settings.api_keys)
     if settings.cors_origins:  # outside of the keys: a preflight carries none
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "OPTIONS"],
             allow_headers=["*"],  # answers what is asked for; the SDKs send a changing set of X-Stainless-*
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=[HEADER, "retry-after"],
         )
     if settings.allowed_hosts:
         app.add_middleware(HostGuard, allowed=settings.allowed_hosts)
+    app.add_middleware(RequestId)  # outside of all: refusals carry an id, too
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     async def on_api_error(_: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return error.response()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapstream.request import Logprob, Request
+from snapstream.request import FinishReason, Logprob, Request
 from snapstream.server.engine_api import RequestDelta, SampleDelta
 from snapstream.server.logprobs import CompletionLogprobs
 from snapstream.server.token_text import TokenText
@@ -60,6 +60,9 @@ class CompletionShape:
 
     def num_tokens(self, delta: SampleDelta) -> int:
         return 0 if self._is_prompt_only else len(delta.token_ids)
+
+    def finish_reason(self, choice: int, reason: FinishReason) -> str:
+        return reason.value
 
     def chunk_choice(self, choice: int) -> dict[str, Any]:
         state = self._choices[choice]

@@ -6,35 +6,39 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
 from starlette.requests import ClientDisconnect
 
+from snapstream.assembly import tokenizer_json
+from snapstream.request import Grammar
 from snapstream.server.engine_api import AsyncEngine, EngineDead
-from snapstream.server.errors import ApiError, as_api_error, queue_full, unavailable
+from snapstream.server.errors import ApiError, as_api_error, bad_value, queue_full, unavailable
+from snapstream.server.grammar_gate import GrammarGate
 from snapstream.server.metrics import Metrics
 from snapstream.server.parsing import IgnoredFields, read_object
+from snapstream.server.prompt_trims import PromptTrims
 from snapstream.server.prompts import Prompts
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.server.sse import ClientGone, EventStream, until_gone
 from snapstream.server.token_text import TokenText
+from snapstream.server.tools.formats import choose_format
 from snapstream.server.visits import Visit, Visits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from snapstream.spec_prefill.compressor import PromptCompressor
+
 Work = Callable[[dict[str, Any], Visit], Coroutine[Any, Any, Response]]  # takes the body
 
 log = logging.getLogger(__name__)
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # what we repeat of a client's own id, in headers and logs
 CLIENT_GONE = 499  # nginx's number; only logs see it
 
 
@@ -47,16 +51,24 @@ class Front:
         tokenizer: PreTrainedTokenizerBase | None,
         settings: ServerSettings,
         facts: Callable[[], ModelFacts],
+        compressor: PromptCompressor | None = None,
     ) -> None:
         self.engine = engine
         self.settings = settings
         self.prompts = Prompts(tokenizer, threads=settings.tokenizer_threads)
         self.texts = TokenText(tokenizer)
+        self.call_format = choose_format(settings.tool_parser, str(getattr(tokenizer, "chat_template", "")))
+        self._grammars: GrammarGate | None = None
+        if tokenizer is not None:
+            end_ids = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+            self._grammars = GrammarGate(lambda: tokenizer_json(tokenizer), end_ids)
         self.ignored = IgnoredFields()
         self.visits = Visits()
         self.is_draining = False
         self._facts = facts
+        self._name = ""
         self.metrics = Metrics(self._model_name, engine.stats, has_vllm_names=settings.has_vllm_names)
+        self.trims = PromptTrims(compressor, tokenizer, settings, self.metrics.count_trimmed)
 
     @property
     def facts(self) -> ModelFacts:
@@ -90,19 +102,23 @@ class Front:
             raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
         return name
 
+    async def need_grammar(self, grammar: Grammar, param: str) -> None:
+        """400 unless it compiles, 429 if too many wait; tried elsewhere, for at most some seconds each."""
+        if self._grammars is not None:
+            try:
+                await self._grammars.check(grammar, self.facts.vocab_size)
+            except ValueError as error:
+                raise bad_value(str(error), param) from None
+
     def error(self, error: Exception) -> ApiError:
         return as_api_error(error, self.settings.retry_after_s)
 
     async def answer(self, request: HttpRequest, work: Work) -> Response:
         """Run a handler that computes: watched for the client's leave, with errors in their shape, and logged."""
-        answer_id = uuid4().hex
-        given = request.headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else answer_id
-        visit = Visit(self.visits, answer_id, request_id, request.url.path)
+        visit = Visit(self.visits, request.state.own_id, request.state.request_id, request.url.path)
         response: Response | None = None
         try:
             response = await self._guarded(request, work, visit)
-            response.headers["x-request-id"] = request_id
             return response
         finally:
             if not isinstance(response, EventStream):  # a stream ends its visit itself
@@ -130,7 +146,7 @@ class Front:
     async def _guarded(self, request: HttpRequest, work: Work, visit: Visit) -> Response:
         try:
             self._admit(visit)
-            data = await read_object(request, self.settings.max_body_bytes)
+            data = {} if request.method == "GET" else await self._body(request, visit)
             return await until_gone(request.receive, work(data, visit))
         except (ClientGone, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
@@ -140,10 +156,24 @@ class Front:
                 log.exception("request=%s failed", visit.request_id)
             return fault.response()
 
+    async def _body(self, request: HttpRequest, visit: Visit) -> dict[str, Any]:
+        settings = self.settings
+
+        def take(num_bytes: int) -> None:
+            self.visits.check_room(num_bytes, settings.max_open_body_bytes, settings.retry_after_s)
+            visit.take(num_bytes)
+
+        return await read_object(request, settings.max_body_bytes, take, settings.body_timeout_s)
+
     def close(self) -> None:
         self.prompts.close()
+        self.trims.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _model_name(self) -> str:
-        with suppress(EngineDead):
-            return self._facts().name
-        return ""
+        """Asked for with every token; once known, it stays."""
+        if not self._name:
+            with suppress(EngineDead):
+                self._name = self._facts().name
+        return self._name

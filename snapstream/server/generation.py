@@ -124,5 +124,5 @@ async def _run(
 
 def _watch(metrics: Metrics, request: Request, born: float) -> RequestWatch:
     return RequestWatch(
-        metrics, num_prompt=len(request.prompt_token_ids), num_samples=request.sampling.n, born=born or monotonic()
+        metrics, num_prompt=request.num_prompt_tokens, num_samples=request.sampling.n, born=born or monotonic()
     )

@@ -3,7 +3,7 @@
 The front sends ``Submit``, ``Abort``, ``Stop``; the engine answers with ``Ready`` once, then ``Deltas``, ``Refused``
 and ``Stats``, and with ``Failed`` as its last word if it can still speak. Messages keep their order in each direction.
 Invariant: nothing here imports torch. The front loads it only together with a tokenizer, whose library brings it, and
-never holds weights. ``engine_worker.py`` and ``engine_child.py`` are the two ends.
+holds no weights but those of a draft. ``engine_worker.py`` and ``engine_child.py`` are the two ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EngineSpec:
     snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
     dtype: DType = "float32"
     device: str = "cpu"
-    executor: Executor = "eager"
+    executor: Executor | None = None  # None means the default of the device
     max_rows: int = 8
     max_model_len: int | None = None  # None means the model's window
     max_waiting: int = 128  # over it requests are refused; 0 means no bound

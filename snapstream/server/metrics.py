@@ -51,15 +51,25 @@ class Metrics:
             name: Histogram(OURS + name, text, ["model_name"], buckets=buckets, registry=self._registry)
             for name, text, buckets in _HISTOGRAMS
         }
+        self._num_trimmed = 0
+        self._series: dict[tuple[str, str], Histogram] = {}
         self._success = Counter(
             OURS + "request_success", "Ended samples.", ["model_name", "finished_reason"], registry=self._registry
         )
 
     def observe(self, name: str, value: float) -> None:
-        self._histograms[name].labels(self._model_name()).observe(max(0.0, value))
+        """Called for every token: the series of a name and model are looked up once."""
+        key = (name, self._model_name())
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = self._histograms[name].labels(key[1])
+        series.observe(max(0.0, value))
 
     def count_end(self, reason: FinishReason) -> None:
         self._success.labels(self._model_name(), reason.value).inc()
+
+    def count_trimmed(self, num_tokens: int) -> None:
+        self._num_trimmed += num_tokens
 
     def render(self) -> bytes:
         """The Prometheus text of this moment."""
@@ -98,7 +108,7 @@ class Metrics:
             ("evicted_tokens", "Prompt tokens that rows did not keep.", stats.evicted_tokens_total),
             ("compressions", "Prompts longer than their row.", stats.compressions_total),
             ("compression_seconds", "Spent on scoring, selection and writing rows.", stats.compression_seconds_total),
-            ("prompt_tokens_trimmed", "Prompt tokens removed before prefill (not built yet).", 0),
+            ("prompt_tokens_trimmed", "Prompt tokens that the draft took out before prefill.", self._num_trimmed),
             ("engine_restarts", "Restarts of the engine process.", stats.restarts_total),
         ):
             counter = CounterMetricFamily(OURS + name, text, labels=["model_name"])

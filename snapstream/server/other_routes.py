@@ -6,9 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from snapstream.server import openapi
 from snapstream.server.errors import bad_value
 from snapstream.server.front import Front
 from snapstream.server.openai_routes import body_schema
@@ -20,28 +21,34 @@ from snapstream.version import __version__
 def other_routes(front: Front) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
+    @router.get("/health", responses=openapi.answers(openapi.HEALTH))
     async def health() -> Response:
         front.need_ready()
         return JSONResponse({"status": "ok"})
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse, responses=openapi.errors())
     async def metrics() -> Response:
         return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/version")
+    @router.get("/version", responses=openapi.answers(openapi.VERSION))
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
-    @router.post("/tokenize", openapi_extra=body_schema(TokenizePromptBody, TokenizeChatBody))
+    @router.post(
+        "/tokenize",
+        openapi_extra=body_schema(TokenizePromptBody, TokenizeChatBody),
+        responses=openapi.answers(openapi.TOKENIZED),
+    )
     async def tokenize(request: HttpRequest) -> Response:
         return await front.answer(request, lambda data, *_: _tokenize(front, data))
 
-    @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
+    @router.post(
+        "/detokenize", openapi_extra=body_schema(DetokenizeBody), responses=openapi.answers(openapi.DETOKENIZED)
+    )
     async def detokenize(request: HttpRequest) -> Response:
         return await front.answer(request, lambda data, *_: _detokenize(front, data))
 
-    @router.get("/tokenizer_info")
+    @router.get("/tokenizer_info", responses=openapi.answers(openapi.TOKENIZER))
     async def tokenizer_info() -> Response:
         return JSONResponse(_tokenizer_info(front))
 
@@ -62,7 +69,10 @@ async def _tokenize(front: Front, data: dict[str, Any]) -> Response:
         has_special = body.add_special_tokens is not False
         ids = await front.prompts.encode(body.prompt, max_len, add_special_tokens=has_special)
     strings = await front.prompts.token_strings(ids) if body.return_token_strs else None
-    return JSONResponse({"count": len(ids), "max_model_len": max_len, "tokens": ids, "token_strs": strings})
+    answer = {"count": len(ids), "max_model_len": max_len, "tokens": ids, "token_strs": strings}
+    if body.return_token_texts:
+        answer["token_texts"] = await front.prompts.offload(lambda: front.texts.pieces(ids))
+    return JSONResponse(answer)
 
 
 async def _detokenize(front: Front, data: dict[str, Any]) -> Response:

@@ -6,8 +6,9 @@ that is not built is refused with its name. Silence would be worse than refusal.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -25,9 +26,6 @@ MAX_LOGGED_FIELDS = 256  # names come from clients: neither the log nor the memo
 
 # Field -> values besides null that change nothing.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "prompt_compression": ("off",),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -54,9 +52,15 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
 }
-CHAT_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "parallel_tool_calls": (True,)}
-COMPLETION_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"tools": ([],), "parallel_tool_calls": (True,)}
+CHAT_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"echo": (False,)}
+COMPLETION_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+}
 JSON_TYPE = "application/json"
+BODY_TIMEOUT_S = 60.0
 
 
 class IgnoredFields:
@@ -72,8 +76,12 @@ class IgnoredFields:
                 log.info("ignoring unknown request field %.64r (logged once)", name)
 
 
-async def read_object(request: HttpRequest, limit: int) -> dict[str, Any]:
-    """The body as a JSON object, read no further than the limit.
+async def read_object(
+    request: HttpRequest, limit: int, take: Callable[[int], None] = lambda _: None, timeout_s: float = BODY_TIMEOUT_S
+) -> dict[str, Any]:
+    """The body as a JSON object, read no further than the limit and no longer than ``timeout_s``.
+
+    ``take`` is told of bytes before they are kept, and raises if there are too many of all requests together.
 
     The content type is insisted upon because a browser sends other types across origins without asking the server
     first: any page could use a server on its reader's machine.
@@ -81,14 +89,7 @@ async def read_object(request: HttpRequest, limit: int) -> dict[str, Any]:
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != JSON_TYPE:
         raise bad_value(f"the content type is {given!r}; it must be {JSON_TYPE}", None, "invalid_content_type")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit:
-            raise _too_large(limit)
+    body = await read_bytes(request, limit, take, timeout_s)
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -96,6 +97,29 @@ async def read_object(request: HttpRequest, limit: int) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise bad_value("the body must be a JSON object", None, "invalid_json")
     return data
+
+
+async def read_bytes(request: HttpRequest, limit: int, take: Callable[[int], None], timeout_s: float) -> bytearray:
+    """The body as it is, within the bounds of ``read_object``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(request, limit, take)
+    except TimeoutError:
+        message = f"the body did not arrive within {timeout_s:g} s"
+        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+
+
+async def _read(request: HttpRequest, limit: int, take: Callable[[int], None]) -> bytearray:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    async for piece in request.stream():
+        if len(body) + len(piece) > limit:
+            raise _too_large(limit)
+        take(len(piece))
+        body += piece
+    return body
 
 
 def check_fields(data: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:

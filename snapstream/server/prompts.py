@@ -11,7 +11,7 @@ import asyncio
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,6 +45,10 @@ class Prompts:
         """Run something long, that needs no tokenizer, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
+    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
+        """Run something long, that needs a tokenizer, off the event loop; 400 where there is none."""
+        return await self._run(work)
+
     async def encode(
         self, text: str, max_len: int, *, add_special_tokens: bool, param: str = "prompt"
     ) -> tuple[int, ...]:
@@ -67,6 +71,10 @@ class Prompts:
 
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
         return await self._run(lambda tok: [str(piece) for piece in tok.convert_ids_to_tokens(list(ids))])
+
+    async def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages as the template takes them; 400 for what it cannot take."""
+        return await self._run(lambda tok: _normalised(tok, messages))
 
     async def chat(self, options: TemplateOptions, max_len: int, *, has_tools: bool = True) -> tuple[int, ...]:
         """A conversation as token ids, ready for the answer."""
@@ -113,7 +121,7 @@ def _render(tokenizer: Any, options: TemplateOptions, has_tools: bool) -> str:
     if is_continued and options.add_generation_prompt:
         raise bad_value("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
     extra = _template_arguments(tokenizer, options.chat_template_kwargs or {})
-    messages = normalise(options.messages, has_developer="developer" in str(tokenizer.chat_template))
+    messages = _normalised(tokenizer, options.messages)
     try:
         return str(
             tokenizer.apply_chat_template(
@@ -128,6 +136,10 @@ def _render(tokenizer: Any, options: TemplateOptions, has_tools: bool) -> str:
     except Exception as error:  # whatever a template does with what a client sent
         lines = str(error).splitlines() or [type(error).__name__]
         raise bad_value(f"the chat template cannot render these messages: {lines[0]}", "messages") from None
+
+
+def _normalised(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return normalise(messages, has_developer="developer" in str(tokenizer.chat_template))
 
 
 def _template_arguments(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class KVCacheOptions(Body):
     """Ours: how large a row this request gets."""
 
     budget: int | Literal["full"] | None = None  # slots; None means the server's
-    return_kept: bool = False  # report which prompt positions each layer and head kept
+    return_kept: bool | Literal["bitmap"] = False  # report which prompt tokens each layer and head kept
 
 
 class GenerationBody(Body):
@@ -91,6 +91,7 @@ class ChatBody(TemplateOptions, GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
 
 
@@ -111,6 +112,7 @@ class TokenizePromptBody(Body):
     prompt: str
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    return_token_texts: bool | None = None
 
 
 class TokenizeChatBody(TemplateOptions):
@@ -118,6 +120,7 @@ class TokenizeChatBody(TemplateOptions):
 
     model: str | None = None
     return_token_strs: bool | None = None
+    return_token_texts: bool | None = None
 
 
 class DetokenizeBody(Body):

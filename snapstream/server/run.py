@@ -17,17 +17,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
-from snapstream.llm import load_tokenizer
+from snapstream.assembly import load_tokenizer
+from snapstream.assets import TINY_MODEL
 from snapstream.server.app import make_app
 from snapstream.server.engine_process import EngineProcess
-from snapstream.server.front import Front
 from snapstream.server.hosts import is_loopback
 from snapstream.server.messages import EngineSpec
 from snapstream.server.settings import ModelFacts, ServerSettings
+from snapstream.server.tools.formats import ToolParser
+from snapstream.server.trimming import load_compressor
+from snapstream.spec_prefill.settings import PromptCompression
+
+if TYPE_CHECKING:
+    from snapstream.spec_prefill.compressor import PromptCompressor
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +42,7 @@ KEY_VARIABLE = "SNAPSTREAM_API_KEY"
 SPARE_REQUESTS = 64  # read and tokenized while the engine's queue is full
 UNBOUNDED_REQUESTS = 4096  # where the engine's queue has no bound, the front still needs one
 LAST_FRAMES_S = 5  # for error frames to leave after draining
+KEEP_ALIVE_S = 75  # of an idle connection: longer than proxies and clients keep theirs, so that they close first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +56,35 @@ class ServeOptions:
     restart: bool = True
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    draft: Path | None = None  # checkpoint folder
+    draft_threshold: int | None = None  # prompts of fewer tokens are left alone; None: the published number
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port is {self.port}; it must be a number from 0 to 65535")
-        if not 0 <= self.drain_timeout_s < 86400:
-            raise ValueError(f"the drain timeout is {self.drain_timeout_s} s; it must be from 0 to 86400")
+        check_place(self.port, self.drain_timeout_s)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("TLS needs both a certificate and a key")
         for file in (self.tls_cert, self.tls_key):
             if file is not None and not file.is_file():
                 raise ValueError(f"{file} is not a file")
+
+
+def check_place(port: int, drain_timeout_s: float) -> None:
+    """ValueError for a port that is none, or a drain without an end."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port is {port}; it must be a number from 0 to 65535")
+    if not 0 <= drain_timeout_s < 86400:
+        raise ValueError(f"the drain timeout is {drain_timeout_s} s; it must be from 0 to 86400")
+
+
+def refuse_blank(variable: str) -> None:
+    """ValueError for a key in the environment that is blank: typer takes it for none, and all would be let in."""
+    if not os.environ.get(variable, "unset").strip():
+        raise ValueError(f"{variable} is set but blank; give it a key, or unset it to serve without")
+
+
+def answered_hosts(host: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Names in Host headers to answer to at the address ``host``; none means any."""
+    return ("localhost", *allowed) if allowed or is_loopback(host) else ()
 
 
 def make_settings(
@@ -67,16 +93,33 @@ def make_settings(
     api_keys: Sequence[str],
     cors_origins: Sequence[str],
     allowed_hosts: Sequence[str],
+    *,
+    has_page: bool = True,
+    tool_parser: ToolParser = "auto",
+    prompt_compression: PromptCompression | None = None,
 ) -> ServerSettings:
     """What follows for the front from the engine's size and the address. ValueError for a key that is blank."""
-    if not os.environ.get(KEY_VARIABLE, "unset").strip():  # typer takes a blank one for none: the server would be open
-        raise ValueError(f"{KEY_VARIABLE} is set but blank; give it a key, or unset it to serve without")
+    refuse_blank(KEY_VARIABLE)
     return ServerSettings(
         api_keys=tuple(api_keys),
         cors_origins=tuple(cors_origins),
-        allowed_hosts=("localhost", *allowed_hosts) if allowed_hosts or is_loopback(host) else (),
+        allowed_hosts=answered_hosts(host, allowed_hosts),
+        tool_parser=tool_parser,
         max_requests=spec.max_rows + spec.max_waiting + SPARE_REQUESTS if spec.max_waiting else UNBOUNDED_REQUESTS,
+        has_page=has_page,
+        prompt_compression=prompt_compression,
     )
+
+
+def default_compression(
+    draft: Path | None, keep: float | None, max_tokens: int | None, threshold: int | None
+) -> PromptCompression | None:
+    """What happens to prompts of requests that do not say. ValueError for a wish without a draft."""
+    given = {"--prompt-keep": keep, "--prompt-max-tokens": max_tokens, "--prompt-threshold": threshold}
+    if draft is None and any(value is not None for value in given.values()):
+        name = next(name for name, value in given.items() if value is not None)
+        raise ValueError(f"{name} is {given[name]}, and there is no draft to shorten prompts; give one with --draft")
+    return None if keep is None and max_tokens is None else PromptCompression(keep=keep, max_tokens=max_tokens)
 
 
 def serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> None:
@@ -84,10 +127,18 @@ def serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> 
     asyncio.run(_serve(spec, settings, options))
 
 
-class DrainingServer(uvicorn.Server):
-    """uvicorn, except that the first signal drains: it goes on answering until the engine has let its streams go."""
+class Drainable(Protocol):
+    """The state of an application that ends in order."""
 
-    def __init__(self, config: uvicorn.Config, front: Front, drain_timeout_s: float) -> None:
+    is_draining: bool
+
+    async def drain(self, timeout_s: float) -> None: ...
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, except that the first signal drains: it goes on answering until ``front`` has let its streams go."""
+
+    def __init__(self, config: uvicorn.Config, front: Drainable, drain_timeout_s: float) -> None:
         super().__init__(config)
         self._front = front
         self._drain_timeout_s = drain_timeout_s
@@ -127,6 +178,9 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
             tokenizer = await asyncio.to_thread(load_tokenizer, Path(spec.model))
             names = options.names or (Path(spec.model).resolve().name,)
             created = int(time.time())
+            compressor = None if options.draft is None else await asyncio.to_thread(_load_draft, spec, options)
+            if compressor is not None and tokenizer is None:
+                raise ValueError(f"{spec.model} has no tokenizer; a draft hands over text")
 
             def facts() -> ModelFacts:
                 known = engine.facts
@@ -135,12 +189,16 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
                     vocab_size=known.vocab_size,
                     engine=known.engine,
                     created=created,
-                    num_heads=known.architecture.num_layers * known.architecture.num_kv_heads,
+                    num_layers=known.architecture.num_layers,
+                    num_kv_heads=known.architecture.num_kv_heads,
+                    has_examples=Path(spec.model).resolve() == TINY_MODEL.resolve(),
                 )
 
-            front_app = make_app(engine, tokenizer, settings, facts)
+            front_app = make_app(engine, tokenizer, settings, facts, compressor)
             server = DrainingServer(_uvicorn_config(front_app, options), front_app.state.front, options.drain_timeout_s)
-            loading.add_done_callback(lambda task: _after_loading(task, server, listener, options, names))
+            loading.add_done_callback(
+                lambda task: _after_loading(task, server, listener, options, names, settings.has_page)
+            )
             await server.serve(sockets=[listener])
             if loading.done() and not front_app.state.front.is_draining:
                 loading.result()  # what made it end
@@ -152,6 +210,12 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
             await asyncio.gather(loading, return_exceptions=True)
 
 
+def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:
+    assert options.draft is not None
+    log.info("loading the draft %s", options.draft)
+    return load_compressor(options.draft, threshold=options.draft_threshold, dtype=spec.dtype, device=spec.device)
+
+
 def _uvicorn_config(app: object, options: ServeOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
@@ -161,6 +225,7 @@ def _uvicorn_config(app: object, options: ServeOptions) -> uvicorn.Config:
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,
         timeout_graceful_shutdown=LAST_FRAMES_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
 
 
@@ -170,6 +235,7 @@ def _after_loading(
     listener: socket.socket,
     options: ServeOptions,
     names: tuple[str, ...],
+    has_page: bool,
 ) -> None:
     if task.cancelled() or task.exception() is not None:
         server.should_exit = True
@@ -178,3 +244,5 @@ def _after_loading(
     port = listener.getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     log.info("serving %s at %s://%s:%d/v1", ", ".join(names), scheme, host, port)
+    if has_page:
+        log.info("chat page: %s://%s:%d/", scheme, host, port)

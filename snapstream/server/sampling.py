@@ -12,11 +12,12 @@ from typing import TypeVar
 
 from snapstream.config import KVBudget
 from snapstream.engine.validate import check_request
-from snapstream.llm import resolve_budget
-from snapstream.request import Request, SamplingParams
+from snapstream.request import Grammar, Request, SamplingParams, Trim
 from snapstream.server.errors import ApiError, bad_value, too_long
 from snapstream.server.protocol import ChatBody, CompletionBody, GenerationBody
 from snapstream.server.settings import ModelFacts, ServerSettings
+from snapstream.server.tools.plan import AnswerPlan
+from snapstream.startup import resolve_budget
 
 T = TypeVar("T")
 
@@ -44,11 +45,14 @@ class Wish:
     budget: KVBudget | None
 
 
-def chat_wish(body: ChatBody, facts: ModelFacts) -> Wish:
+def chat_wish(body: ChatBody, facts: ModelFacts, plan: AnswerPlan) -> Wish:
     top = body.top_logprobs
     if top and not body.logprobs:
         raise bad_value("top_logprobs needs logprobs to be true", "top_logprobs")
-    return _wish(body, facts, body.output_limit, logprobs=(top or 0) if body.logprobs else None, prompt_logprobs=None)
+    if plan.shows_special and body.skip_special_tokens is None:
+        body = body.model_copy(update={"skip_special_tokens": False})
+    logprobs = (top or 0) if body.logprobs else None
+    return _wish(body, facts, body.output_limit, logprobs=logprobs, prompt_logprobs=None, grammar=plan.grammar)
 
 
 def completion_wish(body: CompletionBody, facts: ModelFacts) -> Wish:
@@ -63,15 +67,22 @@ def completion_wish(body: CompletionBody, facts: ModelFacts) -> Wish:
 
 
 def make_request(
-    request_id: str, ids: tuple[int, ...], wish: Wish, facts: ModelFacts, *, prompt_param: str, has_tokenizer: bool
+    request_id: str,
+    ids: tuple[int, ...],
+    wish: Wish,
+    facts: ModelFacts,
+    *,
+    prompt_param: str,
+    has_tokenizer: bool,
+    trim: Trim | None = None,
 ) -> Request:
-    """One prompt as the engine takes it; raises a 400 for what it would never serve."""
+    """One prompt as the engine takes it; raises a 400 for what it would never serve. ``trim``: what it has lost."""
     rest = facts.max_model_len - len(ids)
     if rest < (wish.max_tokens or 1):
         raise too_long(len(ids), wish.max_tokens, facts.max_model_len, prompt_param)
     try:
         sampling = wish.sampling if wish.max_tokens is not None else replace(wish.sampling, max_tokens=rest)
-        request = Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling, budget=wish.budget)
+        request = Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling, budget=wish.budget, trim=trim)
         check_request(request, facts.engine, vocab_size=facts.vocab_size, has_tokenizer=has_tokenizer)
     except ValueError as error:
         fault = _fault(error)
@@ -101,7 +112,11 @@ def check_answer_size(requests: Sequence[Request], facts: ModelFacts, settings: 
                 f"the limit is {settings.max_prompt_logprobs}",
                 "logprobs",
             )
-    if sampling.return_kept:
+    if sampling.return_kept == "bitmap":
+        bits = sum(_kept_bits(request, facts) for request in requests)
+        if bits > settings.max_kept_bits:
+            raise bad_value(f"return_kept would send {bits} bits; the limit is {settings.max_kept_bits}", "kv_cache")
+    elif sampling.return_kept:
         kept = sum(_kept_positions(request, facts) for request in requests)
         if kept > settings.max_kept_positions:
             raise bad_value(
@@ -115,6 +130,12 @@ def _kept_positions(request: Request, facts: ModelFacts) -> int:
     return facts.num_heads * budget.num_topk if len(request.prompt_token_ids) > budget.capacity else 0
 
 
+def _kept_bits(request: Request, facts: ModelFacts) -> int:
+    """How many bits the answer would have of this prompt."""
+    num_prompt, budget = len(request.prompt_token_ids), request.budget or facts.engine.budget
+    return facts.num_heads * num_prompt if num_prompt > budget.capacity else 0
+
+
 def _wish(
     body: GenerationBody,
     facts: ModelFacts,
@@ -122,6 +143,7 @@ def _wish(
     *,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    grammar: Grammar | None = None,
 ) -> Wish:
     params = SamplingParams()  # for its defaults
     try:
@@ -146,7 +168,8 @@ def _wish(
             skip_special_tokens=_or(body.skip_special_tokens, params.skip_special_tokens),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            return_kept=body.kv_cache is not None and body.kv_cache.return_kept,
+            grammar=grammar,
+            return_kept=False if body.kv_cache is None else body.kv_cache.return_kept,
         )
         return Wish(sampling, max_tokens, _budget(body, facts))
     except ValueError as error:

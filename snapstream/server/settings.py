@@ -6,9 +6,12 @@ Invariant: every limit a caller can run into has a number here or in ``EngineCon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from snapstream.config import EngineConfig
+from snapstream.server.tools.formats import ToolParser
+from snapstream.spec_prefill.settings import PromptCompression
 
 MIB = 2**20
 
@@ -21,29 +24,52 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()  # exact origins, e.g. http://localhost:3000
     allowed_hosts: tuple[str, ...] = ()  # names in Host headers, beside loopback ones; none means any
     max_body_bytes: int = 32 * MIB
+    max_open_body_bytes: int = 256 * MIB  # of all requests being answered together; more get 429
+    body_timeout_s: float = 60.0  # for a client to send its body: one that trickles may not hold a place for ever
     max_prompts: int = 256  # prompts of one completions request
     max_samples: int = 256  # n times prompts of one request
     max_requests: int = 1024  # HTTP requests open at once, from before their body is read; more get 429
     max_prompt_logprobs: int = 1_000_000  # of one answer with echo: prompt tokens x (1 + top) x n, all prompts
     max_kept_positions: int = 4_000_000  # of one answer with return_kept: layers x kv heads x top-k, all prompts
+    max_kept_bits: int = 64 * MIB  # the same as a bitmap: layers x kv heads x prompt tokens
     retry_after_s: int = 1  # told to clients with 429 and 503
     tokenizer_threads: int = 2  # each has its own copy of the tokenizer
+    tool_parser: ToolParser = "auto"  # how the model writes tool calls; auto goes by its chat template
     has_vllm_names: bool = True  # metrics also under the names that dashboards know
+    has_page: bool = True  # the chat page at /
+    prompt_compression: PromptCompression | None = None  # of requests that do not say; needs a draft
+    max_draft_waiting: int = 64  # prompts that wait for the draft; more get 429
+    max_draft_chars: int = 4 * MIB  # of one prompt that the draft reads
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_prompts", "max_samples", "max_requests", "max_prompt_logprobs",
-                     "max_kept_positions", "retry_after_s", "tokenizer_threads"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
-        for key in self.api_keys:
-            if not key or not key.isascii() or key != key.strip():
-                raise ValueError("an API key is empty, not ASCII, or has spaces around it")
-        for host in self.allowed_hosts:
-            if not host or "/" in host or "*" in host or ":" in host:
-                raise ValueError(f"allowed host {host!r} is not a name without port and wildcards")
+        for name in ("max_body_bytes", "max_open_body_bytes", "body_timeout_s", "max_prompts", "max_samples",
+                     "max_requests", "max_prompt_logprobs", "max_kept_positions", "max_kept_bits",
+                     "retry_after_s", "tokenizer_threads", "max_draft_waiting", "max_draft_chars"):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be > 0")
+        if self.max_open_body_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_open_body_bytes is {self.max_open_body_bytes}; one body may have {self.max_body_bytes}"
+            )
+        check_keys(self.api_keys)
+        check_hosts(self.allowed_hosts)
         for origin in self.cors_origins:
             if not origin.startswith(("http://", "https://")) or "*" in origin or origin.endswith("/"):
                 raise ValueError(f"CORS origin {origin!r} is not of the form scheme://host[:port], without wildcards")
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """ValueError for a key that no client could send, or that every client sends."""
+    for key in keys:
+        if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+            raise ValueError("an API key is empty, not printable ASCII, or has spaces around it")
+
+
+def check_hosts(hosts: Sequence[str]) -> None:
+    """ValueError for what can never equal the name in a Host header."""
+    for host in hosts:
+        if not host or "/" in host or "*" in host or ":" in host:
+            raise ValueError(f"allowed host {host!r} is not a name without port and wildcards")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +80,9 @@ class ModelFacts:
     vocab_size: int
     engine: EngineConfig  # limits: window, rows, largest budget
     created: int = 0  # seconds since the epoch
-    num_heads: int = 1  # kv heads of all layers: how many lists of kept positions a prompt has
+    num_layers: int = 1
+    num_kv_heads: int = 1  # of one layer
+    has_examples: bool = False  # it is the shipped model, which answers questions on the package's own documents
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
@@ -67,3 +95,8 @@ class ModelFacts:
     @property
     def max_model_len(self) -> int:
         return self.engine.max_model_len
+
+    @property
+    def num_heads(self) -> int:
+        """kv heads of all layers: how many lists of kept positions a prompt has."""
+        return self.num_layers * self.num_kv_heads

@@ -8,7 +8,9 @@ some tokenizers put before a text).
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +38,11 @@ class TokenText:
             self._special = frozenset(tokenizer.all_special_ids)
             self._is_byte_level = "ByteLevel" in str(getattr(tokenizer, "backend_tokenizer", None) and
                                                      tokenizer.backend_tokenizer.decoder)  # fmt: skip
+
+    @property
+    def special(self) -> frozenset[str]:
+        """The special tokens, spelled out."""
+        return frozenset(self._added[token] for token in self._special if token in self._added)
 
     def is_special(self, token: int) -> bool:
         return token in self._special
@@ -66,6 +73,11 @@ class TokenText:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def pieces(self, tokens: Iterable[int]) -> list[str]:
+        """What each token adds to their text: a character that takes several tokens comes with the last of them."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return [decoder.decode(self.raw(token)) for token in tokens]
 
 
 class Offsets:

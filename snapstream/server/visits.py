@@ -12,7 +12,9 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from snapstream.server.errors import queue_full
 
 if TYPE_CHECKING:
     from snapstream.server.answers import Answer
@@ -25,6 +27,7 @@ class Visits:
 
     def __init__(self) -> None:
         self.num_open = 0
+        self.num_bytes = 0  # of the bodies of open requests
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -36,6 +39,11 @@ class Visits:
         self.num_open -= 1
         if not self.num_open:
             self._idle.set()
+
+    def check_room(self, num_bytes: int, limit: int, retry_after_s: int) -> None:
+        """ApiError 429 where bodies of open requests would hold more than ``limit`` bytes together."""
+        if self.num_bytes + num_bytes > limit:
+            raise queue_full(f"the bodies of open requests reach the limit of {limit} bytes", retry_after_s)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is open; False if some still are."""
@@ -55,25 +63,41 @@ class Visit:
     answer: Answer | None = None
     born: float = field(default_factory=monotonic)
     is_open: bool = False
+    num_bytes: int = 0
 
     def enter(self) -> None:
         self.is_open = True
         self.visits.enter()
+
+    def take(self, num_bytes: int) -> None:
+        """Hold so many bytes of body until the end: what was parsed from them lives as long as the answer."""
+        self.num_bytes += num_bytes
+        self.visits.num_bytes += num_bytes
 
     def end(self, status: int, how: str = "") -> None:
         """``how``: why a stream stopped, if not because it was complete. Also for visits that were not let in."""
         if self.is_open:
             self.is_open = False
             self.visits.leave()
-        usage = self.answer.usage if self.answer is not None else {}
-        log.info(
-            "request=%s answer=%s path=%s status=%d end=%s prompt_tokens=%d completion_tokens=%d ms=%.1f",
-            self.request_id,
-            self.answer_id,
-            self.path,
-            status,
-            how or (self.answer.ends if self.answer is not None and status == 200 else "-"),
-            usage.get("prompt_tokens", 0),
-            usage.get("completion_tokens", 0),
-            1e3 * (monotonic() - self.born),
-        )
+            self.visits.num_bytes -= self.num_bytes
+        log.info("answered", extra={"fields": self._fields(status, how)})
+
+    def _fields(self, status: int, how: str) -> dict[str, Any]:
+        """For the log. Nothing of what was asked or answered is in it."""
+        answer = self.answer
+        usage = {} if answer is None else answer.usage
+        first_at = None if answer is None else answer.first_at
+        return {
+            "request": self.request_id,
+            "answer": self.answer_id,
+            "path": self.path,
+            "status": status,
+            "end": how or (answer.ends if answer is not None and status == 200 else None),
+            "prompt_tokens": usage.get("prompt_tokens", 0),
+            "trimmed_tokens": 0 if answer is None else answer.trimmed_tokens,
+            "kept_tokens": 0 if answer is None else answer.kept_tokens,
+            "completion_tokens": usage.get("completion_tokens", 0),
+            "queue_ms": None if answer is None else answer.queue_ms,
+            "ttft_ms": None if first_at is None else 1e3 * (first_at - self.born),
+            "ms": 1e3 * (monotonic() - self.born),
+        }

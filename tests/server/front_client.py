@@ -18,8 +18,8 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @asynccontextmanager
-async def client(engine: FakeEngine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = make_app(engine, tokenizer(), ServerSettings(**settings), lambda: FACTS)
+async def client(engine: FakeEngine, draft: Any = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = make_app(engine, tokenizer(), ServerSettings(**settings), lambda: FACTS, draft)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         yield http

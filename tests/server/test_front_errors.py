@@ -43,7 +43,12 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def schema_of(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, **fields}}
+
 
 BAD_CHAT = [
     ({"messages": []}, "messages"),
@@ -74,12 +79,31 @@ BAD_CHAT = [
     ({"messages": HI, "kv_cache": {"budget": "full"}}, "kv_cache"),
     ({"messages": HI, "kv_cache": {"budget": "half"}}, "kv_cache"),
     ({"messages": HI, "prompt_compression": {"keep": 0.2}}, "prompt_compression"),
-    ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
-    ({"messages": HI, "response_format": SCHEMA}, "response_format"),
+    ({"messages": HI, "response_format": {"type": "yaml"}}, "response_format"),
+    ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format"),
+    ({"messages": HI, "response_format": schema_of(name=None)}, "response_format"),
+    ({"messages": HI, "response_format": schema_of(name="a b")}, "response_format"),
+    ({"messages": HI, "response_format": schema_of(schema=[])}, "response_format"),
+    ({"messages": HI, "response_format": schema_of(strict="yes")}, "response_format"),
+    ({"messages": HI, "response_format": schema_of(schema={"type": "nope"})}, "response_format"),
+    ({"messages": HI, "response_format": schema_of(schema={"not": {}}, strict=True)}, "response_format"),
+    ({"messages": HI, "response_format": schema_of(schema={"$ref": "#"})}, "response_format"),  # nothing fulfils it
+    ({"messages": HI, "response_format": schema_of(schema={"const": "x" * 2**18})}, "response_format"),
     ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HI, "tool_choice": "required", "tools": TOOLS}, "tool_choice"),  # nobody knows the format of calls
     ({"messages": HI, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"messages": HI, "tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS}, "tool_choice"),
+    ({"messages": HI, "tool_choice": 7, "tools": TOOLS}, "tool_choice"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": HI, "tools": TOOLS * 2}, "tools"),
+    ({"messages": HI, "tools": [{"type": "function", "function": {"name": 'f"'}}]}, "tools"),
+    (
+        {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        "tools",
+    ),
     ({"messages": HI, "echo": True}, "echo"),
-    ({"messages": HI, "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"messages": HI, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]}, "messages"),
     ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
     ({"messages": HI, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"messages": HI, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
@@ -108,6 +132,8 @@ def test_bad_chat_values_are_400_and_name_the_field(body: dict[str, Any], param:
         ({"prompt": ["a"] * 4}, "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": "a", "tool_choice": "required"}, "tool_choice"),
         ({"prompt": "a", "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"prompt": "a", "max_completion_tokens": -1}, "max_tokens"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
@@ -210,6 +236,11 @@ def test_answers_that_list_too_much_are_refused() -> None:
     assert call(TEXT, long, max_kept_positions=num_topk).status_code == 200
     error = error_of(call(TEXT, long, max_kept_positions=num_topk - 1), 400)
     assert error["param"] == "kv_cache" and f"limit is {num_topk - 1}" in error["message"]
+    bits = {"prompt": [[5] * 200, [5] * 128], "kv_cache": {"return_kept": "bitmap"}}
+    assert call(TEXT, bits, max_kept_bits=200).status_code == 200
+    error = error_of(call(TEXT, bits, max_kept_bits=199), 400)
+    assert error["param"] == "kv_cache" and "limit is 199" in error["message"]
+    assert error_of(call(TEXT, {"prompt": "a", "kv_cache": {"return_kept": "lists"}}), 400)["param"] == "kv_cache"
 
 
 def test_other_content_types_are_refused() -> None:

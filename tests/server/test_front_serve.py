@@ -54,6 +54,7 @@ def running(tmp_path: Path, drain_timeout: int) -> Iterator[tuple[subprocess.Pop
 def test_answer_then_drain(tmp_path: Path) -> None:
     with running(tmp_path, 4) as (process, url):
         _answer_then_drain(process, url)
+        assert f"chat page: {url}/\n" in (tmp_path / "log").read_text()
 
 
 def _answer_then_drain(process: subprocess.Popen[bytes], url: str) -> None:
@@ -90,7 +91,7 @@ def test_a_second_signal_ends_at_once_and_in_order(tmp_path: Path) -> None:
         while httpx.get(f"{url}/health").status_code == 200:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0  # not ended by the signal itself, which would skip the engine's shutdown
+        assert process.wait(60) == 0  # not ended by the signal itself, which would skip the engine's shutdown
 
 
 def _stream(url: str, max_tokens: int) -> tuple[threading.Thread, threading.Event, list[bytes]]:

@@ -11,6 +11,7 @@ import pytest
 from snapstream.engine.validate import QueueFull
 from snapstream.server.app import make_app
 from snapstream.server.engine_api import EngineDead
+from snapstream.server.logs import TextFormatter
 from snapstream.server.settings import ServerSettings
 from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
 from tests.server.front_client import HI, JSON, app_of, client
@@ -68,6 +69,7 @@ def test_cors_only_for_named_origins() -> None:
             assert all(name in allowed for name in ("authorization", "content-type", "x-stainless-lang"))
             response = await http.options("/v1/models", headers={"Origin": "http://evil", **preflight})
             assert "access-control-allow-origin" not in response.headers
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "cors_refused")
             response = await http.get("/v1/models", headers={"Origin": "http://good"})  # errors are readable, too
             assert response.status_code == 401 and response.headers["access-control-allow-origin"] == "http://good"
         async with client(FakeEngine()) as http:
@@ -90,6 +92,10 @@ def test_models_version_and_request_id() -> None:
             assert response.headers["x-request-id"] == "mine-1"
             response = await http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "a b"})
             assert response.headers["x-request-id"] in response.json()["id"]
+            for path in ("/nothing", "/health", "/v1/models/none"):
+                response = await http.get(path, headers={"X-Request-Id": "mine-2"})
+                assert response.headers.get_list("x-request-id") == ["mine-2"]
+                assert (await http.get(path, headers={"X-Request-Id": "x" * 129})).headers["x-request-id"] != "x" * 129
 
     asyncio.run(run())
 
@@ -203,7 +209,7 @@ def test_a_client_that_leaves_frees_its_rows(
         visitor.app.state.front.close()
 
     asyncio.run(run())
-    (line,) = [record.getMessage() for record in caplog.records if " end=" in record.getMessage()]
+    (line,) = [line for line in map(TextFormatter().format, caplog.records) if " end=" in line]
     assert ("status=200 end=left" if stream and hang_after else "status=499 end=-") in line
 
 
@@ -219,16 +225,20 @@ def test_every_request_leaves_one_line(stream: bool, caplog: pytest.LogCaptureFi
 
         caplog.clear()
         asyncio.run(run())
-        (found,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request=mine")]
+        (found,) = [line for line in map(TextFormatter().format, caplog.records) if "request=mine " in line]
         return found
 
     num_prompt = len(token_ids("a"))
-    assert f"status=200 end=length prompt_tokens={num_prompt} completion_tokens=3 ms=" in line(
-        FakeEngine(), max_tokens=3
-    )
+    facts = f"prompt_tokens={num_prompt} trimmed_tokens=0 kept_tokens={num_prompt} "
+    facts += "completion_tokens=3 queue_ms=1.0 ttft_ms="
+    assert f"status=200 end=length {facts}" in line(FakeEngine(), max_tokens=3)
     status, end = (200, "engine_unavailable") if stream else (503, "-")
     assert f"status={status} end={end} prompt_tokens={num_prompt} " in line(FakeEngine(fail_after=2))
-    assert "status=400 end=- prompt_tokens=0 completion_tokens=0" in line(FakeEngine(), temperature=-1)
+    refused = line(FakeEngine(), temperature=-1)
+    assert (
+        "status=400 end=- prompt_tokens=0 trimmed_tokens=0 kept_tokens=0 completion_tokens=0 queue_ms=- ttft_ms=- ms="
+        in refused
+    )
 
 
 def test_a_drain_waits_for_prompts_that_wait_in_the_front() -> None:
@@ -328,3 +338,60 @@ def test_requests_over_the_limit_are_refused_before_their_body_is_read() -> None
             assert (await http.post("/v1/completions", json=body)).status_code == 200
 
     asyncio.run(run())
+
+
+def test_open_bodies_are_bounded_together() -> None:
+    body = {"prompt": "a", "user": "u" * 600}
+
+    async def run() -> None:
+        engine = FakeEngine(hang_after=1)
+        async with client(engine, max_body_bytes=1000, max_open_body_bytes=1000) as http:
+            taken = asyncio.create_task(http.post("/v1/completions", json={**body, "stream": True}))
+            await asyncio.wait_for(engine.hanging.wait(), 5)
+            visits = app_of(http).state.front.visits
+            held = visits.num_bytes
+            assert 600 < held < 1000
+            response = await http.post("/v1/completions", json=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+            assert response.headers["retry-after"] == "1" and "1000 bytes" in response.json()["error"]["message"]
+            assert visits.num_bytes == held, "what was refused holds nothing"
+            engine.released.set()
+            assert (await taken).status_code == 200 and visits.num_bytes == 0
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_body_that_trickles_is_given_up() -> None:
+    async def trickle() -> Any:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    async def run() -> None:
+        async with client(FakeEngine(), body_timeout_s=0.05) as http:
+            response = await asyncio.wait_for(http.post("/v1/completions", content=trickle(), headers=JSON), 5)
+            assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
+            assert app_of(http).state.front.visits.num_open == 0
+
+    asyncio.run(run())
+
+
+def test_many_log_probabilities_are_written_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(num_samples: int) -> int:
+        async with client(FakeEngine(answer=30 * "word ")) as http:
+            prompts, count = app_of(http).state.front.prompts, 0
+            offload = prompts.offload
+
+            async def counted(work: Any) -> Any:
+                nonlocal count
+                count += 1
+                return await offload(work)
+
+            monkeypatch.setattr(prompts, "offload", counted)
+            body = {"messages": HI, "n": num_samples, "logprobs": True, "top_logprobs": 15}
+            response = await http.post("/v1/chat/completions", json=body)
+            assert len(response.json()["choices"]) == num_samples
+            return count
+
+    assert asyncio.run(run(1)) == 0
+    assert asyncio.run(run(4)) == 1

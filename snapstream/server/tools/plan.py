@@ -1,0 +1,62 @@
+"""What a chat answer must look like and how it is read: tools and response format put together.
+
+response_format   tools                 grammar of the answer      calls are read
+-                 none, auto            -                          auto: yes
+-                 required, a name      calls                      yes
+JSON              none                  the schema                 no
+JSON              auto                  calls, or the schema       yes
+JSON              required, a name      calls                      yes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from snapstream.request import Grammar
+from snapstream.server.errors import bad_value
+from snapstream.server.protocol import ChatBody
+from snapstream.server.tools.forcing import calls_or_answer, forced_calls
+from snapstream.server.tools.formats import CallFormat
+from snapstream.server.tools.parser import ToolCallParser
+from snapstream.server.tools.request import read_response_format, read_tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerPlan:
+    """Of one request."""
+
+    grammar: Grammar | None = None
+    grammar_param: str = "response_format"  # the field to name if the grammar is refused
+    make_parser: Callable[[], ToolCallParser] | None = None  # one for each choice
+    shows_special: bool = False  # the tags of calls are special tokens, which text leaves out otherwise
+    has_tools: bool = True  # the template is told of the tools
+
+
+def plan_answer(body: ChatBody, form: CallFormat | None, special: frozenset[str]) -> AnswerPlan:
+    """``form``: what calls look like here, None if nobody knows. ``special``: special tokens of the vocabulary."""
+    wish, answer = read_tools(body), read_response_format(body.response_format)
+    if not wish.functions or wish.is_off:
+        return AnswerPlan(grammar=answer, has_tools=not wish.is_off)
+    if form is None:
+        if wish.forced:
+            raise bad_value(
+                "tool_choice asks for a call, and this server does not know the model's format of calls; "
+                "start it with --tool-parser",
+                "tool_choice",
+            )
+        return AnswerPlan(grammar=answer)
+    grammar, param = answer, "response_format"
+    try:
+        if wish.forced:
+            grammar, param = forced_calls(form, wish.forced, special, is_single=wish.is_single), "tools"
+        elif answer is not None:
+            grammar = calls_or_answer(form, wish.functions, special, answer, is_single=wish.is_single)
+    except ValueError as error:
+        raise bad_value(str(error), "tools") from None
+    return AnswerPlan(
+        grammar=grammar,
+        grammar_param=param,
+        make_parser=lambda: ToolCallParser(form, wish.names, max_calls=1 if wish.is_single else None),
+        shows_special=bool(special & {form.opening, form.closing}),
+    )

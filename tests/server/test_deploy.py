@@ -1,0 +1,147 @@
+"""The files of ``deploy/``: they name metrics, options and paths that exist, and their tools accept them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from snapstream.cli import main
+from snapstream.kernels.compile_cache import VARIABLE
+from snapstream.server.engine_api import EngineStats
+from snapstream.server.engine_process import STOP_S
+from snapstream.server.metrics import Metrics
+from snapstream.server.run import LAST_FRAMES_S
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "systemd" / "snapstream.service"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "snapstream.json").read_text())
+RULES = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+
+@pytest.fixture(scope="module")
+def series() -> set[str]:
+    """Names of all series on /metrics."""
+    page = Metrics(lambda: "m", EngineStats, has_vllm_names=True).render().decode()
+    return {re.split(r"[{ ]", line)[0] for line in page.splitlines() if not line.startswith("#")}
+
+
+def metrics_of(query: str) -> set[str]:
+    return set(re.findall(r"(?:snapstream|vllm):\w+", query))
+
+
+@pytest.mark.parametrize("query", [*QUERIES, *(rule["expr"] for rule in RULES)])
+def test_every_queried_metric_exists(query: str, series: set[str]) -> None:
+    assert metrics_of(query) or "up{" in query
+    assert metrics_of(query) <= series
+    assert all(query.count(left) == query.count(right) for left, right in ("()", "{}", "[]"))
+    if "histogram_quantile" in query:
+        assert "_bucket" in query and "by (le" in query
+    for metric in metrics_of(query):
+        is_counter = metric.endswith(("_total", "_bucket"))
+        assert is_counter == bool(re.search(rf"(?:rate|increase)\({metric}\b", query)), "rates of counters only"
+
+
+def test_every_metric_of_ours_is_on_the_dashboard(series: set[str]) -> None:
+    shown = {name for query in QUERIES for name in metrics_of(query)}
+    ours = {name for name in series if name.startswith("snapstream:") and not name.endswith(("_sum", "_count"))}
+    assert ours <= shown
+
+
+def test_the_dashboard_is_well_formed() -> None:
+    assert DASHBOARD["schemaVersion"] >= 36 and DASHBOARD["uid"] and DASHBOARD["title"]
+    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "model"}
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in PANELS:
+        assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+    for one, two in combinations([panel["gridPos"] for panel in DASHBOARD["panels"]], 2):
+        assert one["x"] + one["w"] <= 24 and not overlap(one, two), (one, two)
+
+
+def overlap(one: dict[str, int], two: dict[str, int]) -> bool:
+    is_beside = one["x"] + one["w"] <= two["x"] or two["x"] + two["w"] <= one["x"]
+    is_above = one["y"] + one["h"] <= two["y"] or two["y"] + two["h"] <= one["y"]
+    return not is_beside and not is_above
+
+
+def test_the_scrape_example_loads_the_rules() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    assert config["scrape_configs"][0]["job_name"] in RULES[0]["expr"]
+    assert all((DEPLOY / "prometheus" / name).is_file() for name in config["rule_files"])
+    assert all({"alert", "expr", "labels", "annotations"} <= rule.keys() for rule in RULES)
+
+
+def unit() -> ConfigParser:
+    parser = ConfigParser(strict=True, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(UNIT.read_text())
+    return parser
+
+
+def takes_options(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> Any:
+    """What the command line makes of them."""
+    seen: list[Any] = []
+    monkeypatch.setattr("snapstream.server.run.serve", lambda *given: seen.extend(given))
+    monkeypatch.setattr("snapstream.server.logs.set_up", lambda kind: seen.append(kind))
+    monkeypatch.delenv("SNAPSTREAM_API_KEY", raising=False)
+    assert main(options) == 0
+    return seen
+
+
+def test_the_unit_gives_a_drain_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = unit()["Service"]
+    program, *options = shlex.split(service["ExecStart"])
+    assert Path(program).name == "snapstream" and options.pop() == "$SNAPSTREAM_OPTIONS"
+    kind, _, _, serve_options = takes_options(monkeypatch, options)
+    assert kind == "json"
+    assert int(service["TimeoutStopSec"]) > serve_options.drain_timeout_s + LAST_FRAMES_S + STOP_S
+    assert (service["KillMode"], service["LimitCORE"], service["DynamicUser"]) == ("mixed", "0", "yes")
+
+
+def test_the_unit_has_a_folder_for_compiled_code() -> None:
+    """Its user has no home, and the file system is read-only."""
+    service = unit()["Service"]
+    folder = f"%C/{service['CacheDirectory']}"
+    assert service["Environment"].split() == [f"{VARIABLE}={folder}", f"TRITON_CACHE_DIR={folder}/triton"]
+    assert service["CacheDirectoryMode"] == "0700"  # code in it is run
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text().replace("/opt/snapstream/bin/snapstream", sys.executable))
+    result = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=60)
+    said = [line for line in result.stderr.splitlines() if UNIT.name in line]
+    assert said == [] and result.returncode == 0, result.stderr
+
+
+def test_the_image_is_made_of_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was never built by a test: there is no engine to build it with."""
+    text = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    known = set("FROM ARG WORKDIR COPY RUN ENV USER EXPOSE STOPSIGNAL HEALTHCHECK ENTRYPOINT".split())
+    assert {word for word, _ in lines} <= known
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    sources = [part for word, rest in lines if word == "COPY" and "--from" not in rest for part in rest.split()[:-1]]
+    for source in sources:
+        assert (ROOT / source).exists() and f"!{source}" in ignored, source
+    (entry,) = [json.loads(rest) for word, rest in lines if word == "ENTRYPOINT"]
+    kind, spec, settings, options = takes_options(monkeypatch, entry[1:])
+    assert (kind, options.host, settings.allowed_hosts) == ("json", "0.0.0.0", ())
+    assert any(f"{options.port}/health" in rest for word, rest in lines if word == "HEALTHCHECK")

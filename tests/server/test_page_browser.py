@@ -1,0 +1,332 @@
+"""The chat page in a real browser: with the shipped model where answers matter, with the fake engine for faults.
+
+Skipped, with the reason, where no Chromium is installed; ``.ci/run`` installs Debian's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from snapstream.engine.validate import QueueFull
+from tests.server import front_server
+from tests.server.fake_engine import tokenizer
+from tests.server.front_server import Running, running_server
+from tests.server.tiny_server import TinyServer, tiny_server
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+if BROWSER is None:
+    pytest.skip("no Chromium is installed (Debian: apt-get install chromium)", allow_module_level=True)
+
+OPTIONS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+LIMIT_MS = 20_000
+LONG_TEXT = "word " * 600
+EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> & <b>bold</b>"
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[TinyServer]:
+    with tiny_server() as running:
+        yield running
+
+
+@pytest.fixture
+def fake() -> Iterator[Running]:
+    with running_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=BROWSER, args=OPTIONS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens the page of a server; whatever it asks of other hosts, and every error of its scripts, fails the test."""
+    contexts, faults = [], []
+
+    def open_at(url: str, **options: Any) -> Any:
+        context = browser.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(LIMIT_MS)
+        page.on("request", lambda asked: asked.url.startswith(url) or faults.append(asked.url))
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda line: "Content Security" in line.text and faults.append(line.text))
+        page.goto(url)
+        return page
+
+    yield open_at
+    for context in contexts:
+        context.close()
+    assert not faults
+
+
+def figure(page: Any, name: str) -> str:
+    return str(page.locator(f".answer:last-of-type [data-figure='{name}'] dd").first.inner_text())
+
+
+def load_example(page: Any, size: int = 4096) -> None:
+    page.locator("#example-size").select_option(str(size))
+    page.get_by_role("button", name="Load an example").click()
+    page.locator("#count", has_text=re.compile(r"[\d,]+ tokens$")).wait_for()
+
+
+def send(page: Any, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_example_is_answered_and_its_row_is_what_the_api_tells(
+    tiny: TinyServer, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(tiny.url)
+    bodies: list[dict[str, Any]] = []
+    page.on("request", lambda asked: asked.url.endswith("/completions") and bodies.append(asked.post_data_json))
+    page.locator("#example-field").wait_for()
+    page.get_by_role("radio", name="1/8", exact=True).check()
+    load_example(page)
+    assert re.search(r"^5\d\d slots for 4,0\d\d tokens$", page.locator("#budget-note").inner_text())
+    page.get_by_role("button", name="Send").click()
+    page.locator(".verdict.right").wait_for()
+
+    (body,) = bodies
+    assert body["kv_cache"] == {"budget": body["kv_cache"]["budget"], "return_kept": "bitmap"} and body["stream"]
+    body["kv_cache"]["return_kept"] = True
+    answer = httpx.post(
+        f"{tiny.url}/v1/chat/completions", json={**body, "stream": False, "stream_options": None}
+    ).json()
+    told, cache = answer["snapstream"]["prompts"][0]["compression"], answer["snapstream"]["kv_cache"]
+    assert page.locator(".answer .words").inner_text() == answer["choices"][0]["message"]["content"].strip()
+    assert figure(page, "prompt") == f"{told['prompt_tokens']:,}" and figure(page, "kept") == f"{told['kept_tokens']:,}"
+    assert figure(page, "evicted") == f"{told['evicted_tokens']:,}" and told["evicted_tokens"] > 3000
+    assert figure(page, "row") == f"{round(told['row_bytes'] / 1024)} KiB" and figure(page, "end") == "stop"
+
+    count = told["prompt_tokens"]
+    ends = {*range(cache["num_sink"]), *range(count - cache["num_recent"], count)}
+    heads = [ends | set(head) for layer in told["kept_positions"] for head in layer]
+    shown = page.locator(".text span").evaluate_all("nodes => nodes.map(n => [Number(n.dataset.token), n.className])")
+    assert 200 < len(shown) < count  # as many as are near the view
+    for token, classes in shown:
+        level = int(re.search(r"kept-(\d)", classes)[1])
+        assert level == sum(token in head for head in heads), token  # eight heads, eight levels
+
+    strip, line = page.get_by_role("slider"), page.locator(".told")
+    strip.focus()
+    page.keyboard.press("Home")
+    assert line.inner_text() == "token 0 <|begin|> sink, kept by 8 of 8 heads in all layers"
+    page.keyboard.press("End")
+    assert f"token {count - 1:,} <|assistant|> recent ring, kept by 8 of 8 heads in all layers" == line.inner_text()
+    page.get_by_role("button", name="Show the sentence that answers").click()
+    fact = int(line.inner_text().split()[1].replace(",", ""))
+    assert f"kept by {sum(fact in head for head in heads)} of 8 heads" in line.inner_text()
+    page.get_by_label("Layer").select_option("2")
+    assert f"kept by {sum(fact in head for head in heads[4:6])} of 2 heads" in line.inner_text()
+    page.get_by_label("Head", exact=True).select_option("1")
+    assert f"kept by {int(fact in heads[5])} of 1 heads" in line.inner_text()
+    # To a block that was not filled yet. The locator's click waits until a scrolling page stands still; one at coordinates
+    # read a moment before lands beside the strip.
+    wanted = 0.75 * count
+    strip.click(position={"x": strip.bounding_box()["width"] * 0.75, "y": 10})
+    page.wait_for_function(
+        "wanted => Math.abs(Number(document.querySelector('.text .marked')?.dataset.token) - wanted) < 20", arg=wanted
+    )
+
+
+def test_further_turns_editing_and_clearing(tiny: TinyServer, open_page: Callable[..., Any]) -> None:
+    page = open_page(tiny.url)
+    page.locator("#example-field").wait_for()
+    load_example(page, 1024)
+    page.get_by_role("radio", name="full", exact=True).check()
+    page.get_by_label("Message", exact=True).press("Enter")
+    page.locator(".answer .figures").wait_for()
+    assert figure(page, "evicted") == "0" and page.get_by_text("nothing was evicted").is_visible()
+    first = figure(page, "prompt")
+    page.get_by_role("radio", name="1/4", exact=True).check()
+    send(page, "And the next one?")
+    page.locator(".answer .figures").nth(1).wait_for()
+    assert int(figure(page, "prompt").replace(",", "")) > int(first.replace(",", "")) + 5  # the whole conversation
+    page.get_by_role("button", name="Edit").nth(1).click()
+    assert page.locator(".answer").count() == 1
+    assert page.get_by_label("Message", exact=True).input_value() == "And the next one?"
+    page.get_by_role("button", name="Clear").click()
+    assert page.locator(".turn").count() == 0 and page.get_by_label("Message", exact=True).input_value() == ""
+    assert page.locator("#welcome").is_visible()
+
+
+def test_stopping_frees_the_row(tiny: TinyServer, open_page: Callable[..., Any]) -> None:
+    page = open_page(tiny.url)
+
+    def endless(route: Any) -> None:
+        route.continue_(post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True}))
+
+    page.route("**/v1/chat/completions", endless)
+    page.get_by_label("Most tokens").fill("12000")
+    page.get_by_role("radio", name="slots", exact=True).check()
+    send(page, "hi")
+    page.locator(".state", has_text=re.compile(r"\d\d tokens")).wait_for()  # it streams
+    until(lambda: tiny.gauges() == (1, 0, 1))
+    page.get_by_role("button", name="Stop").click()
+    page.locator(".state", has_text="stopped").wait_for()
+    until(lambda: tiny.gauges() == (0, 0, 0))
+    page.unroute("**/v1/chat/completions")
+    page.get_by_label("Most tokens").fill("5")
+    send(page, "go on")  # what was stopped stays part of the conversation
+    page.locator(".answer .figures").wait_for()
+
+
+def test_a_long_prompt_is_drawn_from_a_part_of_its_elements(tiny: TinyServer, open_page: Callable[..., Any]) -> None:
+    page = open_page(tiny.url)
+    page.locator("#attachment summary").click()
+    page.get_by_role("textbox", name="Long text").fill("The road to the mill was long. " * 1250)
+    page.get_by_role("radio", name="1/16", exact=True).check()
+    page.get_by_label("Most tokens").fill("4")
+    send(page, "What is the code for amber falcon?")
+    page.locator(".row-view canvas").wait_for()
+    assert int(figure(page, "prompt").replace(",", "")) > 8_700
+    assert page.locator(".text span").count() < 2500
+    began = time.monotonic()
+    page.get_by_role("slider").press("End")
+    page.get_by_role("slider").press("Enter")
+    page.locator(".text span.recent.marked").wait_for()
+    assert time.monotonic() - began < 2  # generous: it takes some 50 ms
+    assert page.locator(".text span").count() < 2500
+
+
+DROP = """text => {
+  const data = new DataTransfer();
+  data.items.add(new File([text], "a.txt", { type: "text/plain" }));
+  document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+}"""
+
+
+def test_a_file_can_be_opened_or_dropped(fake: Running, open_page: Callable[..., Any]) -> None:
+    page = open_page(fake.url.removesuffix("/v1"))
+    text = page.get_by_role("textbox", name="Long text")
+    page.get_by_label("Open file").set_input_files(
+        {"name": "a.txt", "mimeType": "text/plain", "buffer": b"from a file"}
+    )
+    text.wait_for()  # what has a text is open
+    assert text.input_value() == "from a file"
+    page.evaluate(DROP, "dropped")
+    until(lambda: text.input_value() == "dropped")
+    send(page, "and a question")
+    page.locator(".answer .figures").wait_for()
+    prompt = tokenizer().decode(fake.engine.requests[0].prompt_token_ids)
+    assert "dropped\n\nand a question" in prompt and "from a file" not in prompt
+
+
+def test_text_is_never_html(fake: Running, open_page: Callable[..., Any]) -> None:
+    fake.engine.answer = EVIL
+    page = open_page(fake.url.removesuffix("/v1"))
+    page.locator("#attachment summary").click()
+    page.get_by_role("textbox", name="Long text").fill(EVIL)
+    send(page, EVIL)
+    page.locator(".answer .figures").wait_for()
+    assert page.locator(".answer .words").inner_text() == EVIL
+    assert page.locator(".question .words").all_inner_texts() == [EVIL, EVIL]
+    assert page.locator(".turn img, .turn script, .turn b b").count() == 0 and page.title() == "snapstream"
+
+
+def test_a_checkpoint_without_a_chat_template(open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = copy.deepcopy(tokenizer())
+    bare.chat_template = None
+    monkeypatch.setattr(front_server, "tokenizer", lambda: bare)
+    with running_server() as running:
+        page = open_page(running.url.removesuffix("/v1"))
+        send(page, "Once upon a time")
+        page.locator(".answer .figures").wait_for()
+        assert page.locator(".answer .words").inner_text() == running.engine.answer
+        (request,) = running.engine.requests
+        assert tokenizer().decode(request.prompt_token_ids).endswith("Once upon a time")
+
+
+def test_a_missing_key_is_asked_for(browser: Any, open_page: Callable[..., Any]) -> None:
+    with running_server("secret") as running:
+        page = open_page(running.url.removesuffix("/v1"))
+        notice = page.get_by_role("alert")
+        notice.wait_for()
+        assert "asks for an API key" in notice.inner_text() and "401" not in notice.inner_text()
+        key = page.get_by_label("API key")
+        assert key.evaluate("node => node === document.activeElement") and key.get_attribute("type") == "password"
+        key.fill("wrong")
+        key.press("Tab")
+        assert "missing or wrong" in notice.inner_text()
+        key.fill("schlüssel")
+        key.press("Tab")
+        page.get_by_text("beyond ASCII").wait_for()
+        key.fill("secret")
+        key.press("Tab")
+        page.get_by_text("tiny ·").wait_for()
+        assert notice.is_hidden()
+        send(page, "hi")
+        page.locator(".answer .figures").wait_for()
+        assert page.context.cookies() == []
+        page.reload()
+        notice.wait_for()  # a reload forgets the key
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("queue", "busy.*Try again in 1 s"), ("gone", "takes no requests now"), ("long", "too long.*limit is 512"),
+     ("late", "broke off"), ("full", "larger rows")],
+)  # fmt: skip
+def test_faults_are_told_in_words_and_nothing_is_lost(
+    fault: str, words: str, fake: Running, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(fake.url.removesuffix("/v1"))
+    page.get_by_text("tiny ·").wait_for()
+    text = {"long": LONG_TEXT, "full": "word " * 60}.get(fault, "hello there")
+    if fault == "queue":
+        fake.engine.refuse = QueueFull("the queue is full")
+    elif fault == "gone":
+        fake.engine.is_ready = False
+    elif fault == "late":
+        fake.engine.fail_after = 4
+    elif fault == "full":
+        page.get_by_role("radio", name="full", exact=True).check()
+    send(page, text)
+    notice = page.get_by_role("alert")
+    notice.wait_for()
+    assert re.search(words, notice.inner_text(), re.DOTALL), notice.inner_text()
+    if fault == "late":
+        assert page.locator(".answer .words").inner_text().startswith("Hello")
+    else:
+        assert page.get_by_label("Message", exact=True).input_value() == text and page.locator(".turn").count() == 0
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+def test_it_fits_the_screen_and_can_be_read(
+    width: int, scheme: str, fake: Running, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(fake.url.removesuffix("/v1"), viewport={"width": width, "height": 800}, color_scheme=scheme)
+    send(page, "word " * 20 + "w" * 400)
+    page.locator(".answer .figures").wait_for()
+    body = page.locator("body")
+    assert body.evaluate("node => node.scrollWidth") <= width  # nothing to scroll sideways
+    colours = body.evaluate("node => [getComputedStyle(node).color, getComputedStyle(node).backgroundColor]")
+    text, back = (sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 for colour in colours)
+    assert abs(text - back) > 150 and (text < back) == (scheme == "light")
