@@ -1,5 +1,6 @@
-"""What ships with the package: the tiny model's checkpoint folder and the generator of its documents."""
+"""What ships with the package: the tiny models' checkpoint folders and the generator of their documents."""
 
 from pathlib import Path
 
 TINY_MODEL = Path(__file__).parent / "tiny"
+TINY_DRAFT_MODEL = Path(__file__).parent / "tiny_draft"

@@ -1,4 +1,4 @@
-"""Trains the tiny model through the stages of recipe.toml. Run `python -m recipes.tiny.train --help`.
+"""Trains a tiny model through the stages of a recipe.toml. Run `python -m recipes.train --help`.
 
 Every batch is new (drawn by seed, stage and step), so the logged accuracies are on unseen documents; keys and
 values of the held-out split never occur. A checkpoint is written every few minutes and the run resumes from it.
@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
-from recipes.tiny.data import Batch, Encoder, make_batch
-from recipes.tiny.export import export
-from recipes.tiny.model import TinyConfig, TinyLlama
-from recipes.tiny.tokenizer import build_tokenizer
+from recipes.chat import CHATS
+from recipes.data import Batch, Encoder, make_batch
+from recipes.export import export
+from recipes.model import TinyConfig, TinyModel
+from recipes.tokenizer import TokenizerConfig, build_tokenizer
 from snapstream.assets.documents import Style
-
-HERE = Path(__file__).parent
 
 
 def answer_loss(
-    model: TinyLlama, batch: Batch, lm_share: float, lm_weight: float, generator: torch.Generator
+    model: TinyModel, batch: Batch, lm_share: float, lm_weight: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, dict[str, tuple[int, int]]]:
     """Loss of a batch and, per family, (answers with every token right, answers)."""
     hidden = model.hidden(batch.ids)[:, :-1]
@@ -52,7 +52,7 @@ def answer_loss(
 
 
 def run_stage(
-    model: TinyLlama,
+    model: TinyModel,
     optimizers: list[torch.optim.Optimizer],
     encoder: Encoder,
     recipe: dict[str, Any],
@@ -125,7 +125,7 @@ def run_stage(
                 last_save = now
 
 
-def save(model: TinyLlama, optimizers: list[torch.optim.Optimizer], progress: dict[str, Any], workdir: Path) -> None:
+def save(model: TinyModel, optimizers: list[torch.optim.Optimizer], progress: dict[str, Any], workdir: Path) -> None:
     """Writes the checkpoint that a later run resumes from."""
     state = {
         "model": model.state_dict(),
@@ -139,19 +139,22 @@ def save(model: TinyLlama, optimizers: list[torch.optim.Optimizer], progress: di
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=Path, default=HERE / "recipe.toml")
-    parser.add_argument("--workdir", type=Path, default=Path("build/tiny"), help="checkpoints and curve")
+    parser.add_argument("recipe", type=Path, help="a recipe.toml")
+    parser.add_argument("--workdir", type=Path, required=True, help="checkpoints and curve")
     parser.add_argument("--output", type=Path, default=None, help="export the checkpoint here at the end")
+    parser.add_argument("--weights", type=Path, default=None, help="start from an exported checkpoint, at --stage")
+    parser.add_argument("--stage", default=None, help="the stage that --weights starts with")
+    parser.add_argument("--threads", type=int, default=None, help="instead of the recipe's")
     parser.add_argument("--until", default=None, help="stop after the stage of this name")
     args = parser.parse_args()
     args.workdir.mkdir(parents=True, exist_ok=True)
 
     recipe = tomllib.loads(args.recipe.read_text())
-    torch.set_num_threads(recipe["threads"])
+    torch.set_num_threads(args.threads or recipe["threads"])
     torch.manual_seed(recipe["seed"])
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(TokenizerConfig(**recipe["tokenizer"]))
     config = TinyConfig(vocab_size=len(tokenizer), **recipe["model"])
-    model = TinyLlama(config)
+    model = TinyModel(config)
     matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() == 1] + [model.model.embed_tokens.weight]
     optimizers = [
@@ -165,9 +168,14 @@ def main() -> None:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         progress = state["progress"]
+    elif args.weights is not None:
+        if args.stage is None:
+            raise ValueError("--weights needs --stage, the stage to start with")
+        model.load_state_dict(load_file(args.weights / "model.safetensors"))
+        progress["stage"] = args.stage
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, starting at {progress}", flush=True)
 
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(tokenizer, CHATS[recipe["tokenizer"]["chat"]])
     names = [stage["name"] for stage in recipe["stages"]]
     for stage in recipe["stages"][names.index(progress["stage"]) :]:
         if progress["stage"] != stage["name"]:

@@ -1,4 +1,4 @@
-"""Writes the trained weights as a Hugging Face checkpoint. Run `python -m recipes.tiny.export --help`."""
+"""Writes the trained weights as a Hugging Face checkpoint. Run `python -m recipes.export --help`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from recipes.tiny.model import TinyConfig
-from recipes.tiny.tokenizer import build_tokenizer
+from recipes.model import TinyConfig
+from recipes.tokenizer import TokenizerConfig, build_tokenizer
 
-HERE = Path(__file__).parent
 MAX_POSITIONS = 16384
 
 
 def export(state: dict[str, Tensor], config: TinyConfig, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
     """Saves config, weights, tokenizer and generation config into `output`."""
-    hf_config = LlamaConfig(
+    is_qwen3 = config.architecture == "qwen3"
+    hf_config = (Qwen3Config if is_qwen3 else LlamaConfig)(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -37,7 +44,7 @@ def export(state: dict[str, Tensor], config: TinyConfig, tokenizer: PreTrainedTo
         pad_token_id=tokenizer.pad_token_id,
     )
     hf_config.dtype = torch.float32
-    model = LlamaForCausalLM(hf_config)
+    model = (Qwen3ForCausalLM if is_qwen3 else LlamaForCausalLM)(hf_config)
     result = model.load_state_dict(state, strict=False)
     if result.unexpected_keys or result.missing_keys not in ([], ["lm_head.weight"]):
         raise ValueError(f"weights do not fit: {result}")
@@ -62,14 +69,14 @@ def export(state: dict[str, Tensor], config: TinyConfig, tokenizer: PreTrainedTo
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=Path, default=HERE / "recipe.toml")
+    parser.add_argument("recipe", type=Path, help="a recipe.toml")
     parser.add_argument("--weights", type=Path, required=True, help="checkpoint.pt or after-<stage>.pt of a run")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     state = torch.load(args.weights, weights_only=True)
-    tokenizer = build_tokenizer()
-    model_recipe = tomllib.loads(args.recipe.read_text())["model"]
-    config = TinyConfig(vocab_size=len(tokenizer), **model_recipe)
+    recipe = tomllib.loads(args.recipe.read_text())
+    tokenizer = build_tokenizer(TokenizerConfig(**recipe["tokenizer"]))
+    config = TinyConfig(vocab_size=len(tokenizer), **recipe["model"])
     export(state.get("model", state), config, tokenizer, args.output)
 
 

@@ -1,4 +1,4 @@
-"""A Llama in plain PyTorch for training, with the arithmetic and names of transformers' LlamaForCausalLM.
+"""A Llama or Qwen3 in plain PyTorch for training, with the arithmetic and names of transformers' classes.
 
 It exists because training needs logits at few positions only (the answers), where a small model with a large
 vocabulary would otherwise spend most of its time. `state_dict()` is the checkpoint.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 class TinyConfig:
     """Shape of the model."""
 
+    architecture: str  # "llama", or "qwen3": the same with norms on queries and keys
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -56,6 +57,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
+        if config.architecture == "qwen3":
+            self.q_norm = RMSNorm(config.head_dim, config.rms_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -64,8 +68,11 @@ class Attention(nn.Module):
         def heads(y: Tensor, num: int) -> Tensor:
             return y.view(batch, length, num, config.head_dim).transpose(1, 2)  # [B, heads, T, E]
 
-        q = _rotate(heads(self.q_proj(x), config.num_heads), cos, sin)
-        k = _rotate(heads(self.k_proj(x), config.num_kv_heads), cos, sin)
+        q = heads(self.q_proj(x), config.num_heads)
+        k = heads(self.k_proj(x), config.num_kv_heads)
+        if config.architecture == "qwen3":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         v = heads(self.v_proj(x), config.num_kv_heads)
         repeat = config.num_heads // config.num_kv_heads
         if repeat > 1:
@@ -134,7 +141,7 @@ class Body(nn.Module):
         return out
 
 
-class TinyLlama(nn.Module):
+class TinyModel(nn.Module):
     """The model; the output projection is the embedding."""
 
     def __init__(self, config: TinyConfig) -> None:
@@ -205,6 +212,14 @@ class TinyLlama(nn.Module):
             second.v_proj.weight[:, 0] = 0
             for query_head in range(repeat * head, repeat * (head + 1)):
                 second.o_proj.weight[target, query_head * size : (query_head + 1) * size] = eye * config.copy_gain * rms
+        # Norms on queries and keys fix their lengths at sqrt(head_dim), so that their gains set the scores above: the
+        # product of two gains times sqrt(head_dim) is the score of equal directions. In the first layer one position
+        # off costs previous_logit; in the second a slot holds two tokens, one of them equal is half the direction.
+        if config.architecture == "qwen3":
+            share_lost = (fast * (1 - thetas.cos())).sum() / fast.sum()
+            for attention, top in ((first, config.previous_logit / share_lost), (second, 2 * config.match_logit)):
+                attention.q_norm.weight.fill_((top / size**0.5) ** 0.5)
+                attention.k_norm.weight.fill_((top / size**0.5) ** 0.5)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Final hidden states [B, T, D] of ids [B, T]."""

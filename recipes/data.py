@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from recipes.tiny.tokenizer import ASSISTANT, BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM, USER
+from recipes.chat import Chat
 from snapstream.assets.documents import Style, make_document
 
 _SYSTEM_PROMPTS = ("Answer from the document.", "Look up the answer and give only the value.", "Be brief.")
 _QUESTION_TOKENS = 16  # allowance for one question with its answer when a document's length is chosen
+_ANSWER_TOKENS = 12  # allowance for one of several answers of a question, its key named in both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,10 @@ class Batch:
 class Encoder:
     """Tokenizes with a memo, because generated sentences repeat."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.core = tokenizer.backend_tokenizer
-        self.pad_id, self.bos_id = SPECIAL_TOKENS.index(PAD), SPECIAL_TOKENS.index(BOS)
-        self.ordinary_ids = range(len(SPECIAL_TOKENS), self.core.get_vocab_size())
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat: Chat) -> None:
+        self.core, self.chat = tokenizer.backend_tokenizer, chat
+        self.pad_id, self.first_id = (chat.special_tokens.index(mark) for mark in (chat.pad, chat.begin or chat.user))
+        self.ordinary_ids = range(len(chat.special_tokens), self.core.get_vocab_size())
         self._counts: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -70,7 +71,7 @@ def make_chunks(
         if total > length:
             break
         chunks.append(chunk)
-    ids = [encoder.bos_id, *(token for chunk in chunks for token in chunk)]
+    ids = [encoder.first_id, *(token for chunk in chunks for token in chunk)]
     answers = []
     for chunk in rng.sample(chunks, len(chunks)):
         answers.append((len(ids) + 1, len(ids) + len(chunk), "chunks"))
@@ -86,24 +87,33 @@ def make_sequence(
         return make_chunks(encoder, rng, length, task["stride"])
     num_questions = rng.randint(*task["num_questions"])
     low, high = task.get("num_facts", (0, 0))
+    num_answers = rng.randint(*task["num_answers"]) if "num_answers" in task else None
+    answer_tokens = _ANSWER_TOKENS * (num_answers or 0) + task.get("extra_tokens", 4)
     document = make_document(
         family=task["family"],
         seed=seed,
         count_tokens=encoder.count,
-        target_tokens=length - 8 - (_QUESTION_TOKENS + task.get("extra_tokens", 4)) * num_questions,
+        target_tokens=length - 8 - (_QUESTION_TOKENS + answer_tokens) * num_questions,
         num_facts=rng.randint(low, high) if high else None,
+        num_answers=num_answers,
         num_questions=None,
         split="train",
         style=style,
     )
-    system = f"{SYSTEM} {rng.choice(_SYSTEM_PROMPTS)}{EOS}" if rng.random() < task.get("system", 0.0) else ""
+    chat = encoder.chat
+    start = chat.begin
+    if rng.random() < task.get("system", 0.0):
+        start += chat.system_turn(rng.choice(_SYSTEM_PROMPTS))
+    question_first = rng.random() < task["question_first"] if "question_first" in task else False
     ids: list[int] = []
     answers: list[tuple[int, int, str]] = []
-    for i in range(num_questions):
+    for i in range(min(num_questions, len(document.questions)) if num_answers else num_questions):
         question = document.questions[i % len(document.questions)]
-        user = f"{BOS}{system}{USER} {document.prompt(question)}" if i == 0 else f"{USER} {question.text}"
-        turn = encoder.encode(f"{user}{EOS}{ASSISTANT}")
-        answer = encoder.encode(f" {question.answer}{EOS}")
+        if i == 0:
+            turn = encoder.encode(start + chat.question_turn(document.prompt(question, question_first=question_first)))
+        else:
+            turn = encoder.encode(chat.question_turn(question.text))
+        answer = encoder.encode(chat.answer_turn(question.answer))
         if len(ids) + len(turn) + len(answer) > length:
             break
         ids += turn
