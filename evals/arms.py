@@ -1,29 +1,33 @@
-"""The ways to spend the same number of slots. All but truncation are budgets of one engine.
+"""The ways to spend the same number of slots. All but truncation are settings of one engine.
 
 - ``full``: every token is kept; the slots are not a limit.
 - ``truncation``: the middle of the prompt is cut until it fits, then full attention.
 - ``streaming``: StreamingLLM, sinks and a ring (K = 0).
+- ``random``: the default split, but the top-k slots hold random tokens: the floor of selection.
 - ``snapkv``: selection, and a ring that holds the window and the whole answer, so that it never wraps.
 - ``snapstream``: ``KVBudget.of``, the project's default split.
+- ``hops``: the same split; the tokens that got most votes vote in turn, four times. Beyond the paper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from snapstream.config import DEFAULT_SINK, DEFAULT_WINDOW, KVBudget
+from snapstream.config import DEFAULT_SINK, DEFAULT_WINDOW, KVBudget, SnapKVConfig
 
-ARMS = ("full", "truncation", "streaming", "snapkv", "snapstream")
+ARMS = ("full", "truncation", "streaming", "random", "snapkv", "snapstream", "hops")
+NUM_HOPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A name, the slots of a row, and the budget that spends them."""
+    """A name, the slots of a row, the budget that spends them and the rule of selection."""
 
     name: str
     slots: int
     budget: KVBudget
+    snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
 
     def prompt(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """What the model is given: for ``truncation`` both ends of the prompt, else the prompt."""
@@ -35,17 +39,27 @@ class Arm:
 
 
 def make_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
-    """The arm of that name; ``max_tokens`` is the longest answer."""
-    if name == "full" or name == "truncation":
-        return Arm(name=name, slots=slots, budget=KVBudget.full(max_model_len if name == "full" else slots))
+    """The arm of that name; ``max_tokens`` is the longest answer. ValueError if the slots cannot hold what it needs."""
+    if name == "full":
+        return Arm(name=name, slots=max_model_len, budget=KVBudget.full(max_model_len))
+    if name == "truncation":
+        if slots - max_tokens < 2:
+            raise ValueError(f"{slots} slots leave no prompt beside an answer of {max_tokens}")
+        return Arm(name=name, slots=slots, budget=KVBudget.full(slots))
     if name == "streaming":
         return Arm(name=name, slots=slots, budget=KVBudget.streaming(slots))
+    if name == "random":
+        return Arm(name=name, slots=slots, budget=KVBudget.of(slots), snapkv=SnapKVConfig(selection="random"))
     if name == "snapkv":
         recent = DEFAULT_WINDOW + max_tokens
         topk = slots - DEFAULT_SINK - recent
-        if topk < 0:
-            raise ValueError(f"{slots} slots leave no room beside {DEFAULT_SINK} sinks and a ring of {recent}")
+        if topk < 1:
+            raise ValueError(
+                f"{slots} slots leave nothing to select beside {DEFAULT_SINK} sinks and a ring of {recent}"
+            )
         return Arm(name=name, slots=slots, budget=KVBudget(num_topk=topk, num_recent=recent))
     if name == "snapstream":
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots))
+    if name == "hops":
+        return Arm(name=name, slots=slots, budget=KVBudget.of(slots), snapkv=SnapKVConfig(num_hops=NUM_HOPS))
     raise ValueError(f"unknown arm {name!r}; known: {', '.join(ARMS)}")

@@ -1,0 +1,204 @@
+"""A cell is one measurement: a task under one resolved configuration. Its settings decide its result and its file.
+
+A stored cell is never run again and never overwritten, so an interrupted run goes on where it stopped. Cells are
+independent of each other: ``run_cells`` may give them to several processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from benchmarks.machine import describe
+from evals.arms import Arm
+from evals.chat import Chat
+from evals.score import found, found_after_first, mean_and_error
+from evals.shared import generate_shared
+from evals.tasks import TASKS, Item, make_items
+from snapstream.cache import layout
+from snapstream.config import DTYPE_BYTES
+from snapstream.llm import LLM
+
+RESULTS = Path(os.environ.get("EVALS_RESULTS", Path(__file__).parent / "results"))
+CHUNK_LEN = 512
+MAX_SHARED = 32  # rules on one prefill
+
+
+@functools.cache
+def weights_of(model: Path) -> str:
+    """Which weights these are: the beginning of the checksum of the folder's safetensors files."""
+    digest = hashlib.sha256()
+    for path in sorted(model.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One measurement to make."""
+
+    model: Path
+    task: str
+    arm: Arm
+    prompt_len: int
+    num_prompts: int
+    seed: int = 0
+    source: str = "snapstream"  # whose engine; see peers_kvpress.py
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that decides the result, as plain data."""
+        return {
+            "source": self.source,
+            "model": self.model.name,
+            "weights": weights_of(self.model),
+            "task": self.task,
+            "arm": self.arm.name,
+            "slots": self.arm.slots,
+            "budget": asdict(self.arm.budget),
+            "snapkv": asdict(self.arm.snapkv),
+            "prompt_len": self.prompt_len,
+            "num_prompts": self.num_prompts,
+            "max_tokens": TASKS[self.task].max_tokens,
+            "seed": self.seed,
+        }
+
+    @property
+    def path(self) -> Path:
+        """Where the result is stored: readable parts, then a hash of all settings."""
+        settings = self.settings
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+        arm = self.arm.name if self.source == "snapstream" else f"{self.source}-{self.arm.name}"
+        name = f"{self.task}_{self.prompt_len}_{arm}_{self.arm.slots}_{digest}.json"
+        return RESULTS / f"{settings['model']}-{settings['weights']}" / name
+
+    def read(self) -> dict[str, Any] | None:
+        """The stored result, if there is one."""
+        return json.loads(self.path.read_text()) if self.path.exists() else None
+
+    def write(self, result: dict[str, Any], seconds: float) -> None:
+        """Store a result, whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        stored = {"settings": self.settings, **describe(), "seconds": round(seconds, 1), "result": result}
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(stored, indent=1) + "\n")
+        partial.rename(self.path)
+
+
+@functools.lru_cache(maxsize=32)
+def _items(model: Path, task: str, num_prompts: int, prompt_len: int, seed: int) -> tuple[Chat, list[Item]]:
+    chat = Chat(model)
+    return chat, make_items(chat, task, num_prompts, prompt_len, seed)
+
+
+def items_of(cell: Cell) -> tuple[Chat, list[Item]]:
+    """The cell's tokenizer and prompts: the same for every arm."""
+    return _items(cell.model, cell.task, cell.num_prompts, cell.prompt_len, cell.seed)
+
+
+def judge(chat: Chat, items: list[Item], answers: list[list[int]]) -> dict[str, Any]:
+    """Scores of answers given as token ids, forced tokens left out; by reference where there are several."""
+    scores, later, by_reference = [], [], []
+    for item, ids in zip(items, answers, strict=True):
+        texts = chat.token_texts(ids)
+        right = found("".join(texts), item.references)
+        by_reference.append(right)
+        scores.append(sum(right) / len(right))
+        references = [chat.token_texts(chat.token_ids(" " + reference)) for reference in item.references]
+        after = found_after_first(texts, references)
+        later += [sum(after) / len(after)] if after else []
+    accuracy, error = mean_and_error(scores)
+    result: dict[str, Any] = {"accuracy": accuracy, "standard_error": error}
+    result["accuracy_after_first_token"] = mean_and_error(later)[0] if later else None
+    result["mean_answer_tokens"] = sum(map(len, answers)) / len(answers)
+    if max(map(len, by_reference)) > 1:  # in the order of the references
+        columns = [[row[i] for row in by_reference if len(row) > i] for i in range(max(map(len, by_reference)))]
+        result["accuracy_by_reference"] = [round(100 * sum(column) / len(column), 1) for column in columns]
+    return result
+
+
+def run_cell(cell: Cell) -> None:
+    """Ask every prompt of the cell, greedily, and store its result with the counters that prove what ran."""
+    run_group([cell])
+
+
+def group(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells that see the same prompts, which one prefill can serve; truncation has prompts of its own."""
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        own = cell.arm if cell.arm.name == "truncation" else None
+        key = (cell.model, cell.task, cell.prompt_len, cell.num_prompts, cell.seed, own)
+        groups.setdefault(key, []).append(cell)
+    return [found[i : i + MAX_SHARED] for found in groups.values() for i in range(0, len(found), MAX_SHARED)]
+
+
+def run_group(cells: Sequence[Cell]) -> None:
+    """Ask every prompt once, greedily, under the rule of each cell (``shared.py``), and store the results."""
+    began = perf_counter()
+    first = cells[0]
+    task = TASKS[first.task]
+    chat, items = items_of(first)
+    prompts = [first.arm.prompt(item.prompt_ids, task.max_tokens) for item in items]
+    forced = [item.forced_ids for item in items]
+    rules = [(cell.arm.budget, cell.arm.snapkv) for cell in cells]
+    with LLM(
+        first.model,
+        budget=first.arm.budget,
+        snapkv=first.arm.snapkv,
+        max_rows=1,
+        max_model_len=first.prompt_len + task.max_tokens,
+        chunk_len=CHUNK_LEN,
+        progress=False,
+    ) as llm:
+        answers = generate_shared(llm, prompts, forced, task.max_tokens, rules)
+        model = llm.model_config
+    seconds = (perf_counter() - began) / len(cells)
+    for index, cell in enumerate(cells):
+        own = [ids[index][len(item.forced_ids) :] for item, ids in zip(items, answers, strict=True)]
+        capacity = cell.arm.budget.capacity
+        evicted = [len(prompt) - layout.num_visible(len(prompt), capacity) for prompt in prompts]
+        counters = {
+            "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
+            "mean_evicted_tokens": sum(evicted) / len(prompts),
+            "row_bytes": layout.row_bytes(model, capacity, DTYPE_BYTES["float32"]),
+            "cells_of_this_prefill": len(cells),
+        }
+        cell.write(judge(chat, items, own) | counters, seconds)
+
+
+def _work(cells: Sequence[Cell]) -> int:
+    import torch
+
+    torch.set_num_threads(1)
+    run_group(cells)
+    return len(cells)
+
+
+def run_cells(cells: Sequence[Cell], jobs: int = 1) -> None:
+    """Run what is not stored yet, with a progress bar; ``jobs`` processes of one thread each if more than one."""
+    from tqdm import tqdm
+
+    missing = [cell for cell in dict.fromkeys(cells) if not cell.path.exists()]
+    with tqdm(total=len(missing), desc="cells", unit="cell", disable=not missing) as bar:
+        if jobs == 1:
+            for some in group(missing):
+                bar.set_postfix_str(some[0].task)
+                run_group(some)
+                bar.update(len(some))
+            return
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            try:
+                for future in as_completed([pool.submit(_work, some) for some in group(missing)]):
+                    bar.update(future.result())
+            except BaseException:  # Ctrl-C, or a cell that failed: what is running ends, the rest is not begun
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise

@@ -1,0 +1,104 @@
+"""Why multi-hop questions fail under selection: which links of a chain are kept, layer by layer and head by head.
+
+    python -m evals.chains --budget 1/4 --prompts 200
+
+A question about variables names the first link of a chain; the answer walks it. For each link this reports the share of
+its tokens that is still in the row after prefill, and how often chains of one, two and three links are answered right,
+without hops and with them. Stored beside the cells, under ``analysis/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe
+from evals.arms import NUM_HOPS
+from evals.cells import RESULTS, weights_of
+from evals.chat import Chat
+from evals.tasks.item import TEMPLATE_TOKENS, document_of
+from snapstream.assets import TINY_MODEL
+from snapstream.assets.documents import Question
+from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.llm import LLM
+from snapstream.request import RequestOutput, SamplingParams
+
+Prompt = tuple[Question, list[int], list[list[int]]]  # question, prompt ids, tokens of each link
+
+
+def make_prompts(chat: Chat, count: int, prompt_len: int) -> list[Prompt]:
+    """Prompts of the task ``variable`` with the tokens of each link."""
+    prompts = []
+    for index in range(count):
+        document = document_of(chat, "variable", f"0/{index}", prompt_len - TEMPLATE_TOKENS)
+        question = document.questions[0]
+        content = document.prompt(question)
+        message = [{"role": "user", "content": content}]
+        text = chat.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        encoded = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        start = text.index(content)
+        links = [
+            [t for t, (a, b) in enumerate(encoded["offset_mapping"]) if a < start + end and b > start + begin]
+            for begin, end in question.spans
+        ]
+        prompts.append((question, list(encoded["input_ids"]), links))
+    return prompts
+
+
+def report(prompts: Sequence[Prompt], outputs: Sequence[RequestOutput], budget: KVBudget) -> dict[str, Any]:
+    """Accuracy by number of links; share of each link's tokens that is kept, by layer and kv head, in percent."""
+    right: dict[int, list[bool]] = defaultdict(list)
+    shares: dict[int, list[list[list[float]]]] = defaultdict(list)  # by link: [prompt][layer][head]
+    for (question, ids, links), output in zip(prompts, outputs, strict=True):
+        right[len(links)].append(question.answers[-1].lower() in output.text.lower())
+        assert output.compression is not None and output.compression.kept_positions is not None
+        always = {*range(budget.num_sink), *range(len(ids) - budget.num_window - budget.num_recent, len(ids))}
+        for number, link in enumerate(links):
+            layers = [[set(head) | always for head in layer] for layer in output.compression.kept_positions]
+            shares[number].append([[sum(t in kept for t in link) / len(link) for kept in heads] for heads in layers])
+    return {
+        "accuracy_by_links": {n: round(100 * sum(own) / len(own), 1) for n, own in sorted(right.items())},
+        "prompts_by_links": {n: len(own) for n, own in sorted(right.items())},
+        "kept_by_link": {n: _mean(own) for n, own in sorted(shares.items())},
+    }
+
+
+def _mean(values: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Mean over the first axis, in percent."""
+    count = len(values)
+    return [
+        [round(100 * sum(v[layer][head] for v in values) / count, 1) for head in range(len(values[0][layer]))]
+        for layer in range(len(values[0]))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=TINY_MODEL)
+    parser.add_argument("--budget", type=Fraction, default=Fraction(1, 4))
+    parser.add_argument("--prompt-len", type=int, default=2048)
+    parser.add_argument("--prompts", type=int, default=200)
+    args = parser.parse_args()
+    slots = int(args.prompt_len * args.budget)
+    budget = KVBudget.of(slots)
+    prompts = make_prompts(Chat(args.model), args.prompts, args.prompt_len)
+    params = SamplingParams(max_tokens=32, temperature=0.0, return_kept=True)
+    found = {}
+    for hops in (0, NUM_HOPS):
+        snapkv = SnapKVConfig(num_hops=hops)
+        with LLM(args.model, budget=budget, snapkv=snapkv, max_model_len=args.prompt_len + 32) as llm:
+            found[hops] = report(prompts, llm.generate([ids for _, ids, _ in prompts], params), budget)
+    stored = {"slots": slots, "prompt_len": args.prompt_len, "num_prompts": args.prompts, **describe(), "hops": found}
+    path = RESULTS / f"{args.model.name}-{weights_of(args.model)}" / "analysis" / f"chains_{slots}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(stored, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Accuracy when a prompt is cut before its prefill, every arm with the same number of target tokens.
+
+    python -m evals.prompt_compression --num-prompts 20 --families single_number kv     # a look
+    python -m evals.prompt_compression                                                  # all families, 200 prompts
+
+Arms: ``full`` (nothing is cut), ``truncation`` (the middle of the document), ``random`` (random chunks of the draft's
+size), ``same_family`` (the target's own family as draft), ``cross_family`` (another architecture and tokenizer). The
+target attends to everything it is given, so that only the cut is measured. Beside right answers every cell counts how
+often the sentences that answer the question survived. One JSON per cell; a stored cell is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import describe
+from evals.score import mean_and_error
+from evals.tasks.item import TEMPLATE_TOKENS
+from snapstream import assets
+from snapstream.assets.documents import Document, make_document
+from snapstream.llm import LLM
+from snapstream.request import SamplingParams
+from snapstream.spec_prefill.compressor import PromptCompressor
+from snapstream.spec_prefill.select import keep_ceiling
+from snapstream.spec_prefill.settings import CutSettings, Protection, ScoringSettings
+from snapstream.spec_prefill.spans import Cutter, Span, chunk_spans
+
+RESULTS = Path(__file__).parent / "results" / "prompt_compression"
+# Of documents whose answering sentences are known.
+FAMILIES = ("single_number", "single_words", "multi_number", "multi_words", "kv", "variable", "paraphrase")
+ARMS = ("full", "truncation", "random", "same_family", "cross_family")
+MAX_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What an arm leaves of a document, the draft's milliseconds, and the characters that are still there."""
+
+    content: str
+    spans: tuple[Span, ...]
+    draft_ms: float = 0.0
+
+
+class Cutters:
+    """The arms, as functions from a document and a ceiling to a ``Cut``."""
+
+    def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
+        assert llm.tokenizer is not None
+        self._llm, self._tokenizer = llm, llm.tokenizer
+        self._scoring = ScoringSettings(look_ahead=args.look_ahead, window_len=args.window_len, overlap=64)
+        self._cut = CutSettings(snap=args.snap, chunk_len=args.chunk_len, delimiter=args.delimiter)
+        self._drafts: dict[Path, PromptCompressor] = {}
+        self._folders = {"same_family": args.same_draft, "cross_family": args.cross_draft}
+
+    def count(self, content: str) -> int:
+        """Tokens of the prompt with this user message."""
+        return len(self._llm.chat_token_ids([{"role": "user", "content": content}]))
+
+    def apply(self, arm: str, document: Document, seed: str, max_tokens: int) -> Cut:
+        """One prompt, at most ``max_tokens`` target tokens."""
+        text, tail = document.text, f"\n\n{document.questions[0].text}"
+        if arm == "full":
+            return Cut(content=text + tail, spans=((0, len(text)),))
+        if arm == "truncation":
+            return self._truncate(text, tail, max_tokens)
+        if arm == "random":
+            return self._random(text, tail, seed, max_tokens)
+        return self._by_draft(self._folders[arm], text, tail, max_tokens)
+
+    def _truncate(self, text: str, tail: str, max_tokens: int) -> Cut:
+        offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        size = max_tokens - self.count(tail)
+        while True:  # tokens of the two ends may join differently than in the whole
+            head = size // 2
+            spans = ((0, offsets[head - 1][1]), (offsets[len(offsets) - (size - head)][0], len(text)))
+            content = "".join(text[a:b] for a, b in spans) + tail
+            if self.count(content) <= max_tokens:
+                return Cut(content=content, spans=spans)
+            size -= 1
+
+    def _random(self, text: str, tail: str, seed: str, max_tokens: int) -> Cut:
+        cutter, rng = Cutter(self._cut, text), Random(seed)
+        offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        chunks = chunk_spans([a for a, _ in offsets], len(text), cutter.chunk_len)
+
+        def spans_of(chosen: set[int]) -> list[Span]:
+            return cutter.spans(text, [chunks[i] for i in chosen])
+
+        def content_of(chosen: set[int]) -> str:
+            return cutter.join([*(text[a:b] for a, b in spans_of(chosen)), tail])
+
+        scores = [rng.random() for _ in chunks]
+        (chosen,) = keep_ceiling([scores], max_tokens, lambda choice: self.count(content_of(choice[0])))
+        return Cut(content=content_of(chosen), spans=tuple(spans_of(chosen)))
+
+    def _by_draft(self, folder: Path, text: str, tail: str, max_tokens: int) -> Cut:
+        if folder not in self._drafts:
+            rules = Protection(last_user_limit=0, head=0, tail=64)
+            self._drafts[folder] = PromptCompressor(folder, scoring=self._scoring, cut=self._cut, protection=rules)
+        result = self._drafts[folder].compress(
+            [{"role": "user", "content": text + tail}], max_tokens=max_tokens, target_tokenizer=self._tokenizer
+        )
+        assert result.messages is not None
+        spans = result.report.texts[0].spans if result.report.is_applied else ((0, len(text)),)
+        return Cut(content=result.messages[0]["content"], spans=spans, draft_ms=result.report.draft_ms)
+
+
+def documents_of(llm: LLM, family: str, args: argparse.Namespace) -> list[Document]:
+    """The same documents as ``evals.run`` asks about."""
+    assert llm.tokenizer is not None
+    tokenizer, known = llm.tokenizer, dict[str, int]()
+
+    def count(text: str) -> int:
+        if text not in known:
+            known[text] = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return known[text]
+
+    return [
+        make_document(family=family, seed=f"{args.seed}/{index}", count_tokens=count,
+                      target_tokens=args.prompt_len - TEMPLATE_TOKENS, num_questions=1)
+        for index in range(args.num_prompts)
+    ]  # fmt: skip
+
+
+def survives(document: Document, spans: tuple[Span, ...]) -> bool:
+    """Whether every sentence that the answer needs is still whole."""
+    return all(any(a <= start and end <= b for a, b in spans) for start, end in document.questions[0].spans)
+
+
+def run_cell(llm: LLM, cutters: Cutters, settings: dict[str, Any], documents: list[Document]) -> dict[str, Any]:
+    """One family, arm and ceiling."""
+    began = perf_counter()
+    cuts = [
+        cutters.apply(settings["arm"], document, f"{settings['seed']}/{i}", settings["max_prompt_tokens"])
+        for i, document in enumerate(documents)
+    ]
+    prompts = [[{"role": "user", "content": cut.content}] for cut in cuts]
+    outputs = llm.chat(prompts, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0))
+    right = [d.questions[0].is_answered_by(o.text) for d, o in zip(documents, outputs, strict=True)]
+    accuracy, error = mean_and_error(right)
+    return {
+        "settings": settings,
+        **describe(),
+        "seconds": round(perf_counter() - began, 1),
+        "result": {
+            "accuracy": accuracy,
+            "standard_error": error,
+            "gold_survives": mean_and_error([survives(d, c.spans) for d, c in zip(documents, cuts, strict=True)])[0],
+            "mean_prompt_tokens": sum(len(o.prompt_token_ids) for o in outputs) / len(outputs),
+            "mean_draft_ms": sum(cut.draft_ms for cut in cuts) / len(cuts),
+        },
+    }
+
+
+def cells_of(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Settings of every cell, in the order of the table."""
+    shared = {
+        "model": args.model.name, "same_draft": args.same_draft.name, "cross_draft": args.cross_draft.name,
+        "prompt_len": args.prompt_len, "num_prompts": args.num_prompts, "seed": args.seed,
+        "look_ahead": args.look_ahead, "window_len": args.window_len, "snap": args.snap,
+        "chunk_len": args.chunk_len, "delimiter": args.delimiter,
+        "max_tokens": MAX_TOKENS,
+        "protection": asdict(Protection(last_user_limit=0, head=0, tail=64)),
+    }  # fmt: skip
+    sizes = [("full", 1)] if "full" in args.arms else []
+    sizes += [(arm, part) for part in args.parts for arm in args.arms if arm != "full"]
+    return [
+        {**shared, "family": family, "arm": arm, "part": part, "max_prompt_tokens": args.prompt_len // part}
+        for arm, part in sizes
+        for family in args.families
+    ]
+
+
+def path_of(settings: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    return RESULTS / f"{settings['family']}_{settings['arm']}_{settings['max_prompt_tokens']}_{digest}.json"
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All cells, stored or run now."""
+    done = []
+    with LLM(
+        args.model, budget="full", max_rows=args.max_rows, max_model_len=args.prompt_len + MAX_TOKENS, progress=False
+    ) as llm:
+        cutters, documents = Cutters(llm, args), dict[str, list[Document]]()
+        for settings in cells_of(args):
+            path, family = path_of(settings), settings["family"]
+            if not path.exists():
+                if family not in documents:
+                    documents[family] = documents_of(llm, family, args)
+                cell = run_cell(llm, cutters, settings, documents[family])
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(cell, indent=1) + "\n")
+            done.append(json.loads(path.read_text()))
+    return done
+
+
+def table_of(cells: list[dict[str, Any]], title: str, show: Callable[[dict[str, Any]], str]) -> Table:
+    """One line per arm and ceiling, one column per family."""
+    families = list(dict.fromkeys(cell["settings"]["family"] for cell in cells))
+    table = Table(title=title)
+    for heading in ("arm", "tokens", *families):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    lines: dict[tuple[str, int], dict[str, str]] = {}
+    for cell in cells:
+        settings = cell["settings"]
+        line = lines.setdefault((settings["arm"], settings["max_prompt_tokens"]), {})
+        line[settings["family"]] = show(cell["result"])
+    for (arm, tokens), line in lines.items():
+        table.add_row(arm, f"{tokens:,}", *(line[family] for family in families))
+    return table
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=assets.TINY_MODEL)
+    parser.add_argument("--same-draft", type=Path, default=assets.TINY_MODEL)
+    parser.add_argument("--cross-draft", type=Path, default=assets.TINY_DRAFT_MODEL)
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--parts", type=int, nargs="+", default=[2, 4, 8, 16], help="tokens as parts of --prompt-len")
+    parser.add_argument("--prompt-len", type=int, default=2048)
+    parser.add_argument("--num-prompts", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--look-ahead", type=int, default=8)
+    parser.add_argument("--window-len", type=int, default=0, help="what the draft reads at once; 0: its own window")
+    parser.add_argument("--snap", choices=["none", "word", "sentence", "line"], default=None)
+    parser.add_argument("--chunk-len", type=int, default=0)
+    parser.add_argument("--delimiter", default=" ... ", help="between pieces; tiny models have never seen a [...]")
+    parser.add_argument("--max-rows", type=int, default=8)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    cells = run(parse_args())
+    console = Console(width=180)
+    accuracy = "accuracy in points, +- one standard error"
+    console.print(table_of(cells, accuracy, lambda r: f"{r['accuracy']:.1f} +-{r['standard_error']:.1f}"))
+    console.print(table_of(cells, "answering sentences that survived, %", lambda r: f"{r['gold_survives']:.1f}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""One setting at a time around the default: what the defaults of ``KVBudget.of`` and ``SnapKVConfig`` rest on.
+
+    python -m evals.sweep                # the shipped model, 2,048 tokens, 1/8, 100 prompts per cell
+    python -m evals.sweep --sweeps split window --budget 1/16 --jobs 2
+
+Cells are stored and resumed as those of ``evals.run``. ``benchmarks.figures`` puts them into docs/accuracy.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from evals.arms import Arm
+from evals.cells import Cell, run_cells
+from evals.tasks import TASKS
+from snapstream.assets import TINY_MODEL
+from snapstream.config import DEFAULT_SINK, KVBudget, SnapKVConfig
+
+TASK_NAMES = (
+    "kv", "multi_value", "multi_query", "multi_uuid", "variable", "paraphrase", "question_first", "second_kept",
+    "recite",
+)  # fmt: skip
+ARM = "sweep"  # what stored points are called, so that no table of arms takes one for the default
+PROMPT_LEN = 2048
+NUM_PROMPTS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One point of a sweep."""
+
+    label: str
+    budget: KVBudget
+    snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
+
+    @property
+    def is_default(self) -> bool:
+        """True for what a plain number of slots gives."""
+        return self.budget == KVBudget.of(self.budget.capacity) and self.snapkv == SnapKVConfig()
+
+
+def split_of(slots: int, num_recent: int, num_sink: int = DEFAULT_SINK, num_window: int = 0) -> KVBudget:
+    """A budget of ``slots`` whose top-k is what the other regions leave."""
+    rest = slots - num_sink - num_recent - num_window
+    return KVBudget(num_sink=num_sink, num_topk=rest, num_window=num_window, num_recent=num_recent)
+
+
+def _split(slots: int) -> list[Setting]:
+    """K : R at fixed capacity."""
+    parts = [Fraction(1, 16), Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4)]
+    return [Setting(label=f"R = {part} C", budget=split_of(slots, int(slots * part))) for part in parts]
+
+
+def _sinks(slots: int) -> list[Setting]:
+    recent = KVBudget.of(slots).num_recent
+    return [Setting(label=f"S = {n}", budget=split_of(slots, recent, num_sink=n)) for n in (0, 1, 4, 16)]
+
+
+def _window(slots: int) -> list[Setting]:
+    """How many queries vote."""
+    budget = KVBudget.of(slots)
+    return [Setting(label=f"{n}", budget=budget, snapkv=SnapKVConfig(window_len=n)) for n in (4, 8, 16, 32, 64)]
+
+
+def _pooling(slots: int) -> list[Setting]:
+    budget = KVBudget.of(slots)
+    points = [Setting(label="none", budget=budget, snapkv=SnapKVConfig(pool_kernel=1))]
+    for kind in ("avg", "max"):
+        for width in (5, 7, 13, 21, 29, 63):
+            snapkv = SnapKVConfig(pool_kernel=width, pooling=kind)  # type: ignore[arg-type]
+            points.append(Setting(label=f"{kind} {width}", budget=budget, snapkv=snapkv))
+    return points
+
+
+def _merge(slots: int) -> list[Setting]:
+    """What the softmax runs over, and how the query heads of a group merge."""
+    budget = KVBudget.of(slots)
+    return [
+        Setting(label=f"{over}, {merge}", budget=budget, snapkv=SnapKVConfig(softmax_over=over, group_reduce=merge))  # type: ignore[arg-type]
+        for over in ("candidates", "row")
+        for merge in ("sum", "max")
+    ]
+
+
+def _keep(slots: int) -> list[Setting]:
+    """How many of the last prompt tokens stay when the ring wraps: out of the ring, then out of the top-k too."""
+    recent = KVBudget.of(slots).num_recent
+    points = [KVBudget.of(slots, num_window=recent * quarters // 4) for quarters in range(4)]
+    points += [split_of(slots, recent // 2, num_window=kept) for kept in (recent, 3 * recent // 2)]
+    return [Setting(label=f"{b.num_window} kept, ring {b.num_recent}, top-k {b.num_topk}", budget=b) for b in points]
+
+
+def _hops(slots: int) -> list[Setting]:
+    """In how many rounds the tokens voted for vote in turn."""
+    budget = KVBudget.of(slots)
+    return [Setting(label=f"{n}", budget=budget, snapkv=SnapKVConfig(num_hops=n)) for n in (0, 1, 2, 4, 8, 16)]
+
+
+def _hops_pooling(slots: int) -> list[Setting]:
+    """Hops and wide pooling together: both reach for the rest of a long answer."""
+    budget = KVBudget.of(slots)
+    return [
+        Setting(label=f"{hops} hops, max {width}", budget=budget,
+                snapkv=SnapKVConfig(num_hops=hops, pool_kernel=width, pooling="max"))
+        for hops in (0, 4, 8) for width in (7, 13, 21, 29)
+    ]  # fmt: skip
+
+
+# name: (heading, points at so many slots)
+SWEEPS = {
+    "split": ("The ring's share of the slots", _split),
+    "sinks": ("Sinks", _sinks),
+    "window": ("Observation window", _window),
+    "pooling": ("Pooling of the scores", _pooling),
+    "merge": ("Softmax over, and merge of a group's heads", _merge),
+    "hops": ("Hops", _hops),
+    "reach": ("Hops and pooling", _hops_pooling),
+    "keep": ("Prompt tokens kept when the ring wraps", _keep),
+}
+
+
+def points_of(name: str, slots: int) -> list[Setting]:
+    """The points of a sweep; the default is one of them."""
+    points = SWEEPS[name][1](slots)
+    if not any(point.is_default for point in points):
+        points.insert(0, Setting(label="default", budget=KVBudget.of(slots)))
+    return points
+
+
+def cells_of(
+    name: str, model: Path, slots: int, num_prompts: int = NUM_PROMPTS, tasks: Sequence[str] = TASK_NAMES
+) -> list[tuple[Setting, list[Cell]]]:
+    """The points of a sweep, and for each its cells in the order of ``tasks``."""
+    rows = []
+    for point in points_of(name, slots):
+        arm = Arm(name=ARM, slots=slots, budget=point.budget, snapkv=point.snapkv)
+        cells = [Cell(model=model, task=t, arm=arm, prompt_len=PROMPT_LEN, num_prompts=num_prompts) for t in tasks]
+        rows.append((point, cells))
+    return rows
+
+
+def table_of(name: str, rows: Sequence[tuple[Setting, list[Cell]]], tasks: Sequence[str]) -> Table:
+    """One line per point: accuracy +- standard error per task, in points; the default is marked."""
+    table = Table(title=f"{SWEEPS[name][0]}: accuracy in points, +- one standard error")
+    for heading in ("setting", *tasks):
+        table.add_column(heading, justify="left" if heading == "setting" else "right")
+    for point, cells in rows:
+        results = [cell.read() for cell in cells]
+        texts = [f"{r['result']['accuracy']:.1f} +-{r['result']['standard_error']:.1f}" if r else "" for r in results]
+        table.add_row(point.label + (" (default)" if point.is_default else ""), *texts)
+    return table
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=TINY_MODEL)
+    parser.add_argument("--sweeps", nargs="+", choices=list(SWEEPS), default=list(SWEEPS))
+    parser.add_argument("--families", nargs="+", choices=list(TASKS), default=list(TASK_NAMES), metavar="TASK")
+    parser.add_argument("--budget", type=Fraction, default=Fraction(1, 8), help="slots as a part of the prompt")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="per cell")
+    parser.add_argument("--jobs", type=int, default=1)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
+    slots = int(PROMPT_LEN * args.budget)
+    sweeps = {name: cells_of(name, args.model, slots, args.prompts, args.families) for name in args.sweeps}
+    every = [cell for rows in sweeps.values() for _, cells in rows for cell in cells]
+    run_cells(sorted(every, key=lambda cell: args.families.index(cell.task)), args.jobs)
+    for name, rows in sweeps.items():
+        Console(width=200).print(table_of(name, rows, args.families))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Markdown of stored cells, for README.md and docs/accuracy.md; ``benchmarks.figures`` puts them there.
+
+Numbers come from the cells of one model: those of the weights that ship, else of the last ones that were measured. A
+cell that is missing leaves its place empty.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from evals import cells as stored
+from evals import sweep
+from evals.tasks import TASKS
+from snapstream.assets import TINY_MODEL
+
+# How the arms are called, in the order of the tables.
+ARM_NAMES = {
+    "full": "full attention", "hops": "SnapStream, 4 hops", "snapstream": "SnapStream",
+    "snapkv": "SnapKV, ring never wraps", "streaming": "StreamingLLM", "random": "random selection",
+    "truncation": "truncation (middle cut)",
+}  # fmt: skip
+PEERS = {"snapstream": "this engine", "kvpress": "kvpress"}
+
+Result = dict[str, Any]
+
+
+def folder(model: Path = TINY_MODEL) -> Path:
+    """Where the results of a model lie; ValueError if there are none."""
+    shipped = stored.RESULTS / f"{model.name}-{stored.weights_of(model)}"
+    if shipped.exists():
+        return shipped
+    dates = {path: max(read(file)["date"] for file in path.glob("*.json"))
+             for path in stored.RESULTS.glob(f"{model.name}-*") if any(path.glob("*.json"))}  # fmt: skip
+    if not dates:
+        raise ValueError("not measured; run python -m evals.run")
+    return max(dates, key=lambda path: dates[path])
+
+
+def read(path: Path) -> Result:
+    result: Result = json.loads(path.read_text())
+    return result
+
+
+def cells(model: Path = TINY_MODEL) -> list[Result]:
+    """All stored cells of a model; of the same measurement with different numbers of prompts, the one with the most."""
+    best: dict[str, Result] = {}
+    for path in sorted(folder(model).glob("*.json")):
+        cell = read(path)
+        key = json.dumps(cell["settings"] | {"num_prompts": 0}, sort_keys=True)
+        if key not in best or cell["settings"]["num_prompts"] > best[key]["settings"]["num_prompts"]:
+            best[key] = cell
+    return list(best.values())
+
+
+def arm_cells(source: str = "snapstream") -> list[Result]:
+    """Cells of ``evals.run`` or of a peer, the largest budgets first, arms and tasks in the order of the tables."""
+    arms, tasks = list(ARM_NAMES), list(TASKS)
+
+    def order(cell: Result) -> tuple[bool, int, int, int]:
+        s = cell["settings"]
+        return s["arm"] != "full", -s["slots"], arms.index(s["arm"]), tasks.index(s["task"])
+
+    found = [c for c in cells() if c["settings"]["source"] == source and c["settings"]["arm"] in arms]
+    if not found:
+        raise ValueError("not measured; run python -m evals." + ("run" if source == "snapstream" else "peers_kvpress"))
+    longest = max(c["settings"]["prompt_len"] for c in found)
+    return sorted((c for c in found if c["settings"]["prompt_len"] == longest), key=order)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def mean(results: Sequence[Result]) -> tuple[float, float]:
+    """Mean accuracy of several cells and its standard error."""
+    count = len(results)
+    error = math.sqrt(sum(r["result"]["standard_error"] ** 2 for r in results)) / count
+    return sum(r["result"]["accuracy"] for r in results) / count, error
+
+
+def by_row(found: Sequence[Result], key: Callable[[Result], str]) -> dict[tuple[str, int], dict[str, list[Result]]]:
+    """Cells by (arm, slots; 0 for full attention), then by ``key``."""
+    lines: dict[tuple[str, int], dict[str, list[Result]]] = {}
+    for cell in found:
+        s = cell["settings"]
+        row = s["arm"], 0 if s["arm"] == "full" else s["slots"]
+        lines.setdefault(row, {}).setdefault(key(cell), []).append(cell)
+    return lines
+
+
+def by_group(found: Sequence[Result]) -> dict[tuple[str, int], dict[str, list[Result]]]:
+    """Cells by row and group; a group whose tasks were not all measured in a row is left out of it."""
+    rows = by_row(found, group_of)
+    whole = {group: max(len(line.get(group, ())) for line in rows.values()) for group in map(group_of, found)}
+    return {row: {g: own for g, own in line.items() if len(own) == whole[g]} for row, line in rows.items()}
+
+
+def group_of(cell: Result) -> str:
+    return TASKS[cell["settings"]["task"]].group
+
+
+def part_of(slots: int, prompt_len: int) -> str:
+    """Slots as a part of the prompt."""
+    return "all" if not slots else f"1/{prompt_len // slots}"
+
+
+def note_of(found: Sequence[Result]) -> str:
+    settings = found[0]["settings"]
+    widest = max(cell["result"]["standard_error"] for cell in found)
+    counts = sorted({cell["settings"]["num_prompts"] for cell in found})
+    return (
+        f"Accuracy in points, {' to '.join(map(str, counts))} prompts of {settings['prompt_len']:,} tokens per cell, "
+        f"held-out keys and values, greedy; standard errors of a cell are at most {widest:.1f}."
+    )
+
+
+def bytes_of(line: dict[str, list[Result]]) -> str:
+    smallest = min(cell["result"]["row_bytes"] for results in line.values() for cell in results)
+    return f"{smallest / 2**20:.2f} MiB"
+
+
+def accuracy() -> str:
+    """README: arms by groups of tasks, a group being the mean of its tasks."""
+    found = arm_cells()
+    measured = {group_of(cell) for cell in found}
+    groups = [group for group in dict.fromkeys(task.group for task in TASKS.values()) if group in measured]
+    rows = []
+    for (arm, slots), line in by_group(found).items():
+        values = [f"{mean(line[group])[0]:.1f}" if group in line else "" for group in groups]
+        part = part_of(slots, found[0]["settings"]["prompt_len"])
+        rows.append([ARM_NAMES[arm], part, bytes_of(line), *values])
+    heads = ["cache", "slots per prompt token", "bytes per row", *groups]
+    return f"{note_of(found)}\n\n{table(heads, rows)}"
+
+
+def tasks_table() -> str:
+    """docs: one table per group, every task with its standard error and the score without the first token."""
+    found = arm_cells()
+    parts = [note_of(found) + " In brackets the accuracy without the first answer token."]
+    for group in dict.fromkeys(task.group for task in TASKS.values()):
+        own = [cell for cell in found if group_of(cell) == group]
+        names = list(dict.fromkeys(cell["settings"]["task"] for cell in own))
+        rows = []
+        for (arm, slots), line in by_row(own, lambda cell: cell["settings"]["task"]).items():
+            values = [_with_error(line[name][0]) if name in line else "" for name in names]
+            rows.append([ARM_NAMES[arm], part_of(slots, own[0]["settings"]["prompt_len"]), *values])
+        if rows:
+            parts.append(f"{group.capitalize()}:\n\n{table(['cache', 'slots', *names], rows)}")
+    return "\n\n".join(parts)
+
+
+def _with_error(cell: Result) -> str:
+    result = cell["result"]
+    later = result["accuracy_after_first_token"]
+    text = f"{result['accuracy']:.1f} ± {result['standard_error']:.1f}"
+    return text if later is None or abs(later - result["accuracy"]) < 0.05 else f"{text} ({later:.1f})"
+
+
+def by_position() -> str:
+    """docs: long generation, accuracy by place in the answer, in four parts."""
+    found = [cell for cell in arm_cells() if TASKS[cell["settings"]["task"]].group == "long generation"]
+    if not found:
+        raise ValueError("not measured; run python -m evals.run --families recite")
+    rows = []
+    for cell in found:
+        s, values = cell["settings"], cell["result"]["accuracy_by_reference"]
+        quarter = len(values) // 4
+        means = [f"{sum(values[i : i + quarter]) / quarter:.1f}" for i in range(0, 4 * quarter, quarter)]
+        part = part_of(0 if s["arm"] == "full" else s["slots"], s["prompt_len"])
+        ring = str(s["budget"]["num_recent"]) if s["arm"] != "full" else ""
+        rows.append([ARM_NAMES[s["arm"]], part, ring, *means])
+    return table(["cache", "slots", "ring", "first quarter", "second", "third", "last"], rows)
+
+
+def peers() -> str:
+    """The same arms in this engine and in a peer, task by task."""
+    other = arm_cells("kvpress")
+    names = list(dict.fromkeys(cell["settings"]["task"] for cell in other))
+    wanted = {(cell["settings"]["arm"], cell["settings"]["slots"]) for cell in other}
+    sizes = {slots for _, slots in wanted}
+    own = [
+        c for c in arm_cells()
+        if (c["settings"]["arm"], c["settings"]["slots"]) in wanted
+        or (c["settings"]["arm"] == "snapstream" and c["settings"]["slots"] in sizes)
+    ]  # fmt: skip
+    rows = []
+    for slots in sorted(
+        {cell["settings"]["slots"] for cell in other if cell["settings"]["arm"] != "full"}, reverse=True
+    ):
+        for source, found in (("snapstream", own), ("kvpress", other)):
+            for arm in ARM_NAMES:
+                line = {c["settings"]["task"]: c for c in found
+                        if (c["settings"]["arm"], c["settings"]["slots"]) == (arm, slots)}  # fmt: skip
+                if line:
+                    values = [_with_error(line[n]).split(" (")[0] if n in line else "" for n in names]
+                    part = part_of(slots, other[0]["settings"]["prompt_len"])
+                    rows.append([PEERS[source], ARM_NAMES[arm], part, *values])
+    return table(["engine", "cache", "slots", *names], rows)
+
+
+def sweep_table(name: str) -> str:
+    """docs: one sweep, at every budget that was measured."""
+    found = [cell for cell in cells() if cell["settings"]["arm"] == sweep.ARM]
+    parts = []
+    for slots in sorted({cell["settings"]["slots"] for cell in found}, reverse=True):
+        own = {_point(cell["settings"]): cell for cell in found if cell["settings"]["slots"] == slots}
+        measured = {cell["settings"]["task"] for cell in own.values()}
+        names = [task for task in TASKS if task in measured]
+        rows = []
+        for point in sweep.points_of(name, slots):
+            settings = {"budget": asdict(point.budget), "snapkv": asdict(point.snapkv)}
+            line = [own.get(_point(settings | {"task": task})) for task in names]
+            values = [_with_error(cell).split(" (")[0] if cell else "" for cell in line]
+            label = f"**{point.label}** (default)" if point.is_default else point.label
+            if any(line):
+                rows.append([label, *values])
+        if len(rows) > 1:
+            count = max(cell["settings"]["num_prompts"] for cell in own.values())
+            head = f"{slots} slots, {count} prompts of {sweep.PROMPT_LEN:,} tokens per cell:"
+            parts.append(f"{head}\n\n{table(['setting', *names], rows)}")
+    if not parts:
+        raise ValueError(f"not measured; run python -m evals.sweep --sweeps {name}")
+    return "\n\n".join(parts)
+
+
+def chains() -> str:
+    """docs: what is kept of each link of a chain, without hops and with them."""
+    paths = sorted(folder().glob("analysis/chains_*.json"))
+    if not paths:
+        raise ValueError("not measured; run python -m evals.chains")
+    result = read(paths[-1])
+    rows, kept = [], []
+    for hops, found in result["hops"].items():
+        rows.append([hops, *(f"{value:.1f}" for value in found["accuracy_by_links"].values())])
+        for link, layers in found["kept_by_link"].items():
+            kept.append([hops, str(int(link) + 1), *(" / ".join(f"{v:.0f}" for v in heads) for heads in layers)])
+    counts = result["hops"]["0"]["prompts_by_links"]
+    heads = ["hops", *(f"{n} link{'s' if n != '1' else ''} ({count} prompts)" for n, count in counts.items())]
+    layers = [f"layer {i}" for i in range(len(kept[0]) - 2)]
+    return (
+        f"Accuracy in points by the length of the chain, {result['slots']} of {result['prompt_len']:,} slots:\n\n"
+        f"{table(heads, rows)}\n\nTokens of each link that the row kept, in percent, by layer and kv head:\n\n"
+        f"{table(['hops', 'link', *layers], kept)}"
+    )
+
+
+def _point(settings: Result) -> str:
+    return json.dumps([settings[key] for key in ("task", "budget", "snapkv")], sort_keys=True)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "accuracy": accuracy, "accuracy_tasks": tasks_table, "accuracy_by_position": by_position, "accuracy_peers": peers,
+    "chains": chains,
+    **{f"sweep_{name}": (lambda name=name: sweep_table(name)) for name in sweep.SWEEPS},
+}  # fmt: skip
+
+
+def source() -> str:
+    """One line on where the numbers come from."""
+    cell = cells()[0]
+    return f"{cell['device']}; torch {cell['torch']}; commit {cell['commit']}; `{cell['command']}`"
