@@ -40,14 +40,15 @@ def step_seconds(llm: LLM, prompt: list[int], rows: int, steps: int) -> tuple[fl
     return median(times[2:-2]), prefill
 
 
-def run(prompt_len: int, rows: int, steps: int, parts: list[int]) -> list[dict[str, Any]]:
+def run(prompt_len: int, rows: int, steps: int, parts: list[int], executor: str) -> list[dict[str, Any]]:
     prompt = random_prompt(prompt_len)
     max_len = prompt_len + steps + 16
     figures: list[dict[str, Any]] = []
     with llama_folder() as folder:
         for part in [1, *parts]:
             budget = KVBudget.full(max_len) if part == 1 else KVBudget.of(prompt_len // part)
-            with LLM(folder, budget=budget, max_rows=rows, max_model_len=max_len, progress=False) as llm:
+            with LLM(folder, budget=budget, executor=executor, max_rows=rows, max_model_len=max_len,
+                     progress=False) as llm:  # type: ignore[arg-type]  # fmt: skip
                 seconds, prefill = step_seconds(llm, prompt, rows, steps)
                 visible = min(prompt_len, budget.capacity)
                 read = decode_weight_bytes(llm.model_config, 4) + rows * row_bytes(llm.model_config, visible, 4)
@@ -75,11 +76,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--parts", type=int, nargs="+", default=[4, 8], help="budgets as parts of the prompt")
+    parser.add_argument("--executor", choices=["eager", "graph"], default="eager")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     ceiling = ceilings()
-    figures = run(args.prompt_len, args.rows, args.steps, args.parts)
-    report("decode", ceiling, {"model": "random Llama 100M fp32", "rows": args.rows,
+    figures = run(args.prompt_len, args.rows, args.steps, args.parts, args.executor)
+    name = "decode" if args.executor == "eager" else f"decode_{args.executor}"
+    report(name, ceiling, {"model": "random Llama 100M fp32", "rows": args.rows,
                                "prompt_len": args.prompt_len, "arms": figures}, save=args.save)  # fmt: skip
 
 

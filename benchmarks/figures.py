@@ -1,7 +1,8 @@
-"""Writes the figures of README.md from stored results, so that no number there was typed by hand.
+"""Writes the figures of README.md and docs/accuracy.md from stored results, so that no number was typed by hand.
 
-A section of the README between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by the table of the newest
-``results/cpu/*_NAME.json``. ``--check`` changes nothing and fails if a section is out of date (a test runs it).
+A section between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by the table of the newest
+``results/cpu/*_NAME.json``, by a table of ``evals/tables.py`` or by a plot of ``evals/plots.py``; plots lie under
+docs/figures. ``--check`` changes nothing and fails if a section or a plot is out of date (a test runs it).
 
     python -m benchmarks.figures
 """
@@ -10,26 +11,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS
+from evals import plots, tables
+from evals.compression_table import compression_table
 
 README = Path(__file__).parent.parent / "README.md"
-EVALS = README.parent / "evals" / "results"
-# How the arms of evals/arms.py are called, in the order of the table.
-ARM_NAMES = {
-    "full": "full attention", "snapstream": "SnapStream", "snapkv": "SnapKV, ring never wraps",
-    "streaming": "StreamingLLM", "truncation": "truncation (middle cut)",
-}  # fmt: skip
+DOCUMENTS = (README, *(README.parent / "docs" / name for name in ("accuracy.md", "speculative-prefill.md")))
+PLOTS = README.parent / "docs" / "figures"
 SECTION = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def newest(name: str) -> tuple[Path, dict[str, Any]]:
     """The latest stored result of that name; file names begin with their date."""
-    found = sorted((RESULTS / "cpu").glob(f"*_{name}.json"))
+    found = sorted((RESULTS / "cpu").glob(f"????-??-??_{name}.json"))
     if not found:
         raise ValueError(f"no result named {name} under {RESULTS / 'cpu'}")
     return found[-1], json.loads(found[-1].read_text())
@@ -84,74 +84,125 @@ def peers(figures: dict[str, Any]) -> str:
     return f"{size}:\n\n" + _table(heads, rows)
 
 
-def accuracy_cells() -> list[dict[str, Any]]:
-    """Stored cells of ``evals.run`` on the shipped model, the largest prompt length that has all of them."""
-    cells = [json.loads(path.read_text()) for path in sorted((EVALS / "tiny").glob("*.json"))]
-    if not cells:
-        raise ValueError(f"no results under {EVALS / 'tiny'}")
-    longest = max(cell["settings"]["prompt_len"] for cell in cells)
-    return [cell for cell in cells if cell["settings"]["prompt_len"] == longest]
+def serving(figures: dict[str, Any]) -> str:
+    rows = [
+        ["output tokens/s", f"{figures['engine_tokens_per_s']:,.0f}", f"{figures['server_tokens_per_s']:,.0f}",
+         f"{figures['throughput_ratio']:.0%}"],
+        ["ms to the first token when idle", f"{figures['engine_first_token_ms']:.1f}",
+         f"{figures['server_first_token_ms']:.1f}", f"+{figures['first_token_cost_ms']:.1f} ms"],
+    ]  # fmt: skip
+    size = f"{figures['rows']} streams of {figures['max_tokens']} tokens after {figures['prompt_len']}-token prompts"
+    return f"What HTTP costs, {size}:\n\n" + _table(["", "engine in-process", "over HTTP", "against it"], rows)
 
 
-def accuracy() -> str:
-    cells = accuracy_cells()
-    families = list(dict.fromkeys(cell["settings"]["family"] for cell in cells))
-    order = {name: i for i, name in enumerate(ARM_NAMES)}
-    lines: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for cell in cells:
-        settings = cell["settings"]
-        key = (-settings["slots"], order[settings["arm"]], settings["arm"])
-        lines.setdefault(key, {})[settings["family"]] = cell["result"]
-    rows = []
-    for (slots, _, arm), line in sorted(lines.items()):
-        row_bytes = next(iter(line.values()))["row_bytes"]
-        size = f"{row_bytes / 2**20:.2f} MiB"
-        rows.append([ARM_NAMES[arm], f"{-slots:,}", size, *(f"{line[f]['accuracy']:.1f}" for f in families)])
-    settings = cells[0]["settings"]
-    widest = max(cell["result"]["standard_error"] for cell in cells)
-    note = (
-        f"Accuracy in points, {settings['num_prompts']} prompts of {settings['prompt_len']:,} tokens per cell, "
-        f"held-out keys and values, greedy; standard errors are at most {widest:.1f}."
+def soak(figures: dict[str, Any]) -> str:
+    outcomes = figures["outcomes"]
+    rows = [
+        ["right, compared with the engine alone", f"{outcomes['right']:,}"],
+        ["cancelled by the client", f"{outcomes['cancelled']:,}"],
+        ["malformed and refused", f"{outcomes['refused']:,}"],
+        ["wrong, lost or 5xx", f"{len(figures['failures']):,}"],
+        ["429, tried again", f"{outcomes.get('tried again', 0):,}"],
+        *([f"growth of the {name}'s memory, second half", f"{growth:+.1%}"]
+          for name, growth in figures["memory_growth"].items()),
+    ]  # fmt: skip
+    size = f"{figures['requests']:,} requests from {figures['clients']} clients on {figures['max_rows']} rows"
+    return f"Soak, {size}:\n\n" + _table(["", ""], rows)
+
+
+def spec_prefill(figures: dict[str, Any]) -> str:
+    rows = [
+        [f"{arm['prompt_len']:,}", f"{arm['keep']:.0%}", str(arm["look_ahead"]), f"{arm['full_s']:.2f} s",
+         f"{arm['first_token_s']:.2f} s", f"{arm['draft_s']:.2f} s", f"{arm['speedup']:.1f}x",
+         f"{arm['predicted']:.1f}x"]
+        for arm in figures["arms"]
+    ]  # fmt: skip
+    heads = ["prompt", "kept", "look-ahead", "first token, whole prompt", "first token, draft included", "of it draft",
+             "sooner", "as the operations predict"]  # fmt: skip
+    return "Time to the first token with a draft in front:\n\n" + _table(heads, rows)
+
+
+def executors(figures: dict[str, Any]) -> str:
+    rows = [
+        [f"{arm['context']:,}", arm["sampling"], f"{arm['eager_ms']:.2f} ms", f"{arm['graph_ms']:.2f} ms",
+         f"{arm['speedup']:.2f}x"]
+        for arm in figures["arms"]
+    ]  # fmt: skip
+    heads = ["tokens in the rows", "sampling", "eager", "graph", "faster"]
+    return f"A decode step of {figures['rows']} rows, plain calls against the compiled step (medians):\n\n" + _table(
+        heads, rows
     )
-    return note + "\n\n" + _table(["cache", "slots", "bytes per row", *families], rows)
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "accuracy": lambda _: accuracy(), "decode": decode, "prefill": prefill, "memory": memory, "peers_100m": peers,
-    "peers_tiny": peers,
+    "decode": decode, "prefill": prefill, "memory": memory, "peers_100m": peers,
+    "peers_tiny": peers, "spec_prefill": spec_prefill, "serving": serving, "soak": soak,
+    "executors": executors,
 }  # fmt: skip
 
 
-def section(name: str) -> str:
+def link(path: Path, document: Path) -> str:
+    """The path as seen from a document."""
+    return Path(os.path.relpath(path, document.parent)).as_posix()
+
+
+def evals_section(name: str, document: Path) -> str:
+    """Markdown of a table or a plot of ``evals``; ValueError if its cells were not measured."""
+    if name in plots.PLOTS:
+        plots.PLOTS[name]()
+        return f"![{plots.PLOT_TEXTS[name]}]({link(PLOTS / f'{name}.svg', document)})\n"
+    text, folder = tables.SECTIONS[name](), tables.folder()
+    where = f"[{folder.relative_to(README.parent).as_posix()}]({link(folder, document)})"
+    return f"{text}\n\n<sub>{tables.source()}; {where}</sub>\n"
+
+
+def section(name: str, document: Path = README) -> str:
     """Markdown of one result, with its source underneath."""
-    if name == "accuracy":
-        cell = accuracy_cells()[0]
-        source = "evals/results/tiny"
-        return f"{accuracy()}\n\n<sub>{cell['device']}; `{cell['command']}`; [{source}]({source})</sub>\n"
+    if name in plots.PLOTS or name in tables.SECTIONS:
+        try:
+            return evals_section(name, document)
+        except ValueError as missing:
+            return f"({missing})\n"
+    if name == "prompt_compression":
+        try:
+            return compression_table() + "\n"
+        except ValueError as missing:
+            return f"({missing})\n"
     path, result = newest(name)
     source = path.relative_to(README.parent).as_posix()
     table = TABLES[name](result["figures"])
     model = result["figures"].get(
-        "model", "the tiny model that ships" if name.endswith("tiny") else "random Llama 100M fp32"
+        "model",
+        "the tiny model that ships"
+        if name in ("peers_tiny", "soak", "serving", "executors")
+        else "random Llama 100M fp32",
     )
     return f"{table}\n\n<sub>{model}; {result['device']}; `{result['command']}`; [{source}]({source})</sub>\n"
 
 
-def render(text: str) -> str:
-    """The README with every section filled in anew."""
-    return SECTION.sub(lambda match: match[1] + section(match[2]) + match[4], text)
+def render(text: str, document: Path = README) -> str:
+    """A document with every section filled in anew."""
+    return SECTION.sub(lambda match: match[1] + section(match[2], document) + match[4], text)
+
+
+def rendered() -> dict[Path, str]:
+    """Every file that this module writes, as it should be."""
+    out = {path: render(path.read_text(), path) for path in DOCUMENTS if path.exists()}
+    shown = {name for name in plots.PLOTS if any(f"/{name}.svg)" in text for text in out.values())}
+    return out | {PLOTS / f"{name}.svg": plots.PLOTS[name]() for name in sorted(shown)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail if the README is out of date")
+    parser.add_argument("--check", action="store_true", help="fail if a file is out of date")
     args = parser.parse_args()
-    old = README.read_text()
-    new = render(old)
-    if args.check and new != old:
-        raise SystemExit("README.md is out of date; run python -m benchmarks.figures")
-    if new != old:
-        README.write_text(new)
+    for path, new in rendered().items():
+        if path.exists() and path.read_text() == new:
+            continue
+        if args.check:
+            raise SystemExit(f"{path.relative_to(README.parent)} is out of date; run python -m benchmarks.figures")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(new)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,211 @@
+"""Compiles every Triton kernel for GPUs that need not be here and records registers, spills and shared memory.
+
+    python -m benchmarks.compile_kernels [--quick] [--arch 80 90] [--save]
+
+The launchers run on tensors without data while their launches are recorded, so what is compiled is what would run:
+same tiles, same specialisation. Numbers come from the machine code (``cuobjdump --dump-resource-usage`` of the copy
+that ships with Triton): ``spill_bytes`` is the local memory of a thread, which these kernels use for nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import RESULTS, describe
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
+          torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What of a model decides how its kernels are compiled."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    has_norm: bool = False
+
+
+LLAMA_8B = Shape(
+    name="Llama-3.1-8B", num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=14336
+)
+LLAMA_1B = Shape(
+    name="Llama-3.2-1B", num_heads=32, num_kv_heads=8, head_dim=64, hidden_size=2048, intermediate_size=8192
+)
+QWEN_06B = Shape(
+    name="Qwen3-0.6B", num_heads=16, num_kv_heads=8, head_dim=128, hidden_size=1024, intermediate_size=3072,
+    has_norm=True,
+)  # fmt: skip
+MODELS = [LLAMA_8B, LLAMA_1B, QWEN_06B]
+OTHER_DIMS = [
+    Shape(name=f"E={dim}", num_heads=8, num_kv_heads=8, head_dim=dim, hidden_size=8 * dim, intermediate_size=16 * dim)
+    for dim in (80, 96, 192, 256)
+]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: the kernel and its arguments by name."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+def recorded(launcher: Callable[[], object]) -> list[Launch]:
+    """The launches that ``launcher`` makes; nothing runs."""
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        arguments = dict(zip(kernel.arg_names, args, strict=False))
+        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+        arguments |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+        launches.append(Launch(kernel, arguments, options))
+
+    with mock.patch.object(JITFunction, "run", record):
+        launcher()
+    return launches
+
+
+def compiled(launch: Launch, arch: int) -> Any:
+    """The kernel for ``sm_<arch>``, specialised as Triton would on a launch with aligned tensors."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = _TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[parameter.name], constants[parameter.name] = "constexpr", 1
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Registers and spilled bytes of a thread, shared memory of a program in bytes, warps."""
+    import triton
+
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = dict(re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text.stdout))
+    return {
+        "registers": int(found["REG"]),
+        "spill_bytes": int(found["STACK"]) + int(found["LOCAL"]),
+        "shared_bytes": int(kernel.metadata.shared),
+        "num_warps": int(kernel.metadata.num_warps),
+        "num_stages": int(kernel.metadata.num_stages),
+    }
+
+
+def launchers(shape: Shape, dtype: torch.dtype, capacity: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every operator of a model on tensors without data."""
+    from snapstream.kernels.triton import attention, gather, norm, rope_write, scores, swiglu
+
+    def empty(*size: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*size, dtype=kind, device="meta")
+
+    batch, heads, groups, dim = 8, shape.num_heads, shape.num_kv_heads, shape.head_dim
+    prompt, window = 131072, 32
+    index = empty(batch, kind=torch.int64)
+    k, v = empty(9, groups, capacity, dim), empty(9, groups, capacity, dim)
+    staged = empty(groups, prompt, dim)
+    yield "decode_attention", lambda: attention.decode_attention(empty(batch, heads, dim), k, v, index, index)
+    angles = empty(batch, 1, dim, kind=torch.float32)
+    head_norm = empty(heads + groups, dim) if shape.has_norm else None
+    projected = empty(batch, heads + 2 * groups, dim)
+    yield (
+        "norm_rope_write",
+        lambda: rope_write.norm_rope_write(projected, head_norm, 1e-6, angles, angles, k, v, index, index),
+    )
+    yield "norm_rope", lambda: rope_write.norm_rope(projected, head_norm, 1e-6, angles, angles, groups)
+    yield "write_slots", lambda: rope_write.write_slots(k, v, k[:8, :, 0], v[:8, :, 0], index, index)
+    hidden, weight = empty(batch, shape.hidden_size), empty(shape.hidden_size)
+    yield "rms_norm", lambda: norm.rms_norm(hidden, weight, 1e-6)
+    yield "add_rms_norm", lambda: norm.add_rms_norm(hidden, hidden, weight, 1e-6)
+    yield "swiglu", lambda: swiglu.swiglu(empty(batch, 2 * shape.intermediate_size))
+    yield (
+        "snapkv_scores",
+        lambda: scores.snapkv_scores(
+            empty(window, heads, dim), staged, prompt - window, 4, prompt - 2048, over_row=False, group_max=False
+        ),
+    )
+    kept = empty(groups, capacity, kind=torch.int64)
+    yield "gather_rows", lambda: gather.gather_rows(k, v, [0], staged, staged, kept)
+
+
+def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
+    """One entry per kernel, shape, dtype and architecture; ``quick`` is the main model in bf16."""
+    cases = [(LLAMA_8B, "bf16")] if quick else [(s, d) for s in [*MODELS, *OTHER_DIMS] for d in DTYPES]
+    for shape, dtype in cases:
+        for op, launcher in launchers(shape, DTYPES[dtype], capacity=32768):
+            for launch in recorded(launcher):
+                for arch in arches:
+                    yield {
+                        "op": op,
+                        "kernel": launch.kernel.__name__,
+                        "shape": shape.name,
+                        "dtype": dtype,
+                        "arch": f"sm_{arch}",
+                        **resources(compiled(launch, arch)),
+                    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="the main shape only")
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, e.g. 80 90")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/compile/<date>_triton.json")
+    args = parser.parse_args()
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        sys.exit("error: TRITON_INTERPRET is set; interpreted kernels cannot be compiled")
+    entries = []
+    for entry in report(args.arch, quick=args.quick):
+        entries.append(entry)
+        print("{kernel:22} {shape:13} {dtype} {arch}: {registers:3} registers, {spill_bytes} bytes spilled, "
+              "{shared_bytes} shared, {num_warps} warps".format(**entry), file=sys.stderr, flush=True)  # fmt: skip
+    result = {"name": "triton_compile", **describe(), "triton": triton.__version__, "kernels": entries}
+    if args.save:
+        folder = RESULTS / "compile"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{result['date']}_triton.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Shapes of the models that are measured, and engines over random weights of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu_suite.suite import Bench
+from snapstream.config import EngineConfig, Executor, KVBudget, ModelConfig
+from snapstream.models.decoder import Decoder
+from snapstream.models.registry import model_config_from_dict
+from snapstream.request import SamplingParams
+from snapstream.runner.decode_eager import EagerDecode
+from snapstream.runner.decode_graph import GraphDecode
+from snapstream.runner.model_runner import ModelRunner
+from snapstream.runner.programs import Capturer, Compiler
+from snapstream.step import StepPlan
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1_000_000, ignore_eos=True)
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FILES: dict[str, dict[str, Any]] = {
+    "llama_8b": {
+        **_LLAMA, "vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14_336, "tie_word_embeddings": False,
+    },
+    "llama_1b": {
+        **_LLAMA, "vocab_size": 128_256, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "tie_word_embeddings": True,
+    },
+    "qwen3_06b": {
+        **_LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936,
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 3072, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+_SMALL = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}  # fmt: skip
+
+
+def config_of(bench: Bench, name: str) -> ModelConfig:
+    """The shape of that name; a tiny one of the same kind in a smoke run."""
+    return model_config_from_dict(FILES[name] | (_SMALL if bench.is_smoke else {}))
+
+
+def decoder_of(bench: Bench, name: str) -> Decoder:
+    return bench.decoder(name, config_of(bench, name))
+
+
+def make_runner(bench: Bench, decoder: Decoder, slots: int, max_rows: int, max_len: int, chunk_len: int) -> ModelRunner:
+    """A runner whose rows have ``slots`` slots; all of ``max_len`` means full attention."""
+    budget = KVBudget.full(slots) if slots >= max_len else KVBudget.of(slots)
+    config = EngineConfig(
+        budget=budget, max_model_len=max_len, max_rows=max_rows, chunk_len=chunk_len, short_len=chunk_len,
+        short_reserve=chunk_len, dtype=bench.device.dtype_name, device=bench.device.name, executor="eager",
+    )  # type: ignore[arg-type]  # fmt: skip
+    return ModelRunner(decoder, config)
+
+
+class _AsItIs:
+    """Makes programs of nothing but the function, so that a smoke run on a CPU compiles nothing."""
+
+    def make(self, function: Any, *inputs: Any) -> Any:
+        return function
+
+
+def use_executor(bench: Bench, runner: ModelRunner, executor: Executor | str, batch: int) -> None:
+    """Give a runner plain calls, or programs for this one batch size (``graph+compile``: compiled, then captured)."""
+    parts = runner.decoder, runner.cache, runner.rows, runner.sampling
+    if executor == "eager":
+        runner._decode = EagerDecode(*parts)
+        return
+    maker: Any = _AsItIs()
+    if bench.device.is_cuda:
+        maker = Capturer(Compiler() if executor == "graph+compile" else None)
+    padding, vocab = runner.cache.padding_row, runner.decoder.config.vocab_size
+    graph = GraphDecode(EagerDecode(*parts), maker, (batch,), padding, vocab, runner.decoder.device)
+    graph.warm_up(lambda: None)
+    runner._decode = graph
+
+
+def occupy(runner: ModelRunner, batch: int, num_tokens: int) -> None:
+    """Let the first ``batch`` rows look as after a prompt of ``num_tokens``, without prefilling one."""
+    budget, rows = runner.config.budget, runner.rows
+    length, position, ring_start, capacity = rows.entry(num_tokens, num_tokens, budget)
+    rows.num_tokens[:batch], rows.next_position[:batch] = length, position
+    rows.ring_start[:batch], rows.capacity[:batch] = ring_start, capacity
+    for row in range(batch):
+        runner._params[row] = GREEDY
+
+
+def decode_seconds(bench: Bench, runner: ModelRunner, batch: int, num_tokens: int, steps: int) -> float:
+    """Seconds of a decode step through ``submit``, each result read one step late, as the engine does."""
+    rows = tuple(range(batch))
+    occupy(runner, batch, num_tokens)
+    pending: list[Any] = []
+
+    def step() -> None:
+        pending.append(runner.submit(StepPlan(step_id=0, decode_rows=rows)))
+        if len(pending) > 1:
+            pending.pop(0).result()
+
+    return bench.device.seconds(step, steps, warm_ups=3)

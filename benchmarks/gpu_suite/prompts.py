@@ -1,0 +1,136 @@
+"""Sections on prefill: its speed and memory, its attention kernels, and what running streams notice of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+
+from benchmarks.gpu_suite.models import GREEDY, decoder_of, make_runner, use_executor
+from benchmarks.gpu_suite.suite import Bench, Figures
+from benchmarks.prefill import prefill_flop
+from benchmarks.shapes import random_prompt
+from snapstream.engine.core import Engine
+from snapstream.kernels import sdpa
+from snapstream.request import Request, SamplingParams
+from snapstream.runner.model_runner import ModelRunner
+from snapstream.step import JobSpec, PrefillEntry, StepPlan, StepResult, UnitRange
+
+
+def prefill(model: str, points: list[tuple[int, int, int]]) -> Callable[[Bench], Figures]:
+    """Prefill of ``model`` for points of (prompt tokens, slots, chunk tokens); one unmeasured run of the first."""
+
+    def section(bench: Bench) -> Figures:
+        decoder = decoder_of(bench, model)
+        config = decoder.config
+        is_first = True
+        for prompt_len, slots, chunk_len in [(300, 64, 64)] if bench.is_smoke else points:
+            runner = make_runner(bench, decoder, min(slots, prompt_len), 1, prompt_len + 8, chunk_len)
+            if is_first:
+                prefill_once(bench, runner, prompt_len)
+                is_first = False
+            allocated = bench.device.reset_peak()
+            seconds, result = prefill_once(bench, runner, prompt_len)
+            extra = bench.device.peak_bytes() - allocated + runner.staging.num_bytes
+            flop = prefill_flop(config, prompt_len)
+            compress_ms = result.prefilled["r"].compression.compress_ms
+            figure = {
+                "model": model, "prompt_len": prompt_len, "slots": slots, "chunk_len": chunk_len,
+                "seconds": seconds, "tokens_per_s": prompt_len / seconds, "tflop_per_s": flop / seconds / 1e12,
+                "compress_share": compress_ms / 1e3 / seconds, "extra_gib": extra / 2**30,
+                "staging_gib": runner.staging.num_bytes / 2**30,
+            }  # fmt: skip
+            if bench.ceilings:
+                figure["mfu_of_measured"] = figure["tflop_per_s"] / bench.ceilings["tflop_per_s"]
+            yield figure
+            del runner
+            bench.device.free()
+
+    return section
+
+
+def prefill_once(bench: Bench, runner: ModelRunner, prompt_len: int) -> tuple[float, StepResult]:
+    config = runner.decoder.config
+    entry = PrefillEntry(
+        request_id="r", token_ids=tuple(random_prompt(prompt_len, config.vocab_size)), rows=(0,), seeds=(0,),
+        sampling=GREEDY, budget=runner.config.budget,
+    )  # fmt: skip
+    job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
+    units = UnitRange(0, 0, job.num_units(runner.config.chunk_len, config.num_layers))
+    bench.device.sync()
+    began = perf_counter()
+    result = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()
+    bench.device.sync()
+    return perf_counter() - began, result
+
+
+def attention(bench: Bench) -> Figures:
+    """The ways to attend a chunk to what came before it, at the heads of an 8B model."""
+    heads, kv_heads, size = (4, 2, 16) if bench.is_smoke else (32, 8, 128)
+    ways: dict[str, Callable[..., torch.Tensor]] = {"lower_right": sdpa.prefill_attention}
+    if bench.device.is_cuda:
+        ways["split_cudnn"] = lambda q, k, v: sdpa.split(q, k, v, sdpa.cudnn)
+        ways["split_flash"] = lambda q, k, v: sdpa.split(q, k, v, sdpa.flash)
+    for chunk, keys in [(32, 96)] if bench.is_smoke else [(512, 32_768), (2048, 32_768), (4096, 131_072), (4096, 4096)]:
+
+        def make(n: int, tokens: int) -> torch.Tensor:
+            return torch.randn(n, tokens, size, device=bench.device.name, dtype=bench.device.dtype)
+
+        q, k, v = make(heads, chunk).transpose(0, 1).contiguous(), make(kv_heads, keys), make(kv_heads, keys)
+        flop = 4 * heads * size * chunk * (keys - chunk / 2)
+        for name, way in ways.items():
+            try:
+                seconds = bench.device.seconds(lambda way=way, q=q, k=k, v=v: way(q, k, v), 5)  # type: ignore[misc]
+            except RuntimeError as error:  # a kernel that this device or these shapes do not have
+                yield {"way": name, "chunk": chunk, "keys": keys, "error": str(error).splitlines()[0]}
+                continue
+            yield {"way": name, "chunk": chunk, "keys": keys, "ms": seconds * 1e3, "tflop_per_s": flop / seconds / 1e12}
+
+
+def streams(bench: Bench) -> Figures:
+    """Time between tokens of eight running streams, alone and while a 128k prompt is prefilled, by quantum of units."""
+    decoder = decoder_of(bench, "llama_8b")
+    prompt_len, slots, num_rows = (1300, 64, 3) if bench.is_smoke else (131_072 - 2048, 8192, 9)
+    for chunk_len, quantum in [(64, 0)] if bench.is_smoke else [(512, 0), (512, 8), (2048, 4)]:
+        runner = make_runner(bench, decoder, slots, num_rows, prompt_len + 1024, chunk_len)
+        use_executor(bench, runner, "graph", num_rows)
+        config = replace(runner.config, prefill_quantum=quantum)
+        engine = Engine(runner, config, vocab_size=decoder.config.vocab_size, num_layers=decoder.config.num_layers)
+        endless = SamplingParams(temperature=0.0, max_tokens=1200, ignore_eos=True)
+        for i in range(num_rows - 1):
+            prompt = tuple(random_prompt(24, decoder.config.vocab_size, seed=i))
+            engine.add_request(Request(request_id=f"s{i}", prompt_token_ids=prompt, sampling=endless))
+        for _ in range(20):
+            engine.step()
+        idle = _gaps(engine, 100, 10.0, lambda: False)
+        long = tuple(random_prompt(prompt_len, decoder.config.vocab_size))
+        end = replace(endless, max_tokens=8)
+        output = engine.add_request(Request(request_id="long", prompt_token_ids=long, sampling=end))
+        engine.step()
+        busy = _gaps(engine, 1000, 20.0, lambda output=output: bool(output.token_ids))  # type: ignore[misc]
+        yield {"chunk_len": chunk_len, "quantum_units": quantum or decoder.config.num_layers, "streams": num_rows - 1,
+               "prompt_len": prompt_len, "steps_while_prefilling": len(busy),
+               **{f"idle_p{q}_ms": _percentile(idle, q) for q in (50, 99)},
+               **{f"busy_p{q}_ms": _percentile(busy, q) for q in (50, 99)},
+               "p99_ratio": _percentile(busy, 99) / _percentile(idle, 99)}  # fmt: skip
+        del engine, runner
+        bench.device.free()
+
+
+def _gaps(engine: Engine, steps: int, limit_s: float, is_over: Callable[[], bool]) -> list[float]:
+    """Milliseconds of each step; every step gives each stream a token."""
+    gaps: list[float] = []
+    began = last = perf_counter()
+    while len(gaps) < steps and last - began < limit_s and not is_over():
+        engine.step()
+        now = perf_counter()
+        gaps.append((now - last) * 1e3)
+        last = now
+    return gaps
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]

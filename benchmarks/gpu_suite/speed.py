@@ -1,0 +1,94 @@
+"""Sections on ceilings and decode: bandwidth, decode against it, and the largest batch that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_suite.models import decode_seconds, decoder_of, make_runner, use_executor
+from benchmarks.gpu_suite.suite import Bench, Figures
+from snapstream.cache.layout import num_visible, row_bytes
+from snapstream.memory import engine_memory
+from snapstream.planning import decode_weight_bytes
+
+
+def ceilings(bench: Bench) -> Figures:
+    """Read, copy and matrix-product rates; the shares of the other sections refer to these."""
+    device, small = bench.device, bench.is_smoke
+    data = torch.ones((2**20 if small else 2**32), dtype=torch.uint8, device=device.name).view(torch.float32)
+    other = torch.empty_like(data)
+    copy = 2 * data.nbytes / device.seconds(lambda: other.copy_(data), 5)
+    read = data.nbytes / device.seconds(lambda: torch.sum(data), 5)
+    maximum = data.nbytes / device.seconds(lambda: torch.amax(data), 5)
+    data = other = torch.empty(0)
+    side = 256 if small else 8192
+    a = torch.randn(side, side, device=device.name, dtype=device.dtype)
+    rate = 2 * side**3 / device.seconds(lambda: a @ a, 10)
+    bench.ceilings |= {
+        "copy_gb_per_s": copy / 1e9,
+        "read_gb_per_s": max(read, maximum) / 1e9,
+        "tflop_per_s": rate / 1e12,
+    }
+    yield {"read_sum_gb_per_s": read / 1e9, "read_max_gb_per_s": maximum / 1e9, **bench.ceilings}
+
+
+def decode(
+    model: str, points: list[tuple[int, list[int], int]], executors: tuple[str, ...]
+) -> Callable[[Bench], Figures]:
+    """Decode of ``model`` for points of (slots, batches, tokens of context), with each executor."""
+
+    def section(bench: Bench) -> Figures:
+        decoder = decoder_of(bench, model)
+        for slots, batches, context in _smaller(bench, points):
+            max_len = max(context + 256, slots)
+            runner = make_runner(bench, decoder, slots, max(batches), max_len, chunk_len=min(512, slots))
+            for batch in batches:
+                for executor in executors:
+                    use_executor(bench, runner, executor, batch)
+                    seconds = decode_seconds(bench, runner, batch, context, steps=20)
+                    yield {"model": model, "executor": executor, "slots": slots, "context": context,
+                           **_rates(bench, decoder.config, batch, slots, context, seconds)}  # fmt: skip
+            del runner
+            bench.device.free()
+
+    return section
+
+
+def largest_batch(bench: Bench) -> Figures:
+    """As many rows as fit for prompts of 128k tokens: full rows, 32k and 8k slots; decode at that batch."""
+    decoder = decoder_of(bench, "llama_8b")
+    prompt = 512 if bench.is_smoke else 131_072 - 256
+    first = 0.0
+    for slots in (768, 192, 64) if bench.is_smoke else (131_072, 32_768, 8192):
+        max_len = prompt + 256
+        bench.device.free()
+        memory = engine_memory(decoder.config, slots, max_len, chunk_len=512, dtype=bench.device.dtype_name,
+                               device=bench.device.name)  # fmt: skip
+        free = bench.device.free_bytes() + decoder.weights.num_bytes  # the weights are there already
+        batch = min(memory.rows_that_fit(free), 4 if bench.is_smoke else 256)
+        runner = make_runner(bench, decoder, slots, batch, max_len, chunk_len=512)
+        use_executor(bench, runner, "graph", batch)
+        seconds = decode_seconds(bench, runner, batch, prompt, steps=20)
+        figure = {"slots": slots, "prompt_len": prompt, "planned_gib": (memory.fixed_bytes + batch * (
+            memory.row_bytes + memory.batch_bytes)) / 2**30, "peak_gib": bench.device.peak_bytes() / 2**30,
+            **_rates(bench, decoder.config, batch, slots, prompt, seconds)}  # fmt: skip
+        first = first or figure["tokens_per_s"]
+        yield {**figure, "speedup_over_full": figure["tokens_per_s"] / first}
+        del runner
+        bench.device.free()
+
+
+def _rates(bench: Bench, config: Any, batch: int, slots: int, context: int, seconds: float) -> dict[str, Any]:
+    size = bench.device.dtype_bytes
+    read = decode_weight_bytes(config, size) + batch * row_bytes(config, num_visible(context, slots), size)
+    found = {"batch": batch, "step_ms": seconds * 1e3, "tokens_per_s": batch / seconds,
+             "gb_per_step": read / 1e9, "gb_per_s": read / seconds / 1e9}  # fmt: skip
+    if bench.ceilings:
+        found["share_of_read"] = found["gb_per_s"] / bench.ceilings["read_gb_per_s"]
+    return found
+
+
+def _smaller(bench: Bench, points: list[tuple[int, list[int], int]]) -> list[tuple[int, list[int], int]]:
+    return [(64, [1, 3], 200)] if bench.is_smoke else points
