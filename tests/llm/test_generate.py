@@ -245,7 +245,13 @@ def test_what_is_no_sampling_params_is_named(llm: LLM, params: Any) -> None:
         ({"role": "user", "content": "x"}, "messages is dict"),
         ([{"role": "usr", "content": "x"}], "role 'usr'"),
         ([{"role": "user"}], "content of a user message is NoneType"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "content of a user message is list"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            r"content\[0\] has the type 'image_url'",
+        ),
+        ([{"role": "user", "content": "x", "tool_calls": [1]}], "belongs to the assistant"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "not valid JSON"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}], "a JSON object"),
     ],
 )
 def test_what_is_no_conversation_is_named(llm: LLM, messages: Any, message: str) -> None:
@@ -253,11 +259,17 @@ def test_what_is_no_conversation_is_named(llm: LLM, messages: Any, message: str)
         llm.chat(messages, GREEDY)
 
 
-def test_text_parts_are_joined(llm: LLM) -> None:
+def test_text_parts_are_joined_by_newlines(llm: LLM) -> None:
+    """As the server does, and others: the same messages shall be the same tokens wherever they are sent."""
     parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
     assert llm.chat_token_ids([{"role": "user", "content": parts}]) == llm.chat_token_ids(
-        [{"role": "user", "content": "Hello"}]
+        [{"role": "user", "content": "He\nllo"}]
     )
+
+
+def test_developer_is_system_where_a_template_does_not_know_it(llm: LLM) -> None:
+    ids = [llm.chat_token_ids([{"role": role, "content": "Be brief."}]) for role in ("developer", "system", "user")]
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_open_streams_and_generate_share_the_engine(llm: LLM) -> None:
@@ -326,7 +338,7 @@ def test_settings_that_cannot_work_are_refused_at_start(checkpoint: Path) -> Non
         LLM(checkpoint, executor="looped")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype is 'int8'"):
         LLM(checkpoint, dtype="int8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="GiB of weights, 100000000"):
+    with pytest.raises(ValueError, match="of weights, 100000000 "):
         LLM(checkpoint, budget="full", max_rows=100_000_000)
     for name, value in (("max_rows", 0), ("max_rows", 2.0), ("max_rows", "2"), ("chunk_len", None)):
         with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be a whole number >= 1"):

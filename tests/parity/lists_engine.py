@@ -61,21 +61,30 @@ class ListsEngine:
 
     def _compress(self, layer: int, q: Tensor, k: Tensor, prompt_len: int) -> None:
         budget, config = self.budget, self.snapkv
-        start, stop = budget.num_sink, prompt_len - budget.num_recent
+        start, stop = budget.num_sink, prompt_len - budget.num_window - budget.num_recent
         spare = max(0, min(stop - start, budget.num_topk))  # top-k slots that this prompt fills
+        window = set(range(prompt_len - budget.num_window, prompt_len))
         heads = range(len(self.cells[layer]))
         for head in heads:
-            self.frozen[layer][head] = set(range(start + spare))
+            self.frozen[layer][head] = set(range(start + spare)) | window
         if prompt_len <= budget.capacity:
             return
-        window = q[-config.window_len :].tolist()
+        queries = q[-config.window_len :].tolist()
         keys = k.transpose(0, 1).tolist()
         over_row, group_max = config.softmax_over == "row", config.group_reduce == "max"
-        scores = row_by_lists.votes(window, keys, start, stop, over_row, group_max)
+        scores = row_by_lists.votes(queries, keys, start, stop, over_row, group_max)
+        latest = total = [row_by_lists.normalised(own) for own in scores]
+        for _ in range(config.num_hops):
+            latest = row_by_lists.hop(latest, q.tolist(), keys, start, config.window_len)
+            total = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(total, latest, strict=True)]
         for head in heads:
-            smooth = row_by_lists.pooled(scores[head], config.pool_kernel, config.pooling)
-            chosen = {start + i for i in row_by_lists.best(smooth, budget.num_topk)}
-            kept = set(range(start)) | chosen
+            own_votes = row_by_lists.pooled(scores[head], config.pool_kernel, config.pooling)
+            smooth = row_by_lists.pooled(total[head], config.pool_kernel, config.pooling)
+            if config.selection == "random":
+                smooth = [row_by_lists.chance(layer, head, p) for p in range(start, stop)]
+                own_votes = smooth
+            chosen = {start + i for i in row_by_lists.best_with_hops(own_votes, smooth, budget.num_topk)}
+            kept = set(range(start)) | chosen | window
             self.frozen[layer][head] = kept
             own = self.cells[layer][head]
             self.cells[layer][head] = [cell for cell in own if cell[0] in kept or cell[0] >= stop]

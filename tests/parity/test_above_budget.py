@@ -17,13 +17,17 @@ from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.lists_engine import ListsEngine
 
 CASES = [
-    # budget, snapkv: generous ring, small ring, StreamingLLM, no sinks, R = 1, window longer than the prompt
+    # budget, snapkv: generous ring, small ring, StreamingLLM, no sinks, R = 1, window longer than the prompt,
+    # the window stays, random selection, hops
     (KVBudget(num_sink=4, num_topk=12, num_recent=16), SnapKVConfig(window_len=8)),
     (KVBudget(num_sink=2, num_topk=20, num_recent=3), SnapKVConfig(window_len=8, pool_kernel=5, pooling="max")),
     (KVBudget(num_sink=4, num_topk=0, num_recent=12), SnapKVConfig(window_len=8)),
     (KVBudget(num_sink=0, num_topk=16, num_recent=8), SnapKVConfig(window_len=4, softmax_over="row")),
     (KVBudget(num_sink=1, num_topk=30, num_recent=1), SnapKVConfig(window_len=4, group_reduce="max")),
     (KVBudget(num_sink=4, num_topk=40, num_recent=4), SnapKVConfig(window_len=44, pool_kernel=1)),
+    (KVBudget(num_sink=4, num_topk=12, num_window=8, num_recent=7), SnapKVConfig(window_len=8)),
+    (KVBudget(num_sink=2, num_topk=12, num_recent=8), SnapKVConfig(window_len=4, selection="random")),
+    (KVBudget(num_sink=2, num_topk=12, num_recent=8), SnapKVConfig(window_len=4, num_hops=2)),
 ]
 LENGTHS = (3, 17, 33, 48, 60)
 

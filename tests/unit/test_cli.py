@@ -44,11 +44,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    for command in ("plan", "generate", "serve", "demo"):
+    for command in ("plan", "generate", "serve", "compress", "demo"):
         assert f"\n  {command} " in out
 
 
-@pytest.mark.parametrize("command", ["plan", "generate", "serve"])
+@pytest.mark.parametrize("command", ["plan", "generate", "serve", "compress"])
 def test_command_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"snapstream {command} " in capsys.readouterr().out.split("Examples:")[1]

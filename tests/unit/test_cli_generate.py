@@ -18,8 +18,8 @@ import snapstream
 from snapstream.cli import main
 from snapstream.cli_generate import encode_prompt, parse_budget, read_prompt, stream_answer, summary
 from snapstream.config import KVBudget
-from snapstream.llm import DEFAULT_BUDGET
 from snapstream.request import Compression, FinishReason, RequestOutput, SampleOutput, SamplingParams, Timings
+from snapstream.startup import DEFAULT_BUDGET
 
 SOURCE = Path(snapstream.__file__).parents[1]
 TINY = SOURCE / "snapstream" / "assets" / "tiny"

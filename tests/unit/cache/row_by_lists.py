@@ -39,6 +39,42 @@ def votes(queries, keys, start, stop, over_row, group_max):
     return scores
 
 
+def hop(scores, queries, keys, start, num_voters):
+    """The next round: the candidates with most votes vote in turn, by explicit loops; ``scores[G][n]``, normalised.
+
+    ``queries[N][H][E]`` and ``keys[G][N][E]`` are those of the whole prompt.
+    """
+    per_kv_head = len(queries[0]) // len(keys)
+    out = []
+    for g, own in enumerate(scores):
+        total = [0.0] * len(own)
+        for voter in best(own, num_voters):
+            for head in range(g * per_kv_head, (g + 1) * per_kv_head):
+                query = queries[start + voter][head]
+                others = [j for j in range(len(own)) if j != voter]
+                dots = [
+                    sum(a * b for a, b in zip(query, keys[g][start + j], strict=True)) / math.sqrt(len(query))
+                    for j in others
+                ]
+                weights = [math.exp(d - max(dots)) for d in dots]
+                for j, weight in zip(others, weights, strict=True):
+                    total[j] += own[voter] / per_kv_head * weight / sum(weights)
+        out.append(normalised(total))
+    return out
+
+
+def best_with_hops(own, total, count):
+    """Half of the choice, rounded up, by the window's own scores, the rest by those with hops."""
+    first = best(own, (count + 1) // 2)
+    rest = [score if i not in first else -1.0 for i, score in enumerate(total)]
+    return sorted(first + best(rest, count - len(first)))
+
+
+def normalised(scores):
+    """Scores that sum to 1, or zeros."""
+    return [score / sum(scores) for score in scores] if sum(scores) else scores
+
+
 def pooled(scores, width, kind):
     """One list smoothed with a centred window; outside the list there are zeros (avg) or nothing (max)."""
     half = width // 2
@@ -55,32 +91,54 @@ def best(scores, count):
     return sorted(order[:count])
 
 
-def row_after_prefill(prompt_len, num_sink, num_topk, num_recent, selected):
+def frozen_positions(prompt_len, num_sink, num_topk, num_window, num_recent, selected):
+    """Prompt positions that no later token may overwrite, in words: sinks, selected tokens, the end of the prompt.
+
+    A prompt that fits has selected nothing: in the place of selected tokens stand those right after the sinks that the
+    window and a full ring would leave over.
+    """
+    frozen = list(range(min(num_sink, prompt_len)))
+    if prompt_len > num_sink + num_topk + num_window + num_recent:
+        return frozen + list(selected) + list(range(prompt_len - num_window, prompt_len))
+    spare = prompt_len - len(frozen) - num_window - num_recent
+    frozen += range(len(frozen), len(frozen) + max(0, spare))
+    return frozen + list(range(max(len(frozen), prompt_len - num_window), prompt_len))
+
+
+def row_after_prefill(prompt_len, num_sink, num_topk, num_window, num_recent, selected):
     """Slots of a row after prefill; ``selected`` are the chosen positions, used only when the prompt does not fit."""
-    capacity = num_sink + num_topk + num_recent
-    row = [None] * capacity
+    capacity = num_sink + num_topk + num_window + num_recent
+    frozen = frozen_positions(prompt_len, num_sink, num_topk, num_window, num_recent, selected)
+    others = [p for p in range(prompt_len) if p not in frozen]
     if prompt_len <= capacity:
-        row[:prompt_len] = range(prompt_len)
-        return row
-    row[:num_sink] = range(num_sink)
-    row[num_sink : num_sink + num_topk] = selected
-    # The ring is whatever is left after the newest tokens have been fed one by one, oldest overwritten first.
-    ring = num_sink + num_topk
-    for position in range(ring, prompt_len):
-        row[ring + (position - ring) % num_recent] = position
-    return row
+        return frozen + others + [None] * (capacity - prompt_len)
+    # The ring is a circle: walk it so that after its newest token comes the slot whose turn it is, that of the oldest.
+    others = others[-num_recent:]
+    turn = (prompt_len - len(frozen)) % num_recent
+    ring = [None] * num_recent
+    for position in others:
+        ring[turn] = position
+        turn = (turn + 1) % num_recent
+    return frozen + ring
 
 
-def feed(row, prompt_len, num_sink, num_topk, num_recent, count):
+def feed(row, frozen, prompt_len, count):
     """Feed ``count`` more tokens to a row; returns the row and, per token, the set of positions it sees."""
     row = list(row)
-    frozen = num_sink + min(max(prompt_len - num_sink - num_recent, 0), num_topk)
     seen = []
     for position in range(prompt_len, prompt_len + count):
+        movable = [slot for slot in range(len(row)) if row[slot] is not None and row[slot] not in frozen]
         if None in row:
             row[row.index(None)] = position
         else:
-            oldest = min(range(frozen, len(row)), key=lambda slot: row[slot])
-            row[oldest] = position
+            row[min(movable, key=lambda slot: row[slot])] = position
         seen.append({p for p in row if p is not None})
     return row, seen
+
+
+def chance(layer, head, position):
+    """The score of random selection: murmur3's finaliser of a mixture, upper 24 bits, in Python's own integers."""
+    word = (position * 0x1E3779B1 + head * 0x05EBCA6B + (layer + 1) * 0x42B2AE35) % 2**32
+    word = (word ^ word // 2**16) * 0x05EBCA6B % 2**32
+    word = (word ^ word // 2**13) * 0x42B2AE35 % 2**32
+    return ((word ^ word // 2**16) // 2**8) / 2**24

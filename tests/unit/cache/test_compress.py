@@ -34,14 +34,28 @@ def test_a_prompt_that_fits_is_kept_whole(prompt_len: int) -> None:
     assert cache.k[0].isnan().all() and cache.k[1, 1].isnan().all() and cache.k[1, 0, :, prompt_len:].isnan().all()
 
 
+def test_a_prompt_that_fits_moves_its_window_in_front_of_the_ring() -> None:
+    cache, keys, values = _cache(), torch.randn(2, 9, 4), torch.randn(2, 9, 4)
+    budget = KVBudget(num_sink=2, num_topk=4, num_window=3, num_recent=5)
+    assert write_rows(cache, 1, (0, 2), keys, values, None, budget, SNAPKV) is None
+    order = [0, 1, 6, 7, 8, 2, 3, 4, 5]  # no token is selected yet; 2 will be the first to be overwritten
+    for row in (0, 2):
+        assert torch.equal(cache.k[1, row, :, :9], keys[:, order])
+        assert torch.equal(cache.v[1, row, :, :9], values[:, order])
+    assert cache.k[1, 1].isnan().all() and cache.k[1, 0, :, 9:].isnan().all()
+
+
 @pytest.mark.parametrize("prompt_len", [13, 14, 40])
-@pytest.mark.parametrize("budget", [BUDGET, KVBudget(num_sink=2, num_topk=0, num_recent=3)])
+@pytest.mark.parametrize(
+    "budget",
+    [BUDGET, KVBudget(num_sink=2, num_topk=0, num_recent=3), KVBudget(num_topk=2, num_window=3, num_recent=2)],
+)
 def test_a_longer_prompt_is_gathered_slot_by_slot(prompt_len: int, budget: KVBudget) -> None:
     torch.manual_seed(prompt_len)
     cache, keys, values = _cache(), torch.randn(2, prompt_len, 4), torch.randn(2, prompt_len, 4)
     queries = torch.randn(4, 4, 4) if budget.num_topk else None
     index = write_rows(cache, 0, (1,), keys, values, queries, budget, SNAPKV)
-    assert index is not None and torch.equal(index, kept_positions(queries, keys, budget, SNAPKV))
+    assert index is not None and torch.equal(index, kept_positions(queries, keys, 0, budget, SNAPKV))
     for head in range(2):
         for slot, position in enumerate(index[head].tolist()):
             assert torch.equal(cache.k[0, 1, head, slot], keys[head, position])
@@ -55,6 +69,6 @@ def test_selection_follows_the_attention() -> None:
     keys, queries = torch.zeros(2, 40, 4), torch.zeros(4, 4, 4)
     keys[0, 17], keys[1, 23] = 10.0, 10.0
     queries[:, :2], queries[:, 2:] = 1.0, 1.0
-    index = kept_positions(queries, keys, BUDGET, SNAPKV)
+    index = kept_positions(queries, keys, 0, BUDGET, SNAPKV)
     assert {16, 17, 18} <= set(index[0].tolist()) and {22, 23, 24} <= set(index[1].tolist())
     assert 23 not in index[0].tolist()[2:6] and 17 not in index[1].tolist()[2:6]

@@ -81,3 +81,16 @@ def test_kept_positions_are_reported_when_asked_for(runner: ModelRunner) -> None
     for head in (head for layer in kept for head in layer):
         assert len(head) == 4 and list(head) == sorted(set(head)) and head[0] >= 2 and head[-1] < 22
     assert result.prefilled["r1"].compression.kept_positions is None  # it fitted: nothing was chosen
+
+
+def test_what_was_kept_may_come_as_bits(runner: ModelRunner) -> None:
+    asked = SamplingParams(temperature=0.0, return_kept="bitmap")
+    job = JobSpec(job_id=1, staging_start=0, entries=(entry(30, 0, asked), entry(10, 1, asked)))
+    plan = StepPlan(step_id=0, opened_jobs=(job,), units=(UnitRange(1, 0, job.num_units(8, 2)),))
+    prefilled = runner.submit(plan).result().prefilled
+    told = prefilled["r0"].compression
+    assert told.kept_positions is None and told.kept_bitmap is not None
+    assert (told.kept_bitmap.num_layers, told.kept_bitmap.num_kv_heads, told.kept_bitmap.num_tokens) == (2, 2, 30)
+    bits = told.kept_bitmap.bits
+    assert [sum(byte.bit_count() for byte in bits[i : i + 4]) for i in range(0, 16, 4)] == [told.kept_tokens] * 4
+    assert prefilled["r1"].compression.kept_bitmap is None  # it fitted: nothing was chosen

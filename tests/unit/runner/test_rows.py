@@ -13,12 +13,16 @@ from snapstream.runner.rows import Rows
 budgets = st.builds(KVBudget, num_sink=st.integers(0, 5), num_topk=st.integers(0, 7), num_recent=st.integers(1, 7))
 
 
+def admit(rows: Rows, row: int, prompt_len: int, next_position: int, budget: KVBudget) -> None:
+    rows.admit(torch.tensor([row]), torch.tensor([rows.entry(prompt_len, next_position, budget)]))
+
+
 @settings(max_examples=200, deadline=None)
 @given(owners=st.lists(st.tuples(budgets, st.integers(1, 40)), min_size=3, max_size=3), fed=st.integers(1, 30))
 def test_slots_and_lengths_follow_the_layout(owners: list[tuple[KVBudget, int]], fed: int) -> None:
     rows = Rows(3, "cpu")
     for row, (budget, prompt_len) in enumerate(owners):
-        rows.admit((row,), prompt_len, prompt_len, budget)
+        admit(rows, row, prompt_len, prompt_len, budget)
     batch = torch.tensor([2, 0, 1])
     for step in range(fed):
         slots, lengths = rows.slots(batch).tolist(), rows.lengths(batch).tolist()
@@ -35,8 +39,8 @@ def test_slots_and_lengths_follow_the_layout(owners: list[tuple[KVBudget, int]],
 def test_a_step_leaves_other_rows_alone() -> None:
     rows = Rows(2, "cpu")
     budget = KVBudget(num_sink=1, num_topk=2, num_recent=3)
-    rows.admit((0,), 10, 12, budget)
-    rows.admit((1,), 4, 4, budget)
+    admit(rows, 0, 10, 12, budget)
+    admit(rows, 1, 4, 4, budget)
     rows.advance(torch.tensor([0]), torch.tensor([5]))
     assert rows.num_tokens.tolist() == [11, 4, 0]
     assert rows.next_position.tolist() == [13, 4, 0]  # position and ordinal of a trimmed prompt go their own ways

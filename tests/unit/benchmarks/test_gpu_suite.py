@@ -1,0 +1,55 @@
+"""The GPU suite runs from end to end on tiny shapes, and a failing or slow section costs only itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_suite import __main__ as command
+from benchmarks.gpu_suite.device import Device
+from benchmarks.gpu_suite.suite import Bench, Figures, Section, run
+
+# transformers' parts take long to import and to generate; they are run by hand with --smoke.
+QUICK = ["decode_8b", "prefill_8b", "largest_batch", "streams", "spec_prefill", "decode_small", "attention"]
+
+
+def test_smoke_run_fills_every_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "sub" / "gpu.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--out", str(out), "--smoke", "--only", *QUICK])
+    assert command.main() == 0
+    result = json.loads(out.read_text())
+    assert list(result["sections"]) == ["ceilings", *QUICK]
+    assert all(entry["figures"] and entry["error"] is None for entry in result["sections"].values())
+    assert result["ceilings"]["read_gb_per_s"] > 0 and result["torch"]
+    (prefill,) = result["sections"]["prefill_8b"]["figures"]
+    assert 0 < prefill["compress_share"] < 1
+    assert {figure["executor"] for figure in result["sections"]["decode_8b"]["figures"]} == {"graph", "eager"}
+
+
+def test_a_failing_section_keeps_its_figures_and_its_traceback(tmp_path: Path) -> None:
+    def fails(bench: Bench) -> Figures:
+        yield {"a": 1}
+        raise RuntimeError("no such kernel")
+
+    def endless(bench: Bench) -> Figures:
+        while True:
+            yield {"b": 2}
+
+    sections = [Section("fails", fails, 9), Section("endless", endless, 0.02), Section("late", fails, 9)]
+    out = tmp_path / "gpu.json"
+    run(sections[:2], Bench(Device("cpu"), True), 60, out, {"name": "x"})
+    found = json.loads(out.read_text())["sections"]
+    assert found["fails"]["figures"] == [{"a": 1}] and "no such kernel" in found["fails"]["error"]
+    assert found["endless"]["is_cut"] and found["endless"]["error"] is None
+    run(sections, Bench(Device("cpu"), True), 1, out, {"name": "x"})  # no time: nothing starts
+    found = json.loads(out.read_text())["sections"]
+    assert all(entry["is_cut"] and not entry["figures"] for entry in found.values())
+
+
+def test_a_section_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--out", str(tmp_path / "o"), "--smoke", "--only", "nonsense"])
+    with pytest.raises(SystemExit, match="no section nonsense"):
+        command.main()

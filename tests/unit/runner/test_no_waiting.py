@@ -1,0 +1,76 @@
+"""A submitted step asks the device for nothing, and sends it a number of parcels that does not grow with the rows.
+
+Both are shown without a GPU: tensors on the meta device have no values, so whatever reads one on the host raises; and a
+parcel is a tensor made of host numbers, which torch reports as ``lift_fresh``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from snapstream.config import EngineConfig, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.models.decoder import Decoder
+from snapstream.models.weights import DecoderWeights
+from snapstream.request import SamplingParams
+from snapstream.runner.model_runner import ModelRunner
+from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
+
+MODEL = ModelConfig(
+    architecture="Qwen3ForCausalLM", vocab_size=50, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=4, intermediate_size=24, max_position=64, qk_norm=True, eos_token_ids=(2,),
+)  # fmt: skip
+BUDGET = KVBudget(num_sink=2, num_topk=4, num_recent=8)
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=1, logprobs=2, min_tokens=2)
+
+
+class Parcels(TorchDispatchMode):
+    """Counts tensors made of host numbers, and numbers read from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.lift_fresh.default:
+            self.sent += 1
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a number was read from the device"
+        return func(*args, **(kwargs or {}))
+
+
+def runner_on(device: str) -> ModelRunner:
+    config = EngineConfig(
+        budget=BUDGET, max_model_len=64, max_rows=6, chunk_len=64, short_len=64, short_reserve=64,
+        snapkv=SnapKVConfig(window_len=4),
+    )  # fmt: skip
+    return ModelRunner(Decoder(MODEL, DecoderWeights.empty(MODEL, torch.float32, device)), config)
+
+
+def prefill(rows: tuple[int, ...], step_id: int = 0) -> StepPlan:
+    entry = PrefillEntry(
+        request_id="r", token_ids=tuple(range(3, 30)), rows=rows, seeds=rows, sampling=SAMPLED, budget=BUDGET
+    )
+    job = JobSpec(job_id=step_id, staging_start=0, entries=(entry,))
+    return StepPlan(step_id=step_id, opened_jobs=(job,), units=(UnitRange(step_id, 0, MODEL.num_layers),))
+
+
+def test_a_step_reads_nothing_from_the_device() -> None:
+    runner = runner_on("meta")
+    runner.submit(prefill((0, 3, 5)))
+    runner.submit(StepPlan(step_id=1, decode_rows=(0, 3, 5)))
+
+
+@pytest.mark.parametrize("rows", [(0,), (0, 3, 5), (0, 1, 2, 3, 4, 5)])
+def test_parcels_do_not_grow_with_the_rows(rows: tuple[int, ...]) -> None:
+    runner = runner_on("cpu")
+    for tensor in runner.decoder.weights.stored().values():
+        tensor.fill_(0.1)
+    with Parcels() as finish:
+        runner.submit(prefill(rows))
+    assert finish.sent <= 5  # token ids; rows and counters; the sampler's two kinds of numbers; one more to spare
+    with Parcels() as decode:
+        runner.submit(StepPlan(step_id=1, decode_rows=rows))
+    assert decode.sent == 1  # the row indices

@@ -1,0 +1,99 @@
+"""docs/accuracy.md and every plot show what is stored, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figures
+from benchmarks.svg import Line, Panel, chart
+from evals import cells, plots, tables
+from evals.arms import Arm, make_arm
+from evals.cells import Cell
+from evals.sweep import ARM, points_of
+from snapstream.assets import TINY_MODEL
+
+DOCS = figures.DOCUMENTS[1]
+
+
+def test_every_file_is_what_the_stored_results_give() -> None:
+    for path, text in figures.rendered().items():
+        assert path.read_text() == text, f"{path.name} is out of date; run python -m benchmarks.figures"
+
+
+def test_sections_of_the_accuracy_document_are_known() -> None:
+    text = DOCS.read_text()
+    names = [match[2] for match in figures.SECTION.finditer(text)]
+    assert len(names) == text.count("<!-- figures: ") == text.count("<!-- end -->") > 0
+    assert set(names) <= set(tables.SECTIONS) | set(plots.PLOTS)
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (DOCS.parent / target).exists(), target
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A few cells with known numbers."""
+    monkeypatch.setattr(cells, "RESULTS", tmp_path)
+
+    def write(task: str, arm: Arm, accuracy: float, prompts: int = 200) -> None:
+        cell = Cell(model=TINY_MODEL, task=task, arm=arm, prompt_len=2048, num_prompts=prompts)
+        cell.write(
+            {"accuracy": accuracy, "standard_error": 3.0, "accuracy_after_first_token": accuracy - 1,
+             "accuracy_by_reference": [90.0, 80.0, 70.0, 60.0], "row_bytes": 2**19}, 1.0,
+        )  # fmt: skip
+
+    for task, base in (("kv", 90.0), ("json", 80.0), ("variable", 50.0), ("recite", 40.0)):
+        longest = 192 if task == "recite" else 32
+        write(task, make_arm("full", 2048, 2048 + longest, longest), base + 9)
+        for part in (4, 8):
+            write(task, make_arm("snapstream", 2048 // part, 2080, 32), base - part)
+    write("kv", make_arm("snapstream", 512, 2080, 32), 1.0, prompts=20)  # fewer prompts: not shown
+    for i, point in enumerate(points_of("sinks", 256)):
+        write("kv", Arm(name=ARM, slots=256, budget=point.budget, snapkv=point.snapkv), 60.0 + i)
+    return tmp_path
+
+
+def test_tables_show_the_stored_cells(stored: Path) -> None:
+    text = tables.accuracy()
+    assert "| full attention | all | 0.50 MiB | 94.0 | 59.0 |" in text  # exact retrieval: (99 + 89) / 2
+    assert "| SnapStream | 1/4 | 0.50 MiB | 81.0 | 46.0 |" in text
+    detail = tables.tasks_table()
+    assert "| SnapStream | 1/8 | 82.0 ± 3.0 (81.0) | 72.0 ± 3.0 (71.0) |" in detail
+    assert "| SnapStream | 1/8 | 64 | 90.0 | 80.0 | 70.0 | 60.0 |" in tables.by_position()
+    sinks = tables.sweep_table("sinks")
+    assert "| S = 0 | 60.0 ± 3.0 |" in sinks and "| **S = 4** (default) | 62.0 ± 3.0 |" in sinks
+    with pytest.raises(ValueError, match="not measured; run python -m evals.sweep --sweeps pooling"):
+        tables.sweep_table("pooling")
+
+
+def test_a_group_that_is_not_whole_is_left_out(stored: Path) -> None:
+    missing = Cell(
+        model=TINY_MODEL, task="json", arm=make_arm("snapstream", 512, 2080, 32), prompt_len=2048, num_prompts=200
+    )
+    missing.path.unlink()
+    assert "| SnapStream | 1/4 | 0.50 MiB |  | 46.0 |" in tables.accuracy()
+
+
+def test_plots_show_the_stored_cells(stored: Path) -> None:
+    svg = plots.accuracy_plot()
+    assert svg.count("<polyline") == 3 and ">exact retrieval<" in svg and svg == plots.accuracy_plot()
+    assert plots.bytes_plot().count("<circle") == 2  # SnapStream at two budgets; full attention is a level
+
+
+def test_a_chart_puts_points_where_they_belong() -> None:
+    line = Line(name="a <line>", colour="#123456", points=[(0.0, 0.0, 0.0), (1.0, 100.0, 5.0)])
+    svg = chart([Panel(title="one", ticks=["x", "y"], lines=[line])], columns=1)
+    (path,) = re.findall(r'points="([^"]+)"', svg)
+    (x0, y0), (x1, y1) = (tuple(map(float, point.split(","))) for point in path.split())
+    assert x0 < x1 and y0 > y1 and y0 - y1 == pytest.approx(190 - 26 - 36)
+    assert "a &lt;line&gt;" in svg
+
+
+def test_what_was_not_measured_is_said_to_be_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "RESULTS", tmp_path)
+    text = "<!-- figures: chains -->\n<!-- end -->\n<!-- figures: accuracy_plot -->\n<!-- end -->\n"
+    shown = figures.render(text, DOCS)
+    assert shown.count("(not measured; run python -m evals.run)") == 2
+    assert figures.render(shown, DOCS) == shown

@@ -1,0 +1,139 @@
+"""``snapstream compress``: text in, shorter text out, report and page beside it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from snapstream.assets import TINY_MODEL
+from snapstream.assets.documents import make_document
+from snapstream.cli import main
+
+DOCUMENT = make_document(
+    family="single_number", seed=1, count_tokens=lambda text: len(text.split()), target_tokens=500, num_questions=1
+)
+(START, END), QUESTION = DOCUMENT.questions[0].spans[0], DOCUMENT.questions[0].text
+NEEDLE = DOCUMENT.text[START:END]
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text(DOCUMENT.text)
+    return file
+
+
+def test_file_in_text_out(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compress", str(text_file), "--query", QUESTION, "--keep", "0.2"]) == 0
+    captured = capsys.readouterr()
+    assert NEEDLE in captured.out and len(captured.out) < len(DOCUMENT.text) / 2
+    assert re.match(r"[\d,]+ to [\d,]+ draft tokens \(\d+\.\d%\) \| \d+ pieces \| draft \d", captured.err)
+    assert captured.err.count("\n") == 1
+
+
+def test_stdin_unchanged_when_nothing_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stdin:
+        buffer = io.BytesIO(b"short\r\n\tText \n")
+
+        def isatty(self) -> bool:
+            return False
+
+    monkeypatch.setattr(sys, "stdin", Stdin())
+    assert main(["compress", "--max-tokens", "50"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "short\r\n\tText \n"
+    assert captured.err.startswith("left as it is: ") and "fit the ceiling of 50" in captured.err
+
+
+def test_ceiling_in_target_tokens_and_report(
+    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    options = ["--target", str(TINY_MODEL), "--max-tokens", "200", "--look-ahead", "0", "--report", str(report)]
+    assert main(["compress", str(text_file), *options]) == 0
+    out = capsys.readouterr().out
+    stored = json.loads(report.read_text())
+    assert stored["is_applied"] and stored["counted_with"] == "target" and stored["tokens_after"] <= 200
+    (text,) = stored["texts"]
+    assert out == "\n[...]\n".join(DOCUMENT.text[a:b] for a, b in text["spans"])
+    assert {"start", "end", "score", "is_kept"} == set(text["chunks"][0]) and "text" not in text
+    assert main(["compress", str(text_file), *options[:-1], "-"]) == 0
+    assert json.loads(capsys.readouterr().err)["tokens_after"] == stored["tokens_after"]
+
+
+def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "chat.json"
+    messages = [
+        {"role": "system", "content": "Über."},
+        {"role": "user", "content": DOCUMENT.text * 2 + "\n\n" + QUESTION},
+    ]
+    file.write_text(json.dumps({"model": "m", "messages": messages}))
+    assert main(["compress", str(file), "--messages", "--max-tokens", "300"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed[0] == messages[0] and printed[1]["content"].endswith(QUESTION)
+    assert len(printed[1]["content"]) < len(DOCUMENT.text)
+
+
+class Reader(HTMLParser):
+    """Text inside ``pre``, and every tag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.tags, self.inside = "", set(), False
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+        self.inside = self.inside or tag == "pre"
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = self.inside and tag != "pre"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.inside else ""
+
+
+def test_page_escapes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nasty = "<script>alert(1)</script> & \"quoted\" 'x' </pre><img src=x onerror=y> "
+    text = nasty + DOCUMENT.text + nasty
+    file, page = tmp_path / "text.txt", tmp_path / "page.html"
+    file.write_text(text)
+    assert main(["compress", str(file), "--keep", "0.2", "--look-ahead", "0", "--html", str(page)]) == 0
+    reader = Reader()
+    reader.feed(page.read_text())
+    assert reader.text == text
+    assert not reader.tags & {"script", "img"} and {"pre", "span"} <= reader.tags
+    assert 'class="cut"' in page.read_text() and 'class="kept"' in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--keep", "2"], ["keep is 2"]),
+        (["--keep", "0"], ["keep is 0"]),
+        (["--keep", "0.5", "--max-tokens", "9"], ["exactly one"]),
+        (["--max-tokens", "0"], ["max_tokens is 0"]),
+        (["--mode", "poem"], ["poem"]),
+        (["--look-ahead", "-1"], ["look_ahead is -1"]),
+        (["--draft", "/nowhere"], ["/nowhere"]),
+        (["--target", "/nowhere"], ["/nowhere", "not a folder"]),
+        (["--delimiter", ""], ["delimiter is empty"]),
+        (["--messages"], ["--messages needs"]),
+    ],
+)
+def test_refusals_in_one_line(
+    text_file: Path, options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compress", str(text_file), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    for word in words:
+        assert word in captured.err

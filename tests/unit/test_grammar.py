@@ -1,0 +1,246 @@
+"""The compiler of grammars: masks against a program that tries every token, refusals, limits, kinds of tokenizers."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from snapstream import grammar as module
+from snapstream.assets import TINY_MODEL
+from snapstream.grammar import GrammarCompiler, Matcher
+from snapstream.request import MAX_GRAMMAR_CHARS, Grammar, SamplingParams
+
+END = 2
+TINY = (TINY_MODEL / "tokenizer.json").read_text(encoding="utf-8")
+
+
+def sentencepiece() -> str:
+    """Like Llama 2's: a mark for spaces, single bytes for what is not in the vocabulary."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": END}
+    for byte in range(256):
+        vocab[f"<0x{byte:02X}>"] = len(vocab)
+    for piece in [
+        "\u2581",
+        *'{}[]",:0123456789abcdefghijklmnopqrstuvwxyz',
+        "\u2581{",
+        '{"',
+        '":',
+        '"}',
+        "\u2581\u2581",
+    ]:
+        vocab[piece] = len(vocab)
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    core.normalizer = normalizers.Replace(" ", "\u2581")
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.add_special_tokens(["<s>", "</s>"])
+    return str(core.to_str())
+
+
+def byte_level(missing: str = "") -> str:
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(missing))
+    core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(["<pad>", "<bos>", "<eos>", *letters])}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<pad>", "<bos>", "<eos>"])
+    return str(core.to_str())
+
+
+def compiler_of(text: str = TINY, vocab_size: int | None = None, end_ids: tuple[int, ...] = (END,)) -> GrammarCompiler:
+    size = vocab_size or Tokenizer.from_str(text).get_vocab_size()
+    return GrammarCompiler(lambda: text, size, end_ids)
+
+
+def allowed(matcher: Matcher, compiler: GrammarCompiler) -> set[int] | None:
+    """Tokens that may follow; None if nothing may."""
+    words = np.zeros(compiler.num_words, dtype=np.int32)
+    if not matcher.fill(words):
+        return None
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+def write(compiler: GrammarCompiler, grammar: Grammar, seed: int, limit: int = 400) -> tuple[list[int], str | None]:
+    """Random allowed tokens to the end of the grammar, and its fault; None if the limit came first."""
+    matcher, draw, out = compiler.matcher(grammar), random.Random(seed), []
+    for _ in range(limit):
+        tokens = allowed(matcher, compiler)
+        if tokens is None:
+            return out, matcher.fault
+        out.append(draw.choice(sorted(tokens)))
+        matcher.take(out[-1])
+    return out, None
+
+
+@pytest.mark.parametrize("text", [TINY, byte_level(), sentencepiece()], ids=["tiny", "bytes", "sentencepiece"])
+def test_random_walks_give_what_the_grammar_says(text: str) -> None:
+    compiler, core = compiler_of(text), Tokenizer.from_str(text)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 4}},
+              "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
+    num_whole = 0
+    for seed in range(10):
+        ids, fault = write(compiler, Grammar.regex("[a-f]{2,5}-[0-9]{3}"), seed)
+        assert fault == ""
+        assert re.fullmatch("[a-f]{2,5}-[0-9]{3}", core.decode(ids))
+        ids, fault = write(compiler, Grammar.json_schema(schema), seed)
+        if fault is not None:  # an integer may be long
+            assert fault == ""
+            value = json.loads(core.decode(ids))
+            assert isinstance(value["a"], int) and isinstance(value["b"], str) and len(value) == 2
+            num_whole += 1
+    assert num_whole >= 5
+
+
+def test_masks_are_those_of_trying_every_token() -> None:
+    compiler, core = compiler_of(), Tokenizer.from_str(TINY)
+    options = ["yes", "no", "n0", "maybe so"]
+    matcher = compiler.matcher(Grammar.regex("yes|no|n0|maybe so"))
+    written, draw = "", random.Random(3)
+    while (tokens := allowed(matcher, compiler)) is not None:
+        fits = {token for token in range(6, 4608) if any(o.startswith(written + core.decode([token])) for o in options)}
+        assert tokens == fits | ({END} if written in options else set())
+        token = draw.choice(sorted(fits))
+        written += core.decode([token])
+        matcher.take(token)
+    assert written in options and matcher.fault == ""
+
+
+def test_an_end_token_only_where_the_text_is_complete() -> None:
+    compiler = compiler_of()
+    matcher = compiler.matcher(Grammar.regex("7+"))
+    seven = Tokenizer.from_str(TINY).token_to_id("7")
+    tokens = allowed(matcher, compiler)
+    assert tokens is not None and END not in tokens
+    matcher.take(seven)
+    tokens = allowed(matcher, compiler)
+    assert tokens is not None and {END, seven} <= tokens
+    matcher.take(END)
+    assert allowed(matcher, compiler) is None and matcher.fault == ""
+
+
+def test_a_dead_end_is_a_fault() -> None:
+    """The vocabulary cannot spell what the grammar wants."""
+    compiler = compiler_of(byte_level(missing="z"))
+    matcher = compiler.matcher(Grammar.regex("az"))
+    tokens = allowed(matcher, compiler)
+    assert tokens is not None and len(tokens) == 1
+    matcher.take(tokens.pop())
+    assert allowed(matcher, compiler) is None
+    assert matcher.fault.startswith("grammar: ")
+    with pytest.raises(ValueError, match="no text"):
+        compiler.matcher(Grammar.regex("z"))
+
+
+def test_copies_go_their_own_ways() -> None:
+    compiler = compiler_of()
+    core = Tokenizer.from_str(TINY)
+    one, other = (compiler.matcher(Grammar.regex("ab|cd")) for _ in range(2))
+    one.take(core.token_to_id("a"))
+    assert allowed(one, compiler) == {core.token_to_id("b")}
+    tokens = allowed(other, compiler)
+    assert tokens is not None and core.token_to_id("c") in tokens
+
+
+def test_a_token_that_was_not_allowed_is_a_fault_and_no_crash() -> None:
+    compiler = compiler_of()
+    matcher = compiler.matcher(Grammar.regex("ab"))
+    matcher.take(Tokenizer.from_str(TINY).token_to_id("x"))
+    assert allowed(matcher, compiler) is None
+    assert matcher.fault.startswith("grammar: ")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar.json_schema({"type": "nope"}), "nope"),
+        (Grammar.json_schema("[1"), "EOF"),
+        (Grammar.json_schema({"not": {}}), "not"),
+        (Grammar.json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
+        (Grammar.json_schema({"$ref": "https://example.com/x"}), "retriev"),
+        (Grammar.json_schema({"$ref": "#"}), "no text"),
+        (Grammar.json_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}), "Unsatisfiable"),
+        (Grammar.regex("("), "unclosed"),
+        (Grammar.regex(r"(a)\1"), "backreference"),
+        (Grammar.lark("begin: x"), "start"),
+        (Grammar.lark("start: <|unknown|>"), "unknown special token"),
+    ],
+)
+def test_refusals_name_the_reason(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        compiler_of().matcher(grammar)
+    assert str(caught.value).startswith("grammar: ") and len(str(caught.value)) < 400
+
+
+def test_not_strict_ignores_what_cannot_be_enforced() -> None:
+    schema = {"oneOf": [{"const": "a"}, {"const": "b"}], "not": {}}
+    with pytest.raises(ValueError, match="grammar: "):
+        compiler_of().matcher(Grammar.json_schema(schema))
+    ids, fault = write(compiler_of(), Grammar.json_schema(schema, strict=False), 0)
+    assert fault == "" and Tokenizer.from_str(TINY).decode(ids) in ('"a"', '"b"')
+
+
+def test_white_space_is_bounded() -> None:
+    compiler = compiler_of(byte_level())
+    core, draw = Tokenizer.from_str(byte_level()), random.Random(0)
+    matcher = compiler.matcher(Grammar.json_object())
+    space = {core.token_to_id(char) for char in ("\u0120", "\u010a", "\u0109")}
+    matcher.take(core.token_to_id("{"))
+    for length in range(60):
+        tokens = allowed(matcher, compiler)
+        assert tokens is not None
+        if not tokens & space:
+            assert 5 < length < 40
+            return
+        matcher.take(draw.choice(sorted(tokens & space)))
+    raise AssertionError("white space for ever")
+
+
+def test_padded_and_short_vocabularies() -> None:
+    """A model may have more rows of logits than the tokenizer has tokens, or fewer."""
+    for size in (4608, 4700, 4600):
+        compiler = compiler_of(vocab_size=size)
+        tokens = allowed(compiler.matcher(Grammar.regex("[a-z]+")), compiler)
+        assert tokens and max(tokens) < 4608 and compiler.num_words * 32 >= size
+
+
+def test_end_ids_are_needed_and_those_outside_the_vocabulary_ignored() -> None:
+    with pytest.raises(ValueError, match="end token"):
+        compiler_of(end_ids=(99999,)).matcher(Grammar.regex("a"))
+    compiler = compiler_of(end_ids=(END, 5, 99999))
+    matcher = compiler.matcher(Grammar.regex("a+"))
+    matcher.take(Tokenizer.from_str(TINY).token_to_id("a"))
+    tokens = allowed(matcher, compiler)
+    assert tokens is not None and {END, 5} <= tokens
+
+
+def test_compiled_grammars_are_kept_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_COMPILED", 2)
+    compiler = compiler_of()
+    first = compiler.prepare(Grammar.regex("a"))
+    assert compiler.prepare(Grammar.regex("a")) is first
+    for pattern in "bc":
+        compiler.matcher(Grammar.regex(pattern))
+    assert compiler.prepare(Grammar.regex("a")) is not first
+
+
+def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match="llguidance is not installed"):
+        compiler_of().matcher(Grammar.regex("a"))
+
+
+def test_what_a_grammar_may_be() -> None:
+    with pytest.raises(ValueError, match="grammar text has 0 characters"):
+        Grammar.regex("")
+    with pytest.raises(ValueError, match=str(MAX_GRAMMAR_CHARS)):
+        Grammar.lark("x" * (MAX_GRAMMAR_CHARS + 1))
+    with pytest.raises(ValueError, match="kind"):
+        Grammar(kind="yaml", text="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not plain JSON"):
+        Grammar.json_schema({"const": {1, 2}})
+    with pytest.raises(ValueError, match="must be a Grammar"):
+        SamplingParams(grammar={"type": "object"})  # type: ignore[arg-type]
