@@ -1,4 +1,4 @@
-# make install | demo | test | lint | format | clean      (make help)
+# make install | demo | test | test-clients | lint | format | clean      (make help)
 # Variables: PYTHON (3.11 or newer), PIP_ARGS (e.g. an index with CPU builds of torch), WORKERS (test processes).
 
 PYTHON   ?= python3
@@ -8,15 +8,16 @@ WORKERS  ?= 2
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := $(VENV)/.clients
 
 # One thread per process: the test workers are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test test-clients lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: $(STAMP) ## virtual environment .venv with the package (editable) and the development tools
 
@@ -24,6 +25,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: snapstream needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@# A CUDA build of torch brings its own Triton. Beside a CPU build this one interprets the kernels in the tests.
+	@$(BIN)/python -c 'import triton' 2> /dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) triton==3.6.0 || true
 	@touch $@
 
 demo: OMP_NUM_THREADS = $(shell getconf _NPROCESSORS_ONLN)
@@ -38,6 +41,13 @@ lint: $(STAMP) ## ruff, formatting, types, import contracts
 
 test: lint ## lint, then every test
 	$(BIN)/pytest -n $(WORKERS)
+
+test-clients: $(CLIENTS) ## install real clients (0.8 GB) and run them against a server
+	$(BIN)/pytest tests/clients tests/integrations
+
+$(CLIENTS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,clients]'
+	@touch $@
 
 format: $(STAMP) ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
