@@ -147,8 +147,8 @@ def test_an_example_is_answered_and_its_row_is_what_the_api_tells(
     assert f"kept by {sum(fact in head for head in heads[4:6])} of 2 heads" in line.inner_text()
     page.get_by_label("Head", exact=True).select_option("1")
     assert f"kept by {int(fact in heads[5])} of 1 heads" in line.inner_text()
-    # To a block that was not filled yet. The locator's click waits until a scrolling page stands still; one at coordinates
-    # read a moment before lands beside the strip.
+    # To a block that was not filled yet. The locator's click waits until a scrolling page stands still; a click at
+    # coordinates read a moment before can land beside the strip.
     wanted = 0.75 * count
     strip.click(position={"x": strip.bounding_box()["width"] * 0.75, "y": 10})
     page.wait_for_function(
