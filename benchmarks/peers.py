@@ -1,7 +1,8 @@
 """The same weights, prompts and greedy tokens in transformers' ``generate`` and here, in one run.
 
 Both sides get the same batch of equal-length prompts (the kindest case for a static batch) and decode with a full
-cache, so the difference is the engine, not the budget; a third arm shows the budget. The greedy tokens must agree.
+cache, so the difference is the engine, not the budget; further arms show the compiled decode step and the budget. The
+greedy tokens under a full cache must agree.
 
     python -m benchmarks.peers                 # the 100M shape, random weights
     python -m benchmarks.peers --model tiny    # the tiny model that ships
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,12 +41,13 @@ def transformers_run(folder: str, prompts: list[list[int]], new_tokens: int, rep
 
 
 def snapstream_run(
-    folder: str, prompts: list[list[int]], new_tokens: int, repeats: int, budget: int | str
+    folder: str, prompts: list[list[int]], new_tokens: int, repeats: int, budget: int | Literal["full"], executor: str
 ) -> tuple[float, list[Any]]:
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     max_len = len(prompts[0]) + new_tokens
     best, tokens = float("inf"), []
-    with LLM(folder, budget=budget, max_rows=len(prompts), max_model_len=max_len, progress=False) as llm:  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"max_rows": len(prompts), "max_model_len": max_len, "progress": False}
+    with LLM(folder, budget=budget, executor=executor, **settings) as llm:
         for _ in range(repeats):
             began = perf_counter()
             outputs = llm.generate(prompts, params)
@@ -58,8 +60,14 @@ def compare(folder: str, vocab_size: int, args: argparse.Namespace) -> list[dict
     prompts = [random_prompt(args.prompt_len, vocab_size, seed) for seed in range(args.rows)]
     theirs, want = transformers_run(folder, prompts, args.new_tokens, args.repeats)
     figures = [_figure("transformers generate", theirs, theirs, args)]
-    for name, budget in (("snapstream, full", "full"), ("snapstream, 1/4", args.prompt_len // 4)):
-        seconds, tokens = snapstream_run(folder, prompts, args.new_tokens, args.repeats, budget)
+    arms: list[tuple[str, int | Literal["full"], str]] = [
+        ("snapstream, full", "full", "eager"),
+        ("snapstream, full, compiled step", "full", "graph"),
+        ("snapstream, 1/4", args.prompt_len // 4, "eager"),
+        ("snapstream, 1/4, compiled step", args.prompt_len // 4, "graph"),
+    ]
+    for name, budget, executor in arms:
+        seconds, tokens = snapstream_run(folder, prompts, args.new_tokens, args.repeats, budget, executor)
         figure = _figure(name, seconds, theirs, args)
         same = sum(a == b for mine, other in zip(tokens, want, strict=True) for a, b in zip(mine, other, strict=True))
         figure["same_tokens"] = same / (args.rows * args.new_tokens)
