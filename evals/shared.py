@@ -32,8 +32,9 @@ class _SharedJob(PrefillJob):
 
     def __init__(self, runner: SharedRunner, spec: JobSpec) -> None:
         super().__init__(
-            spec, runner.decoder, runner.cache, runner.staging, runner.config.snapkv, runner.config.chunk_len
-        )
+            spec, runner.decoder, runner.cache, runner.staging, runner.config.snapkv, runner.config.chunk_len,
+            runner.prefill_attention,
+        )  # fmt: skip
         self._rules = runner.rules
         shape = (runner.decoder.config.num_heads, runner.decoder.config.head_dim)
         for prompt in self.prompts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Selection = Literal["snapkv", "random"]
@@ -18,6 +18,17 @@ Pooling = Literal["avg", "max"]
 SoftmaxOver = Literal["candidates", "row"]
 GroupReduce = Literal["sum", "max"]
 Executor = Literal["eager", "graph"]
+PrefillAttentionName = Literal[
+    "auto",
+    "reference",
+    "cpu",
+    "sdpa_flash",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "flash_attn",
+    "flash_attn_3",
+    "flashinfer",
+]
 DType = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -232,6 +243,7 @@ class EngineConfig:
     dtype: DType = "float32"  # weights, staging and rows
     device: str = "cpu"
     executor: Executor = "eager"
+    prefill_attention: PrefillAttentionName = "auto"  # kernels/prefill/ decides, and refuses what cannot serve
 
     def __post_init__(self) -> None:
         _set_counts(self, max_model_len=1, max_rows=1, chunk_len=1, short_len=1)
@@ -241,6 +253,11 @@ class EngineConfig:
             f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
         )
         _check(self.executor in EXECUTORS, f"executor is {self.executor!r}; it must be {' or '.join(EXECUTORS)}")
+        names = get_args(PrefillAttentionName)
+        _check(
+            self.prefill_attention in names,
+            f"prefill_attention is {self.prefill_attention!r}; it must be one of {', '.join(names)}",
+        )
         self.check_budget(self.budget)
         _check(
             self.pool_tokens > self.short_reserve,

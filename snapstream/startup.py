@@ -64,6 +64,17 @@ def check_executor(config: EngineConfig) -> None:
         raise ValueError("executor 'graph' compiles C++ on a CPU, and neither $CXX nor g++ is here; use 'eager'")
 
 
+def check_prefill_attention(model: ModelConfig, config: EngineConfig) -> str:
+    """Refuse a kernel that cannot serve on this device; returns the line that says which one will, and why."""
+    import torch
+
+    from snapstream.kernels.prefill.choice import choose
+    from snapstream.kernels.prefill.versions import Case
+
+    case = Case.of(torch.device(config.device), getattr(torch, config.dtype), model.head_dim, model.group_size)
+    return choose(config.prefill_attention, case).describe()
+
+
 def fit_rows(model: ModelConfig, config: EngineConfig, max_rows: MaxRows) -> EngineConfig:
     """``config`` with as many rows as were asked for, or as fit (``"auto"``, at most 256).
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_suite import peers, prompts, spec_prefill, speed
+from benchmarks.gpu_suite import attention, peers, prompts, spec_prefill, speed
 from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.suite import Bench, Section, run
 from benchmarks.machine import describe
@@ -32,7 +32,7 @@ def sections() -> list[Section]:
         Section("streams", prompts.streams, 75),
         *spec_prefill.sections,
         Section("decode_small", speed.decode("qwen3_06b", [(2048, [1, 8, 64], 8000)], both), 30),
-        Section("attention", prompts.attention, 30),
+        Section("attention", attention.attention, 45),
         Section("decode_1b", speed.decode("llama_1b", [(8192, [1, 16, 64], 131_000)], both), 30),
         Section("peers", peers.peers, 100),
         Section("peers_continuous", peers.continuous, 60),

@@ -1,4 +1,4 @@
-"""Sections on prefill: its speed and memory, its attention kernels, and what running streams notice of it."""
+"""Sections on prefill: its speed and memory, and what running streams notice of it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
-import torch
-
 from benchmarks.gpu_suite.models import GREEDY, decoder_of, make_runner, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import random_prompt
 from snapstream.engine.core import Engine
-from snapstream.kernels import sdpa
 from snapstream.request import Request, SamplingParams
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, StepResult, UnitRange
@@ -64,29 +61,6 @@ def prefill_once(bench: Bench, runner: ModelRunner, prompt_len: int) -> tuple[fl
     result = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()
     bench.device.sync()
     return perf_counter() - began, result
-
-
-def attention(bench: Bench) -> Figures:
-    """The ways to attend a chunk to what came before it, at the heads of an 8B model."""
-    heads, kv_heads, size = (4, 2, 16) if bench.is_smoke else (32, 8, 128)
-    ways: dict[str, Callable[..., torch.Tensor]] = {"lower_right": sdpa.prefill_attention}
-    if bench.device.is_cuda:
-        ways["split_cudnn"] = lambda q, k, v: sdpa.split(q, k, v, sdpa.cudnn)
-        ways["split_flash"] = lambda q, k, v: sdpa.split(q, k, v, sdpa.flash)
-    for chunk, keys in [(32, 96)] if bench.is_smoke else [(512, 32_768), (2048, 32_768), (4096, 131_072), (4096, 4096)]:
-
-        def make(n: int, tokens: int) -> torch.Tensor:
-            return torch.randn(n, tokens, size, device=bench.device.name, dtype=bench.device.dtype)
-
-        q, k, v = make(heads, chunk).transpose(0, 1).contiguous(), make(kv_heads, keys), make(kv_heads, keys)
-        flop = 4 * heads * size * chunk * (keys - chunk / 2)
-        for name, way in ways.items():
-            try:
-                seconds = bench.device.seconds(lambda way=way, q=q, k=k, v=v: way(q, k, v), 5)  # type: ignore[misc]
-            except RuntimeError as error:  # a kernel that this device or these shapes do not have
-                yield {"way": name, "chunk": chunk, "keys": keys, "error": str(error).splitlines()[0]}
-                continue
-            yield {"way": name, "chunk": chunk, "keys": keys, "ms": seconds * 1e3, "tflop_per_s": flop / seconds / 1e12}
 
 
 def streams(bench: Bench) -> Figures:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapstream.kernels import ops, reference, scores, sdpa
+from snapstream.kernels import ops, reference, scores
 from snapstream.kernels.cpu import attention as cpu_attention
 from snapstream.kernels.cpu import linear as cpu_linear
+from snapstream.kernels.prefill.choice import automatic
 
 Version = Literal["triton", "plain"]
 
@@ -52,11 +53,9 @@ def runs_triton(tensor: Tensor) -> bool:
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See ``reference.prefill_attention``."""
-    if q.is_cuda:
-        return sdpa.prefill_attention(q, k, v)
-    version = cpu_attention if q.device.type == "cpu" else reference
-    return version.prefill_attention(q, k, v)
+    """See ``reference.prefill_attention``; by the table of ``prefill/``: for callers without an engine."""
+    num_heads, head_dim = q.shape[1:]
+    return automatic(q.device, q.dtype, head_dim, num_heads // k.shape[0]).attend(q, k, v)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from torch.nn.attention.bias import causal_lower_right
 # q, k, v [1, heads, tokens, E] and whether causal -> output and log-sum-exp [1, H, T]
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
+_efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``."""
@@ -49,6 +51,16 @@ def split(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
     return torch.lerp(own, before, share)[0].transpose(0, 1)
 
 
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See ``reference.prefill_attention``; through cuDNN. Every new pair of lengths costs it a plan on the host."""
+    return split(q, k, v, cudnn)
+
+
+def by_efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See ``reference.prefill_attention``; through the memory-efficient kernel, which also takes fp32."""
+    return split(q, k, v, efficient)
+
+
 def cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """cuDNN's kernel for ``split``; half precision on an NVIDIA GPU."""
     found: Any = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
@@ -59,3 +71,21 @@ def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Ten
     """The flash kernel for ``split``; half precision on an NVIDIA GPU."""
     found: Any = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
     return found[0], found[1]
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """The memory-efficient kernel for ``split``; fp32 too, on an NVIDIA GPU.
+
+    It wants as many kv heads as query heads. The causal square repeats them, a chunk's worth; over the keys before it
+    there is no mask, so the query heads of a group stand one after the other as queries of one head.
+    """
+    _, num_heads, num_queries, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
+    if is_causal:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    else:
+        q = q.reshape(1, num_kv_heads, group * num_queries, head_dim)
+    found: Any = _efficient(q, k, v, None, True, 0.0, is_causal)
+    lse = found[1][:, :, : q.shape[2]]  # padded to whole tiles
+    return found[0].reshape(1, num_heads, num_queries, head_dim), lse.reshape(1, num_heads, num_queries)

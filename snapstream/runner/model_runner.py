@@ -6,6 +6,8 @@ is ``engine/``), nor on what a layer computes (``models/``).
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from snapstream.cache import layout
@@ -13,6 +15,8 @@ from snapstream.cache.kept import kept_bitmap, selected_positions
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import DTYPE_BYTES, EngineConfig
 from snapstream.grammar import GrammarCompiler
+from snapstream.kernels.prefill.choice import choose
+from snapstream.kernels.prefill.versions import Case
 from snapstream.layers.logprobs import prompt_logprobs
 from snapstream.layers.sampler import sample
 from snapstream.layers.sampling_state import NewRow, SamplingNeeds, SamplingState
@@ -26,6 +30,8 @@ from snapstream.runner.results import FinishedPrompt, SubmittedStep
 from snapstream.runner.rows import Rows
 from snapstream.runner.staging import StagingPool
 from snapstream.step import JobSpec, StepPlan
+
+logger = logging.getLogger(__name__)
 
 _LOGITS_TOKENS = 256  # prompt log-probabilities are taken for this many tokens at a time: [256, V] fp32
 
@@ -48,6 +54,9 @@ class ModelRunner:
         self.rows = Rows(config.max_rows, device)
         self.staging = StagingPool(model, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
+        case = Case.of(device, dtype, model.head_dim, model.group_size)
+        self.prefill_attention = choose(config.prefill_attention, case)
+        logger.info(self.prefill_attention.describe())
         self._decode = make_decode(decoder, self.cache, self.rows, self.sampling, config, progress)
         # Some checkpoints name end tokens that their vocabulary does not have; they can never be drawn.
         self._end_ids = tuple(token for token in model.eos_token_ids if 0 <= token < model.vocab_size)
@@ -88,7 +97,15 @@ class ModelRunner:
         return step
 
     def _open_job(self, spec: JobSpec) -> PrefillJob:
-        return PrefillJob(spec, self.decoder, self.cache, self.staging, self.config.snapkv, self.config.chunk_len)
+        return PrefillJob(
+            spec,
+            self.decoder,
+            self.cache,
+            self.staging,
+            self.config.snapkv,
+            self.config.chunk_len,
+            self.prefill_attention,
+        )
 
     def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
         """Sample the first token of every row of the job and hand the rows to decode."""

@@ -9,6 +9,7 @@ the jobs; ``cache/compress.py`` writes the rows.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import SnapKVConfig
+from snapstream.kernels.prefill.choice import PrefillAttention
+from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.layers.rope import CosSin
 from snapstream.layers.upload import upload
 from snapstream.models.decoder import Decoder
@@ -54,8 +57,11 @@ class PrefillJob:
         staging: StagingPool,
         snapkv: SnapKVConfig,
         chunk_len: int,
+        attention: PrefillAttention,
     ) -> None:
         self.spec = spec
+        self._attention = attention
+        self._lens: dict[int, PackedLens] = {}  # by chunk; the same in every layer
         self._decoder, self._cache, self._staging, self._snapkv = decoder, cache, staging, snapkv
         self._chunk_len = chunk_len
         self._num_chunks = spec.num_chunks(chunk_len)
@@ -105,7 +111,9 @@ class PrefillJob:
         hidden = self._decoder.embed(self.token_ids[own]) if layer == 0 else self.hidden[own]  # [T, D]
         rope = self._decoder.rope(self._positions[own], self._seq_lens[own])
         segments = list(self._segments(start, stop))
-        view = StagingView(self._staging.k, self._staging.v, segments)
+        view = StagingView(
+            self._staging.k, self._staging.v, segments, self._attention, self._packed_lens(chunk, segments)
+        )
         if layer < self._num_layers - 1 or self._needs_all_outputs:
             attended = self._attend(layer, hidden, rope, segments, view)  # q, k and v are gone before the MLP runs
             self.hidden[own] = self._decoder.finish(layer, hidden, attended)
@@ -121,6 +129,20 @@ class PrefillJob:
             low, high = max(start, prompt.job_start), min(stop, prompt.job_start + prompt.prompt_len)
             if low < high:
                 yield Segment(index, low - start, high - low, low - prompt.job_start, prompt.staging_start)
+
+    def _packed_lens(self, chunk: int, segments: list[Segment]) -> PackedLens | None:
+        """Lengths of the prompts of a chunk, on the device; None where each is attended by a call of its own."""
+        if len(segments) == 1 or self._attention.attend_packed is None:
+            return None
+        if chunk not in self._lens:
+            queries, keys = [part.length for part in segments], [part.num_keys for part in segments]
+            ends = upload(
+                [list(accumulate(queries, initial=0)), list(accumulate(keys, initial=0))],
+                torch.int32,
+                self.hidden.device,
+            )
+            self._lens[chunk] = PackedLens(ends[0], ends[1], max(queries), max(keys))
+        return self._lens[chunk]
 
     def _keep_queries(self, segments: list[Segment], q: Tensor) -> None:
         """Copy the last queries of prompts that lie in this chunk (a window may span chunks)."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from snapstream.cache.kv_cache import KVCache
 from snapstream.kernels import dispatch
 from snapstream.kernels.cpu import ops  # noqa: F401 - registers the operator below
+from snapstream.kernels.prefill.choice import PrefillAttention
+from snapstream.kernels.prefill.packages import PackedLens
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,34 @@ class Segment:
     def chunk_slice(self) -> slice:
         return slice(self.chunk_start, self.chunk_start + self.length)
 
+    @property
+    def num_keys(self) -> int:
+        """Tokens of the prompt that are staged once this part is."""
+        return self.prompt_start + self.length
+
+    @property
+    def staging_stop(self) -> int:
+        """Where they end in the staging pool."""
+        return self.staging_start + self.num_keys
+
 
 class StagingView:
-    """Attention of a chunk of packed prompts against the staging buffer of one layer."""
+    """Attention of a chunk of packed prompts against the staging buffer of one layer, nothing of it padded.
 
-    def __init__(self, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> None:
+    With ``lens`` several prompts are attended in one call, else one after the other. Their keys lie side by side in
+    the pool, because the prompts of a job do and all but the last of a chunk end in it.
+    """
+
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        segments: Sequence[Segment],
+        attention: PrefillAttention,
+        lens: PackedLens | None = None,
+    ) -> None:
         self._k, self._v = k, v  # [G, P, E], P tokens of pool
-        self._segments = segments
+        self._segments, self._attention, self._lens = segments, attention, lens
 
     def stage(self, k: Tensor, v: Tensor) -> None:
         """Store the chunk's keys and values ``[T, G, E]``."""
@@ -49,14 +72,16 @@ class StagingView:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stage the chunk, then causal attention per prompt: ``q [T, H, E]`` -> ``[T, H, E]``."""
         self.stage(k, v)
+        if self._lens is not None and self._attention.attend_packed is not None:
+            seen = slice(self._segments[0].staging_start, self._segments[-1].staging_stop)
+            return self._attention.attend_packed(q, self._k[:, seen], self._v[:, seen], self._lens)
         parts = [self.attend_last(segment, q[segment.chunk_slice]) for segment in self._segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend_last(self, segment: Segment, q: Tensor) -> Tensor:
         """Attention of the last ``q.shape[0]`` staged tokens of a segment."""
-        end = segment.staging_start + segment.prompt_start + segment.length
-        seen = slice(segment.staging_start, end)
-        return dispatch.prefill_attention(q, self._k[:, seen], self._v[:, seen])
+        seen = slice(segment.staging_start, segment.staging_stop)
+        return self._attention.attend(q, self._k[:, seen], self._v[:, seen])
 
 
 class RowsView:

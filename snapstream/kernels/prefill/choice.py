@@ -1,0 +1,136 @@
+"""Which kernel attends a prefill chunk: the first of the table's order that this machine has and that answers rightly.
+
+On a GPU every candidate first answers a small case (a chunk behind other keys, and two packed prompts) that is compared
+with the reference; one that raises, or is wrong, is passed over with its reason. Invariant: a choice is made once, at
+start-up, and says why; a kernel that was asked for by name and cannot serve is an error, never replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels import reference
+from snapstream.kernels.prefill.packages import PackedLens
+from snapstream.kernels.prefill.table import lookup
+from snapstream.kernels.prefill.versions import VERSIONS, Attend, AttendPacked, Case, Version
+
+TOLERANCE = 0.03  # of a trial in half precision; fp32 may use tf32 products
+_SHOWN = 3  # reasons that a start-up line has room for
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAttention:
+    """The kernels of an engine's prefill."""
+
+    name: str
+    attend: Attend
+    packed_name: str  # "loop": short prompts that share a chunk are attended one by one
+    attend_packed: AttendPacked | None
+    why: str
+
+    def describe(self) -> str:
+        """One line for the start."""
+        packed = "a call per prompt" if self.attend_packed is None else f"one call ({self.packed_name})"
+        return f"prefill attention: {self.name} ({self.why}); short prompts that share a chunk: {packed}"
+
+
+def choose(name: str, case: Case) -> PrefillAttention:
+    """The kernel of that name, or by the table (``"auto"``). ValueError for one that cannot serve here."""
+    if name != "auto":
+        version = VERSIONS.get(name)
+        if version is None:
+            raise ValueError(f"prefill_attention is {name!r}; it must be auto or one of {', '.join(VERSIONS)}")
+        if problem := problem_of(version, case):
+            raise ValueError(f"prefill_attention {name!r} cannot be used: {problem}")
+        packed, _ = _first_packed((name,), case)
+        return _made(version, packed, "asked for")
+    if case.device.type == "cpu":
+        return _made(VERSIONS["cpu"], None, "the one for a CPU")
+    if case.capability is None:
+        return _made(VERSIONS["reference"], None, f"nothing faster is known for {case.device}")
+    entry = lookup(case.capability, case.dtype, case.head_dim)
+    passed_over: list[str] = []
+    for candidate in entry.chunk:
+        problem = problem_of(VERSIONS[candidate], case)
+        if not problem:
+            packed, reasons = _first_packed(entry.packed, case)
+            why = f"first of {entry.describe()}"
+            if passed_over:
+                why += f" that can serve; {'; '.join(passed_over[:_SHOWN])}"
+            return _made(VERSIONS[candidate], packed, why)
+        passed_over.append(f"{candidate} {problem}")
+    raise ValueError(f"no prefill attention can serve here: {'; '.join(passed_over)}")
+
+
+@lru_cache(maxsize=16)
+def automatic(device: torch.device, dtype: torch.dtype, head_dim: int, group_size: int) -> PrefillAttention:
+    """``choose("auto", ...)``, remembered: for callers without an engine."""
+    return choose("auto", Case.of(device, dtype, head_dim, group_size))
+
+
+def _made(version: Version, packed: Version | None, why: str) -> PrefillAttention:
+    if packed is None:
+        return PrefillAttention(version.name, version.attend, "loop", None, why)
+    return PrefillAttention(version.name, version.attend, packed.name, packed.attend_packed, why)
+
+
+def problem_of(version: Version, case: Case) -> str:
+    """Why a kernel cannot serve; empty if it can."""
+    if problem := version.why_not(case):
+        return problem
+    return _trial(version.attend, case) if case.device.type == "cuda" else ""
+
+
+def _first_packed(order: tuple[str, ...], case: Case) -> tuple[Version | None, list[str]]:
+    reasons: list[str] = []
+    for name in order:
+        version = VERSIONS[name]
+        if version.attend_packed is None:
+            reasons.append(f"{name} takes one prompt at a time")
+            continue
+        problem = version.why_not(case) or version.why_not_packed() or _packed_trial(version.attend_packed, case)
+        if not problem:
+            return version, reasons
+        reasons.append(f"{name} {problem}")
+    return None, reasons
+
+
+def _random(case: Case, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``q [T, H, E]`` and a part of a pool, as the engine passes it: ``k, v [2, N, E]``."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(case.device, case.dtype)
+
+    pool = numbers(2, 2, num_keys + 32, case.head_dim)
+    return numbers(num_queries, 2 * case.group_size, case.head_dim), *pool[:, :, 16 : 16 + num_keys]
+
+
+def _trial(attend: Attend, case: Case) -> str:
+    q, k, v = _random(case, 40, 200)
+    return _compare(lambda: attend(q, k, v), reference.prefill_attention(q, k, v))
+
+
+def _packed_trial(attend_packed: AttendPacked, case: Case) -> str:
+    """Two prompts of 24 and 40 tokens; of the first, the last 8 are in the chunk."""
+    q, k, v = _random(case, 48, 64)
+    expected = torch.cat([
+        reference.prefill_attention(q[:8], k[:, :24], v[:, :24]),
+        reference.prefill_attention(q[8:], k[:, 24:], v[:, 24:]),
+    ])  # fmt: skip
+    ends = torch.tensor([[0, 8, 48], [0, 24, 64]], dtype=torch.int32, device=q.device)
+    return _compare(lambda: attend_packed(q, k, v, PackedLens(ends[0], ends[1], 40, 40)), expected)
+
+
+def _compare(run: Callable[[], Tensor], expected: Tensor) -> str:
+    try:
+        got = run()
+        error = float((got.float() - expected.float()).abs().max())
+    except Exception as problem:  # whatever a package of somebody else raises: the next one may do
+        return f"failed its trial ({type(problem).__name__}: {' '.join(str(problem).split())[:120]})"
+    return "" if error <= TOLERANCE else f"failed its trial (wrong by {error:.2g})"

@@ -1,0 +1,104 @@
+"""Prefill attention by FlashAttention, FlashInfer and PyTorch's own kernel for packed sequences.
+
+The first two are never required: a call imports its package, ``versions.py`` asks beforehand whether it is there. All
+of them align the causal mask with the last key (flash-attn since 2.1), take fewer kv heads than query heads, and read K
+and V through strides, so that the staging pool is passed as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLens:
+    """Where prompts begin and end in packed tensors; the last entry is the total."""
+
+    queries: Tensor  # [prompts + 1] int32: cumulative query tokens
+    keys: Tensor  # [prompts + 1] int32: cumulative keys
+    max_queries: int
+    max_keys: int
+
+
+def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``flash_attn`` (FlashAttention-2, 2.1 or newer): ``q [1, T, H, E]``, ``k, v [1, N, G, E]``."""
+    return _flash_single("flash_attn", q, k, v)
+
+
+def flash_attn_packed(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+    """The same for packed prompts: ``q [T, H, E]``, ``k, v [N, G, E]``."""
+    return _flash_packed("flash_attn", q, k, v, lens)
+
+
+def flash_attn_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``flash_attn_interface`` (FlashAttention-3, for Hopper); layouts as FlashAttention-2."""
+    return _flash_single("flash_attn_interface", q, k, v)
+
+
+def flash_attn_3_packed(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+    """The same for packed prompts."""
+    return _flash_packed("flash_attn_interface", q, k, v, lens)
+
+
+def _flash_single(package: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    found = import_module(package).flash_attn_func(q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None],
+                                                   causal=True)  # fmt: skip
+    return _output(found)[0]
+
+
+def _flash_packed(package: str, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+    found = import_module(package).flash_attn_varlen_func(
+        q,
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        cu_seqlens_q=lens.queries,
+        cu_seqlens_k=lens.keys,
+        max_seqlen_q=lens.max_queries,
+        max_seqlen_k=lens.max_keys,
+        causal=True,
+    )
+    return _output(found)
+
+
+def _output(found: Any) -> Tensor:
+    """Some releases of FlashAttention-3 return the log-sum-exp beside the output."""
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    return out
+
+
+def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashInfer's kernel for one prompt; K and V are given heads first, as they lie in the pool."""
+    out: Tensor = import_module("flashinfer").single_prefill_with_kv_cache(q, k, v, causal=True, kv_layout="HND")
+    return out
+
+
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+    """PyTorch's flash kernel for packed prompts; a window of (-1, 0) is its word for causal."""
+    out: Tensor = import_module("torch.nn.attention.varlen").varlen_attn(
+        q,
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        lens.queries,
+        lens.keys,
+        lens.max_queries,
+        lens.max_keys,
+        window_size=(-1, 0),
+        enable_gqa=q.shape[1] != k.shape[0],
+    )
+    return out
+
+
+def why_no_torch_varlen() -> str:
+    """Empty if this PyTorch can do it for grouped heads."""
+    try:
+        parameters = inspect.signature(import_module("torch.nn.attention.varlen").varlen_attn).parameters
+    except ImportError:
+        return f"PyTorch {torch.__version__} has no attention over packed sequences"
+    missing = [name for name in ("window_size", "enable_gqa") if name not in parameters]
+    return f"varlen_attn of PyTorch {torch.__version__} has no {missing[0]}" if missing else ""

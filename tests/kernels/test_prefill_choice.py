@@ -1,0 +1,179 @@
+"""The choice of a prefill kernel: by the table, by name, past kernels that are missing, raise or are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from snapstream.config import PrefillAttentionName
+from snapstream.kernels import dispatch, reference
+from snapstream.kernels.prefill import choice, table
+from snapstream.kernels.prefill.choice import choose
+from snapstream.kernels.prefill.table import Entry
+from snapstream.kernels.prefill.versions import VERSIONS, Case, Version
+
+CPU = Case.of(torch.device("cpu"), torch.float32, 16, 2)
+HOPPER = Case(torch.device("cuda"), torch.bfloat16, 128, 4, (9, 0))
+ENTRY = Entry(capability="9.0", dtype="bfloat16", head_dim=None, chunk=("a", "b", "c"), packed=("b", "c"),
+              measured=None, reason="")  # fmt: skip
+
+
+def packed_by_reference(q: Tensor, k: Tensor, v: Tensor, lens: Any) -> Tensor:
+    queries, keys = lens.queries.tolist(), lens.keys.tolist()
+    return torch.cat([
+        reference.prefill_attention(q[a:b], k[:, c:d], v[:, c:d])
+        for a, b, c, d in zip(queries, queries[1:], keys, keys[1:], strict=False)
+    ])  # fmt: skip
+
+
+def top_left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Aligns the mask with the first key: the mistake that old flash kernels make."""
+    return reference.prefill_attention(q, k[:, : len(q)], v[:, : len(q)])
+
+
+def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Version]:
+    """Trials run on the CPU, and the kernels are those that the test puts into the returned table."""
+    versions: dict[str, Version] = {}
+    original = choice._random
+    monkeypatch.setattr(choice, "_random", lambda case, *n: original(replace(case, device=torch.device("cpu")), *n))
+    monkeypatch.setattr(choice, "VERSIONS", versions)
+    monkeypatch.setattr(choice, "lookup", lambda *place: ENTRY)
+    return versions
+
+
+def test_a_cpu_has_its_own() -> None:
+    chosen = choose("auto", CPU)
+    assert (chosen.name, chosen.packed_name) == ("cpu", "loop")
+    assert chosen.describe() == (
+        "prefill attention: cpu (the one for a CPU); short prompts that share a chunk: a call per prompt"
+    )
+    assert choose("reference", CPU).attend is reference.prefill_attention
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_versions_of_a_cpu_equal_the_reference(name: str) -> None:
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(9, 4, 16), torch.randn(2, 2, 30, 16)
+    got = choose(name, CPU).attend(q, k, v)
+    torch.testing.assert_close(got, reference.prefill_attention(q, k, v), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dispatch.prefill_attention(q, k, v), got, rtol=1e-5, atol=1e-5)
+
+
+def test_names_are_those_of_the_settings() -> None:
+    assert set(get_args(PrefillAttentionName)) == {"auto", *VERSIONS}
+    with pytest.raises(ValueError, match="prefill_attention is 'quick'; it must be auto or one of reference, cpu"):
+        choose("quick", CPU)
+
+
+def test_a_kernel_asked_for_by_name_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match="'sdpa_flash' cannot be used: needs an NVIDIA GPU, and the device is cpu"):
+        choose("sdpa_flash", CPU)
+    with pytest.raises(ValueError, match="runs on a CPU, and the device is cuda"):
+        choose("cpu", HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "reason"),
+    [
+        ("flash_attn", HOPPER, "needs the package flash_attn, which is not installed"),
+        ("sdpa_flash", replace(HOPPER, dtype=torch.float32), "takes bfloat16 and float16, not float32"),
+        ("sdpa_flash", replace(HOPPER, capability=(7, 5)), "needs compute capability 8.0 or newer; this GPU has 7.5"),
+        ("sdpa_cudnn", replace(HOPPER, head_dim=192), "a multiple of 8 up to 128; this model's is 192"),
+        ("sdpa_flash", replace(HOPPER, head_dim=20), "a multiple of 8 up to 256; this model's is 20"),
+        ("flashinfer", replace(HOPPER, head_dim=96), "needs the package flashinfer"),
+        ("sdpa_efficient", replace(HOPPER, dtype=torch.float32), ""),
+        ("sdpa_flash", HOPPER, ""),
+    ],
+)
+def test_what_a_kernel_needs(name: str, case: Case, reason: str) -> None:
+    found = VERSIONS[name].why_not(case)
+    assert reason in found and bool(reason) == bool(found)
+
+
+def test_packages_ask_for_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert VERSIONS["flash_attn_3"].why_not(HOPPER) == ""
+    assert "needs compute capability 9.x; this GPU has 10.0" in VERSIONS["flash_attn_3"].why_not(
+        replace(HOPPER, capability=(10, 0))
+    )
+    assert "one of 64, 128, 256; this model's is 96" in VERSIONS["flashinfer"].why_not(replace(HOPPER, head_dim=96))
+
+
+def test_the_first_of_the_order_that_serves(gpu: dict[str, Version]) -> None:
+    gpu["a"] = Version("a", reference.prefill_attention, lambda case: "needs more")
+    gpu["b"] = Version("b", reference.prefill_attention, lambda case: "")
+    gpu["c"] = Version("c", reference.prefill_attention, lambda case: "", packed_by_reference)
+    chosen = choose("auto", HOPPER)
+    assert (chosen.name, chosen.packed_name) == ("b", "c")
+    assert "compute capability 9.0, not measured that can serve; a needs more)" in chosen.describe()
+    assert chosen.describe().endswith("short prompts that share a chunk: one call (c)")
+
+
+@pytest.mark.parametrize(("attend", "reason"), [(top_left, "wrong by"), (broken, "no kernel image is available")])
+def test_a_kernel_that_fails_its_trial_is_passed_over(attend: Any, reason: str, gpu: dict[str, Version]) -> None:
+    gpu["a"] = Version("a", attend, lambda case: "")
+    gpu["b"] = Version("b", reference.prefill_attention, lambda case: "")
+    gpu["c"] = gpu["b"]
+    chosen = choose("auto", HOPPER)
+    assert chosen.name == "b" and reason in chosen.why
+    with pytest.raises(ValueError, match=f"'a' cannot be used: failed its trial .*{reason}"):
+        choose("a", HOPPER)
+    gpu["b"] = gpu["c"] = gpu["a"]
+    with pytest.raises(ValueError, match="no prefill attention can serve here: a failed its trial"):
+        choose("auto", HOPPER)
+
+
+def test_a_packed_kernel_that_fails_its_trial_is_not_used(gpu: dict[str, Version]) -> None:
+    def mixes(q: Tensor, k: Tensor, v: Tensor, lens: Any) -> Tensor:
+        return reference.prefill_attention(q, k, v)  # one prompt sees the other
+
+    for name in ("a", "b", "c"):
+        gpu[name] = Version(name, reference.prefill_attention, lambda case: "", mixes)
+    assert choose("auto", HOPPER).packed_name == "loop"
+    gpu["c"] = replace(gpu["c"], attend_packed=packed_by_reference)
+    assert choose("auto", HOPPER).packed_name == "c"
+    gpu["c"] = replace(gpu["c"], why_not_packed=lambda: "too old")
+    assert choose("auto", HOPPER).packed_name == "loop"
+
+
+def test_by_name_packs_with_that_kernel_or_not_at_all(gpu: dict[str, Version]) -> None:
+    gpu["b"] = Version("b", reference.prefill_attention, lambda case: "")
+    gpu["c"] = Version("c", reference.prefill_attention, lambda case: "", packed_by_reference)
+    assert choose("b", HOPPER).packed_name == "loop"
+    assert choose("c", HOPPER).packed_name == "c"
+
+
+def test_the_shipped_table() -> None:
+    entries = table.read()
+    for entry in entries:
+        assert set(entry.chunk) | set(entry.packed) <= set(VERSIONS)
+        assert entry.measured or entry.reason, "an order is measured, or says why it is what it is"
+        assert all(VERSIONS[name].attend_packed for name in entry.packed)
+        assert entry.chunk[-1] == "reference" or entry.measured
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert table.lookup((12, 0), dtype, 64).capability is None
+    assert table.lookup((9, 0), torch.bfloat16, 128).capability == "9.0"
+
+
+def test_the_most_particular_entry_wins_and_a_table_survives_writing(tmp_path: Path) -> None:
+    general = replace(ENTRY, capability=None)
+    own = replace(ENTRY, head_dim=128, chunk=("c",), measured="a GPU", reason="")
+    table.write((general, own, ENTRY), tmp_path / "t.json")
+    entries = table.read(tmp_path / "t.json")
+    assert entries == (ENTRY, own, general)
+    assert table.find(entries, "9.0", "bfloat16", 128) == own
+    assert table.find(entries, "9.0", "bfloat16", 64) == ENTRY
+    assert table.find(entries, "8.0", "bfloat16", 128) == general
+    assert "heads of 128, measured on a GPU" in own.describe()
+    with pytest.raises(ValueError, match="no entry for float64"):
+        table.find(entries, "9.0", "float64", 128)
