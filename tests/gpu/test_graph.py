@@ -11,6 +11,9 @@ import torch
 
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, SnapKVConfig
 from snapstream.kernels import reference, sdpa
+from snapstream.kernels.prefill.choice import choose, problem_of
+from snapstream.kernels.prefill.packages import PackedLens
+from snapstream.kernels.prefill.versions import VERSIONS, Case
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
 from snapstream.memory import engine_memory
@@ -144,9 +147,44 @@ def test_fused_prefill_attention_equals_the_reference(dtype: torch.dtype, chunk:
     q = torch.randn(chunk, 8, 128, device="cuda", dtype=dtype)
     k, v = torch.randn(2, 2, keys, 128, device="cuda", dtype=dtype)
     expected = reference.prefill_attention(q, k, v)
-    torch.testing.assert_close(sdpa.prefill_attention(q, k, v), expected, rtol=2e-2, atol=2e-2)
-    for kernel in (sdpa.flash, sdpa.cudnn):
-        torch.testing.assert_close(sdpa.split(q, k, v, kernel), expected, rtol=2e-2, atol=2e-2)
+    case = Case.of(q.device, dtype, 128, 4)
+    usable = [version for version in VERSIONS.values() if not problem_of(version, case)]
+    assert {"sdpa_flash", "sdpa_efficient"} <= {version.name for version in usable}
+    for version in usable:
+        torch.testing.assert_close(version.attend(q, k, v), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(sdpa.split(q, k, v, sdpa.flash), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packed_prompts_equal_the_reference(dtype: torch.dtype) -> None:
+    """Three prompts in one call; of the first only the last 100 tokens are queries."""
+    torch.manual_seed(0)
+    q = torch.randn(800, 8, 128, device="cuda", dtype=dtype)
+    k, v = torch.randn(2, 2, 1300, 128, device="cuda", dtype=dtype)
+    spans = [(0, 100, 0, 600), (100, 101, 600, 601), (101, 800, 601, 1300)]
+    expected = torch.cat([reference.prefill_attention(q[a:b], k[:, c:d], v[:, c:d]) for a, b, c, d in spans])
+    ends = torch.tensor([[0, 100, 101, 800], [0, 600, 601, 1300]], dtype=torch.int32, device="cuda")
+    lens, num_tried = PackedLens(ends[0], ends[1], 699, 699), 0
+    for version in VERSIONS.values():
+        if version.attend_packed is None or version.why_not(Case.of(q.device, dtype, 128, 4)):
+            continue
+        if not version.why_not_packed():
+            torch.testing.assert_close(version.attend_packed(q, k, v, lens), expected, rtol=2e-2, atol=2e-2)
+            num_tried += 1
+    assert num_tried, "PyTorch's own kernel for packed prompts should be here"
+
+
+def test_fp32_prefill_holds_no_matrix_of_scores() -> None:
+    """The table's kernel for fp32 at 32k keys: the scores alone would take 4 GiB."""
+    case = Case.of(torch.device("cuda"), torch.float32, 128, 4)
+    q = torch.randn(1024, 32, 128, device="cuda")
+    k, v = torch.randn(2, 8, 32_768, 128, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    chosen = choose("auto", case)
+    chosen.attend(q, k, v)
+    assert chosen.name == "sdpa_efficient"
+    assert torch.cuda.max_memory_allocated() - before < 2**30
 
 
 def test_memory_is_what_the_plan_says() -> None:
