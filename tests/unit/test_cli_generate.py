@@ -16,7 +16,8 @@ import pytest
 
 import snapstream
 from snapstream.cli import main
-from snapstream.cli_generate import encode_prompt, parse_budget, read_prompt, stream_answer, summary
+from snapstream.cli.generate import encode_prompt, read_prompt, stream_answer, summary
+from snapstream.cli.options import parse_budget
 from snapstream.config import KVBudget
 from snapstream.request import Compression, FinishReason, RequestOutput, SampleOutput, SamplingParams, Timings
 from snapstream.startup import DEFAULT_BUDGET

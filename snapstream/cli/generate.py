@@ -1,32 +1,80 @@
-"""What ``snapstream generate`` does between options and engine: prompt in, streamed text and summary out."""
+"""``snapstream generate``: options to an engine; prompt in, streamed text and summary out."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
+import typer
+
+from snapstream.cli.options import number_option, parse_budget, whole_option
+from snapstream.config import DType, Executor
 from snapstream.request import RequestOutput, SamplingParams
 from snapstream.sizes import format_bytes
 
 if TYPE_CHECKING:
     from snapstream.llm import LLM, Prompt
-    from snapstream.startup import Budget
+
+HELP = """Answer one prompt; text streams to stdout, one summary line goes to stderr.
+
+MODEL is a checkpoint folder: config.json, safetensors, tokenizer.json.
+
+\b
+Examples:
+  snapstream generate Qwen3-0.6B/ "Why is the sky blue?"
+  snapstream generate Llama-3.2-1B-Instruct/ --file report.txt --budget 4096
+  cat question.txt | snapstream generate Qwen2.5-0.5B/ --raw --temperature 0.7 --seed 1
+"""
 
 
-def parse_budget(text: str | None) -> Budget:
-    """``"full"`` or a number of slots; whether a row can be that small is the engine's to say."""
-    from snapstream.startup import DEFAULT_BUDGET
+def generate(
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="The prompt; without it or --file: stdin.", show_default=False),
+    ] = None,
+    file: Annotated[str | None, typer.Option(help="Read the prompt from this file; - is stdin.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Slots of the row, or 'full'. Default: 8192, at most the window."),
+    ] = None,
+    max_tokens: Annotated[int, whole_option("Most tokens to generate.")] = 256,
+    temperature: Annotated[float, number_option("0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int | None, whole_option("Same seed, same output.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Use the chat template or not. Default: if there is one."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message; needs the chat template.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
+    max_model_len: Annotated[int | None, whole_option("Prompt and output tokens. Default: the model's window.")] = None,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    executor: Annotated[
+        Executor | None, typer.Option(help="Decode as plain calls, or compiled/captured. Default: graph on a GPU only.")
+    ] = None,
+    max_rows: Annotated[int, whole_option("Rows to allocate; one prompt uses one.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+) -> None:
+    from snapstream.llm import LLM
 
-    if text is None:
-        return DEFAULT_BUDGET
-    if text == "full":
-        return "full"
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"budget is {text!r}; it must be a number of slots or 'full'") from None
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    slots = parse_budget(budget)
+    text = read_prompt(prompt, file, sys.stdin)
+    with LLM(
+        model,
+        budget=slots,
+        dtype=dtype,
+        device=device,
+        executor=executor,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        progress=sys.stderr.isatty(),
+    ) as llm:
+        encoded = encode_prompt(llm, text, chat=chat, system=system)
+        raise typer.Exit(stream_answer(llm, encoded, params, out=sys.stdout, err=sys.stderr, as_json=as_json))
 
 
 def read_prompt(prompt: str | None, file: str | None, stdin: TextIO) -> str:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli_options import number_option, whole_option
+from snapstream.cli.options import number_option, whole_option
 from snapstream.config import DType
 
 UPSTREAM_KEY_VARIABLE = "SNAPSTREAM_UPSTREAM_KEY"
-PROXY_HELP = """Trim long prompts with a small draft model, in front of any OpenAI-compatible server.
+HELP = """Trim long prompts with a small draft model, in front of any OpenAI-compatible server.
 
 Answers pass through untouched; the header x-snapstream-prompt-compression says what was done to the prompt.
 

@@ -1,10 +1,13 @@
-"""Numbers on the command line: options that say, with the value, what they would have taken."""
+"""Values on the command line that several commands take; each says, with the value, what it would have taken."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from snapstream.startup import Budget
 
 
 def whole_number(text: str) -> int:
@@ -31,3 +34,17 @@ def whole_option(help_text: str) -> Any:
 def number_option(help_text: str) -> Any:
     """An option that takes a number."""
     return typer.Option(help=help_text, parser=number, metavar="X")
+
+
+def parse_budget(text: str | None) -> Budget:
+    """``"full"`` or a number of slots; whether a row can be that small is the engine's to say."""
+    from snapstream.startup import DEFAULT_BUDGET
+
+    if text is None:
+        return DEFAULT_BUDGET
+    if text == "full":
+        return "full"
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"budget is {text!r}; it must be a number of slots or 'full'") from None

@@ -1,14 +1,83 @@
-"""What ``snapstream compress`` does between options and compressor: text in, shorter text and report out."""
+"""``snapstream compress``: options to a ``PromptCompressor``; text in, shorter text and report out."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
+import typer
+
+from snapstream.cli.options import number_option, whole_option
 from snapstream.config import DType
 from snapstream.spec_prefill.report import CompressionReport
+from snapstream.spec_prefill.settings import Mode, Snap
+
+HELP = """Shorten a long text with a small draft model; the text goes to stdout, one summary line to stderr.
+
+The draft reads the text (and what will be asked, with --query) and keeps the parts that it looks at: verbatim pieces,
+in order, with a mark where something is missing. The result is text for any model behind any API.
+
+\b
+Examples:
+  snapstream compress report.txt --query "What did it cost?" --keep 0.1
+  snapstream compress --draft Qwen3-0.6B/ --target Llama-3.1-8B-Instruct/ --max-tokens 8192 < book.txt
+  snapstream compress chat.json --messages --max-tokens 4096 --html cut.html
+"""
+
+
+def compress(
+    file: Annotated[
+        str | None, typer.Argument(help="Text file; without it or as -: stdin.", show_default=False)
+    ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder of the draft. Default: the shipped tiny one.")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="Folder with the target's tokenizer; without it draft tokens are counted.")
+    ] = None,
+    keep: Annotated[float | None, number_option("Share to keep, in (0, 1]. Default: 0.25.")] = None,
+    max_tokens: Annotated[int | None, whole_option("Keep at most so many target tokens instead.")] = None,
+    query: Annotated[str | None, typer.Option(help="What will be asked about the text.")] = None,
+    mode: Annotated[Mode, typer.Option(help="Chunks, borders and marks for prose or for code.")] = "auto",
+    snap: Annotated[
+        Snap | None, typer.Option(help="Where pieces end. Default: at words, in code at lines.", show_default=False)
+    ] = None,
+    delimiter: Annotated[
+        str | None, typer.Option(help="Between pieces. Default: a line [...], in code a comment.", show_default=False)
+    ] = None,
+    look_ahead: Annotated[int, whole_option("Greedy draft tokens that vote; 0: the text's own end.")] = 8,
+    threshold: Annotated[int, whole_option("Leave texts of fewer tokens alone.")] = 0,
+    messages: Annotated[
+        bool, typer.Option("--messages", help="The input is JSON: OpenAI messages, or an object with them.")
+    ] = False,
+    report: Annotated[str | None, typer.Option(help="Write the report as JSON to this file; - is stderr.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page that shows what was kept and cut.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Of the draft's weights.")] = "float32",
+    device: Annotated[str, typer.Option(help="Torch device of the draft.")] = "cpu",
+) -> None:
+    from snapstream.assets import TINY_DRAFT_MODEL
+
+    options = CompressOptions(
+        draft=draft or TINY_DRAFT_MODEL,
+        target=target,
+        keep=keep,
+        max_tokens=max_tokens,
+        query=query,
+        mode=mode,
+        snap=snap,
+        delimiter=delimiter,
+        look_ahead=look_ahead,
+        threshold=threshold,
+        is_messages=messages,
+        report=report,
+        html=html,
+        dtype=dtype,
+        device=device,
+    )
+    shorten(read_text(file, sys.stdin), options, out=sys.stdout, err=sys.stderr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +123,7 @@ def summary(report: CompressionReport) -> str:
     )
 
 
-def compress(source: str, options: CompressOptions, *, out: TextIO, err: TextIO) -> None:
+def shorten(source: str, options: CompressOptions, *, out: TextIO, err: TextIO) -> None:
     """Shorten ``source`` and write everything that was asked for."""
     from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.page import report_page

@@ -1,0 +1,75 @@
+"""The command ``snapstream``: its commands put together, and how they end.
+
+Torch is imported inside the commands that need it, so ``--version``, ``--help`` and ``plan`` start at once. The
+invariant: wrong input ends in one line ``error: ...`` on stderr and exit code 2, Ctrl-C in exit code 130, never in a
+traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from snapstream.cli import compress, demo, generate, plan, proxy, serve
+from snapstream.version import __version__
+
+app = typer.Typer(
+    name="snapstream",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="LLM inference in rows of constant size: a prompt of any length, a cache of fixed budget.",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"snapstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command(help=plan.HELP, short_help="What a model costs, from its config.json alone.")(plan.plan)
+app.command(help=generate.HELP, short_help="Answer one prompt with a checkpoint on disk.")(generate.generate)
+app.command(help=serve.HELP, short_help="Serve a model over HTTP, as the OpenAI API.")(serve.serve)
+app.command(help=compress.HELP, short_help="Shorten a long text with a small draft model.")(compress.compress)
+app.command(help=proxy.HELP, short_help="Trim long prompts in front of any OpenAI-compatible server.")(proxy.proxy)
+app.command(short_help="Watch a small model answer from a fraction of its cache.")(demo.demo)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        code = app(args=argv, prog_name="snapstream", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our stdout left, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
+        return _fail(str(error))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not one of click's, wherever typer keeps its click
+            raise
+        return _fail(error.format_message())

@@ -1,0 +1,65 @@
+"""``snapstream plan``: options to ``planning.py`` and ``plan_report.py``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from snapstream.cli.options import whole_option
+from snapstream.config import DType
+
+HELP = """What a model costs, from its config.json alone: bytes per row, rows that fit, prefill, speed.
+
+Budgets are slots: tokens kept per layer and kv head. A row is the cache of one sequence.
+
+\b
+Examples:
+  snapstream plan Llama-3.1-8B-Instruct/
+  snapstream plan config.json --memory 24GB --bandwidth 1TB/s --budget 4096 --budget 8192
+  snapstream plan config.json --prompt-len 32768 --json
+"""
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="config.json, or the folder it is in.", show_default=False)],
+    budget: Annotated[
+        list[int] | None,
+        whole_option("Slots of a row; repeatable. Default: 1/2, 1/4, 1/8, 1/16 of the prompt."),
+    ] = None,
+    prompt_len: Annotated[
+        int | None, whole_option("Prompt tokens. Default: the model's window, at most 131072.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, whole_option("Prompt and output tokens: slots of a full row. Default: the prompt.")
+    ] = None,
+    chunk_len: Annotated[int, whole_option("Tokens of one prefill unit.")] = 512,
+    dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "bfloat16",
+    memory: Annotated[str, typer.Option(help="Device memory, e.g. 80GiB, 24GB.")] = "80GiB",
+    bandwidth: Annotated[str, typer.Option(help="Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (bytes, tokens, tokens/s).")] = False,
+) -> None:
+    from snapstream.models.registry import read_model_config
+    from snapstream.planning import make_plan
+    from snapstream.sizes import parse_bandwidth, parse_bytes
+
+    result = make_plan(
+        read_model_config(config),
+        dtype=dtype,
+        budgets=budget or (),
+        prompt_len=prompt_len,
+        max_model_len=max_model_len,
+        chunk_len=chunk_len,
+        memory_bytes=parse_bytes(memory),
+        bandwidth=parse_bandwidth(bandwidth),
+    )
+    if as_json:
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+        return
+    from rich.console import Console
+
+    from snapstream.plan_report import print_plan
+
+    print_plan(result, Console())
