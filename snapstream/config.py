@@ -239,6 +239,11 @@ class EngineConfig:
     staging_tokens: int = 0  # pool for prompts in prefill; 0 means one longest prompt + reserve
     short_reserve: int = 4096  # part of the pool that only short prompts may use
     prefill_quantum: int = 0  # units per step while rows decode; 0 means num_layers (one chunk through the model)
+    # With step_work the units of such a step are counted by their work, in query-key pairs (chunking.py); a token's
+    # matrix products weigh as token_keys keys, and long prompts are cut into units of down to least_chunk_len tokens.
+    step_work: int = 0
+    token_keys: int = 0
+    least_chunk_len: int = 0  # 0: all units have chunk_len tokens
     max_waiting: int = 0  # bound of the queue; 0 means none
     dtype: DType = "float32"  # weights, staging and rows
     device: str = "cpu"
@@ -248,6 +253,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _set_counts(self, max_model_len=1, max_rows=1, chunk_len=1, short_len=1)
         _set_counts(self, staging_tokens=0, short_reserve=0, prefill_quantum=0, max_waiting=0)
+        _set_counts(self, step_work=0, token_keys=0, least_chunk_len=0)
         _check(
             isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES,
             f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",

@@ -6,12 +6,14 @@ in ``engine/``, what is computed in ``models/`` and ``runner/``; here everything
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer
-from snapstream.config import DType, EngineConfig, Executor, SnapKVConfig, as_count
+from snapstream.chunking import ChunkLen
+from snapstream.config import DType, EngineConfig, Executor, PrefillAttentionName, SnapKVConfig, as_count
 from snapstream.conversation import as_conversation
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
@@ -26,6 +28,8 @@ from snapstream.startup import (
     MaxRows,
     check_device,
     check_executor,
+    check_prefill_attention,
+    cut_prefill,
     fit_rows,
     resolve_budget,
     resolve_executor,
@@ -49,6 +53,9 @@ class LLM:
     ``executor``: ``"eager"``, or ``"graph"``: decode compiled on a CPU, captured on a GPU; by default graph on a GPU
     and eager on a CPU. ``max_model_len``: prompt + output, by default the model's window.
     ``dtype`` holds for weights and rows. ``max_waiting`` bounds the queue of an engine that serves; 0 means no bound.
+    ``chunk_len``: tokens of a prefill unit, ``"auto"`` for what suits model and device; ``prefill_quantum``: units per
+    step while rows decode, 0 for the device's default. ``prefill_attention``: name of the kernel that attends prompts,
+    or ``"auto"``; ``notes`` say which one it is and why.
     ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
     Raises ValueError for anything that cannot be supported, with the reason.
     """
@@ -64,8 +71,9 @@ class LLM:
         executor: Executor | None = None,
         max_rows: MaxRows = 8,
         max_model_len: int | None = None,
-        chunk_len: int = 512,
+        chunk_len: ChunkLen = "auto",
         prefill_quantum: int = 0,
+        prefill_attention: PrefillAttentionName = "auto",
         max_waiting: int = 0,
         progress: bool = True,
         draft: PromptCompressor | str | Path | None = None,
@@ -82,16 +90,19 @@ class LLM:
             snapkv=snapkv,
             max_model_len=max_model_len,
             max_rows=1 if max_rows == "auto" else max_rows,
-            chunk_len=chunk_len,
-            short_len=chunk_len,
             prefill_quantum=prefill_quantum,
             max_waiting=max_waiting,
             dtype=dtype,
             device=device,
             executor=resolve_executor(executor, device),
+            prefill_attention=prefill_attention,
         )
         check_executor(config)
+        self.notes = (check_prefill_attention(self.model_config, config),)
+        config = cut_prefill(self.model_config, config, chunk_len)
         self._progress = progress
+        if progress:
+            print(*self.notes, sep="\n", file=sys.stderr)
         self.tokenizer = load_tokenizer(Path(model))
         self._trimmer = self._make_trimmer(draft, config)
         self.config = fit_rows(self.model_config, config, max_rows)  # measures what the draft has left

@@ -21,6 +21,22 @@ SAMPLING_BYTES = 40
 FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: workspaces of the matrix library, kernels, what the allocator cannot fill
 
 
+def decode_weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Weights that a decode step must read: all but an untied embedding table (a line per row)."""
+    lookup = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return (num_parameters(config) - lookup) * dtype_bytes
+
+
+def chunk_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
+    """Temporaries of a prefill unit of so many tokens."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    # Projected and rotated heads; the chunk's own keys and values repeated, queries folded, two outputs, their merge.
+    attention = hidden + 2 * (query_size + 2 * kv_size) + 6 * query_size
+    mlp = query_size + 4 * hidden + 3 * inner  # attended heads, residual, norm and its parts, gate and up, product
+    return num_tokens * max(attention, mlp) * dtype_bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillMemory:
     """Peak bytes that one prompt's prefill needs beside weights and rows."""
@@ -72,6 +88,11 @@ class EngineMemory:
         return f"{', '.join(parts[:-1])} and {parts[-1]} need {format_bytes(self.total_bytes)}"
 
 
+def auto_rows(memory: EngineMemory, free_bytes: int) -> int:
+    """Rows that ``max_rows="auto"`` takes; 0 where not one fits."""
+    return max(0, min(memory.rows_that_fit(free_bytes), MAX_AUTO_ROWS))
+
+
 def prefill_memory(
     config: ModelConfig,
     prompt_len: int,
@@ -81,19 +102,14 @@ def prefill_memory(
     window_len: int = DEFAULT_WINDOW,
 ) -> PrefillMemory:
     """Peak memory of prefilling one prompt layer by layer; it does not grow with the number of layers."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    # Projected and rotated heads; the chunk's own keys and values repeated, queries folded, two outputs, their merge.
-    attention = hidden + 2 * (query_size + 2 * kv_size) + 6 * query_size
-    mlp = query_size + 4 * hidden + 3 * inner  # attended heads, residual, norm and its parts, gate and up, product
-    chunk_bytes = min(chunk_len, prompt_len) * max(attention, mlp) * dtype_bytes
+    kv_size = config.num_kv_heads * config.head_dim
     keys = min(SCORING_KEYS, prompt_len)
     scoring_bytes = 4 * (window_len * config.num_heads * keys + kv_size * keys)  # fp32 block and its keys
     scoring_bytes += 4 * 2 * config.num_kv_heads * prompt_len  # scores of all keys, before and after pooling
     return PrefillMemory(
-        hidden_bytes=prompt_len * hidden * dtype_bytes,
+        hidden_bytes=prompt_len * config.hidden_size * dtype_bytes,
         staging_bytes=prompt_len * 2 * kv_size * dtype_bytes,
-        transient_bytes=max(chunk_bytes, scoring_bytes),
+        transient_bytes=max(chunk_bytes(config, min(chunk_len, prompt_len), dtype_bytes), scoring_bytes),
     )
 
 

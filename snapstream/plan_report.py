@@ -22,7 +22,14 @@ def _table_line(row: RowPlan) -> tuple[str, ...]:
         f"{row.max_rows:,}" if fits else "none",
         _format_rate(row.tokens_per_s_one),
         _format_rate(row.tokens_per_s_max) if fits else "-",
+        *([] if row.rows_here is None else [f"{row.rows_here:,}" if row.rows_here else "none"]),
     )
+
+
+def _short_chunks(plan: Plan) -> str:
+    if plan.short_chunk_len == plan.chunk_len:
+        return ""
+    return f" (short prompts: of {plan.short_chunk_len:,})"
 
 
 def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
@@ -31,7 +38,7 @@ def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
         ("model", f"{plan.architecture}, {plan.num_parameters / 1e6:,.1f}M parameters"),
         ("weights", f"{format_bytes(plan.weight_bytes)} in {plan.dtype}"),
         ("cache", f"{format_bytes(plan.token_bytes)} per token"),
-        ("prompt", f"{plan.prompt_len:,} tokens, prefilled in chunks of {plan.chunk_len:,}"),
+        ("prompt", f"{plan.prompt_len:,} tokens, prefilled in chunks of {plan.chunk_len:,}{_short_chunks(plan)}"),
         ("prefill", f"{format_bytes(prefill.total_bytes)} at peak, beside weights and rows:"),
         ("", f"  {format_bytes(prefill.hidden_bytes)} hidden states"),
         ("", f"  {format_bytes(prefill.staging_bytes)} staging of one layer's keys and values"),
@@ -46,9 +53,19 @@ def print_plan(plan: Plan, console: Console) -> None:
     for label, text in _fixed_costs(plan):
         console.print(f"{label:<8} {text}", highlight=False, markup=False, soft_wrap=True)
     table = Table()
-    for title in ("slots", "row", "of full", "rows\nthat fit", "tok/s\n1 row", "tok/s\nall rows"):
+    titles = ["slots", "row", "of full", "rows\nthat fit", "tok/s\n1 row", "tok/s\nall rows"]
+    if plan.here is not None:
+        titles.append("auto rows\nhere")
+    for title in titles:
         table.add_column(title, justify="right")
     for row in plan.rows:
         table.add_row(*_table_line(row))
     console.print(table)
     console.print("tok/s: the bound set by bytes read per step, not a measurement", highlight=False)
+    if plan.here is not None:
+        console.print(
+            f"auto rows here: what --max-rows auto gives on this machine now "
+            f"({plan.here.device}, {format_bytes(plan.here.free_bytes)} free)",
+            highlight=False,
+            soft_wrap=True,
+        )

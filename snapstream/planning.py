@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from snapstream.cache.layout import num_visible, row_bytes, token_bytes
+from snapstream.chunking import ChunkLen, resolve_chunking
 from snapstream.config import (
     DEFAULT_SINK,
     DEFAULT_WINDOW,
@@ -30,11 +31,20 @@ from snapstream.config import (
     KVBudget,
     ModelConfig,
 )
-from snapstream.memory import EngineMemory, PrefillMemory, engine_memory, prefill_memory
+from snapstream.engine.pace import job_chunk_len
+from snapstream.memory import EngineMemory, PrefillMemory, auto_rows, decode_weight_bytes, engine_memory, prefill_memory
 from snapstream.models.shapes import num_parameters
 
 MAX_PLANNED_LEN = 131_072  # default prompt length where the model's window is longer
 DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of the prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """The machine that asks."""
+
+    device: str
+    free_bytes: int  # now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +59,7 @@ class RowPlan:
     max_rows: int  # rows that fit the memory, the padding row already taken off
     tokens_per_s_one: float  # byte bound, one row decoding
     tokens_per_s_max: float  # byte bound, max_rows rows decoding; 0 if none fits
+    rows_here: int | None = None  # what --max-rows auto gives on this machine; 0 where not one row fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +71,9 @@ class Plan:
     dtype: str
     prompt_len: int
     max_model_len: int
-    chunk_len: int
+    chunk_len: int  # of a prompt of prompt_len
+    short_chunk_len: int  # of a short prompt
+    here: Here | None
     memory_bytes: int
     bandwidth_bytes_per_s: int
     weight_bytes: int
@@ -76,12 +89,6 @@ class Plan:
         plain["prefill"]["total_bytes"] = self.prefill.total_bytes
         plain["rows"] = list(plain["rows"])
         return plain
-
-
-def decode_weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Weights that a decode step must read: all but an untied embedding table (a line per row)."""
-    lookup = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return (num_parameters(config) - lookup) * dtype_bytes
 
 
 def default_budgets(prompt_len: int) -> tuple[int, ...]:
@@ -102,9 +109,10 @@ def make_plan(
     budgets: Sequence[int] = (),
     prompt_len: int | None = None,
     max_model_len: int | None = None,
-    chunk_len: int = 512,
+    chunk_len: ChunkLen = "auto",
     memory_bytes: int,
     bandwidth: int,
+    here: Here | None = None,
 ) -> Plan:
     """Cost of full rows and of each budget (slots); without budgets, of the default table.
 
@@ -120,14 +128,18 @@ def make_plan(
         max_model_len = prompt_len
     _check_len("max_model_len", max_model_len, config.max_position, "the model's window")
     _check_len("prompt_len", prompt_len, max_model_len, "max_model_len")
-    _check_len("chunk_len", chunk_len, config.max_position, "the model's window")
+    if chunk_len != "auto":
+        _check_len("chunk_len", chunk_len, config.max_position, "the model's window")
     size = DTYPE_BYTES[dtype]
-    prefill = prefill_memory(config, prompt_len, chunk_len=chunk_len, dtype_bytes=size)
+    chunking = resolve_chunking(config, dtype=dtype, device="cuda", chunk_len=chunk_len)
+    own_chunk_len = job_chunk_len(chunking, prompt_len)
+    prefill = prefill_memory(config, prompt_len, chunk_len=own_chunk_len, dtype_bytes=size)
     weights = num_parameters(config) * size
     step_weights = decode_weight_bytes(config, size)
 
-    def engine(capacity: int) -> EngineMemory:  # memory and bandwidth are a GPU's by default
-        return engine_memory(config, capacity, max_model_len, chunk_len=chunk_len, dtype=dtype, device="cuda")
+    def engine(capacity: int, device: str = "cuda") -> EngineMemory:  # memory and bandwidth are a GPU's by default
+        own = resolve_chunking(config, dtype=dtype, device=device, chunk_len=chunk_len).chunk_len
+        return engine_memory(config, capacity, max_model_len, chunk_len=own, dtype=dtype, device=device)
 
     full_bytes = row_bytes(config, max_model_len, size)
 
@@ -145,6 +157,7 @@ def make_plan(
             max_rows=max_rows,
             tokens_per_s_one=bandwidth / (step_weights + read),
             tokens_per_s_max=max_rows * bandwidth / (step_weights + max_rows * read),
+            rows_here=None if here is None else auto_rows(engine(capacity, here.device), here.free_bytes),
         )
 
     of_full = engine(max_model_len)
@@ -155,7 +168,9 @@ def make_plan(
         dtype=dtype,
         prompt_len=prompt_len,
         max_model_len=max_model_len,
-        chunk_len=chunk_len,
+        chunk_len=own_chunk_len,
+        short_chunk_len=chunking.chunk_len,
+        here=here,
         memory_bytes=memory_bytes,
         bandwidth_bytes_per_s=bandwidth,
         weight_bytes=weights,

@@ -6,12 +6,13 @@ Invariant: what cannot be served is refused here, with the numbers, and not in t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Literal
 
+from snapstream.chunking import ChunkLen, resolve_chunking
 from snapstream.config import EngineConfig, Executor, KVBudget, ModelConfig, as_count
 from snapstream.host_memory import host_memory
-from snapstream.memory import MAX_AUTO_ROWS, EngineMemory, engine_memory
+from snapstream.memory import EngineMemory, auto_rows, engine_memory
 from snapstream.sizes import format_bytes
 
 MaxRows = int | Literal["auto"]
@@ -75,6 +76,18 @@ def check_prefill_attention(model: ModelConfig, config: EngineConfig) -> str:
     return choose(config.prefill_attention, case).describe()
 
 
+def cut_prefill(model: ModelConfig, config: EngineConfig, chunk_len: ChunkLen) -> EngineConfig:
+    """``config`` with units of ``chunk_len`` tokens, or of the device's default, and packs of short prompts as long."""
+    chunking = resolve_chunking(
+        model,
+        dtype=config.dtype,
+        device=config.device,
+        chunk_len=chunk_len,
+        prefill_quantum=config.prefill_quantum,
+    )
+    return replace(config, **asdict(chunking), short_len=chunking.chunk_len)
+
+
 def fit_rows(model: ModelConfig, config: EngineConfig, max_rows: MaxRows) -> EngineConfig:
     """``config`` with as many rows as were asked for, or as fit (``"auto"``, at most 256).
 
@@ -86,8 +99,7 @@ def fit_rows(model: ModelConfig, config: EngineConfig, max_rows: MaxRows) -> Eng
     memory = _memory_of(model, config)
     free = _free_bytes(config.device, only_free=max_rows == "auto")
     if max_rows == "auto":
-        rows = min(memory.rows_that_fit(free), MAX_AUTO_ROWS)
-        config = replace(config, max_rows=max(rows, 1))
+        config = replace(config, max_rows=max(auto_rows(memory, free), 1))
         memory = _memory_of(model, config)
     if memory.total_bytes > free:
         what = "this GPU has" if config.device.startswith("cuda") else "this machine has"
@@ -111,6 +123,11 @@ def _memory_of(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         device=config.device,
         window_len=config.snapkv.window_len,
     )
+
+
+def available_bytes(device: str) -> int:
+    """What ``max_rows="auto"`` may fill on this machine now."""
+    return _free_bytes(device, only_free=True)
 
 
 def _free_bytes(device: str, *, only_free: bool) -> int:

@@ -36,7 +36,8 @@ class PrefillEntry:
 class JobSpec:
     """A prefill job: prompts packed one after the other, run layer by layer, each layer in chunks.
 
-    The packed tokens of all entries are cut into ``ceil(num_tokens / chunk_len)`` chunks. Unit ``u`` is chunk
+    The packed tokens of all entries are cut into ``ceil(num_tokens / chunk_len)`` chunks, of the engine's ``chunk_len``
+    unless the job has its own. Unit ``u`` is chunk
     ``u % num_chunks`` of layer ``u // num_chunks``; units run in order. With the last unit the job is over: every entry
     has its rows written and its first tokens sampled.
     """
@@ -44,13 +45,15 @@ class JobSpec:
     job_id: int
     staging_start: int  # first token of the job's range in the staging pool
     entries: tuple[PrefillEntry, ...]
+    chunk_len: int = 0  # tokens of its units; 0 means the engine's
 
     @property
     def num_tokens(self) -> int:
         return sum(len(entry.token_ids) for entry in self.entries)
 
     def num_chunks(self, chunk_len: int) -> int:
-        return -(-self.num_tokens // chunk_len)
+        """Of a layer; ``chunk_len`` is the engine's."""
+        return -(-self.num_tokens // (self.chunk_len or chunk_len))
 
     def num_units(self, chunk_len: int, num_layers: int) -> int:
         return self.num_chunks(chunk_len) * num_layers

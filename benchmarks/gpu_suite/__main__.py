@@ -38,7 +38,8 @@ def sections() -> list[Section]:
         Section("peers_continuous", peers.continuous, 60),
         Section("decode_budgets", speed.decode("llama_8b", [
             (2048, [1, 64], 8000), (32_768, [1, 16], 131_000)], best), 40),
-        Section("prefill_chunks", prompts.prefill("llama_8b", [(32_768, 8192, 512), (32_768, 8192, 8192)]), 40),
+        Section("prefill_chunks", prompts.prefill("llama_8b", [
+            (32_768, 8192, 1024), (131_072 - 8, 8192, 512), (32_768, 8192, 512), (32_768, 8192, 8192)]), 70),
         Section("decode_compiled", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], ("graph+compile",)), 90),
     ]  # fmt: skip
     for name in OPTIONAL:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from time import perf_counter
 
 from benchmarks.gpu_suite.models import GREEDY, decoder_of, make_runner, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import random_prompt
+from snapstream.chunking import ChunkLen, resolve_chunking
 from snapstream.engine.core import Engine
+from snapstream.engine.pace import job_chunk_len
 from snapstream.request import Request, SamplingParams
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, StepResult, UnitRange
@@ -67,10 +69,13 @@ def streams(bench: Bench) -> Figures:
     """Time between tokens of eight running streams, alone and while a 128k prompt is prefilled, by quantum of units."""
     decoder = decoder_of(bench, "llama_8b")
     prompt_len, slots, num_rows = (1300, 64, 3) if bench.is_smoke else (131_072 - 2048, 8192, 9)
-    for chunk_len, quantum in [(64, 0)] if bench.is_smoke else [(512, 0), (512, 8), (2048, 4)]:
-        runner = make_runner(bench, decoder, slots, num_rows, prompt_len + 1024, chunk_len)
+    points: list[tuple[ChunkLen, int]] = [("auto", 0), (512, 32), (2048, 1)]  # the default; the one of a CPU
+    for chunk_len, quantum in points[:1] if bench.is_smoke else points:
+        cut = resolve_chunking(decoder.config, dtype=bench.device.dtype_name, device=bench.device.name,
+                               chunk_len=chunk_len, prefill_quantum=quantum)  # fmt: skip
+        runner = make_runner(bench, decoder, slots, num_rows, prompt_len + 1024, cut.chunk_len)
         use_executor(bench, runner, "graph", num_rows)
-        config = replace(runner.config, prefill_quantum=quantum)
+        config = replace(runner.config, prefill_quantum=quantum, **asdict(cut))
         engine = Engine(runner, config, vocab_size=decoder.config.vocab_size, num_layers=decoder.config.num_layers)
         endless = SamplingParams(temperature=0.0, max_tokens=1200, ignore_eos=True)
         for i in range(num_rows - 1):
@@ -84,7 +89,8 @@ def streams(bench: Bench) -> Figures:
         output = engine.add_request(Request(request_id="long", prompt_token_ids=long, sampling=end))
         engine.step()
         busy = _gaps(engine, 1000, 20.0, lambda output=output: bool(output.token_ids))  # type: ignore[misc]
-        yield {"chunk_len": chunk_len, "quantum_units": quantum or decoder.config.num_layers, "streams": num_rows - 1,
+        yield {"chunk_len": job_chunk_len(cut, prompt_len), "is_default": chunk_len == "auto",
+               "quantum_units": quantum or None, "step_work": cut.step_work, "streams": num_rows - 1,
                "prompt_len": prompt_len, "steps_while_prefilling": len(busy),
                **{f"idle_p{q}_ms": _percentile(idle, q) for q in (50, 99)},
                **{f"busy_p{q}_ms": _percentile(busy, q) for q in (50, 99)},

@@ -10,8 +10,7 @@ import torch
 from benchmarks.gpu_suite.models import decode_seconds, decoder_of, make_runner, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
 from snapstream.cache.layout import num_visible, row_bytes
-from snapstream.memory import engine_memory
-from snapstream.planning import decode_weight_bytes
+from snapstream.memory import decode_weight_bytes, engine_memory
 
 
 def ceilings(bench: Bench) -> Figures:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.options import number_option, parse_budget, whole_option
-from snapstream.config import DType, Executor
+from snapstream.cli.options import number_option, parse_budget, parse_rows, whole_option
+from snapstream.config import DType, Executor, PrefillAttentionName
 from snapstream.request import RequestOutput, SamplingParams
 from snapstream.sizes import format_bytes
 
@@ -55,7 +55,12 @@ def generate(
     executor: Annotated[
         Executor | None, typer.Option(help="Decode as plain calls, or compiled/captured. Default: graph on a GPU only.")
     ] = None,
-    max_rows: Annotated[int, whole_option("Rows to allocate; one prompt uses one.")] = 1,
+    prefill_attention: Annotated[
+        PrefillAttentionName, typer.Option(help="Kernel that attends prompts. Default: by a table, said at the start.")
+    ] = "auto",
+    max_rows: Annotated[
+        str, typer.Option(help="Rows to allocate, or auto: as many as fit. One prompt uses one.", metavar="N|auto")
+    ] = "1",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     from snapstream.llm import LLM
@@ -69,7 +74,8 @@ def generate(
         dtype=dtype,
         device=device,
         executor=executor,
-        max_rows=max_rows,
+        prefill_attention=prefill_attention,
+        max_rows=parse_rows(max_rows),
         max_model_len=max_model_len,
         progress=sys.stderr.isatty(),
     ) as llm:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
-    from snapstream.startup import Budget
+    from snapstream.startup import Budget, MaxRows
 
 
 def whole_number(text: str) -> int:
@@ -48,3 +48,20 @@ def parse_budget(text: str | None) -> Budget:
         return int(text)
     except ValueError:
         raise ValueError(f"budget is {text!r}; it must be a number of slots or 'full'") from None
+
+
+def parse_rows(text: str) -> MaxRows:
+    """``"auto"`` or a number of rows; whether they fit is for the start to say."""
+    return "auto" if text == "auto" else _count("max-rows", text)
+
+
+def parse_chunk_len(text: str) -> int | Literal["auto"]:
+    """``"auto"`` or a number of tokens."""
+    return "auto" if text == "auto" else _count("chunk-len", text)
+
+
+def _count(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; it must be a whole number or 'auto'") from None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli.options import whole_option
+from snapstream.cli.options import parse_chunk_len, whole_option
 from snapstream.config import DType
 
 HELP = """What a model costs, from its config.json alone: bytes per row, rows that fit, prefill, speed.
@@ -35,15 +35,22 @@ def plan(
     max_model_len: Annotated[
         int | None, whole_option("Prompt and output tokens: slots of a full row. Default: the prompt.")
     ] = None,
-    chunk_len: Annotated[int, whole_option("Tokens of one prefill unit.")] = 512,
+    chunk_len: Annotated[
+        str, typer.Option(help="Tokens of one prefill unit; auto: as a GPU engine does.", metavar="N|auto")
+    ] = "auto",
     dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "bfloat16",
     memory: Annotated[str, typer.Option(help="Device memory, e.g. 80GiB, 24GB.")] = "80GiB",
     bandwidth: Annotated[str, typer.Option(help="Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s",
+    device: Annotated[str, typer.Option(help="Device of this machine that --max-rows auto fills.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (bytes, tokens, tokens/s).")] = False,
 ) -> None:
     from snapstream.models.registry import read_model_config
-    from snapstream.planning import make_plan
+    from snapstream.planning import Here, make_plan
     from snapstream.sizes import parse_bandwidth, parse_bytes
+    from snapstream.startup import available_bytes, check_device
+
+    if device != "cpu":  # asking for a GPU imports torch
+        check_device(device)
 
     result = make_plan(
         read_model_config(config),
@@ -51,9 +58,10 @@ def plan(
         budgets=budget or (),
         prompt_len=prompt_len,
         max_model_len=max_model_len,
-        chunk_len=chunk_len,
+        chunk_len=parse_chunk_len(chunk_len),
         memory_bytes=parse_bytes(memory),
         bandwidth=parse_bandwidth(bandwidth),
+        here=Here(device=device, free_bytes=available_bytes(device)),
     )
     if as_json:
         typer.echo(json.dumps(result.as_dict(), indent=2))

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from snapstream.cli.options import number_option, parse_budget, whole_option
-from snapstream.config import DType, Executor
+from snapstream.cli.options import number_option, parse_budget, parse_rows, whole_option
+from snapstream.config import DType, Executor, PrefillAttentionName
 
 HELP = """Serve a model over HTTP, as the OpenAI API; SIGTERM drains. Needs the extra: snapstream-llm[serve].
 
@@ -40,13 +40,18 @@ def serve(
         str | None,
         typer.Option(help="Slots of a row, or 'full'; a request may ask for less. Default: 8192, at most the window."),
     ] = None,
-    max_rows: Annotated[int, whole_option("Rows: samples decoded together.")] = 8,
+    max_rows: Annotated[
+        str, typer.Option(help="Rows: samples decoded together; auto: as many as fit.", metavar="N|auto")
+    ] = "8",
     max_model_len: Annotated[int | None, whole_option("Prompt and output tokens. Default: the model's window.")] = None,
     dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     executor: Annotated[
         Executor | None, typer.Option(help="Decode as plain calls, or compiled/captured. Default: graph on a GPU only.")
     ] = None,
+    prefill_attention: Annotated[
+        PrefillAttentionName, typer.Option(help="Kernel that attends prompts. Default: by a table, said at the start.")
+    ] = "auto",
     max_waiting: Annotated[int, whole_option("Requests that may wait; more get 429. 0: no bound.")] = 128,
     allowed_host: Annotated[list[str] | None, typer.Option(help="Host to answer to, beside localhost.")] = None,
     cors_origin: Annotated[
@@ -94,7 +99,8 @@ def serve(
         dtype=dtype,
         device=device,
         executor=executor,
-        max_rows=max_rows,
+        prefill_attention=prefill_attention,
+        max_rows=parse_rows(max_rows),
         max_model_len=max_model_len,
         max_waiting=max_waiting,
     )

@@ -22,6 +22,7 @@ from itertools import count
 
 from snapstream.config import EngineConfig
 from snapstream.engine.live import LiveRequest
+from snapstream.engine.pace import job_chunk_len
 from snapstream.engine.staging_pool import StagingPool
 from snapstream.step import JobSpec, PrefillEntry
 
@@ -143,7 +144,13 @@ class Admission:
         for live in requests:
             self._take_out(live)
         entries = tuple(self._entry(live) for live in requests)
-        spec = JobSpec(job_id=next(self._job_ids), staging_start=start, entries=entries)
+        own = job_chunk_len(self._config, num_tokens)
+        spec = JobSpec(
+            job_id=next(self._job_ids),
+            staging_start=start,
+            entries=entries,
+            chunk_len=own if own != self._config.chunk_len else 0,
+        )
         num_units = spec.num_units(self._config.chunk_len, self._num_layers)
         return Job(spec, tuple(requests), is_short, num_units)
 

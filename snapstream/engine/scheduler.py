@@ -12,6 +12,9 @@ load of short ones gets every (PATIENCE_STEPS + 1)-th step and ends after a numb
 length, and a short prompt waits for one step of a long one, never for its end. (Ageing since *arrival* would
 hand an old long job every step until it ends: exactly the stall that layer-major prefill is there to avoid.)
 
+While rows decode, a step holds ``prefill_quantum`` units, or with ``step_work`` units of so much work together
+(``pace.py``): units of long prompts are few, those of short ones many.
+
 Invariants: a plan asks no sample for more than max_tokens; rows and staging ranges come back only after the
 plan that used them last is complete, so within one plan nothing has two owners. Plans run in order: a row
 freed while a plan that holds it is in flight may be given away by the next one.
@@ -25,6 +28,7 @@ from dataclasses import dataclass
 from snapstream.config import EngineConfig
 from snapstream.engine.admission import Admission, Job
 from snapstream.engine.live import LiveRequest, LiveSample
+from snapstream.engine.pace import unit_work
 from snapstream.step import JobSpec, StepPlan, UnitRange
 
 PATIENCE_STEPS = 4
@@ -51,6 +55,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, *, num_layers: int) -> None:
         self._admission = Admission(config, num_layers=num_layers)
+        self._config = config
         self._quantum = config.prefill_quantum or num_layers
         self._idle_quantum = max(self._quantum, IDLE_PASSES * num_layers)
         self._jobs: dict[int, Job] = {}
@@ -131,19 +136,40 @@ class Scheduler:
     def _plan_units(self, *, is_decoding: bool) -> tuple[list[JobSpec], list[UnitRange]]:
         opened: list[JobSpec] = []
         units: list[UnitRange] = []
-        limit, num_planned = self._quantum if is_decoding else self._idle_quantum, 0
+        by_work = self._config.step_work > 0
+        limit = self._quantum if is_decoding and not by_work else self._idle_quantum
+        work = 0
+        num_planned = 0
         while num_planned < limit:
             opened += self._open_jobs()
             job = min((job for job in self._jobs.values() if job.remaining), key=self._rank, default=None)
             if job is None:
                 break
             count = min(limit - num_planned, job.remaining)
+            if by_work:
+                count, work = self._count_by_work(job, count, work, is_waited_for=is_decoding)
+                if count == 0:
+                    break
             units.append(UnitRange(job.job_id, job.next_unit, count))
             job.next_unit += count
             num_planned += count
-            if job.remaining == 0 and job.will_decode:
-                limit = self._quantum  # from here on somebody waits for the next decode
+            if job.remaining == 0 and job.will_decode:  # from here on somebody waits for the next decode
+                is_decoding = True
+                limit = self._quantum if not by_work else limit
         return opened, units
+
+    def _count_by_work(self, job: Job, most: int, work: int, *, is_waited_for: bool) -> tuple[int, int]:
+        """How many units of a job, ``most`` at most, still fit a step that has so much work already; and its new sum.
+
+        The first unit of a step always fits, or a prompt whose units are too large would never be read.
+        """
+        count = 0
+        while count < most:
+            more = work + unit_work(self._config, job.spec, job.next_unit + count)
+            if is_waited_for and work > 0 and more > self._config.step_work:
+                break
+            count, work = count + 1, more
+        return count, work
 
     def _open_jobs(self) -> list[JobSpec]:
         """Open what can be opened, but no second short job before the first has run: who waits is packed."""

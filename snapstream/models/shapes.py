@@ -41,6 +41,12 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def layer_parameters(config: ModelConfig) -> int:
+    """How many numbers the matrices of one layer hold."""
+    shapes = weight_shapes(config)
+    return sum(prod(shapes[role][1:]) for role in ("qkv", "o", "gate_up", "down"))
+
+
 def num_parameters(config: ModelConfig) -> int:
     """How many numbers a checkpoint of this config holds; a tied embedding counts once."""
     return sum(prod(shape) for shape in weight_shapes(config).values())

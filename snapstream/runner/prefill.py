@@ -63,7 +63,7 @@ class PrefillJob:
         self._attention = attention
         self._lens: dict[int, PackedLens] = {}  # by chunk; the same in every layer
         self._decoder, self._cache, self._staging, self._snapkv = decoder, cache, staging, snapkv
-        self._chunk_len = chunk_len
+        self._chunk_len = spec.chunk_len or chunk_len
         self._num_chunks = spec.num_chunks(chunk_len)
         self._num_layers = decoder.config.num_layers
         self._next_unit = 0

@@ -127,7 +127,11 @@ class EngineProcess:
             await asyncio.wait([child.ended])
             raise
         self._is_serving = True
-        log.info("engine process %s serves %s", child.pid, self._spec.model)
+        facts = self._facts
+        rows = f"{facts.max_rows} rows of {facts.budget_slots:,} slots"
+        log.info("engine process %s serves %s in %s", child.pid, self._spec.model, rows)
+        for note in facts.notes:
+            log.info("%s", note)
         return child
 
     async def _supervise(self, child: EngineChild) -> None:

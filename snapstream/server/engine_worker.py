@@ -161,6 +161,7 @@ def build(spec: EngineSpec) -> LLM:
         max_waiting=spec.max_waiting,
         chunk_len=spec.chunk_len,
         prefill_quantum=spec.prefill_quantum,
+        prefill_attention=spec.prefill_attention,
         progress=False,
     )
 
@@ -196,6 +197,7 @@ def _facts(spec: EngineSpec, llm: LLM) -> EngineFacts:
         architecture=llm.model_config,
         has_tokenizer=llm.tokenizer is not None,
         pid=os.getpid(),
+        notes=llm.notes,
     )
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
-from snapstream.config import DType, EngineConfig, Executor, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.chunking import ChunkLen
+from snapstream.config import DType, EngineConfig, Executor, KVBudget, ModelConfig, PrefillAttentionName, SnapKVConfig
 from snapstream.request import FinishReason, Logprob, Request
 from snapstream.server.engine_api import EngineStats, RequestDelta, SampleDelta
+from snapstream.startup import MaxRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +30,12 @@ class EngineSpec:
     dtype: DType = "float32"
     device: str = "cpu"
     executor: Executor | None = None  # None means the default of the device
-    max_rows: int = 8
+    max_rows: MaxRows = 8
     max_model_len: int | None = None  # None means the model's window
     max_waiting: int = 128  # over it requests are refused; 0 means no bound
-    chunk_len: int = 512
+    chunk_len: ChunkLen = "auto"
     prefill_quantum: int = 0
+    prefill_attention: PrefillAttentionName = "auto"
     num_threads: int | None = None  # of torch on the CPU; None means its default
 
 
@@ -45,6 +48,7 @@ class EngineFacts:
     architecture: ModelConfig
     has_tokenizer: bool
     pid: int
+    notes: tuple[str, ...] = ()  # lines about choices that were made at the start
 
     @property
     def max_model_len(self) -> int:

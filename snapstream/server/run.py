@@ -24,6 +24,7 @@ from fastapi import FastAPI
 
 from snapstream.assembly import load_tokenizer
 from snapstream.assets import TINY_MODEL
+from snapstream.memory import MAX_AUTO_ROWS
 from snapstream.server.app import make_app
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.hosts import is_loopback
@@ -100,12 +101,13 @@ def make_settings(
 ) -> ServerSettings:
     """What follows for the front from the engine's size and the address. ValueError for a key that is blank."""
     refuse_blank(KEY_VARIABLE)
+    most_rows = MAX_AUTO_ROWS if spec.max_rows == "auto" else spec.max_rows
     return ServerSettings(
         api_keys=tuple(api_keys),
         cors_origins=tuple(cors_origins),
         allowed_hosts=answered_hosts(host, allowed_hosts),
         tool_parser=tool_parser,
-        max_requests=spec.max_rows + spec.max_waiting + SPARE_REQUESTS if spec.max_waiting else UNBOUNDED_REQUESTS,
+        max_requests=most_rows + spec.max_waiting + SPARE_REQUESTS if spec.max_waiting else UNBOUNDED_REQUESTS,
         has_page=has_page,
         prompt_compression=prompt_compression,
     )

@@ -129,7 +129,8 @@ class FakeRunner:
 
     def _run_units(self, plan: StepPlan, pending: FakePending) -> dict[str, PrefillResult]:
         quantum = self.config.prefill_quantum or self.num_layers
-        most = quantum if plan.decode_rows else max(quantum, 4 * self.num_layers)
+        is_counted = plan.decode_rows and not self.config.step_work  # else by work: test_pace.py
+        most = quantum if is_counted else max(quantum, 4 * self.num_layers)
         assert sum(unit.count for unit in plan.units) <= most
         prefilled: dict[str, PrefillResult] = {}
         for unit in plan.units:

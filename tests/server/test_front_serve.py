@@ -133,6 +133,16 @@ def test_what_follows_from_the_address_and_the_engine() -> None:
     assert make_settings(spec, "::1", (), (), ("my.box",)).allowed_hosts == ("localhost", "my.box")
     assert make_settings(spec, "::1", (), (), ()).max_requests > 13
     assert make_settings(replace(spec, max_waiting=0), "::1", (), (), ()).max_requests > 1000
+    assert make_settings(replace(spec, max_rows="auto"), "::1", (), (), ()).max_requests > 256
+
+
+def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[EngineSpec] = []
+    monkeypatch.setattr("snapstream.server.run.serve", lambda spec, *_: specs.append(spec))
+    assert main(["serve", "--max-rows", "auto", "--prefill-attention", "reference"]) == 0
+    assert main(["serve"]) == 0
+    assert [(spec.max_rows, spec.prefill_attention) for spec in specs] == [("auto", "reference"), (8, "auto")]
+    assert main(["serve", "--max-rows", "most"]) == 2
 
 
 @pytest.mark.parametrize(("host", "keys", "count"), [("0.0.0.0", (), 1), ("0.0.0.0", ("k",), 0), ("127.0.0.1", (), 0)])

@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import snapstream
 from snapstream.cli import main
+from snapstream.config import EngineConfig, KVBudget
+from snapstream.models.registry import read_model_config
+from snapstream.startup import fit_rows
 
 SOURCE = Path(snapstream.__file__).parents[1]
 
@@ -57,8 +61,7 @@ def test_command_help_has_examples(command: str, capsys: pytest.CaptureFixture[s
 def test_plan_json_from_file_and_folder(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--budget", "512", "--budget", "1024", "--dtype", "float32", "--memory", "1GiB", "--json"]
     assert main(["plan", str(config_file), *options]) == 0
-    printed = capsys.readouterr().out
-    plan = json.loads(printed)
+    plan = json.loads(capsys.readouterr().out)
     assert plan["token_bytes"] == 2 * 2 * 2 * 16 * 4
     assert plan["prompt_len"] == 4096
     assert plan["memory_bytes"] == 2**30
@@ -71,7 +74,38 @@ def test_plan_json_from_file_and_folder(config_file: Path, capsys: pytest.Captur
         ("1024", 1024 * 512),
     ]
     assert main(["plan", str(config_file.parent), *options]) == 0
-    assert capsys.readouterr().out == printed
+    from_folder = json.loads(capsys.readouterr().out)
+    assert without_here(from_folder) == without_here(plan)
+
+
+def without_here(plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan without what depends on the memory that is free at the moment."""
+    rows = [{name: value for name, value in row.items() if name != "rows_here"} for row in plan["rows"]]
+    return plan | {"here": None, "rows": rows}
+
+
+def test_plan_shows_the_rows_that_auto_would_give_here(
+    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("snapstream.startup._free_bytes", lambda device, only_free: 64 * 2**20)
+    assert main(["plan", str(config_file), "--budget", "512", "--dtype", "float32", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    model = read_model_config(config_file)
+    wanted = EngineConfig(budget=KVBudget.of(512), max_model_len=4096)
+    assert plan["rows"][1]["rows_here"] == fit_rows(model, wanted, "auto").max_rows > 1
+    assert plan["here"] == {"device": "cpu", "free_bytes": 64 * 2**20}
+    assert main(["plan", str(config_file)]) == 0
+    assert "--max-rows auto gives on this machine now (cpu, 64 MiB free)" in capsys.readouterr().out
+
+
+def test_plan_cuts_long_prompts_shorter_unless_told(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    big = CONFIG | {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32, "head_dim": 128,
+                    "num_hidden_layers": 32, "max_position_embeddings": 131_072}  # fmt: skip
+    config_file.write_text(json.dumps(big))
+    assert main(["plan", str(config_file)]) == 0
+    assert "prefilled in chunks of 512 (short prompts: of 2,048)" in capsys.readouterr().out
+    assert main(["plan", str(config_file), "--chunk-len", "1024"]) == 0
+    assert "prefilled in chunks of 1,024\n" in capsys.readouterr().out
 
 
 def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +126,9 @@ def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--memory", "lots"], ["'lots'", "80GiB"]),
         (["--bandwidth", "-3TB/s"], ["'-3TB/s'", "3.35TB/s"]),
         (["--dtype", "int8"], ["'int8'", "bfloat16"]),
+        (["--chunk-len", "some"], ["chunk-len is 'some'", "'auto'"]),
+        (["--chunk-len", "0"], ["chunk_len is 0", "from 1 to 4096"]),
+        (["--device", "tpu"], ["device is 'tpu'"]),
         (["--no-such-option"], ["--no-such-option"]),
     ],
 )

@@ -173,6 +173,9 @@ def test_chat_follows_the_checkpoint_unless_told() -> None:
         (["hi", "--budget", "half"], ["budget is 'half'", "full"]),
         (["hi", "--budget", "12"], ["budget of 12", "36"]),
         (["hi", "--max-rows", "0"], ["max_rows is 0", ">= 1"]),
+        (["hi", "--max-rows", "most"], ["max-rows is 'most'", "'auto'"]),
+        (["hi", "--prefill-attention", "quick"], ["'quick'", "sdpa_flash"]),
+        (["hi", "--prefill-attention", "sdpa_flash"], ["'sdpa_flash' cannot be used", "NVIDIA GPU", "cpu"]),
         (["hi", "--file", "x"], ["not both"]),
         (["--file", "no-such-file.txt"], ["no-such-file.txt"]),
     ],
@@ -199,6 +202,15 @@ def test_generate_end_to_end() -> None:
     assert (compression["kept_tokens"], compression["prompt_tokens"]) == (64, printed["prompt_tokens"])
     assert compression["evicted_tokens"] == printed["prompt_tokens"] - 64
     assert f"evicted {compression['evicted_tokens']:,}" in err
+
+
+def test_rows_and_kernel_may_be_left_to_the_machine_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--budget", "64", "--max-model-len", "256", "--max-tokens", "4"]
+    answers = []
+    for options in (["--max-rows", "auto"], ["--prefill-attention", "reference"]):
+        assert main(["generate", str(TINY), "hello", *small, *options]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != ""
 
 
 def test_ctrl_c_ends_generate_at_once() -> None:
