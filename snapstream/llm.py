@@ -15,9 +15,9 @@ from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer
 from snapstream.chunking import ChunkLen
 from snapstream.config import DType, EngineConfig, Executor, PrefillAttentionName, SnapKVConfig, as_count
 from snapstream.conversation import as_conversation
+from snapstream.driver import Driver
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
-from snapstream.engine.validate import QueueFull
 from snapstream.inputs import as_conversations, as_params, as_prompts
 from snapstream.models.registry import read_model_config
 from snapstream.request import Request, RequestOutput, SamplingParams, Trim
@@ -100,14 +100,13 @@ class LLM:
         check_executor(config)
         self.notes = (check_prefill_attention(self.model_config, config),)
         config = cut_prefill(self.model_config, config, chunk_len)
-        self._progress = progress
         if progress:
             print(*self.notes, sep="\n", file=sys.stderr)
         self.tokenizer = load_tokenizer(Path(model))
         self._trimmer = self._make_trimmer(draft, config)
         self.config = fit_rows(self.model_config, config, max_rows)  # measures what the draft has left
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
-        self._engine: Engine | None = Engine(
+        engine = Engine(
             build_runner(Path(model), self.model_config, self.config, self._grammars, progress),
             self.config,
             vocab_size=self.model_config.vocab_size,
@@ -115,18 +114,13 @@ class LLM:
             eos_token_ids=self.model_config.eos_token_ids,
             tokenizer=cast("Tokenizer | None", self.tokenizer),
         )
+        self._driver = Driver(engine, shows_progress=progress)
         self._num_requests = 0
-        self._changed: dict[str, bool] = {}  # by id of every open request: has it grown since its reader looked?
-        self._is_broken = False
 
     @property
     def engine(self) -> Engine:
         """The engine behind this object; RuntimeError once it is closed or a step has failed."""
-        if self._engine is None:
-            raise RuntimeError("this LLM is closed")
-        if self._is_broken:
-            raise RuntimeError("an earlier step of this LLM failed; make a new one")
-        return self._engine
+        return self._driver.engine
 
     def generate(
         self,
@@ -156,7 +150,7 @@ class LLM:
                 self._validate(request)
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}" if len(requests) > 1 else str(error)) from None
-        return self._run(requests)
+        return self._driver.run(requests)
 
     def chat(
         self,
@@ -197,21 +191,7 @@ class LLM:
         (sampling,) = as_params(params, 1)
         request = self._request(batch[0], sampling, budget, prompt_compression)
         self._validate(request)
-        return self._stream(request)
-
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        output = self._open(request)
-        try:
-            while True:
-                while not self._changed[request.request_id]:
-                    self._step()
-                self._changed[request.request_id] = False
-                is_finished = output.is_finished
-                yield output
-                if is_finished:
-                    return
-        finally:
-            self._release([request])
+        return self._driver.stream(request)
 
     def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
@@ -234,7 +214,7 @@ class LLM:
 
     def close(self) -> None:
         """Drop weights and rows. The object cannot be used afterwards."""
-        self._engine = None
+        self._driver.close()
 
     def __enter__(self) -> Self:
         return self
@@ -309,57 +289,3 @@ class LLM:
         self.engine.validate(request)
         if request.sampling.grammar is not None and self._grammars is not None:
             self._grammars.matcher(request.sampling.grammar)
-
-    def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Run checked requests to their end, feeding the queue as it takes them."""
-        outputs: list[RequestOutput] = []
-        num_finished = 0
-        bar = _progress_bar(len(requests), self._progress)
-        try:
-            while num_finished < len(requests):
-                while len(outputs) < len(requests):
-                    try:
-                        outputs.append(self._open(requests[len(outputs)]))
-                    except QueueFull:
-                        break
-                self._step()
-                num_now = sum(output.is_finished for output in outputs)
-                bar.update(num_now - num_finished)
-                num_finished = num_now
-        finally:
-            bar.close()
-            self._release(requests)
-        return outputs
-
-    def _open(self, request: Request) -> RequestOutput:
-        output = self.engine.add_request(request)
-        self._changed[request.request_id] = False
-        return output
-
-    def _step(self) -> None:
-        """One step for everybody; notes whose outputs have grown."""
-        try:
-            grown = self.engine.step()
-        except Exception:  # not Ctrl-C: after that requests are aborted in order
-            self._is_broken = True
-            raise
-        for output in grown:
-            if output.request_id in self._changed:
-                self._changed[output.request_id] = True
-
-    def _release(self, requests: Sequence[Request]) -> None:
-        """Forget requests, whatever their state: after their end, an error, Ctrl-C, a closed stream."""
-        for request in requests:
-            self._changed.pop(request.request_id, None)
-        if self._engine is None or self._is_broken:
-            return
-        if any([self._engine.abort(request.request_id) for request in requests]):
-            self._step()  # takes the rows back
-        while not self._changed and self._engine.has_work:  # nobody is left: read what is in flight
-            self._step()
-
-
-def _progress_bar(total: int, wanted: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="prompts", unit="prompt", disable=not wanted or total < 2)

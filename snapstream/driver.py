@@ -1,0 +1,107 @@
+"""Steps an engine for callers of one thread: batches to their end, and streams that are read in turn.
+
+Invariant: whatever ends a call - its end, an error, Ctrl-C, a closed stream - its requests are gone from the engine
+afterwards. After a step that failed the state of the device is unknown, and nothing more is run. ``llm.py`` makes the
+requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from snapstream.engine.core import Engine
+from snapstream.engine.validate import QueueFull
+from snapstream.request import Request, RequestOutput
+
+
+class Driver:
+    """Owns an engine until ``close``."""
+
+    def __init__(self, engine: Engine, *, shows_progress: bool) -> None:
+        self._engine: Engine | None = engine
+        self._shows_progress = shows_progress
+        self._changed: dict[str, bool] = {}  # by id of every open request: has it grown since its reader looked?
+        self._is_broken = False
+
+    @property
+    def engine(self) -> Engine:
+        """RuntimeError once it is closed or a step has failed."""
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed")
+        if self._is_broken:
+            raise RuntimeError("an earlier step of this LLM failed; make a new one")
+        return self._engine
+
+    def close(self) -> None:
+        """Drop the engine, and with it weights and rows."""
+        self._engine = None
+
+    def run(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Run checked requests to their end, feeding the queue as it takes them."""
+        outputs: list[RequestOutput] = []
+        num_finished = 0
+        bar = _progress_bar(len(requests), self._shows_progress)
+        try:
+            while num_finished < len(requests):
+                while len(outputs) < len(requests):
+                    try:
+                        outputs.append(self._open(requests[len(outputs)]))
+                    except QueueFull:
+                        break
+                self._step()
+                num_now = sum(output.is_finished for output in outputs)
+                bar.update(num_now - num_finished)
+                num_finished = num_now
+        finally:
+            bar.close()
+            self._release(requests)
+        return outputs
+
+    def stream(self, request: Request) -> Iterator[RequestOutput]:
+        """Yield the request's output each time it has grown; closing the iterator aborts the request."""
+        output = self._open(request)
+        try:
+            while True:
+                while not self._changed[request.request_id]:
+                    self._step()
+                self._changed[request.request_id] = False
+                is_finished = output.is_finished
+                yield output
+                if is_finished:
+                    return
+        finally:
+            self._release([request])
+
+    def _open(self, request: Request) -> RequestOutput:
+        output = self.engine.add_request(request)
+        self._changed[request.request_id] = False
+        return output
+
+    def _step(self) -> None:
+        """One step for everybody; notes whose outputs have grown."""
+        try:
+            grown = self.engine.step()
+        except Exception:  # not Ctrl-C: after that requests are aborted in order
+            self._is_broken = True
+            raise
+        for output in grown:
+            if output.request_id in self._changed:
+                self._changed[output.request_id] = True
+
+    def _release(self, requests: Sequence[Request]) -> None:
+        """Forget requests, whatever their state: after their end, an error, Ctrl-C, a closed stream."""
+        for request in requests:
+            self._changed.pop(request.request_id, None)
+        if self._engine is None or self._is_broken:
+            return
+        if any([self._engine.abort(request.request_id) for request in requests]):
+            self._step()  # takes the rows back
+        while not self._changed and self._engine.has_work:  # nobody is left: read what is in flight
+            self._step()
+
+
+def _progress_bar(total: int, wanted: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="prompts", unit="prompt", disable=not wanted or total < 2)

@@ -1,0 +1,33 @@
+"""What a caller asks for (``request.py``, ``sampling.py``) and what it gets back (``output.py``). Plain data; no torch.
+
+See ``engine/`` for the life of a request.
+"""
+
+from snapstream.request.output import (
+    Compression,
+    FinishReason,
+    KeptBitmap,
+    Logprob,
+    RequestOutput,
+    SampleOutput,
+    Timings,
+    Trim,
+)
+from snapstream.request.request import Request
+from snapstream.request.sampling import (
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+)
+
+__all__ = [
+    "MAX_GRAMMAR_CHARS", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_SAMPLES", "MAX_STOP_STRINGS", "MAX_STOP_TOKEN_IDS",
+    "Compression", "FinishReason", "Grammar", "GrammarKind", "KeptBitmap", "Logprob", "Request", "RequestOutput",
+    "SampleOutput", "SamplingParams", "Timings", "Trim",
+]  # fmt: skip

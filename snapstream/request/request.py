@@ -1,0 +1,28 @@
+"""What a caller asks for: a prompt, how to answer it, and the row it may fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from snapstream.config import KVBudget
+from snapstream.request.output import Trim
+from snapstream.request.sampling import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt on its way through the engine."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    budget: KVBudget | None = None  # None means the engine's own
+    prompt: str | None = None  # source text, if there was one; only echoed
+    # Position of each prompt token in its text, ascending, where tokens in between were left out; None: 0, 1, 2, ...
+    positions: tuple[int, ...] | None = None
+    trim: Trim | None = None  # only echoed
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the logical prompt, what a draft took out included."""
+        return self.trim.prompt_tokens if self.trim is not None else len(self.prompt_token_ids)
