@@ -20,7 +20,6 @@ from uuid import uuid4
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic_core import to_json
-from starlette.requests import ClientDisconnect
 
 from snapstream.proxy.bodies import Trimmed, trim_chat, trim_completion
 from snapstream.proxy.forward import PassedOn, Upstream, make_client
@@ -28,11 +27,10 @@ from snapstream.proxy.metrics import ProxyMetrics
 from snapstream.proxy.settings import ProxySettings
 from snapstream.server.app import add_error_handlers
 from snapstream.server.auth import BearerAuth
-from snapstream.server.errors import ApiError, as_api_error, bad_value, queue_full, unavailable
-from snapstream.server.front import CLIENT_GONE
+from snapstream.server.errors import ApiError, bad_value
+from snapstream.server.gate import Gate
 from snapstream.server.hosts import HostGuard
-from snapstream.server.parsing import read_bytes, read_object
-from snapstream.server.sse import ClientGone, until_gone
+from snapstream.server.sse import until_gone
 from snapstream.server.trimming import Trimmer
 from snapstream.server.visits import Visit, Visits
 from snapstream.spec_prefill.settings import PromptCompression
@@ -69,8 +67,7 @@ def make_proxy(
 
     @app.get("/health")
     async def health() -> Response:
-        if proxy.is_draining:
-            raise unavailable("the proxy is shutting down", settings.retry_after_s)
+        proxy.need_open()
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -96,51 +93,31 @@ def make_proxy(
     return app
 
 
-class Proxy:
+class Proxy(Gate):
     """The state of one application."""
 
     def __init__(
         self, compressor: PromptCompressor, target: PreTrainedTokenizerBase | None, settings: ProxySettings
     ) -> None:
+        super().__init__(settings, "proxy", PassedOn)
         self.settings = settings
         self.metrics = ProxyMetrics()
-        self.is_draining = False
-        self.visits = Visits()
         self._client = make_client(settings)
         self._upstream = Upstream(self._client, settings)
         self._trimmer = Trimmer(
             compressor, target, max_waiting=settings.max_waiting, retry_after_s=settings.retry_after_s
         )
 
-    @property
-    def num_open(self) -> int:
-        return self.visits.num_open
-
     async def answer(self, request: Request, trim: Trim | None) -> Response:
         """Pass a request on, its prompt trimmed by ``trim`` if it has one."""
         visit = ProxyVisit(self.visits, uuid4().hex, request.url.path, self.metrics)
-        response: Response | None = None
-        try:
-            response = await self._guarded(request, trim, visit)
-            return response
-        finally:
-            if not isinstance(response, PassedOn):  # that one ends its visit itself
-                visit.end(CLIENT_GONE if response is None else response.status_code, "")
 
-    async def _guarded(self, request: Request, trim: Trim | None, visit: ProxyVisit) -> Response:
-        try:
-            self._admit(visit)
-            bounds = self.settings.max_body_bytes, self._taker(visit), self.settings.body_timeout_s
-            data = await read_object(request, *bounds) if trim else None
-            raw = b"" if trim else bytes(await read_bytes(request, *bounds))
+        async def watched() -> Response:
+            data = await self.read_object(request, visit) if trim else None
+            raw = b"" if trim else await self.read_bytes(request, visit)
             return await until_gone(request.receive, self._pass(request, data, raw, trim, visit))
-        except (ClientGone, ClientDisconnect):
-            return Response(status_code=CLIENT_GONE)
-        except Exception as error:
-            fault = as_api_error(error, self.settings.retry_after_s)
-            if fault.status == 500 and not isinstance(error, ApiError):
-                log.exception("request=%s failed", visit.request_id)
-            return fault.response()
+
+        return await self.pass_through(visit, watched)
 
     async def _pass(
         self, request: Request, data: dict[str, Any] | None, raw: bytes, trim: Trim | None, visit: ProxyVisit
@@ -176,24 +153,6 @@ class Proxy:
             visit.tokens_before += report.tokens_before
             visit.tokens_after += report.tokens_after
         return trimmed
-
-    def _taker(self, visit: Visit) -> Callable[[int], None]:
-        settings = self.settings
-
-        def take(num_bytes: int) -> None:
-            self.visits.check_room(num_bytes, settings.max_open_body_bytes, settings.retry_after_s)
-            visit.take(num_bytes)
-
-        return take
-
-    def _admit(self, visit: Visit) -> None:
-        """Before a byte of the body is read."""
-        if self.is_draining:
-            raise unavailable("the proxy is shutting down; try again later", self.settings.retry_after_s)
-        limit = self.settings.max_requests
-        if self.num_open >= limit:
-            raise queue_full(f"{limit} requests are being answered, which is the limit", self.settings.retry_after_s)
-        visit.enter()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests, and let the open ones end for at most ``timeout_s``."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from time import monotonic
@@ -13,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
-from starlette.requests import ClientDisconnect
 
 from snapstream.assembly import tokenizer_json
 from snapstream.request import Grammar
 from snapstream.server.engine_api import AsyncEngine, EngineDead
-from snapstream.server.errors import ApiError, as_api_error, bad_value, queue_full, unavailable
+from snapstream.server.errors import ApiError, bad_value
+from snapstream.server.gate import Gate
 from snapstream.server.grammar_gate import GrammarGate
 from snapstream.server.metrics import Metrics
-from snapstream.server.parsing import IgnoredFields, read_object
+from snapstream.server.parsing import IgnoredFields
 from snapstream.server.prompt_trims import PromptTrims
 from snapstream.server.prompts import Prompts
 from snapstream.server.settings import ModelFacts, ServerSettings
-from snapstream.server.sse import ClientGone, EventStream, until_gone
+from snapstream.server.sse import EventStream, until_gone
 from snapstream.server.token_text import TokenText
 from snapstream.server.tools.formats import choose_format
-from snapstream.server.visits import Visit, Visits
+from snapstream.server.visits import Visit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,12 +36,8 @@ if TYPE_CHECKING:
 
 Work = Callable[[dict[str, Any], Visit], Coroutine[Any, Any, Response]]  # takes the body
 
-log = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # nginx's number; only logs see it
-
-
-class Front:
+class Front(Gate):
     """The state of one application."""
 
     def __init__(
@@ -53,6 +48,7 @@ class Front:
         facts: Callable[[], ModelFacts],
         compressor: PromptCompressor | None = None,
     ) -> None:
+        super().__init__(settings, "server", EventStream)
         self.engine = engine
         self.settings = settings
         self.prompts = Prompts(tokenizer, threads=settings.tokenizer_threads)
@@ -63,8 +59,6 @@ class Front:
             end_ids = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
             self._grammars = GrammarGate(lambda: tokenizer_json(tokenizer), end_ids)
         self.ignored = IgnoredFields()
-        self.visits = Visits()
-        self.is_draining = False
         self._facts = facts
         self._name = ""
         self.metrics = Metrics(self._model_name, engine.stats, has_vllm_names=settings.has_vllm_names)
@@ -84,8 +78,7 @@ class Front:
 
     def need_ready(self) -> None:
         """503 unless new work is taken."""
-        if self.is_draining:
-            raise unavailable("the server is shutting down; try again later", self.settings.retry_after_s)
+        self.need_open()
         self.need_engine()
 
     def need_engine(self) -> None:
@@ -110,19 +103,15 @@ class Front:
             except ValueError as error:
                 raise bad_value(str(error), param) from None
 
-    def error(self, error: Exception) -> ApiError:
-        return as_api_error(error, self.settings.retry_after_s)
-
     async def answer(self, request: HttpRequest, work: Work) -> Response:
         """Run a handler that computes: watched for the client's leave, with errors in their shape, and logged."""
         visit = Visit(self.visits, request.state.own_id, request.state.request_id, request.url.path)
-        response: Response | None = None
-        try:
-            response = await self._guarded(request, work, visit)
-            return response
-        finally:
-            if not isinstance(response, EventStream):  # a stream ends its visit itself
-                visit.end(CLIENT_GONE if response is None else response.status_code)
+
+        async def watched() -> Response:
+            data = {} if request.method == "GET" else await self.read_object(request, visit)
+            return await until_gone(request.receive, work(data, visit))
+
+        return await self.pass_through(visit, watched)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests, let the open ones end for at most ``timeout_s``, and end the engine.
@@ -133,37 +122,6 @@ class Front:
         start = monotonic()
         await self.visits.wait_idle(timeout_s)
         await self.engine.shutdown(max(0.0, timeout_s - (monotonic() - start)))
-
-    def _admit(self, visit: Visit) -> None:
-        """Before a byte of the body is read: bodies and token lists of refused requests shall cost no memory."""
-        if self.is_draining:
-            self.need_ready()
-        limit = self.settings.max_requests
-        if self.visits.num_open >= limit:
-            raise queue_full(f"{limit} requests are being answered, which is the limit", self.settings.retry_after_s)
-        visit.enter()
-
-    async def _guarded(self, request: HttpRequest, work: Work, visit: Visit) -> Response:
-        try:
-            self._admit(visit)
-            data = {} if request.method == "GET" else await self._body(request, visit)
-            return await until_gone(request.receive, work(data, visit))
-        except (ClientGone, ClientDisconnect):
-            return Response(status_code=CLIENT_GONE)
-        except Exception as error:
-            fault = self.error(error)
-            if fault.status >= 500 and not isinstance(error, (ApiError, EngineDead)):
-                log.exception("request=%s failed", visit.request_id)
-            return fault.response()
-
-    async def _body(self, request: HttpRequest, visit: Visit) -> dict[str, Any]:
-        settings = self.settings
-
-        def take(num_bytes: int) -> None:
-            self.visits.check_room(num_bytes, settings.max_open_body_bytes, settings.retry_after_s)
-            visit.take(num_bytes)
-
-        return await read_object(request, settings.max_body_bytes, take, settings.body_timeout_s)
 
     def close(self) -> None:
         self.prompts.close()

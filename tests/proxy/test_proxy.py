@@ -151,7 +151,7 @@ def test_a_reader_that_leaves_closes_the_upstream_stream(links: Chain) -> None:
     body = chat("hi", stream=True, max_tokens=2000)
     with httpx.stream("POST", links.url + "/v1/chat/completions", json=body) as stream:
         next(stream.iter_raw())
-    until(lambda: links.seen.num_left == left + 1 and links.app.state.proxy.num_open == 0)
+    until(lambda: links.seen.num_left == left + 1 and links.app.state.proxy.visits.num_open == 0)
 
 
 def test_a_stream_that_breaks_ends_with_an_error_frame(links: Chain) -> None:
