@@ -42,7 +42,9 @@ class Packed:
         return torch.cat(parts)
 
 
-def rows_after(lengths: tuple[int, ...], chunk_len: int, packed: Packed | None) -> tuple[Tensor, list[int]]:
+def rows_after(
+    lengths: tuple[int, ...], chunk_len: int, packed: Packed | None, own_chunk_len: int = 0
+) -> tuple[Tensor, list[int]]:
     """Keys of all rows and the first tokens, after a job of prompts of these lengths."""
     config = EngineConfig(
         budget=BUDGET, max_model_len=256, max_rows=len(lengths), chunk_len=chunk_len, snapkv=SnapKVConfig(window_len=8)
@@ -58,7 +60,7 @@ def rows_after(lengths: tuple[int, ...], chunk_len: int, packed: Packed | None) 
         )
         for i, n in enumerate(lengths)
     )  # fmt: skip
-    job = JobSpec(job_id=0, staging_start=17, entries=entries)
+    job = JobSpec(job_id=0, staging_start=17, entries=entries, chunk_len=own_chunk_len)
     units = UnitRange(0, 0, job.num_units(chunk_len, MODEL.num_layers))
     result = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()
     return runner.cache.k, [result.prefilled[entry.request_id].tokens[0].token_id for entry in entries]
@@ -80,3 +82,11 @@ def test_a_prompt_alone_in_its_chunks_takes_the_plain_call() -> None:
     packed = Packed()
     rows_after((70,), 32, packed)
     assert not packed.lens
+
+
+def test_a_job_may_have_a_chunk_len_of_its_own() -> None:
+    """Long prompts on a GPU are cut shorter than the engine's units (engine/pace.py)."""
+    keys, expected = rows_after((70, 40), 64, None)
+    got_keys, got = rows_after((70, 40), 64, None, own_chunk_len=7)
+    torch.testing.assert_close(got_keys, keys)
+    assert got == expected
