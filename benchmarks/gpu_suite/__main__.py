@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_suite import attention, peers, prompts, spec_prefill, speed
+from benchmarks.gpu_suite import attention, peers, peers_kvpress, prompts, spec_prefill, speed
 from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.suite import Bench, Section, run
 from benchmarks.machine import describe
@@ -36,6 +36,7 @@ def sections() -> list[Section]:
         Section("decode_1b", speed.decode("llama_1b", [(8192, [1, 16, 64], 131_000)], both), 30),
         Section("peers", peers.peers, 100),
         Section("peers_continuous", peers.continuous, 60),
+        Section("peers_kvpress", peers_kvpress.kvpress, 45),
         Section("decode_budgets", speed.decode("llama_8b", [
             (2048, [1, 64], 8000), (32_768, [1, 16], 131_000)], best), 40),
         Section("prefill_chunks", prompts.prefill("llama_8b", [

@@ -29,7 +29,7 @@ def peers(bench: Bench) -> Figures:
         yield {"engine": "snapstream graph", "batch": batch, "tokens_per_s": batch / seconds, "step_ms": seconds * 1e3}
         del runner
         bench.device.free()
-    model = _transformers_model(bench, decoder)
+    model = transformers_model(bench, decoder)
     for batch in batches:
         yield _static(bench, model, batch, prompt_len, steps)
 
@@ -38,13 +38,13 @@ def continuous(bench: Bench) -> Figures:
     """Continuous batching of transformers; it takes most of the free memory, so a smoke run on a CPU leaves it out."""
     if not bench.device.is_cuda:
         return
-    model = _transformers_model(bench, decoder_of(bench, MODEL))
+    model = transformers_model(bench, decoder_of(bench, MODEL))
     bench.forget()
     with torch.inference_mode(False):  # it works in a thread of its own
         yield _continuous(bench, model, 64, 2048, 64)
 
 
-def _transformers_model(bench: Bench, decoder: Decoder) -> Any:
+def transformers_model(bench: Bench, decoder: Decoder) -> Any:
     """A transformers model whose parameters are the views of our stacks: no second copy."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,13 +64,13 @@ def _transformers_model(bench: Bench, decoder: Decoder) -> Any:
     return model
 
 
-def _prompt_ids(bench: Bench, batch: int, prompt_len: int, vocab: int) -> torch.Tensor:
+def prompt_ids(bench: Bench, batch: int, prompt_len: int, vocab: int) -> torch.Tensor:
     return torch.tensor([random_prompt(prompt_len, vocab, seed=i) for i in range(batch)], device=bench.device.name)
 
 
 def _static(bench: Bench, model: Any, batch: int, prompt_len: int, steps: int) -> dict[str, Any]:
     """Decode speed as the difference of a long and a short ``generate``, so that prefill drops out."""
-    ids = _prompt_ids(bench, batch, prompt_len, model.config.vocab_size)
+    ids = prompt_ids(bench, batch, prompt_len, model.config.vocab_size)
     mask = torch.ones_like(ids)
 
     def seconds(new_tokens: int) -> float:
@@ -94,7 +94,7 @@ def _continuous(bench: Bench, model: Any, batch: int, prompt_len: int, steps: in
     """Output tokens per second of its continuous batching, prefill included."""
     from transformers import GenerationConfig
 
-    prompts = _prompt_ids(bench, batch, prompt_len, model.config.vocab_size).tolist()
+    prompts = prompt_ids(bench, batch, prompt_len, model.config.vocab_size).tolist()
     settings = GenerationConfig(max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
     best = float("inf")
     for _ in range(2):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu_suite import __main__ as command
 from benchmarks.gpu_suite.device import Device
+from benchmarks.gpu_suite.peers_kvpress import kvpress
 from benchmarks.gpu_suite.suite import Bench, Figures, Section, run
 
 # transformers' parts take long to import and to generate; they are run by hand with --smoke.
@@ -27,6 +32,29 @@ def test_smoke_run_fills_every_section(tmp_path: Path, monkeypatch: pytest.Monke
     (prefill,) = result["sections"]["prefill_8b"]["figures"]
     assert 0 < prefill["compress_share"] < 1
     assert {figure["executor"] for figure in result["sections"]["decode_8b"]["figures"]} == {"graph", "eager"}
+
+
+def test_kvpress_joins_in_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that prunes nothing; the section asks for a quarter of the prompt."""
+    ratios: list[float] = []
+
+    class Press:
+        def __init__(self, compression_ratio: float) -> None:
+            ratios.append(compression_ratio)
+
+        def __call__(self, model: Any) -> Any:
+            return nullcontext()
+
+    bench = Bench(Device("cpu"), True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert [figure["skipped"] for figure in kvpress(bench)] == ["kvpress is not installed"]
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "kvpress", SimpleNamespace(SnapKVPress=Press, __spec__=object()))
+    with torch.inference_mode():
+        ours, theirs = kvpress(bench)
+    assert ours["slots"] == 64 and ours["prefill_s"] > 0 and theirs["step_ms"] > 0
+    assert all(int(256 * (1 - ratio)) == 64 for ratio in ratios)
+    assert theirs["slots"] == 256  # what its cache holds, not what was asked for
 
 
 def test_a_failing_section_keeps_its_figures_and_its_traceback(tmp_path: Path) -> None:
