@@ -14,6 +14,7 @@ import pytest
 from benchmarks.server_process import ServerProcess
 from tests.clients.test_lm_eval import CHOICE, DOCS
 from tests.server.test_front_docs import PRINTED, blocks
+from tests.waiting import HANG_S
 
 LM_EVAL = Path(sys.executable).with_name("lm_eval")
 
@@ -36,7 +37,7 @@ def test_langchain(block: str, server: ServerProcess, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("block", blocks("curl", "bash"))
 def test_curl(block: str, server: ServerProcess) -> None:
     block = block.replace(PRINTED, server.url)
-    result = subprocess.run(["bash", "-euc", block], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(["bash", "-euc", block], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert '"error"' not in result.stdout and '"choices"' in result.stdout
 
 
@@ -50,6 +51,6 @@ def test_lm_eval(block: str, server: ServerProcess, tmp_path: Path) -> None:
     command = block.replace(PRINTED, server.url).replace("hellaswag", "local_choice").strip()
     command = f"{LM_EVAL}{command.removeprefix('lm_eval')} --include_path {tmp_path}"
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    result = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, timeout=280, env=env)
+    result = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, timeout=5 * HANG_S, env=env)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "|local_choice|" in result.stdout.replace(" ", "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import httpx
@@ -13,6 +12,7 @@ import pytest
 from benchmarks.server_process import ServerProcess
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
+from tests.waiting import HANG_S, until
 
 HI: Any = [{"role": "user", "content": "hi"}]
 PROMPTS = ["Once upon a time", "The report was signed by", "word " * 900, "A"]
@@ -25,15 +25,20 @@ def client(server: ServerProcess, **options: Any) -> openai.OpenAI:
 
 
 def gauges(server: ServerProcess) -> dict[str, float]:
-    lines = [line for line in httpx.get(f"{server.url}/metrics").text.splitlines() if line.startswith("snapstream:")]
+    lines = [
+        line
+        for line in httpx.get(f"{server.url}/metrics", timeout=HANG_S).text.splitlines()
+        if line.startswith("snapstream:")
+    ]
     return {line.split("{")[0].removeprefix("snapstream:"): float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
 def wait_until_at_rest(server: ServerProcess) -> None:
-    deadline = time.monotonic() + 20
-    while (now := gauges(server))["num_requests_running"] or now["num_requests_waiting"] or now["rows_used"]:
-        assert time.monotonic() < deadline, now
-        time.sleep(0.05)
+    def is_at_rest() -> bool:
+        now = gauges(server)
+        return not (now["num_requests_running"] or now["num_requests_waiting"] or now["rows_used"])
+
+    until(is_at_rest)
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +107,7 @@ def test_a_timeout_and_an_abort_free_the_row(server: ServerProcess) -> None:
         wait_until_at_rest(server)
         stream = api.completions.create(prompt="Once", stream=True, **endless)
         next(stream)
-        deadline = time.monotonic() + 5
-        while gauges(server)["rows_used"] != 1:  # reported ten times a second
-            assert time.monotonic() < deadline
+        until(lambda: gauges(server)["rows_used"] == 1)  # reported ten times a second
         stream.close()
         wait_until_at_rest(server)
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from benchmarks.server_process import ServerProcess
+from tests.waiting import HANG_S
 
 schemathesis: Any = pytest.importorskip("schemathesis", reason="the extra `clients` is not installed")
 checks: Any = pytest.importorskip("schemathesis.checks")
@@ -42,7 +43,7 @@ def try_out(operation: Any, mode: str, count: int) -> None:
     def run(case: Any) -> None:
         if isinstance(case.body, dict) and {"messages", "prompt"} & case.body.keys():
             case.body["max_tokens"] = 3  # an answer that fills the window would be right, but slow
-        response = case.call(timeout=60)
+        response = case.call(timeout=HANG_S)
         case.validate_response(
             response,
             checks=[

@@ -21,6 +21,7 @@ from snapstream.spec_prefill.settings import PromptCompression
 from tests.proxy.agent import AGAIN, SYSTEM, TASK, TOOLS, output, transcript
 from tests.proxy.test_cli import process
 from tests.proxy.upstream import Seen, make_upstream, on_socket
+from tests.waiting import HANG_S
 
 HEADER = "x-snapstream-prompt-compression"
 KEEP = PromptCompression(keep=0.25)
@@ -39,7 +40,7 @@ def recorded(draft: PromptCompressor) -> Iterator[tuple[openai.OpenAI, Seen]]:
     with on_socket(make_upstream(seen)) as upstream:
         settings = ProxySettings(upstream=upstream, wish=KEEP)
         with on_socket(make_proxy(draft, None, settings)) as url:
-            yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60), seen
+            yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG_S), seen
 
 
 def ask(client: openai.OpenAI, messages: list[Any], **more: Any) -> tuple[Any, dict[str, Any]]:
@@ -83,11 +84,17 @@ def test_what_an_agent_needs_arrives_verbatim_and_old_outputs_shortened(
     assert [{**one, "content": None} if one["role"] == "tool" else one for one in got] == without
 
 
-def test_the_next_turn_reads_only_what_is_new(recorded: tuple[openai.OpenAI, Seen]) -> None:
+def test_the_next_turn_reads_only_what_is_new(
+    recorded: tuple[openai.OpenAI, Seen], draft: PromptCompressor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client, seen = recorded
+    read: list[str] = []
+    score = draft._scorer._score
+    monkeypatch.setattr(draft._scorer, "_score", lambda one: (read.append(one.text), score(one))[1])
     _, first = ask(client, transcript(FIRST))  # scores all outputs but the last
+    assert len(read) == FIRST - 1
     _, second = ask(client, transcript(FIRST + 1))  # one more has aged
-    assert (first["num_cached"], second["num_cached"]) == (0, FIRST - 1) and second["draft_ms"] < first["draft_ms"]
+    assert (first["num_cached"], second["num_cached"]) == (0, FIRST - 1) and read[FIRST - 1 :] == [output(FIRST)]
     third = list(ask_stream(client, transcript(FIRST + 1)))  # the same again, as a stream
     assert "".join(third) == "".join(f"t{i} " for i in range(8))
     assert seen.bodies[-1]["messages"] == seen.bodies[-2]["messages"]
@@ -121,21 +128,21 @@ def test_an_agent_through_the_proxy_in_front_of_our_server() -> None:
         process("serve", "--draft", str(TINY_DRAFT_MODEL)) as (_, server),
         process("proxy", "--upstream", server, "--target", str(TINY_MODEL)) as (_, proxy),
     ):
-        client = openai.OpenAI(base_url=f"{proxy}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"{proxy}/v1", api_key="none", max_retries=0, timeout=HANG_S)
         answer, first = ask(client, transcript(FIRST))
         assert answer.choices[0].message.role == "assistant" and answer.usage.completion_tokens > 0
         assert first["applied"] is True and answer.usage.prompt_tokens == first["tokens_after"]
         assert answer.snapstream["prompt_compression"] == "off"  # of the server: the proxy keeps the field
         answer, second = ask(client, transcript(FIRST + 1))
         assert second["num_cached"] == FIRST - 1 and answer.usage.prompt_tokens == second["tokens_after"]
-        assert second["draft_ms"] < first["draft_ms"] and first["tokens_before"] > 2000
+        assert second["draft_ms"] > 0 and first["tokens_before"] > 2000
         chunks, told = ask(client, transcript(FIRST + 1), stream=True, stream_options={"include_usage": True})
         *parts, last = list(chunks)
         assert told["num_cached"] == FIRST and last.usage.prompt_tokens == second["tokens_after"]
         text = "".join(chunk.choices[0].delta.content or "" for chunk in parts)
         assert text == (answer.choices[0].message.content or "")
 
-        direct = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=60)
+        direct = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=HANG_S)
         own, _ = ask(direct, transcript(FIRST + 1), **options)
         trim = own.snapstream["prompts"][0]["trim"]
         assert trim["applied"] is True and own.usage.prompt_tokens == trim["tokens_before"] == second["tokens_before"]

@@ -21,6 +21,7 @@ from snapstream.cli import main
 from snapstream.proxy.settings import ProxySettings
 from snapstream.spec_prefill.settings import PromptCompression
 from tests.proxy.upstream import Seen, make_upstream, on_socket
+from tests.waiting import HANG_S
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def test_a_long_document_is_answered_through_the_proxy_from_a_part_of_it() -> No
         process("serve") as (_, upstream),
         process("proxy", "--upstream", upstream, "--target", str(TINY_MODEL)) as (running, url),
     ):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG_S)
         assert client.models.list().data[0].id == "tiny"
         raw = client.chat.completions.with_raw_response.create(
             model="tiny",
@@ -67,7 +68,7 @@ def test_a_long_document_is_answered_through_the_proxy_from_a_part_of_it() -> No
         assert told["applied"] is True and usage is not None
         assert usage.prompt_tokens == told["tokens_after"] < 0.75 * told["tokens_before"]
         running.send_signal(signal.SIGTERM)
-        assert running.wait(30) == 0
+        assert running.wait(HANG_S) == 0
 
 
 @pytest.mark.parametrize(
@@ -112,9 +113,9 @@ def test_the_log_has_no_secret_of_an_address() -> None:
         given = upstream.replace("http://", "http://user:passw0rd@")
         lines: list[str] = []
         with process("proxy", "--upstream", given, log=lines) as (running, url):
-            assert httpx.get(f"{url}/v1/models?api_key=s3cret").status_code == 200
+            assert httpx.get(f"{url}/v1/models?api_key=s3cret", timeout=HANG_S).status_code == 200
             running.send_signal(signal.SIGTERM)
-            _, rest = running.communicate(timeout=30)
+            _, rest = running.communicate(timeout=HANG_S)
             log = "".join(lines) + rest
     assert upstream in log and "path=/v1/models status=200" in log
     assert "passw0rd" not in log and "s3cret" not in log

@@ -14,8 +14,9 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from tests.proxy.test_proxy import LONG, chat, post, until
+from tests.proxy.test_proxy import LONG, chat, post
 from tests.proxy.upstream import Chain, chain
+from tests.waiting import HANG_S, until
 
 NOTE = "schön ✓".encode()  # UTF-8, and no Latin-1
 
@@ -58,7 +59,7 @@ def ask(
     url: str, method: str, target: str, headers: dict[str, str | bytes] | None = None
 ) -> tuple[http.client.HTTPResponse, bytes]:
     """A request whose target and headers are sent as they are."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=HANG_S)
     try:
         connection.putrequest(method, target, skip_accept_encoding=True)
         for name, value in (headers or {}).items():
@@ -142,7 +143,7 @@ def test_bodies_are_bounded_together() -> None:
             answer = post(links, {"input": "x" * 900}, path)
             assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         links.draft.gate.set()
-        first.join(10)
+        first.join(HANG_S)
         until(lambda: links.app.state.proxy.visits.num_open == 0)
         assert post(links, {"input": "x" * 900}, "/v1/embeddings").status_code == 200
 
@@ -151,7 +152,7 @@ def test_bodies_are_bounded_together() -> None:
 def test_a_body_that_does_not_come_is_not_waited_for(path: str) -> None:
     with chain(body_timeout_s=0.3) as links:
         host, _, port = urlsplit(links.url).netloc.partition(":")
-        with socket.create_connection((host, int(port)), timeout=5) as trickling:
+        with socket.create_connection((host, int(port)), timeout=HANG_S) as trickling:
             head = (
                 f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n["
             )
@@ -164,5 +165,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(path: str) -> None:
 def test_a_body_beyond_its_own_limit_is_refused(path: str) -> None:
     with chain(max_body_bytes=100) as links:
         assert post(links, chat("x" * 200), path).status_code == 413
-        answer = httpx.post(links.url + path, content=iter([b" " * 200]), headers={"content-type": "application/json"})
+        answer = httpx.post(
+            links.url + path, content=iter([b" " * 200]), headers={"content-type": "application/json"}, timeout=HANG_S
+        )
         assert answer.status_code == 413 and not links.seen.bodies

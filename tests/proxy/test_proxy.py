@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import openai
@@ -14,6 +14,7 @@ import pytest
 from snapstream.proxy.settings import ProxySettings
 from snapstream.spec_prefill.settings import PromptCompression
 from tests.proxy.upstream import CUT, Chain, chain
+from tests.waiting import HANG_S, until
 
 LONG = " ".join(f"word{i}" for i in range(40))
 HEADER = "x-snapstream-prompt-compression"
@@ -39,14 +40,7 @@ def chat(text: str, **more: object) -> dict[str, object]:
 
 
 def post(links: Chain, body: object, path: str = "/v1/chat/completions", **options: object) -> httpx.Response:
-    return httpx.post(links.url + path, json=body, timeout=20, **options)  # type: ignore[arg-type]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    return httpx.post(links.url + path, json=body, timeout=HANG_S, **options)  # type: ignore[arg-type]
 
 
 def test_a_long_prompt_is_trimmed_and_the_rest_of_the_body_is_kept(links: Chain) -> None:
@@ -110,8 +104,13 @@ def test_upstream_errors_arrive_as_they_are(links: Chain) -> None:
 
 
 def test_other_paths_and_their_queries_are_passed_on(links: Chain) -> None:
-    assert httpx.get(links.url + "/v1/models").json()["data"][0]["id"] == "m"
-    httpx.post(links.url + "/v1/embeddings?a=%2Fb&c=d", content=b"anything", headers={"content-type": "text/plain"})
+    assert httpx.get(links.url + "/v1/models", timeout=HANG_S).json()["data"][0]["id"] == "m"
+    httpx.post(
+        links.url + "/v1/embeddings?a=%2Fb&c=d",
+        content=b"anything",
+        headers={"content-type": "text/plain"},
+        timeout=HANG_S,
+    )
     assert links.seen.bodies[-1] == {"raw": "anything"} and links.seen.targets[-1] == "v1/embeddings?a=%2Fb&c=d"
 
 
@@ -142,20 +141,24 @@ def test_a_wish_that_the_draft_cannot_grant_is_the_callers_fault(links: Chain) -
 def test_bad_bodies_are_refused_here(links: Chain) -> None:
     assert post(links, [1]).status_code == 400
     assert post(links, {"messages": "no"}).json()["error"]["param"] == "messages"
-    plain = httpx.post(links.url + "/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"})
+    plain = httpx.post(
+        links.url + "/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"}, timeout=HANG_S
+    )
     assert plain.status_code == 400 and not links.seen.bodies
 
 
 def test_a_reader_that_leaves_closes_the_upstream_stream(links: Chain) -> None:
     left = links.seen.num_left
     body = chat("hi", stream=True, max_tokens=2000)
-    with httpx.stream("POST", links.url + "/v1/chat/completions", json=body) as stream:
+    with httpx.stream("POST", links.url + "/v1/chat/completions", json=body, timeout=HANG_S) as stream:
         next(stream.iter_raw())
     until(lambda: links.seen.num_left == left + 1 and links.app.state.proxy.visits.num_open == 0)
 
 
 def test_a_stream_that_breaks_ends_with_an_error_frame(links: Chain) -> None:
-    with httpx.stream("POST", links.url + "/v1/chat/completions", json=chat("hi", stream=True, user="breaks")) as got:
+    with httpx.stream(
+        "POST", links.url + "/v1/chat/completions", json=chat("hi", stream=True, user="breaks"), timeout=HANG_S
+    ) as got:
         frames = [line for line in got.iter_lines() if line]
     assert len(frames) == 4 and frames[-1] == "data: [DONE]"
     assert json.loads(frames[-2].removeprefix("data: "))["error"]["code"] == "upstream_unavailable"
@@ -165,7 +168,7 @@ def test_metrics_count_what_was_trimmed() -> None:
     with chain() as links:
         post(links, chat(LONG))
         post(links, chat("short"))
-        text = httpx.get(links.url + "/metrics").text
+        text = httpx.get(links.url + "/metrics", timeout=HANG_S).text
     assert 'prompts_total{applied="true"} 1.0' in text and 'prompts_total{applied="false"} 1.0' in text
     assert "prompt_tokens_trimmed_total 20.0" in text and "requests_open 0.0" in text
 
@@ -191,13 +194,15 @@ def test_waiting_for_the_draft_is_bounded() -> None:
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         links.draft.gate.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(HANG_S)
         assert post(links, chat(LONG)).status_code == 200
 
 
 def test_an_upstream_that_is_not_there_is_a_502() -> None:
-    with chain(upstream="http://127.0.0.1:9/v1") as links:
-        answer = post(links, chat("hi"))
+    with socket.socket() as taken:  # its port is nobody else's, and it does not listen
+        taken.bind(("127.0.0.1", 0))
+        with chain(upstream=f"http://127.0.0.1:{taken.getsockname()[1]}/v1") as links:
+            answer = post(links, chat("hi"))
     assert answer.status_code == 502 and answer.json()["error"]["code"] == "upstream_unavailable"
 
 
@@ -211,7 +216,10 @@ def test_a_strict_proxy_does_not_hide_a_failing_draft() -> None:
 def test_draining_refuses_new_requests() -> None:
     with chain() as links:
         links.app.state.proxy.is_draining = True
-        assert post(links, chat("hi")).status_code == 503 and httpx.get(links.url + "/health").status_code == 503
+        assert (
+            post(links, chat("hi")).status_code == 503
+            and httpx.get(links.url + "/health", timeout=HANG_S).status_code == 503
+        )
 
 
 @pytest.mark.parametrize("upstream", ["", "localhost:8000", "ftp://a", "http://a?b=c"])

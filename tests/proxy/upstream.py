@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from snapstream.proxy.app import make_proxy
 from snapstream.proxy.run import uvicorn_config
 from snapstream.proxy.settings import ProxySettings
 from snapstream.spec_prefill.settings import PromptCompression
+from tests.waiting import HANG_S, until
 
 CUT = "[...]"
 
@@ -64,7 +64,7 @@ class FakeDraft:
         tools: object = None,
     ) -> FakeResult:
         self.num_calls += 1
-        self.gate.wait(10)
+        self.gate.wait(HANG_S)
         if self.error is not None:
             raise self.error
         if isinstance(prompt, str):
@@ -149,12 +149,10 @@ def on_socket(app: ASGIApp, **config: Any) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1, **config))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 20
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: server.started)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
-    thread.join(20)
+    thread.join(HANG_S)
     assert not thread.is_alive()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import uvicorn
 from snapstream.server.app import make_app
 from snapstream.server.settings import ServerSettings
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
+from tests.waiting import HANG_S, until
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Running:
     url: str
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key="key", **{"max_retries": 0, **options})
+        return openai.OpenAI(base_url=self.url, api_key="key", **{"max_retries": 0, "timeout": HANG_S, **options})
 
 
 @contextmanager
@@ -33,11 +33,9 @@ def running_server(*api_keys: str) -> Iterator[Running]:
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     yield Running(engine, f"http://127.0.0.1:{port}/v1")
     server.should_exit = True
-    thread.join(10)
+    thread.join(HANG_S)
     assert not thread.is_alive()

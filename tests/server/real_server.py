@@ -15,6 +15,7 @@ from snapstream.llm import LLM
 from snapstream.server.app import make_app
 from snapstream.server.local_engine import LocalEngine
 from snapstream.server.settings import ModelFacts, ServerSettings
+from tests.waiting import HANG_S
 
 
 @contextmanager
@@ -39,8 +40,8 @@ def real_server(**settings: Any) -> Iterator[str]:
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
-    assert is_up.wait(120)
+    assert is_up.wait(HANG_S)
     yield f"http://127.0.0.1:{started['port']}/v1"
     started["server"].should_exit = True
-    thread.join(20)
+    thread.join(HANG_S)
     assert not thread.is_alive()

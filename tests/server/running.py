@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from snapstream.llm import LLM
 from snapstream.request import Compression, FinishReason, Request, SamplingParams, Timings
 from snapstream.server.engine_api import AsyncEngine, EngineStats
+from tests.llm.conftest import write_checkpoint
+from tests.waiting import until_async
 
 MAX_ROWS = 4
 MAX_WAITING = 12
 BUDGET = 64
+WINDOW = 4096
 SETTINGS: dict[str, Any] = {
-    "budget": BUDGET, "max_rows": MAX_ROWS, "max_model_len": 512, "chunk_len": 32, "max_waiting": MAX_WAITING,
+    "budget": BUDGET, "max_rows": MAX_ROWS, "max_model_len": WINDOW, "chunk_len": 32, "max_waiting": MAX_WAITING,
 }  # fmt: skip
-LONG = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+# Seconds of decoding: what happens to it in the middle also happens in the middle where the test comes late.
+LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
 Whole = tuple[str, list[int], FinishReason | None]  # text, ids and end of an answer
 
 
@@ -29,6 +34,10 @@ class Answer:
     compression: Compression | None = None
     timings: Timings | None = None
     num_deltas: int = 0
+
+
+def write_model(folder: Path) -> Path:
+    return write_checkpoint(folder, WINDOW)
 
 
 def prompt(number: int) -> tuple[int, ...]:
@@ -76,9 +85,12 @@ def whole(answer: Answer | BaseException) -> Whole:
     return answer.text, answer.token_ids, answer.finish_reason
 
 
-async def until_at_rest(engine: AsyncEngine, timeout_s: float = 5.0) -> EngineStats:
-    """Wait for the gauges to return to 0."""
-    async with asyncio.timeout(timeout_s):
-        while (stats := engine.stats()).num_running or stats.num_waiting or stats.rows_free != stats.rows_total:
-            await asyncio.sleep(0.02)
-    return stats
+async def until_at_rest(engine: AsyncEngine) -> EngineStats:
+    """Wait for the gauges to return to 0; the totals are then those of all that was asked."""
+
+    def is_at_rest() -> bool:
+        stats = engine.stats()
+        return not (stats.num_running or stats.num_waiting) and stats.rows_free == stats.rows_total
+
+    await until_async(is_at_rest)
+    return engine.stats()

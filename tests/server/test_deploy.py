@@ -22,6 +22,7 @@ from snapstream.server.engine_api import EngineStats
 from snapstream.server.engine_process import STOP_S
 from snapstream.server.metrics import Metrics
 from snapstream.server.run import LAST_FRAMES_S
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -126,7 +127,7 @@ def test_the_unit_has_a_folder_for_compiled_code() -> None:
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     copy = tmp_path / UNIT.name
     copy.write_text(UNIT.read_text().replace("/opt/snapstream/bin/snapstream", sys.executable))
-    result = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=HANG_S)
     said = [line for line in result.stderr.splitlines() if UNIT.name in line]
     assert said == [] and result.returncode == 0, result.stderr
 

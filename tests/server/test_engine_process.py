@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.server_process import is_running
 from snapstream.engine.validate import QueueFull
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
@@ -25,13 +28,13 @@ from snapstream.server.engine_api import EngineDead
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.messages import EngineSpec
 from snapstream.server.metrics import Metrics
-from tests.llm.conftest import write_checkpoint
 from tests.server.running import (
     BUDGET,
     LONG,
     MAX_ROWS,
     MAX_WAITING,
     SETTINGS,
+    WINDOW,
     Answer,
     Whole,
     collect,
@@ -41,9 +44,11 @@ from tests.server.running import (
     prompt,
     until_at_rest,
     whole,
+    write_model,
 )
+from tests.waiting import HANG_S, Lateness, until, until_async
 
-LIMIT_S = 60.0  # of one test; only a hang gets there
+PROMISED_S = 2.0  # for every request to hear of the engine's death
 SOURCE = Path(__file__).parents[2]
 
 
@@ -54,12 +59,12 @@ class Served:
         self.runner, self.engine = runner, engine
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self.runner.run(asyncio.wait_for(coroutine, LIMIT_S))
+        self.runner.run(asyncio.wait_for(coroutine, HANG_S))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("served"))
+    return write_model(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")
@@ -82,26 +87,26 @@ def served(spec: EngineSpec) -> Iterator[Served]:
         runner.run(engine.shutdown(0))
 
 
-def is_running(pid: int) -> bool:
-    """False also for a zombie: it has ended, whoever fails to collect it."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+@pytest.fixture(autouse=True)
+def _no_core_files() -> Iterator[None]:
+    """Writing one takes longer than a crash may go unnoticed."""
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_CORE, before)
 
 
 def test_facts_are_those_of_the_loaded_engine(served: Served, folder: Path) -> None:
     facts = served.engine.facts
     with LLM(folder, **SETTINGS, progress=False) as llm:
         assert (facts.model, facts.engine, facts.architecture) == (str(folder), llm.config, llm.model_config)
-    assert (facts.max_model_len, facts.max_rows, facts.budget_slots) == (512, MAX_ROWS, BUDGET)
+    assert (facts.max_model_len, facts.max_rows, facts.budget_slots) == (WINDOW, MAX_ROWS, BUDGET)
     assert facts.has_tokenizer and facts.pid != os.getpid() and is_running(facts.pid)
 
 
 def test_answers_are_those_of_generate(served: Served, want: list[Whole]) -> None:
     async def main() -> None:
-        before = served.engine.stats()
+        before = await until_at_rest(served.engine)
         answers = await collect_all(served.engine, [make_request(number) for number in range(12)])
         for number, answer in enumerate(answers):
             assert whole(answer) == want[number], number
@@ -123,7 +128,7 @@ def test_answers_are_those_of_generate(served: Served, want: list[Whole]) -> Non
 
 def test_an_early_close_frees_the_row(served: Served) -> None:
     async def main() -> None:
-        before = served.engine.stats().generation_tokens_total
+        before = (await until_at_rest(served.engine)).generation_tokens_total
         streams = [served.engine.generate(make_request(number, LONG)) for number in range(MAX_ROWS)]
         for stream in streams:
             await anext(stream)
@@ -132,8 +137,7 @@ def test_an_early_close_frees_the_row(served: Served) -> None:
         stats = await until_at_rest(served.engine)
         assert 0 < stats.generation_tokens_total - before < MAX_ROWS * LONG.max_tokens / 2
         task = asyncio.create_task(collect(served.engine, make_request(0, LONG)))
-        while not served.engine.stats().num_running:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: served.engine.stats().num_running)
         task.cancel()  # the other way to leave
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -143,12 +147,12 @@ def test_an_early_close_frees_the_row(served: Served) -> None:
 
 
 def test_a_bad_request_is_refused_while_others_go_on(served: Served, want: list[Whole]) -> None:
-    too_long = make_request(1, SamplingParams(max_tokens=5000), "too-long")
+    too_long = make_request(1, SamplingParams(max_tokens=WINDOW + 1), "too-long")
 
     async def main() -> None:
         good = [make_request(number) for number in range(3)]
         *answers, bad = await collect_all(served.engine, [*good, too_long])
-        assert isinstance(bad, ValueError) and "the limit is 512" in str(bad)
+        assert isinstance(bad, ValueError) and f"the limit is {WINDOW}" in str(bad)
         assert [whole(answer) for answer in answers] == want[:3]
         again = await collect_all(served.engine, [make_request(1), make_request(2, request_id="id-1")])
         assert whole(again[0]) == want[1]
@@ -159,7 +163,16 @@ def test_a_bad_request_is_refused_while_others_go_on(served: Served, want: list[
 
 def test_a_full_queue_refuses_and_serves_what_it_took(served: Served, want: list[Whole]) -> None:
     async def main() -> None:
-        answers = await collect_all(served.engine, [make_request(n % 6, request_id=f"many-{n}") for n in range(40)])
+        engine = served.engine
+        os.kill(engine.facts.pid, signal.SIGSTOP)  # else a fast engine may answer some before the last has come
+        try:
+            asking = asyncio.create_task(
+                collect_all(engine, [make_request(n % 6, request_id=f"many-{n}") for n in range(40)])
+            )
+            await asyncio.sleep(0.1)
+        finally:
+            os.kill(engine.facts.pid, signal.SIGCONT)
+        answers = await asking
         taken = {n: answer for n, answer in enumerate(answers) if isinstance(answer, Answer)}
         assert len(taken) >= MAX_WAITING
         assert all(isinstance(answer, QueueFull) for n, answer in enumerate(answers) if n not in taken)
@@ -188,13 +201,15 @@ def test_a_killed_engine_fails_every_request_at_once_and_comes_back(served: Serv
         await anext(first)
         running = asyncio.create_task(collect_all(engine, [make_request(n, LONG) for n in range(2 * MAX_ROWS)]))
         await asyncio.sleep(0.1)
-        start = time.monotonic()
-        os.kill(old_pid, signal.SIGKILL)
-        outcomes = await running
-        with pytest.raises(EngineDead, match="SIGKILL"):
-            async for _ in first:
-                pass
-        assert time.monotonic() - start < 2.0
+        with Lateness() as late:
+            start = time.monotonic()
+            os.kill(old_pid, signal.SIGKILL)
+            outcomes = await running
+            with pytest.raises(EngineDead, match="SIGKILL"):
+                async for _ in first:
+                    pass
+            seconds = time.monotonic() - start
+        assert seconds < late.allowed(PROMISED_S)
         assert all(isinstance(outcome, EngineDead) for outcome in outcomes), outcomes
         assert not engine.is_ready and engine.stats().num_running == 0
         page = Metrics(lambda: "tiny", engine.stats, has_vllm_names=True).render().decode()
@@ -203,8 +218,7 @@ def test_a_killed_engine_fails_every_request_at_once_and_comes_back(served: Serv
         assert engine.absence is not None and not engine.absence.is_final
         with pytest.raises(EngineDead):
             await collect(engine, make_request(0))
-        while not engine.is_ready:
-            await asyncio.sleep(0.05)
+        await until_async(lambda: engine.is_ready)
         assert engine.facts.pid != old_pid and not is_running(old_pid)
         answers = await collect_all(engine, [make_request(number) for number in range(5)])
         assert [whole(answer) for answer in answers] == want[:5]
@@ -222,11 +236,13 @@ def test_without_restart_a_killed_engine_stays_dead(spec: EngineSpec) -> None:
         facts = await engine.start()
         running = asyncio.create_task(collect_all(engine, [make_request(0, LONG)]))
         await asyncio.sleep(0.1)
-        start = time.monotonic()
-        os.kill(facts.pid, signal.SIGSEGV)
-        [outcome] = await running
+        with Lateness() as late:
+            start = time.monotonic()
+            os.kill(facts.pid, signal.SIGSEGV)
+            [outcome] = await running
+            seconds = time.monotonic() - start
         assert isinstance(outcome, EngineDead) and "SIGSEGV" in str(outcome)
-        assert time.monotonic() - start < 2.0
+        assert seconds < late.allowed(PROMISED_S)
         await asyncio.sleep(0.5)
         assert not engine.is_ready and engine.stats().restarts_total == 0
         assert outcome.is_final and engine.absence is not None and engine.absence.is_final
@@ -234,7 +250,7 @@ def test_without_restart_a_killed_engine_stays_dead(spec: EngineSpec) -> None:
         assert not [child for child in multiprocessing.active_children() if child.pid == facts.pid]
         await engine.shutdown(1)
 
-    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
 
 
 def test_shutdown_drains_and_leaves_nothing(spec: EngineSpec, want: list[Whole]) -> None:
@@ -242,20 +258,20 @@ def test_shutdown_drains_and_leaves_nothing(spec: EngineSpec, want: list[Whole])
         engine = EngineProcess(spec)
         pid = (await engine.start()).pid
         running = asyncio.create_task(collect_all(engine, [make_request(number) for number in range(8)]))
-        long = asyncio.create_task(collect(engine, make_request(9, LONG)))
+        long = asyncio.create_task(collect(engine, make_request(9, replace(LONG, max_tokens=300))))
         await asyncio.sleep(0)  # both have submitted their requests
-        ending = asyncio.create_task(engine.shutdown(30))
+        ending = asyncio.create_task(engine.shutdown(HANG_S))
         await asyncio.sleep(0)
         assert not engine.is_ready
         with pytest.raises(EngineDead, match="shutting down"):
             await collect(engine, make_request(50))
         assert [whole(answer) for answer in await running] == want[:8]
-        assert len((await long).token_ids) == LONG.max_tokens
+        assert len((await long).token_ids) == 300
         await ending
         assert not Path(f"/proc/{pid}").exists(), "not even a zombie"
         await engine.shutdown(1)  # may be repeated
 
-    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
 
 
 def test_an_engine_that_cannot_be_built_says_why(folder: Path) -> None:
@@ -270,7 +286,7 @@ def test_an_engine_that_cannot_be_built_says_why(folder: Path) -> None:
         assert not slow.is_ready
         assert {child.pid for child in multiprocessing.active_children()} <= others
 
-    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
 
 
 FRONT = """
@@ -287,7 +303,7 @@ async def main():
     [child] = multiprocessing.active_children()
     print(child.pid, flush=True)
     assert "torch" not in sys.modules, "the front does not load torch"
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 if __name__ == "__main__":
     asyncio.run(main())
@@ -306,7 +322,4 @@ def test_a_front_that_is_killed_leaves_no_engine_behind(folder: Path, tmp_path: 
         pid = int(front.stdout.readline())
         assert is_running(pid)
         front.kill()
-    start = time.monotonic()
-    while is_running(pid):
-        assert time.monotonic() - start < 10.0, "the engine outlives its front"
-        time.sleep(0.05)
+    until(lambda: not is_running(pid))  # else the engine outlives its front

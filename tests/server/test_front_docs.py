@@ -12,6 +12,7 @@ import pytest
 
 from tests.server.fake_engine import ANSWER
 from tests.server.front_server import Running, running_server
+from tests.waiting import HANG_S
 
 DOC = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 PRINTED = "http://127.0.0.1:8000"
@@ -40,5 +41,5 @@ def test_openai_python(block: str, server: Running, capsys: pytest.CaptureFixtur
 def test_curl(block: str, server: Running) -> None:
     assert PRINTED in block
     block = block.replace(PRINTED, server.url.removesuffix("/v1"))
-    result = subprocess.run(["bash", "-euc", block], capture_output=True, text=True, timeout=20, check=True)
+    result = subprocess.run(["bash", "-euc", block], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert '"error"' not in result.stdout and '"choices"' in result.stdout

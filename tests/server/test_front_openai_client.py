@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +10,9 @@ import openai
 import pytest
 
 from snapstream.engine.validate import QueueFull
-from tests.server.fake_engine import ANSWER, FakeEngine, logprob_of, token_ids
+from tests.server.fake_engine import ANSWER, logprob_of, token_ids
 from tests.server.front_server import Running, running_server
+from tests.waiting import HANG_S, until
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -21,13 +21,6 @@ HI: Any = [{"role": "user", "content": "hi"}]
 def server() -> Iterator[Running]:
     with running_server("key") as running:
         yield running
-
-
-def wait_until_idle(engine: FakeEngine) -> None:
-    deadline = time.monotonic() + 5
-    while engine.num_running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert engine.num_running == 0
 
 
 def test_chat_and_completions(server: Running) -> None:
@@ -72,7 +65,7 @@ def test_async_clients_side_by_side(server: Running) -> None:
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def run() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=server.url, api_key="key", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=HANG_S) as client:
             return await asyncio.gather(*(one(client) for _ in range(8)))
 
     assert asyncio.run(run()) == [ANSWER] * 8
@@ -113,13 +106,12 @@ def test_an_error_in_mid_stream_raises(server: Running) -> None:
 
 def test_leaving_and_timing_out_free_the_row(server: Running) -> None:
     server.engine.hang_after = 2
-    client = server.client(timeout=0.5)
+    client = server.client()
     stream = client.chat.completions.create(model="tiny", messages=HI, stream=True)
     next(stream)
     assert server.engine.num_running == 1
     stream.close()
-    wait_until_idle(server.engine)
+    until(lambda: server.engine.num_running == 0)
     with pytest.raises(openai.APITimeoutError):
-        client.chat.completions.create(model="tiny", messages=HI)
-    wait_until_idle(server.engine)
-    assert len(server.engine.aborted) == 2
+        client.with_options(timeout=1).chat.completions.create(model="tiny", messages=HI)
+    until(lambda: len(server.engine.aborted) == 2 and server.engine.num_running == 0)

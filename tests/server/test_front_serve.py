@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,79 +13,64 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.server_process import served
 from snapstream.cli import main
 from snapstream.server.engine_api import EngineDead
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.messages import EngineSpec
 from snapstream.server.run import ServeOptions, make_settings, serve
 from tests.server.front_client import frames
+from tests.waiting import HANG_S, until
 
-START_S = 120
+OPTIONS = ["--max-rows", "3", "--budget", "128"]
+DRAIN_S = 5  # time enough to be told that the server drains
+ENDLESS = 15_000  # tokens: far more than DRAIN_S
 
 
-@contextmanager
-def running(tmp_path: Path, drain_timeout: int) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    log = tmp_path / "log"
-    options = ["--port", "0", "--max-rows", "3", "--budget", "128", "--drain-timeout", str(drain_timeout)]
-    with log.open("wb") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "snapstream.cli", "serve", *options],
-            stderr=err,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    try:
-        deadline = time.monotonic() + START_S
-        while not (found := re.search(r"serving tiny at (http://\S+)/v1", log.read_text())):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        assert "loading " in log.read_text()
-        yield process, found[1]
-    finally:
-        process.kill()
-        process.wait()
+def health(url: str, **headers: str) -> int:
+    return httpx.get(f"{url}/health", headers=headers, timeout=HANG_S).status_code
 
 
 def test_answer_then_drain(tmp_path: Path) -> None:
-    with running(tmp_path, 4) as (process, url):
-        _answer_then_drain(process, url)
-        assert f"chat page: {url}/\n" in (tmp_path / "log").read_text()
+    with served([*OPTIONS, "--drain-timeout", str(DRAIN_S)], tmp_path / "log") as server:
+        _answer_then_drain(server.process, server.url)
+        text = server.log.read_text()
+        assert "loading " in text and "serving tiny at " in text and f"chat page: {server.url}/\n" in text
 
 
 def _answer_then_drain(process: subprocess.Popen[bytes], url: str) -> None:
-    assert httpx.get(f"{url}/health", headers={"Host": "evil.example"}).status_code == 403  # bound to loopback
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert health(url, Host="evil.example") == 403  # bound to loopback
+    assert health(url) == 200
     body = {"prompt": "word " * 300, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S).json()
     assert answer["usage"]["completion_tokens"] == 5 and answer["choices"][0]["finish_reason"] == "length"
     facts = answer["snapstream"]["prompts"][0]["compression"]
     assert facts["kept_tokens"] == 128 < facts["prompt_tokens"] == answer["usage"]["prompt_tokens"]
 
-    streams = {count: _stream(url, count) for count in (100, 15_000)}
+    streams = {count: _stream(url, count) for count in (100, ENDLESS)}
     for _, started, _ in streams.values():
-        assert started.wait(30)
+        assert started.wait(HANG_S)
     process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + 3
-    while (status := httpx.get(f"{url}/health").status_code) == 200 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert status == 503
-    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 503
+    until(lambda: health(url) == 503)
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S).status_code == 503
     for thread, _, _ in streams.values():
-        thread.join(30)
-    done, cut = (frames(b"".join(streams[count][2]).decode()) for count in (100, 15_000))
+        thread.join(HANG_S)
+    done, cut = (frames(b"".join(streams[count][2]).decode()) for count in (100, ENDLESS))
     assert done[-1]["choices"][0]["finish_reason"] == "length"  # ended within the timeout
     assert cut[-1]["error"]["code"] == "engine_unavailable"
-    assert process.wait(20) == 0
+    assert process.wait(HANG_S) == 0
 
 
 def test_a_second_signal_ends_at_once_and_in_order(tmp_path: Path) -> None:
-    with running(tmp_path, 600) as (process, url):
-        _, started, parts = _stream(url, 15_000)
-        assert started.wait(30)
-        process.send_signal(signal.SIGTERM)
-        while httpx.get(f"{url}/health").status_code == 200:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0  # not ended by the signal itself, which would skip the engine's shutdown
+    with served([*OPTIONS, "--drain-timeout", "600"], tmp_path / "log") as server:
+        _, started, parts = _stream(server.url, ENDLESS)
+        assert started.wait(HANG_S)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: health(server.url) == 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert (
+            server.process.wait(HANG_S) == 0
+        )  # not ended by the signal itself, which would skip the engine's shutdown
 
 
 def _stream(url: str, max_tokens: int) -> tuple[threading.Thread, threading.Event, list[bytes]]:
@@ -99,7 +78,7 @@ def _stream(url: str, max_tokens: int) -> tuple[threading.Thread, threading.Even
 
     def read() -> None:
         body: dict[str, Any] = {"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=HANG_S) as response:
             for part in response.iter_raw():
                 parts.append(part)
                 started.set()

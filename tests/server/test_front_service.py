@@ -15,6 +15,7 @@ from snapstream.server.logs import TextFormatter
 from snapstream.server.settings import ServerSettings
 from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
 from tests.server.front_client import HI, JSON, app_of, client
+from tests.waiting import HANG_S
 
 
 def test_bearer_keys_guard_v1_only() -> None:
@@ -197,11 +198,11 @@ def test_a_client_that_leaves_frees_its_rows(
         engine = FakeEngine(hang_after=hang_after)
         visitor = Visitor(engine, path, {**fields, "stream": stream})
         task = asyncio.create_task(visitor.run())
-        await asyncio.wait_for(engine.hanging.wait(), 5)
+        await asyncio.wait_for(engine.hanging.wait(), HANG_S)
         while engine.num_running < count:
             await asyncio.sleep(0)
         visitor.gone.set()  # the engine itself stays silent: only the watch can notice
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, HANG_S)
         assert engine.num_running == 0 and len(engine.aborted) == count
         text = visitor.app.state.front.metrics.render().decode()
         assert samples(text)['vllm:request_success_total{finished_reason="abort",model_name="tiny"}'] == count
@@ -258,9 +259,9 @@ def test_a_drain_waits_for_prompts_that_wait_in_the_front() -> None:
         async with client(engine) as http:
             body = {"prompt": ["a", "b", "c"], "max_tokens": 3}
             answer = asyncio.create_task(http.post("/v1/completions", json=body))
-            await asyncio.wait_for(engine.hanging.wait(), 5)
+            await asyncio.wait_for(engine.hanging.wait(), HANG_S)
             front = app_of(http).state.front
-            drain = asyncio.create_task(front.drain(20))
+            drain = asyncio.create_task(front.drain(10 * HANG_S))
             await asyncio.sleep(0)
             assert (await http.post("/v1/completions", json=body)).status_code == 503  # new work
             assert (await http.get("/health")).status_code == 503
@@ -268,7 +269,7 @@ def test_a_drain_waits_for_prompts_that_wait_in_the_front() -> None:
             response = await answer
             assert response.status_code == 200, response.text
             assert len(response.json()["choices"]) == 3
-            await asyncio.wait_for(drain, 5)
+            await asyncio.wait_for(drain, HANG_S)
             assert engine.is_shut and front.visits.num_open == 0
 
     asyncio.run(run())
@@ -295,12 +296,12 @@ def test_a_request_that_is_being_tokenized_survives_a_drain(monkeypatch: pytest.
 
             monkeypatch.setattr(front.prompts, "encode", slowly)
             answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
-            await asyncio.wait_for(is_there.wait(), 5)
-            drain = asyncio.create_task(front.drain(20))
+            await asyncio.wait_for(is_there.wait(), HANG_S)
+            drain = asyncio.create_task(front.drain(10 * HANG_S))
             await asyncio.sleep(0.05)
             may_go.set()
             assert (await answer).status_code == 200
-            await asyncio.wait_for(drain, 5)
+            await asyncio.wait_for(drain, HANG_S)
 
     asyncio.run(run())
 
@@ -310,8 +311,8 @@ def test_a_drain_ends_in_time_whatever_is_open() -> None:
         engine = FakeEngine(hang_after=1)
         async with client(engine) as http:
             answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
-            await asyncio.wait_for(engine.hanging.wait(), 5)
-            await asyncio.wait_for(app_of(http).state.front.drain(0.1), 5)
+            await asyncio.wait_for(engine.hanging.wait(), HANG_S)
+            await asyncio.wait_for(app_of(http).state.front.drain(0.1), HANG_S)
             assert (await answer).status_code == 503
 
     asyncio.run(run())
@@ -347,7 +348,7 @@ def test_open_bodies_are_bounded_together() -> None:
         engine = FakeEngine(hang_after=1)
         async with client(engine, max_body_bytes=1000, max_open_body_bytes=1000) as http:
             taken = asyncio.create_task(http.post("/v1/completions", json={**body, "stream": True}))
-            await asyncio.wait_for(engine.hanging.wait(), 5)
+            await asyncio.wait_for(engine.hanging.wait(), HANG_S)
             visits = app_of(http).state.front.visits
             held = visits.num_bytes
             assert 600 < held < 1000
@@ -365,11 +366,11 @@ def test_open_bodies_are_bounded_together() -> None:
 def test_a_body_that_trickles_is_given_up() -> None:
     async def trickle() -> Any:
         yield b"{"
-        await asyncio.sleep(60)
+        await asyncio.sleep(10 * HANG_S)
 
     async def run() -> None:
         async with client(FakeEngine(), body_timeout_s=0.05) as http:
-            response = await asyncio.wait_for(http.post("/v1/completions", content=trickle(), headers=JSON), 5)
+            response = await asyncio.wait_for(http.post("/v1/completions", content=trickle(), headers=JSON), HANG_S)
             assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
             assert app_of(http).state.front.visits.num_open == 0
 

@@ -7,7 +7,6 @@ one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from snapstream.spec_prefill.settings import PromptCompression
 from tests.proxy.upstream import CUT, FakeDraft
 from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
 from tests.server.front_client import HI, app_of, client, frames
+from tests.waiting import until_async
 
 LONG = " ".join(f"word{i}" for i in range(40))
 HALF = " ".join([*LONG.split()[:20], CUT])
@@ -213,12 +213,6 @@ def test_the_draft_reads_no_prompt_beyond_its_limit() -> None:
     assert answer.json()["snapstream"]["prompts"][0]["trim"]["applied"] is False and draft.num_calls == 0
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 def test_waiting_for_the_draft_is_bounded_and_does_not_hold_up_others() -> None:
     async def run() -> None:
         draft = FakeDraft()
@@ -227,7 +221,7 @@ def test_waiting_for_the_draft_is_bounded_and_does_not_hold_up_others() -> None:
             body = {"messages": user(LONG), "prompt_compression": {"keep": 0.5}}
             waiting = [asyncio.create_task(http.post(CHAT, json=body)) for _ in range(2)]
             trimmer = app_of(http).state.front.trims._trimmer
-            await until(lambda: trimmer._num_waiting == 2)
+            await until_async(lambda: trimmer._num_waiting == 2)
             full = await http.post(CHAT, json=body)
             assert full.status_code == 429 and full.headers["retry-after"] == "1"
             assert (await http.post(CHAT, json={"messages": HI})).status_code == 200  # the loop is free
@@ -244,7 +238,7 @@ def test_who_leaves_while_waiting_is_not_read_and_makes_room() -> None:
         draft.gate.clear()
         trimmer = Trimmer(draft, None, max_waiting=2, retry_after_s=1)  # type: ignore[arg-type]
         first = asyncio.create_task(trimmer.text(LONG, HALVED))
-        await until(lambda: draft.num_calls == 1)
+        await until_async(lambda: draft.num_calls == 1)
         for _ in range(5):  # more than may wait at once
             second = asyncio.create_task(trimmer.text(LONG, HALVED))
             await asyncio.sleep(0.01)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.front_client import frames
 from tests.server.tiny_server import TinyServer, tiny_server
+from tests.waiting import HANG_S
 
 PROMPT = [3 + (7 * i + i * i % 13) % 250 for i in range(203)]
 
@@ -24,7 +25,7 @@ def server() -> Iterator[TinyServer]:
 def ask(server: TinyServer, kept: Any, *, budget: int = 64, stream: bool = False) -> httpx.Response:
     body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "stream": stream}
     body["kv_cache"] = {"budget": budget} if kept is None else {"budget": budget, "return_kept": kept}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
 
 
 def compression(answer: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from snapstream.llm import LLM
 from snapstream.server.app import make_app
 from snapstream.server.local_engine import LocalEngine
 from snapstream.server.settings import ModelFacts, ServerSettings
+from tests.waiting import HANG_S, until
 
 
 @dataclass
@@ -58,14 +58,12 @@ def tiny_server(max_model_len: int = 16384, **settings: Any) -> Iterator[TinySer
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 60
-    while running.server is None or not running.server.started:
-        assert running.error is None and time.monotonic() < deadline, running.error
-        time.sleep(0.02)
+    until(lambda: running.error is not None or (running.server is not None and running.server.started))
+    assert running.server is not None and running.error is None, running.error
     running.url = f"http://127.0.0.1:{running.server.servers[0].sockets[0].getsockname()[1]}"
     try:
         yield running
     finally:
         running.server.should_exit = True
-        thread.join(20)
+        thread.join(HANG_S)
     assert not thread.is_alive()

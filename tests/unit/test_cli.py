@@ -16,6 +16,7 @@ from snapstream.cli import main
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.models.registry import read_model_config
 from snapstream.startup import fit_rows
+from tests.waiting import HANG_S
 
 SOURCE = Path(snapstream.__file__).parents[1]
 
@@ -166,5 +167,5 @@ def test_plan_never_imports_torch(config_file: Path) -> None:
         "sys.exit(code or 10 * ('torch' in sys.modules))"
     )
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (0, "")

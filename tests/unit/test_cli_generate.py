@@ -21,6 +21,7 @@ from snapstream.cli.options import parse_budget
 from snapstream.config import KVBudget
 from snapstream.request import Compression, FinishReason, RequestOutput, SampleOutput, SamplingParams, Timings
 from snapstream.startup import DEFAULT_BUDGET
+from tests.waiting import HANG_S
 
 SOURCE = Path(snapstream.__file__).parents[1]
 TINY = SOURCE / "snapstream" / "assets" / "tiny"
@@ -194,7 +195,7 @@ def test_generate_end_to_end() -> None:
         "generate", str(TINY), "The key of the box is 4711. " * 40, "--raw", "--budget", "64",
         "--max-model-len", "2048", "--max-tokens", "3", "--json",
     )  # fmt: skip
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     printed = json.loads(out)
     assert 1 <= printed["output_tokens"] <= 3
@@ -222,7 +223,7 @@ def test_ctrl_c_ends_generate_at_once() -> None:
     assert process.stdout is not None
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=120)
+    rest, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, err
     assert first and rest.endswith("\n")
     assert "Traceback" not in err

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import snapstream
+from tests.waiting import HANG_S
 
 SOURCE = Path(snapstream.__file__).parents[1]
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=60)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=HANG_S)
 
 
 def test_public_names_resolve() -> None:

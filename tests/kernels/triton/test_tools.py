@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests.waiting import HANG_S
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
@@ -18,7 +20,9 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 def run_module(*args: str) -> str:
     """A benchmark in a process of its own: kernels are either interpreted or compiled from the first import on."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", *args], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", *args], capture_output=True, text=True, env=environment, timeout=5 * HANG_S
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
