@@ -1,6 +1,6 @@
 """The chat page in a real browser: with the shipped model where answers matter, with the fake engine for faults.
 
-Skipped, with the reason, where no Chromium is installed; ``.ci/run`` installs Debian's.
+``test_page_row.py`` has what it shows of an answer's row.
 """
 
 from __future__ import annotations
@@ -8,152 +8,27 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from snapstream.engine.validate import QueueFull
 from tests.server import front_server
 from tests.server.fake_engine import tokenizer
 from tests.server.front_server import Running, running_server
-from tests.server.tiny_server import TinyServer, tiny_server
+from tests.server.page_driver import figure, load_example, send
+from tests.server.tiny_server import TinyServer
+from tests.waiting import until
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-if BROWSER is None:
-    pytest.skip("no Chromium is installed (Debian: apt-get install chromium)", allow_module_level=True)
-
-OPTIONS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-LIMIT_MS = 20_000
 LONG_TEXT = "word " * 600
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> & <b>bold</b>"
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[TinyServer]:
-    with tiny_server() as running:
-        yield running
 
 
 @pytest.fixture
 def fake() -> Iterator[Running]:
     with running_server() as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=BROWSER, args=OPTIONS)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens the page of a server; whatever it asks of other hosts, and every error of its scripts, fails the test."""
-    contexts, faults = [], []
-
-    def open_at(url: str, **options: Any) -> Any:
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(LIMIT_MS)
-        page.on("request", lambda asked: asked.url.startswith(url) or faults.append(asked.url))
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda line: "Content Security" in line.text and faults.append(line.text))
-        page.goto(url)
-        return page
-
-    yield open_at
-    for context in contexts:
-        context.close()
-    assert not faults
-
-
-def figure(page: Any, name: str) -> str:
-    return str(page.locator(f".answer:last-of-type [data-figure='{name}'] dd").first.inner_text())
-
-
-def load_example(page: Any, size: int = 4096) -> None:
-    page.locator("#example-size").select_option(str(size))
-    page.get_by_role("button", name="Load an example").click()
-    page.locator("#count", has_text=re.compile(r"[\d,]+ tokens$")).wait_for()
-
-
-def send(page: Any, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
-
-
-def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_an_example_is_answered_and_its_row_is_what_the_api_tells(
-    tiny: TinyServer, open_page: Callable[..., Any]
-) -> None:
-    page = open_page(tiny.url)
-    bodies: list[dict[str, Any]] = []
-    page.on("request", lambda asked: asked.url.endswith("/completions") and bodies.append(asked.post_data_json))
-    page.locator("#example-field").wait_for()
-    page.get_by_role("radio", name="1/8", exact=True).check()
-    load_example(page)
-    assert re.search(r"^5\d\d slots for 4,0\d\d tokens$", page.locator("#budget-note").inner_text())
-    page.get_by_role("button", name="Send").click()
-    page.locator(".verdict.right").wait_for()
-
-    (body,) = bodies
-    assert body["kv_cache"] == {"budget": body["kv_cache"]["budget"], "return_kept": "bitmap"} and body["stream"]
-    body["kv_cache"]["return_kept"] = True
-    answer = httpx.post(
-        f"{tiny.url}/v1/chat/completions", json={**body, "stream": False, "stream_options": None}
-    ).json()
-    told, cache = answer["snapstream"]["prompts"][0]["compression"], answer["snapstream"]["kv_cache"]
-    assert page.locator(".answer .words").inner_text() == answer["choices"][0]["message"]["content"].strip()
-    assert figure(page, "prompt") == f"{told['prompt_tokens']:,}" and figure(page, "kept") == f"{told['kept_tokens']:,}"
-    assert figure(page, "evicted") == f"{told['evicted_tokens']:,}" and told["evicted_tokens"] > 3000
-    assert figure(page, "row") == f"{round(told['row_bytes'] / 1024)} KiB" and figure(page, "end") == "stop"
-
-    count = told["prompt_tokens"]
-    ends = {*range(cache["num_sink"]), *range(count - cache["num_recent"], count)}
-    heads = [ends | set(head) for layer in told["kept_positions"] for head in layer]
-    shown = page.locator(".text span").evaluate_all("nodes => nodes.map(n => [Number(n.dataset.token), n.className])")
-    assert 200 < len(shown) < count  # as many as are near the view
-    for token, classes in shown:
-        level = int(re.search(r"kept-(\d)", classes)[1])
-        assert level == sum(token in head for head in heads), token  # eight heads, eight levels
-
-    strip, line = page.get_by_role("slider"), page.locator(".told")
-    strip.focus()
-    page.keyboard.press("Home")
-    assert line.inner_text() == "token 0 <|begin|> sink, kept by 8 of 8 heads in all layers"
-    page.keyboard.press("End")
-    assert f"token {count - 1:,} <|assistant|> recent ring, kept by 8 of 8 heads in all layers" == line.inner_text()
-    page.get_by_role("button", name="Show the sentence that answers").click()
-    fact = int(line.inner_text().split()[1].replace(",", ""))
-    assert f"kept by {sum(fact in head for head in heads)} of 8 heads" in line.inner_text()
-    page.get_by_label("Layer").select_option("2")
-    assert f"kept by {sum(fact in head for head in heads[4:6])} of 2 heads" in line.inner_text()
-    page.get_by_label("Head", exact=True).select_option("1")
-    assert f"kept by {int(fact in heads[5])} of 1 heads" in line.inner_text()
-    # To a block that was not filled yet. The locator's click waits until a scrolling page stands still; a click at
-    # coordinates read a moment before can land beside the strip.
-    wanted = 0.75 * count
-    strip.click(position={"x": strip.bounding_box()["width"] * 0.75, "y": 10})
-    page.wait_for_function(
-        "wanted => Math.abs(Number(document.querySelector('.text .marked')?.dataset.token) - wanted) < 20", arg=wanted
-    )
 
 
 def test_further_turns_editing_and_clearing(tiny: TinyServer, open_page: Callable[..., Any]) -> None:
@@ -196,24 +71,6 @@ def test_stopping_frees_the_row(tiny: TinyServer, open_page: Callable[..., Any])
     page.get_by_label("Most tokens").fill("5")
     send(page, "go on")  # what was stopped stays part of the conversation
     page.locator(".answer .figures").wait_for()
-
-
-def test_a_long_prompt_is_drawn_from_a_part_of_its_elements(tiny: TinyServer, open_page: Callable[..., Any]) -> None:
-    page = open_page(tiny.url)
-    page.locator("#attachment summary").click()
-    page.get_by_role("textbox", name="Long text").fill("The road to the mill was long. " * 1250)
-    page.get_by_role("radio", name="1/16", exact=True).check()
-    page.get_by_label("Most tokens").fill("4")
-    send(page, "What is the code for amber falcon?")
-    page.locator(".row-view canvas").wait_for()
-    assert int(figure(page, "prompt").replace(",", "")) > 8_700
-    assert page.locator(".text span").count() < 2500
-    began = time.monotonic()
-    page.get_by_role("slider").press("End")
-    page.get_by_role("slider").press("Enter")
-    page.locator(".text span.recent.marked").wait_for()
-    assert time.monotonic() - began < 2  # generous: it takes some 50 ms
-    assert page.locator(".text span").count() < 2500
 
 
 DROP = """text => {
@@ -272,15 +129,30 @@ def test_a_missing_key_is_asked_for(browser: Any, open_page: Callable[..., Any])
         assert "asks for an API key" in notice.inner_text() and "401" not in notice.inner_text()
         key = page.get_by_label("API key")
         assert key.evaluate("node => node === document.activeElement") and key.get_attribute("type") == "password"
-        key.fill("wrong")
-        key.press("Tab")
-        assert "missing or wrong" in notice.inner_text()
         key.fill("schlüssel")
         key.press("Tab")
         page.get_by_text("beyond ASCII").wait_for()
+        key.fill("wrong")
+        key.press("Tab")
+        page.get_by_text("missing or wrong").wait_for()
+        held: list[Any] = []
+
+        def hold(route: Any) -> None:
+            if route.request.headers.get("authorization") == "Bearer wrong-too":
+                held.append(route)
+            else:
+                route.continue_()
+
+        page.route("**/v1/models", hold)
+        key.fill("wrong-too")
+        key.press("Tab")
+        until(lambda: page.evaluate("true") and held)
         key.fill("secret")
         key.press("Tab")
         page.get_by_text("tiny ·").wait_for()
+        assert notice.is_hidden()
+        held[0].fulfill(status=401, json={"error": {"message": "late"}})
+        page.wait_for_timeout(200)  # an answer to a key that was replaced is no news
         assert notice.is_hidden()
         send(page, "hi")
         page.locator(".answer .figures").wait_for()

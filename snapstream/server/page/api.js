@@ -14,8 +14,8 @@ export class Api {
   }
 
   // The first served model with its limits.
-  async model() {
-    return (await this.json("v1/models")).data[0];
+  async model(signal) {
+    return (await this.json("v1/models", undefined, signal)).data[0];
   }
 
   example(tokens, seed) {

@@ -18,6 +18,7 @@ const isNarrow = matchMedia("(max-width: 820px)");
 const turns = []; // { question, answer, nodes }
 let model = null; // as /v1/models has it
 let running = null; // AbortController of the answer that runs
+let connecting = null; // AbortController of the question for the model
 let counting = null; // AbortController of the count in the making
 let counted = 0; // tokens of what would be sent
 
@@ -51,16 +52,20 @@ function budgetFor(numPrompt) {
 }
 
 async function connect() {
+  connecting?.abort();
+  const { signal } = (connecting = new AbortController());
   for (;;) {
     try {
-      model = await api.model();
+      model = await api.model(signal);
       break;
     } catch (error) {
+      if (signal.aborted) return; // another key was given meanwhile: what this one was told is no longer news
       $("model").textContent = "not connected";
       notice(error);
       if (error.status === 401) askForKey();
       if (error.status !== 503 || error.retryAfter === null) return;
       await new Promise((done) => setTimeout(done, LOADING_DELAY_MS));
+      if (signal.aborted) return;
     }
   }
   notice(null);

@@ -50,7 +50,7 @@ export function rowView(row, factText) {
     const watcher = new IntersectionObserver(([entry]) => {
       if (!entry.isIntersecting) return;
       watcher.disconnect();
-      text.reveal(fact[0]);
+      if (text.marked === null) text.reveal(fact[0]); // the reader may have chosen a place by then
     });
     watcher.observe(text.view);
   }

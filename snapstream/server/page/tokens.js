@@ -39,16 +39,22 @@ export class TokenText {
     const block = this.blocks[this.indexOf(token)];
     this.fill(block);
     this.mark(token);
-    const span = this.marked;
+    const span = this.span(token);
     const shift = span.getBoundingClientRect().top - this.view.getBoundingClientRect().top;
     this.view.scrollTop += shift - this.view.clientHeight / 2;
   }
 
   mark(token) {
-    this.marked?.classList.remove("marked");
+    this.span(this.marked)?.classList.remove("marked");
+    this.marked = token;
+    this.span(token)?.classList.add("marked");
+  }
+
+  // The element of a token, where its block is filled.
+  span(token) {
+    if (token === null) return null;
     const index = this.indexOf(token);
-    this.marked = this.blocks[index].children[token - this.starts[index]] ?? null;
-    this.marked?.classList.add("marked");
+    return this.blocks[index].children[token - this.starts[index]] ?? null;
   }
 
   indexOf(token) {
@@ -94,7 +100,8 @@ export class TokenText {
       const token = Number(span.dataset.token);
       const level = counts[token] ? Math.max(1, Math.round((counts[token] / size) * LEVELS)) : 0;
       const isFact = fact && token >= fact[0] && token < fact[1];
-      span.className = `${row.region(token)} kept-${level}${isFact ? " fact" : ""}`;
+      const isMarked = token === this.marked; // its block may have been emptied since
+      span.className = `${row.region(token)} kept-${level}${isFact ? " fact" : ""}${isMarked ? " marked" : ""}`;
     }
   }
 }
