@@ -28,7 +28,7 @@ from benchmarks.soak_jobs import BUDGET, NUM_JOBS, Job, plan, sound_jobs
 
 MAX_ROWS = 8
 MAX_GROWTH = 0.05
-REST_S = 30.0  # for gauges to return to 0
+REST_S = 120.0  # for gauges to return to 0
 SAMPLE_S = 0.5
 GAUGES = ("num_requests_running", "num_requests_waiting", "rows_used", "kv_cache_usage_perc")
 
@@ -124,7 +124,7 @@ async def _watch(server: ServerProcess, tally: Tally, start: float) -> None:
 async def _run(server: ServerProcess, jobs: list[Job], num_clients: int) -> dict[str, Any]:
     tally, waiting, start = Tally(), iter(jobs), time.monotonic()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=num_clients)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as http:
 
         async def client() -> None:
             for job in waiting:

@@ -5,6 +5,7 @@ import { count, element } from "./format.js";
 
 const BLOCK = 256; // tokens, at most
 const SHORTEST = 192; // a block ends with a sentence or a line if one ends from here on
+const NEAR = 3; // blocks on either side of a place: more than the margin around the view
 const LEVELS = 8;
 const LINE = 22; // pixels, an estimate until a block was seen
 const CHAR = 7.3;
@@ -17,10 +18,10 @@ export class TokenText {
     this.starts = startsOf(row.texts);
     this.blocks = this.starts.map((_, index) => this.block(index));
     this.view.append(...this.blocks);
-    const watcher = new IntersectionObserver((entries) => {
+    this.watcher = new IntersectionObserver((entries) => {
       for (const entry of entries) entry.isIntersecting ? this.fill(entry.target) : this.empty(entry.target);
     }, { root: this.view, rootMargin: "400px" });
-    for (const block of this.blocks) watcher.observe(block);
+    for (const block of this.blocks) this.watcher.observe(block);
     const told = (act) => (event) => {
       const token = event.target.dataset?.token;
       if (token !== undefined) act(Number(token));
@@ -34,14 +35,19 @@ export class TokenText {
     for (const block of this.blocks) if (block.childElementCount) this.shade(block);
   }
 
-  // Scroll to a token and mark it.
+  // Scroll to a token and mark it. Blocks that come near the view are filled first: until then their heights are
+  // estimates, and the place would move as they are filled.
   reveal(token) {
-    const block = this.blocks[this.indexOf(token)];
-    this.fill(block);
+    const index = this.indexOf(token);
+    const near = this.blocks.slice(Math.max(0, index - NEAR), index + NEAR + 1);
+    for (const block of near) this.fill(block);
     this.mark(token);
-    const span = this.span(token);
-    const shift = span.getBoundingClientRect().top - this.view.getBoundingClientRect().top;
+    const shift = this.span(token).getBoundingClientRect().top - this.view.getBoundingClientRect().top;
     this.view.scrollTop += shift - this.view.clientHeight / 2;
+    for (const block of near) {
+      this.watcher.unobserve(block); // and is told anew which of them stay
+      this.watcher.observe(block);
+    }
   }
 
   mark(token) {
