@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-START_S = 300.0  # to load the tiny model, on a machine that is busy with other things
+START_S = 600.0  # to load the tiny model, on a machine that is busy with other things
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-HANG_S = 180.0
+HANG_S = 300.0
 BEAT_S = 0.01
 MARGIN = 20  # steps of a chain that each may come late
 
