@@ -94,7 +94,9 @@ def test_the_next_turn_reads_only_what_is_new(
     _, first = ask(client, transcript(FIRST))  # scores all outputs but the last
     assert len(read) == FIRST - 1
     _, second = ask(client, transcript(FIRST + 1))  # one more has aged
-    assert (first["num_cached"], second["num_cached"]) == (0, FIRST - 1) and read[FIRST - 1 :] == [output(FIRST)]
+    assert (first["num_cached"], second["num_cached"]) == (0, FIRST - 1) and read[FIRST - 1 :] == [
+        transcript(FIRST)[-1]["content"]
+    ]
     third = list(ask_stream(client, transcript(FIRST + 1)))  # the same again, as a stream
     assert "".join(third) == "".join(f"t{i} " for i in range(8))
     assert seen.bodies[-1]["messages"] == seen.bodies[-2]["messages"]
