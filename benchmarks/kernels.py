@@ -110,7 +110,7 @@ def decode_cases(
 
     def call(first: int, cut: configs.DecodeLaunch) -> Call:
         rows = torch.arange(first, first + batch, device=device)
-        return lambda: attention.decode_attention(q, k, v, rows, lengths, cut)
+        return lambda: attention.decode_attention(q, k, v, rows, lengths, launch=cut)
 
     for cut in dict.fromkeys(cuts):
         calls = [call(i * batch, cut) for i in range(sets)]

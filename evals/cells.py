@@ -25,7 +25,7 @@ from evals.score import found, found_after_first, mean_and_error
 from evals.shared import generate_shared
 from evals.tasks import TASKS, Item, make_items
 from snapstream.cache import layout
-from snapstream.config import DTYPE_BYTES
+from snapstream.config import KVDType, kv_dtype_bytes
 from snapstream.llm import LLM
 
 RESULTS = Path(os.environ.get("EVALS_RESULTS", Path(__file__).parent / "results"))
@@ -53,6 +53,13 @@ class Cell:
     num_prompts: int
     seed: int = 0
     source: str = "snapstream"  # whose engine; see peers_kvpress.py
+    kv_dtype: KVDType = "auto"  # storage of rows
+
+    @property
+    def label(self) -> str:
+        """How the arm is called in file names and tables."""
+        name = self.arm.name if self.source == "snapstream" else f"{self.source}-{self.arm.name}"
+        return name if self.kv_dtype == "auto" else f"{name}-{self.kv_dtype}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -70,6 +77,7 @@ class Cell:
             "num_prompts": self.num_prompts,
             "max_tokens": TASKS[self.task].max_tokens,
             "seed": self.seed,
+            **({} if self.kv_dtype == "auto" else {"kv_dtype": self.kv_dtype}),  # older cells keep their names
         }
 
     @property
@@ -77,8 +85,7 @@ class Cell:
         """Where the result is stored: readable parts, then a hash of all settings."""
         settings = self.settings
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-        arm = self.arm.name if self.source == "snapstream" else f"{self.source}-{self.arm.name}"
-        name = f"{self.task}_{self.prompt_len}_{arm}_{self.arm.slots}_{digest}.json"
+        name = f"{self.task}_{self.prompt_len}_{self.label}_{self.arm.slots}_{digest}.json"
         return RESULTS / f"{settings['model']}-{settings['weights']}" / name
 
     def read(self) -> dict[str, Any] | None:
@@ -136,7 +143,7 @@ def group(cells: Sequence[Cell]) -> list[list[Cell]]:
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
         own = cell.arm if cell.arm.name == "truncation" else None
-        key = (cell.model, cell.task, cell.prompt_len, cell.num_prompts, cell.seed, own)
+        key = (cell.model, cell.task, cell.prompt_len, cell.num_prompts, cell.seed, cell.kv_dtype, own)
         groups.setdefault(key, []).append(cell)
     return [found[i : i + MAX_SHARED] for found in groups.values() for i in range(0, len(found), MAX_SHARED)]
 
@@ -154,6 +161,7 @@ def run_group(cells: Sequence[Cell]) -> None:
         first.model,
         budget=first.arm.budget,
         snapkv=first.arm.snapkv,
+        kv_dtype=first.kv_dtype,
         max_rows=1,
         max_model_len=first.prompt_len + task.max_tokens,
         chunk_len=CHUNK_LEN,
@@ -169,7 +177,7 @@ def run_group(cells: Sequence[Cell]) -> None:
         counters = {
             "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
             "mean_evicted_tokens": sum(evicted) / len(prompts),
-            "row_bytes": layout.row_bytes(model, capacity, DTYPE_BYTES["float32"]),
+            "row_bytes": layout.row_bytes(model, capacity, kv_dtype_bytes("float32", cell.kv_dtype)),
             "cells_of_this_prefill": len(cells),
         }
         cell.write(judge(chat, items, own) | counters, seconds)

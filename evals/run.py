@@ -2,6 +2,7 @@
 
     python -m evals.run                                   # the shipped model, 2,048 tokens, 1/2 to 1/16
     python -m evals.run --model DIR --families kv variable --budgets 1/4 1/8 --arms full snapstream --prompts 40
+    python -m evals.run --kv-dtype fp8 --arms full snapstream --budgets 1/4 1/8     # the same with rows in FP8
 
 What is stored is not run again, so an interrupted run goes on where it stopped; delete a file to repeat its cell. Every
 arm sees the same prompts. Answers are greedy. ``--jobs 2`` runs two cells at a time, one thread each.
@@ -22,6 +23,7 @@ from evals.arms import ARMS, make_arm
 from evals.cells import Cell, run_cells
 from evals.tasks import TASKS
 from snapstream.assets import TINY_MODEL
+from snapstream.config import KV_DTYPES
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
@@ -43,7 +45,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
             cells.append(
                 Cell(
                     model=args.model, task=task, arm=arm, prompt_len=args.prompt_len, num_prompts=args.prompts,
-                    seed=args.seed,
+                    seed=args.seed, kv_dtype=args.kv_dtype,
                 )
             )  # fmt: skip
     return cells
@@ -58,7 +60,8 @@ def table_of(results: Sequence[dict[str, Any]], families: Sequence[str]) -> Tabl
     for cell in results:
         settings, result = cell["settings"], cell["result"]
         slots = "all" if settings["arm"] == "full" else f"{settings['slots']:,}"
-        line = lines.setdefault((settings["arm"], slots), {})
+        name = " ".join((settings["arm"], settings.get("kv_dtype", ""))).rstrip()
+        line = lines.setdefault((name, slots), {})
         line[settings["task"]] = f"{result['accuracy']:.1f} +-{result['standard_error']:.1f}"
     for (arm, slots), line in lines.items():
         table.add_row(arm, slots, *(line.get(family, "") for family in families))
@@ -75,6 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=2048)
     parser.add_argument("--prompts", type=int, default=200, help="per cell")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="storage of rows")
     parser.add_argument("--jobs", type=int, default=1)
     return parser.parse_args(argv)
 

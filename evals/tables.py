@@ -57,17 +57,23 @@ def cells(model: Path = TINY_MODEL) -> list[Result]:
     return list(best.values())
 
 
-def arm_cells(source: str = "snapstream") -> list[Result]:
-    """Cells of ``evals.run`` or of a peer, the largest budgets first, arms and tasks in the order of the tables."""
+def arm_cells(source: str = "snapstream", kv_dtype: str = "auto") -> list[Result]:
+    """Cells of ``evals.run`` or of a peer with one storage of rows, the largest budgets first, arms and tasks in the order of the tables."""
     arms, tasks = list(ARM_NAMES), list(TASKS)
 
     def order(cell: Result) -> tuple[bool, int, int, int]:
         s = cell["settings"]
         return s["arm"] != "full", -s["slots"], arms.index(s["arm"]), tasks.index(s["task"])
 
-    found = [c for c in cells() if c["settings"]["source"] == source and c["settings"]["arm"] in arms]
+    found = [
+        c for c in cells()
+        if (c["settings"]["source"], c["settings"].get("kv_dtype", "auto")) == (source, kv_dtype)
+        and c["settings"]["arm"] in arms
+    ]  # fmt: skip
     if not found:
-        raise ValueError("not measured; run python -m evals." + ("run" if source == "snapstream" else "peers_kvpress"))
+        options = "" if kv_dtype == "auto" else f" --kv-dtype {kv_dtype}"
+        program = "run" if source == "snapstream" else "peers_kvpress"
+        raise ValueError(f"not measured; run python -m evals.{program}{options}")
     longest = max(c["settings"]["prompt_len"] for c in found)
     return sorted((c for c in found if c["settings"]["prompt_len"] == longest), key=order)
 
@@ -204,6 +210,27 @@ def peers() -> str:
     return table(["engine", "cache", "slots", *names], rows)
 
 
+def fp8_table() -> str:
+    """docs: rows in FP8 beside rows in the dtype of the weights, same prompts, task by task."""
+    narrow = arm_cells(kv_dtype="fp8")
+    names = list(dict.fromkeys(cell["settings"]["task"] for cell in narrow))
+
+    def key(cell: Result) -> tuple[str, ...]:
+        return tuple(str(cell["settings"][k]) for k in ("task", "arm", "slots", "prompt_len", "num_prompts", "seed"))
+
+    wanted = set(map(key, narrow))
+    wide = [cell for cell in arm_cells() if key(cell) in wanted]
+    lines = [{row: (kind, line) for row, line in by_row(own, lambda cell: cell["settings"]["task"]).items()}
+             for kind, own in (("fp32", wide), ("FP8", narrow))]  # fmt: skip
+    rows = []
+    for row in lines[1]:
+        for kind, line in (found[row] for found in lines if row in found):
+            values = [_with_error(line[name][0]).split(" (")[0] if name in line else "" for name in names]
+            part = part_of(row[1], narrow[0]["settings"]["prompt_len"])
+            rows.append([ARM_NAMES[row[0]], part, kind, bytes_of(line), *values])
+    return f"{note_of(narrow)}\n\n{table(['cache', 'slots', 'rows', 'bytes per row', *names], rows)}"
+
+
 def sweep_table(name: str) -> str:
     """docs: one sweep, at every budget that was measured."""
     found = [cell for cell in cells() if cell["settings"]["arm"] == sweep.ARM]
@@ -256,7 +283,7 @@ def _point(settings: Result) -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "accuracy": accuracy, "accuracy_tasks": tasks_table, "accuracy_by_position": by_position, "accuracy_peers": peers,
-    "chains": chains,
+    "chains": chains, "accuracy_fp8": fp8_table,
     **{f"sweep_{name}": (lambda name=name: sweep_table(name)) for name in sweep.SWEEPS},
 }  # fmt: skip
 

@@ -30,8 +30,10 @@ PrefillAttentionName = Literal[
     "flashinfer",
 ]
 DType = Literal["float32", "bfloat16", "float16"]
+KVDType = Literal["auto", "fp8"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPES: tuple[KVDType, ...] = ("auto", "fp8")
 EXECUTORS: tuple[Executor, ...] = ("eager", "graph")
 DEFAULT_SINK = 4  # StreamingLLM (arXiv 2309.17453): four sinks are enough, fewer are not
 DEFAULT_WINDOW = 32  # SnapKV (arXiv 2404.14469) uses 16 to 64
@@ -63,6 +65,12 @@ def as_number(name: str, value: Any, low: float, high: float) -> float:
     if not (math.isfinite(number) and low <= number <= high):
         raise ValueError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
     return number
+
+
+def kv_dtype_bytes(dtype: str, kv_dtype: KVDType) -> int:
+    """Bytes of a number in a row: 1 in FP8, else those of the weights; ValueError for an unknown ``kv_dtype``."""
+    _check(kv_dtype in KV_DTYPES, f"kv_dtype is {kv_dtype!r}; it must be {' or '.join(KV_DTYPES)}")
+    return 1 if kv_dtype == "fp8" else DTYPE_BYTES[dtype]
 
 
 def _set_counts(config: Any, **lows: int) -> None:
@@ -245,7 +253,8 @@ class EngineConfig:
     token_keys: int = 0
     least_chunk_len: int = 0  # 0: all units have chunk_len tokens
     max_waiting: int = 0  # bound of the queue; 0 means none
-    dtype: DType = "float32"  # weights, staging and rows
+    dtype: DType = "float32"  # weights, staging and, unless kv_dtype says otherwise, rows
+    kv_dtype: KVDType = "auto"  # rows: as dtype, or FP8 (e4m3) with a scale per layer, row and kv head
     device: str = "cpu"
     executor: Executor = "eager"
     prefill_attention: PrefillAttentionName = "auto"  # kernels/prefill/ decides, and refuses what cannot serve
@@ -258,6 +267,7 @@ class EngineConfig:
             isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES,
             f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
         )
+        kv_dtype_bytes(self.dtype, self.kv_dtype)
         _check(self.executor in EXECUTORS, f"executor is {self.executor!r}; it must be {' or '.join(EXECUTORS)}")
         names = get_args(PrefillAttentionName)
         _check(
@@ -288,3 +298,8 @@ class EngineConfig:
     def pool_tokens(self) -> int:
         """Staging pool in tokens."""
         return self.staging_tokens or self.max_model_len + self.short_reserve
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one number in a row."""
+        return kv_dtype_bytes(self.dtype, self.kv_dtype)

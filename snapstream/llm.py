@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer
 from snapstream.chunking import ChunkLen
-from snapstream.config import DType, EngineConfig, Executor, PrefillAttentionName, SnapKVConfig, as_count
+from snapstream.config import DType, EngineConfig, Executor, KVDType, PrefillAttentionName, SnapKVConfig, as_count
 from snapstream.conversation import as_conversation
 from snapstream.driver import Driver
 from snapstream.engine.core import Engine
@@ -28,6 +28,7 @@ from snapstream.startup import (
     MaxRows,
     check_device,
     check_executor,
+    check_kv_dtype,
     check_prefill_attention,
     cut_prefill,
     fit_rows,
@@ -52,7 +53,8 @@ class LLM:
     ``max_rows``: requests decoded together, or ``"auto"`` for as many as the free memory holds (at most 256).
     ``executor``: ``"eager"``, or ``"graph"``: decode compiled on a CPU, captured on a GPU; by default graph on a GPU
     and eager on a CPU. ``max_model_len``: prompt + output, by default the model's window.
-    ``dtype`` holds for weights and rows. ``max_waiting`` bounds the queue of an engine that serves; 0 means no bound.
+    ``dtype`` holds for weights and rows; with ``kv_dtype="fp8"`` rows are FP8 (e4m3), a byte per number.
+    ``max_waiting`` bounds the queue of an engine that serves; 0 means no bound.
     ``chunk_len``: tokens of a prefill unit, ``"auto"`` for what suits model and device; ``prefill_quantum``: units per
     step while rows decode, 0 for the device's default. ``prefill_attention``: name of the kernel that attends prompts,
     or ``"auto"``; ``notes`` say which one it is and why.
@@ -67,6 +69,7 @@ class LLM:
         budget: Budget = DEFAULT_BUDGET,
         snapkv: SnapKVConfig | None = None,
         dtype: DType = "float32",
+        kv_dtype: KVDType = "auto",
         device: str = "cpu",
         executor: Executor | None = None,
         max_rows: MaxRows = 8,
@@ -93,11 +96,13 @@ class LLM:
             prefill_quantum=prefill_quantum,
             max_waiting=max_waiting,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             device=device,
             executor=resolve_executor(executor, device),
             prefill_attention=prefill_attention,
         )
         check_executor(config)
+        check_kv_dtype(config)
         self.notes = (check_prefill_attention(self.model_config, config),)
         config = cut_prefill(self.model_config, config, chunk_len)
         if progress:

@@ -37,7 +37,7 @@ def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("model", f"{plan.architecture}, {plan.num_parameters / 1e6:,.1f}M parameters"),
         ("weights", f"{format_bytes(plan.weight_bytes)} in {plan.dtype}"),
-        ("cache", f"{format_bytes(plan.token_bytes)} per token"),
+        ("cache", f"{format_bytes(plan.token_bytes)} per token{' in fp8' if plan.kv_dtype == 'fp8' else ''}"),
         ("prompt", f"{plan.prompt_len:,} tokens, prefilled in chunks of {plan.chunk_len:,}{_short_chunks(plan)}"),
         ("prefill", f"{format_bytes(prefill.total_bytes)} at peak, beside weights and rows:"),
         ("", f"  {format_bytes(prefill.hidden_bytes)} hidden states"),

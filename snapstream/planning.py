@@ -2,7 +2,7 @@
 
 Everything follows from the config's integers, so the figures are bounds, not measurements. No torch.
 
-* a row: ``2 L G C E`` numbers (keys and values), however long the prompt was;
+* a row: ``2 L G C E`` numbers (keys and values), however long the prompt was; in FP8 also ``2 L G`` fp32 scales;
 * weights: the shapes of ``models/shapes.py``;
 * a prefill of N tokens: hidden states ``N D``, staging of the one layer in work ``2 N G E``, and the larger
   of one chunk's temporaries, ``T max(D + (8 H + 4 G) E, H E + 4 D + 3 I)``, and one fp32 scoring block,
@@ -29,7 +29,9 @@ from snapstream.config import (
     DEFAULT_WINDOW,
     DTYPE_BYTES,
     KVBudget,
+    KVDType,
     ModelConfig,
+    kv_dtype_bytes,
 )
 from snapstream.engine.pace import job_chunk_len
 from snapstream.memory import EngineMemory, PrefillMemory, auto_rows, decode_weight_bytes, engine_memory, prefill_memory
@@ -69,6 +71,7 @@ class Plan:
     architecture: str
     num_parameters: int
     dtype: str
+    kv_dtype: KVDType  # of rows; "auto" is dtype
     prompt_len: int
     max_model_len: int
     chunk_len: int  # of a prompt of prompt_len
@@ -106,6 +109,7 @@ def make_plan(
     config: ModelConfig,
     *,
     dtype: str = "bfloat16",
+    kv_dtype: KVDType = "auto",
     budgets: Sequence[int] = (),
     prompt_len: int | None = None,
     max_model_len: int | None = None,
@@ -130,7 +134,7 @@ def make_plan(
     _check_len("prompt_len", prompt_len, max_model_len, "max_model_len")
     if chunk_len != "auto":
         _check_len("chunk_len", chunk_len, config.max_position, "the model's window")
-    size = DTYPE_BYTES[dtype]
+    size, kv_size = DTYPE_BYTES[dtype], kv_dtype_bytes(dtype, kv_dtype)
     chunking = resolve_chunking(config, dtype=dtype, device="cuda", chunk_len=chunk_len)
     own_chunk_len = job_chunk_len(chunking, prompt_len)
     prefill = prefill_memory(config, prompt_len, chunk_len=own_chunk_len, dtype_bytes=size)
@@ -139,14 +143,16 @@ def make_plan(
 
     def engine(capacity: int, device: str = "cuda") -> EngineMemory:  # memory and bandwidth are a GPU's by default
         own = resolve_chunking(config, dtype=dtype, device=device, chunk_len=chunk_len).chunk_len
-        return engine_memory(config, capacity, max_model_len, chunk_len=own, dtype=dtype, device=device)
+        return engine_memory(
+            config, capacity, max_model_len, chunk_len=own, dtype=dtype, device=device, kv_dtype=kv_dtype
+        )
 
-    full_bytes = row_bytes(config, max_model_len, size)
+    full_bytes = row_bytes(config, max_model_len, kv_size)
 
     def row_plan(name: str, capacity: int) -> RowPlan:
-        of_row = row_bytes(config, capacity, size)
+        of_row = row_bytes(config, capacity, kv_size)
         visible = num_visible(prompt_len, capacity)
-        read = row_bytes(config, visible, size)
+        read = row_bytes(config, visible, kv_size)
         max_rows = max(0, engine(capacity).rows_that_fit(memory_bytes))
         return RowPlan(
             name=name,
@@ -166,6 +172,7 @@ def make_plan(
         architecture=config.architecture,
         num_parameters=num_parameters(config),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         prompt_len=prompt_len,
         max_model_len=max_model_len,
         chunk_len=own_chunk_len,
@@ -174,7 +181,7 @@ def make_plan(
         memory_bytes=memory_bytes,
         bandwidth_bytes_per_s=bandwidth,
         weight_bytes=weights,
-        token_bytes=token_bytes(config, size),
+        token_bytes=token_bytes(config, kv_size),
         prefill=prefill,
         prefill_pool_bytes=of_full.staging_bytes + of_full.transient_bytes,
         all_layers_staging_bytes=config.num_layers * prefill.staging_bytes,

@@ -18,6 +18,7 @@ from snapstream.sizes import format_bytes
 MaxRows = int | Literal["auto"]
 Budget = KVBudget | int | str  # the only text is "full"
 
+FP8_CAPABILITY = (8, 9)  # Ada, Hopper and newer convert e4m3
 DEFAULT_BUDGET = 8192  # slots; what the paper keeps of a 128k prompt
 
 
@@ -88,6 +89,21 @@ def cut_prefill(model: ModelConfig, config: EngineConfig, chunk_len: ChunkLen) -
     return replace(config, **asdict(chunking), short_len=chunking.chunk_len)
 
 
+def check_kv_dtype(config: EngineConfig) -> None:
+    """Refuse rows in FP8 on a GPU that cannot convert them; on a CPU they always work."""
+    if config.kv_dtype != "fp8" or not config.device.startswith("cuda"):
+        return
+    import torch
+
+    capability = torch.cuda.get_device_capability(config.device)
+    if torch.version.hip is not None or capability < FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(config.device)
+        raise ValueError(
+            f"kv_dtype is 'fp8'; {name} has compute capability {capability[0]}.{capability[1]}, and FP8 (e4m3) needs "
+            f"an NVIDIA GPU of {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer; use kv_dtype 'auto'"
+        )
+
+
 def fit_rows(model: ModelConfig, config: EngineConfig, max_rows: MaxRows) -> EngineConfig:
     """``config`` with as many rows as were asked for, or as fit (``"auto"``, at most 256).
 
@@ -122,6 +138,7 @@ def _memory_of(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         dtype=config.dtype,
         device=config.device,
         window_len=config.snapkv.window_len,
+        kv_dtype=config.kv_dtype,
     )
 
 

@@ -64,13 +64,13 @@ def write_rows(
     ``keys``, ``values`` ``[G, N, E]`` are the prompt's staging range.
     """
     prompt_len = keys.shape[1]
+    cache.begin_rows(layer, rows, keys, values)
     if not layout.is_compressed(budget, prompt_len):
         for slot, part in layout.uncompressed_parts(budget, prompt_len):
             place, source = slice(slot, slot + len(part)), slice(part.start, part.stop)
             for row in rows:
-                cache.k[layer, row, :, place] = keys[:, source]
-                cache.v[layer, row, :, place] = values[:, source]
+                cache.store(layer, row, place, keys[:, source], values[:, source])
         return None
     index = kept_positions(queries, keys, layer, budget, snapkv)
-    dispatch.gather_rows(cache.k[layer], cache.v[layer], rows, keys, values, index)
+    dispatch.gather_rows(cache.k[layer], cache.v[layer], rows, keys, values, index, cache.scales(layer))
     return index

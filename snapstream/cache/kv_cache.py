@@ -1,17 +1,20 @@
 """Storage of all rows: two tensors ``[L, rows + 1, G, C, E]`` whose addresses never change.
 
 Row ``num_rows`` is the padding row: it absorbs the unused entries of a decode batch and belongs to no request. Keys are
-stored after RoPE with their true positions and are never rotated again (SnapStream, section 3).
+stored after RoPE with their true positions and are never rotated again (SnapStream, section 3). In FP8 each layer, row
+and kv head has a scale for K and one for V, fixed when a prompt is written to the row: ``kernels/fp8.py``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from snapstream.config import ModelConfig
+from snapstream.kernels import fp8
 
 
 class KVCache:
@@ -31,6 +34,10 @@ class KVCache:
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: so rows begin as zeros.
         self.k = _zeros(shape, dtype, torch.device(device))  # [L, rows+1, G, C, E]
         self.v = _zeros(shape, dtype, torch.device(device))  # [L, rows+1, G, C, E]
+        self.k_scale: torch.Tensor | None = None
+        self.v_scale: torch.Tensor | None = None
+        if dtype == fp8.DTYPE:
+            self.k_scale, self.v_scale = (torch.ones(shape[:3], device=device) for _ in "kv")  # [L, rows+1, G] fp32
 
     @property
     def padding_row(self) -> int:
@@ -39,8 +46,36 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of K and V, the padding row included."""
-        return self.k.nbytes + self.v.nbytes
+        """Bytes of K and V and of their scales, the padding row included."""
+        tensors = (self.k, self.v, self.k_scale, self.v_scale)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def scales(self, layer: int) -> fp8.Scales | None:
+        """Scales of K and V of a layer, ``[rows+1, G]``; None unless rows are FP8."""
+        if self.k_scale is None or self.v_scale is None:
+            return None
+        return self.k_scale[layer], self.v_scale[layer]
+
+    def begin_rows(self, layer: int, rows: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Fix the scales of ``rows`` before a prompt's ``keys, values [G, N, E]`` go there; without FP8 nothing."""
+        scales = self.scales(layer)
+        if scales is None:
+            return
+        for scale, tokens in zip(scales, (keys, values), strict=True):
+            own = fp8.scale_of(tokens)  # [G]
+            for row in rows:
+                scale[row] = own
+
+    def store(self, layer: int, row: int, place: slice, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put ``keys, values [G, n, E]`` into the slots ``place`` of a row."""
+        scales = self.scales(layer)
+        if scales is not None:
+            keys, values = (
+                fp8.quantise(tokens, scale[row, :, None, None])
+                for tokens, scale in zip((keys, values), scales, strict=True)
+            )
+        self.k[layer, row, :, place] = keys
+        self.v[layer, row, :, place] = values
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -84,6 +84,11 @@ def staging_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int
     return num_tokens * (config.hidden_size + 2 * config.num_kv_heads * config.head_dim) * dtype_bytes
 
 
+def scale_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Scales of a row, in bytes: numbers of one byte (FP8) have an fp32 scale per layer and kv head, for K and for V."""
+    return 2 * config.num_layers * config.num_kv_heads * 4 if dtype_bytes == 1 else 0
+
+
 def row_bytes(config: ModelConfig, capacity: int, dtype_bytes: int) -> int:
-    """K and V of a row of ``capacity`` slots over all layers, in bytes."""
-    return capacity * token_bytes(config, dtype_bytes)
+    """K and V of a row of ``capacity`` slots over all layers, in bytes, with their scales."""
+    return capacity * token_bytes(config, dtype_bytes) + scale_bytes(config, dtype_bytes)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.options import number_option, parse_budget, parse_rows, whole_option
-from snapstream.config import DType, Executor, PrefillAttentionName
+from snapstream.cli.options import KV_DTYPE_HELP, number_option, parse_budget, parse_rows, whole_option
+from snapstream.config import DType, Executor, KVDType, PrefillAttentionName
 from snapstream.request import RequestOutput, SamplingParams
 from snapstream.sizes import format_bytes
 
@@ -50,6 +50,7 @@ def generate(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message; needs the chat template.")] = None,
     dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
+    kv_dtype: Annotated[KVDType, typer.Option(help=KV_DTYPE_HELP)] = "auto",
     max_model_len: Annotated[int | None, whole_option("Prompt and output tokens. Default: the model's window.")] = None,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     executor: Annotated[
@@ -72,6 +73,7 @@ def generate(
         model,
         budget=slots,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         executor=executor,
         prefill_attention=prefill_attention,

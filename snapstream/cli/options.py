@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+KV_DTYPE_HELP = "Of rows: auto is that of --dtype, fp8 a byte per number (e4m3, with scales)."
+
 if TYPE_CHECKING:
     from snapstream.startup import Budget, MaxRows
 

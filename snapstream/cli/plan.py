@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli.options import parse_chunk_len, whole_option
-from snapstream.config import DType
+from snapstream.cli.options import KV_DTYPE_HELP, parse_chunk_len, whole_option
+from snapstream.config import DType, KVDType
 
 HELP = """What a model costs, from its config.json alone: bytes per row, rows that fit, prefill, speed.
 
@@ -39,6 +39,7 @@ def plan(
         str, typer.Option(help="Tokens of one prefill unit; auto: as a GPU engine does.", metavar="N|auto")
     ] = "auto",
     dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "bfloat16",
+    kv_dtype: Annotated[KVDType, typer.Option(help=KV_DTYPE_HELP)] = "auto",
     memory: Annotated[str, typer.Option(help="Device memory, e.g. 80GiB, 24GB.")] = "80GiB",
     bandwidth: Annotated[str, typer.Option(help="Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s",
     device: Annotated[str, typer.Option(help="Device of this machine that --max-rows auto fills.")] = "cpu",
@@ -55,6 +56,7 @@ def plan(
     result = make_plan(
         read_model_config(config),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         budgets=budget or (),
         prompt_len=prompt_len,
         max_model_len=max_model_len,

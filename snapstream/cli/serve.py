@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from snapstream.cli.options import number_option, parse_budget, parse_rows, whole_option
-from snapstream.config import DType, Executor, PrefillAttentionName
+from snapstream.cli.options import KV_DTYPE_HELP, number_option, parse_budget, parse_rows, whole_option
+from snapstream.config import DType, Executor, KVDType, PrefillAttentionName
 
 HELP = """Serve a model over HTTP, as the OpenAI API; SIGTERM drains. Needs the extra: snapstream-llm[serve].
 
@@ -45,6 +45,7 @@ def serve(
     ] = "8",
     max_model_len: Annotated[int | None, whole_option("Prompt and output tokens. Default: the model's window.")] = None,
     dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
+    kv_dtype: Annotated[KVDType, typer.Option(help=KV_DTYPE_HELP)] = "auto",
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     executor: Annotated[
         Executor | None, typer.Option(help="Decode as plain calls, or compiled/captured. Default: graph on a GPU only.")
@@ -97,6 +98,7 @@ def serve(
         model=str(model or TINY_MODEL),
         budget=parse_budget(budget),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         executor=executor,
         prefill_attention=prefill_attention,

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from snapstream.kernels import ops, reference, scores
 from snapstream.kernels.cpu import attention as cpu_attention
 from snapstream.kernels.cpu import linear as cpu_linear
+from snapstream.kernels.fp8 import Scales
 from snapstream.kernels.prefill.choice import automatic
 
 Version = Literal["triton", "plain"]
@@ -58,18 +59,24 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return automatic(q.device, q.dtype, head_dim, num_heads // k.shape[0]).attend(q, k, v)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor, scales: Scales | None = None
+) -> Tensor:
     """See ``reference.decode_attention``."""
     if runs_triton(q):
-        return ops.decode_attention(q, k, v, rows, lengths)
+        return ops.decode_attention(q, k, v, rows, lengths, *(scales or ()))
     version = cpu_attention if q.device.type == "cpu" else reference
-    return version.decode_attention(q, k, v, rows, lengths)
+    return version.decode_attention(q, k, v, rows, lengths, scales)
 
 
-def write_slots(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor) -> None:
+def write_slots(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor, scales: Scales | None = None
+) -> None:
     """See ``reference.write_slots``."""
-    version = ops.write_slots if runs_triton(k_cache) else reference.write_slots
-    version(k_cache, v_cache, k, v, rows, slots)
+    if runs_triton(k_cache):
+        ops.write_slots(k_cache, v_cache, k, v, rows, slots, *(scales or ()))
+    else:
+        reference.write_slots(k_cache, v_cache, k, v, rows, slots, scales)
 
 
 def norm_rope(
@@ -90,10 +97,13 @@ def norm_rope_write(
     v_cache: Tensor,
     rows: Tensor,
     slots: Tensor,
+    scales: Scales | None = None,
 ) -> Tensor:
     """See ``reference.norm_rope_write``."""
-    version = ops.norm_rope_write if runs_triton(heads) else reference.norm_rope_write
-    return version(heads, head_norm, eps, cos, sin, k_cache, v_cache, rows, slots)
+    arguments = heads, head_norm, eps, cos, sin, k_cache, v_cache, rows, slots
+    if runs_triton(heads):
+        return ops.norm_rope_write(*arguments, *(scales or ()))
+    return reference.norm_rope_write(*arguments, scales)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -135,11 +145,19 @@ def random_scores(layer: int, num_kv_heads: int, start: int, stop: int, device: 
 
 
 def gather_rows(
-    k_cache: Tensor, v_cache: Tensor, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Sequence[int],
+    keys: Tensor,
+    values: Tensor,
+    index: Tensor,
+    scales: Scales | None = None,
 ) -> None:
     """See ``reference.gather_rows``."""
-    version = ops.gather_rows if runs_triton(keys) else reference.gather_rows
-    version(k_cache, v_cache, rows, keys, values, index)
+    if runs_triton(keys):
+        ops.gather_rows(k_cache, v_cache, rows, keys, values, index, *(scales or ()))
+    else:
+        reference.gather_rows(k_cache, v_cache, rows, keys, values, index, scales)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -14,15 +14,21 @@ from torch.library import custom_op
 
 
 @custom_op("snapstream::decode_attention", mutates_args=())
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
-    """See ``reference.decode_attention``."""
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See ``reference.decode_attention``; the two scales of FP8 rows come together or not at all, here and below."""
     from snapstream.kernels.triton import attention
 
-    return attention.decode_attention(q, k, v, rows, lengths)
+    return attention.decode_attention(q, k, v, rows, lengths, k_scale, v_scale)
 
 
 @decode_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape)
 
 
@@ -37,11 +43,13 @@ def norm_rope_write(
     v_cache: Tensor,
     rows: Tensor,
     slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See ``reference.norm_rope_write``."""
     from snapstream.kernels.triton import rope_write
 
-    return rope_write.norm_rope_write(heads, head_norm, eps, cos, sin, k_cache, v_cache, rows, slots)
+    return rope_write.norm_rope_write(heads, head_norm, eps, cos, sin, k_cache, v_cache, rows, slots, k_scale, v_scale)
 
 
 @norm_rope_write.register_fake
@@ -55,6 +63,8 @@ def _(
     v_cache: Tensor,
     rows: Tensor,
     slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     return heads.new_empty(heads.shape[0], heads.shape[1] - 2 * k_cache.shape[1], heads.shape[2])
 
@@ -75,15 +85,21 @@ def _(heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Ten
 
 
 @custom_op("snapstream::write_slots", mutates_args=("k_cache", "v_cache"))
-def write_slots(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor) -> None:
+def write_slots(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     """See ``reference.write_slots``."""
     from snapstream.kernels.triton import rope_write
 
-    rope_write.write_slots(k_cache, v_cache, k, v, rows, slots)
+    rope_write.write_slots(k_cache, v_cache, k, v, rows, slots, k_scale, v_scale)
 
 
 @write_slots.register_fake
-def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor) -> None:
+def _(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     return None
 
 
@@ -145,14 +161,18 @@ def _(
 
 @custom_op("snapstream::gather_rows", mutates_args=("k_cache", "v_cache"))
 def gather_rows(
-    k_cache: Tensor, v_cache: Tensor, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor
-) -> None:
+    k_cache: Tensor, v_cache: Tensor, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     """See ``reference.gather_rows``."""
     from snapstream.kernels.triton import gather
 
-    gather.gather_rows(k_cache, v_cache, rows, keys, values, index)
+    gather.gather_rows(k_cache, v_cache, rows, keys, values, index, k_scale, v_scale)
 
 
 @gather_rows.register_fake
-def _(k_cache: Tensor, v_cache: Tensor, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
+def _(
+    k_cache: Tensor, v_cache: Tensor, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     return None

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapstream.kernels.fp8 import Scales, quantise
+
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last T of N tokens: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``.
@@ -29,13 +31,18 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.reshape(num_queries, num_heads, head_dim).to(q.dtype)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor, scales: Scales | None = None
+) -> Tensor:
     """Attention of one query per row over the row's first ``lengths`` slots.
 
-    ``q [B, H, E]``, ``k, v [rows+1, G, C, E]``, ``rows, lengths [B]`` int64, lengths >= 1 -> ``[B, H, E]``.
+    ``q [B, H, E]``, ``k, v [rows+1, G, C, E]``, ``rows, lengths [B]`` int64, lengths >= 1 -> ``[B, H, E]``. Rows in
+    FP8 have ``scales``, here and below.
     """
     batch, num_heads, head_dim = q.shape
     keys, values = k[rows].float(), v[rows].float()  # [B, G, C, E]
+    if scales is not None:
+        keys, values = (x * scale[rows][..., None, None] for x, scale in zip((keys, values), scales, strict=True))
     grouped = q.float().view(batch, keys.shape[1], -1, head_dim)
     logits = torch.einsum("bgre,bgce->bgrc", grouped, keys) * head_dim**-0.5
     unseen = torch.arange(keys.shape[2], device=q.device) >= lengths[:, None, None, None]
@@ -45,14 +52,24 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Ten
     return torch.einsum("bgrc,bgce->bgre", weights, values).reshape(batch, num_heads, head_dim).to(q.dtype)
 
 
-def write_slots(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor) -> None:
+def write_slots(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor, scales: Scales | None = None
+) -> None:
     """Store ``k, v [B, G, E]`` in slot ``slots[b]`` of row ``rows[b]`` of ``[rows+1, G, C, E]``, in place."""
+    if scales is not None:
+        k, v = (quantise(x, scale[rows][..., None]) for x, scale in zip((k, v), scales, strict=True))
     k_cache[rows, :, slots] = k
     v_cache[rows, :, slots] = v
 
 
 def gather_rows(
-    k_cache: Tensor, v_cache: Tensor, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Sequence[int],
+    keys: Tensor,
+    values: Tensor,
+    index: Tensor,
+    scales: Scales | None = None,
 ) -> None:
     """Fill the first ``n`` slots of each of ``rows`` of ``[rows+1, G, C, E]`` with tokens of a prompt, in place.
 
@@ -61,8 +78,12 @@ def gather_rows(
     expanded = index[..., None].expand(-1, -1, keys.shape[-1])
     kept_keys, kept_values = keys.gather(1, expanded), values.gather(1, expanded)
     for row in rows:
-        k_cache[row, :, : index.shape[1]] = kept_keys
-        v_cache[row, :, : index.shape[1]] = kept_values
+        own_keys, own_values = kept_keys, kept_values
+        if scales is not None:
+            own_keys = quantise(kept_keys, scales[0][row, :, None, None])
+            own_values = quantise(kept_values, scales[1][row, :, None, None])
+        k_cache[row, :, : index.shape[1]] = own_keys
+        v_cache[row, :, : index.shape[1]] = own_values
 
 
 def norm_rope(
@@ -88,11 +109,12 @@ def norm_rope_write(
     v_cache: Tensor,
     rows: Tensor,
     slots: Tensor,
+    scales: Scales | None = None,
 ) -> Tensor:
     """``norm_rope``, then ``write_slots`` of the rotated k and of v; returns q ``[T, H, E]``."""
     num_kv_heads = k_cache.shape[1]
     qk = norm_rope(heads, head_norm, eps, cos, sin, num_kv_heads)
-    write_slots(k_cache, v_cache, qk[:, -num_kv_heads:], heads[:, -num_kv_heads:], rows, slots)
+    write_slots(k_cache, v_cache, qk[:, -num_kv_heads:], heads[:, -num_kv_heads:], rows, slots, scales)
     return qk[:, :-num_kv_heads].contiguous()
 
 

@@ -13,8 +13,9 @@ import torch
 from snapstream.cache import layout
 from snapstream.cache.kept import kept_bitmap, selected_positions
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import DTYPE_BYTES, EngineConfig
+from snapstream.config import EngineConfig
 from snapstream.grammar import GrammarCompiler
+from snapstream.kernels import fp8
 from snapstream.kernels.prefill.choice import choose
 from snapstream.kernels.prefill.versions import Case
 from snapstream.layers.logprobs import prompt_logprobs
@@ -50,7 +51,8 @@ class ModelRunner:
         """``grammars`` is needed by requests that bring a grammar, and by no others; ``progress`` shows on stderr."""
         self.decoder, self.config = decoder, config
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
-        self.cache = KVCache(model, config.max_rows, config.budget.capacity, dtype, device)
+        kv_dtype = fp8.DTYPE if config.kv_dtype == "fp8" else dtype
+        self.cache = KVCache(model, config.max_rows, config.budget.capacity, kv_dtype, device)
         self.rows = Rows(config.max_rows, device)
         self.staging = StagingPool(model, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
@@ -145,7 +147,7 @@ class ModelRunner:
     def _compression(self, prompt: PromptProgress) -> Compression:
         model, budget = self.decoder.config, prompt.entry.budget
         kept = layout.num_visible(prompt.prompt_len, budget.capacity)
-        size = DTYPE_BYTES[self.config.dtype]
+        size = self.config.kv_bytes
         is_bitmap = prompt.entry.sampling.return_kept == "bitmap"
         return Compression(
             prompt_tokens=prompt.prompt_len,

@@ -93,9 +93,9 @@ class RowsView:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the token's slot, then attend: ``q [B, H, E]``, ``k, v [B, G, E]`` -> ``[B, H, E]``."""
-        keys, values = self._cache.k[layer], self._cache.v[layer]
-        dispatch.write_slots(keys, values, k, v, self._rows, self._slots)
-        return dispatch.decode_attention(q, keys, values, self._rows, self._lengths)
+        keys, values, scales = self._cache.k[layer], self._cache.v[layer], self._cache.scales(layer)
+        dispatch.write_slots(keys, values, k, v, self._rows, self._slots, scales)
+        return dispatch.decode_attention(q, keys, values, self._rows, self._lengths, scales)
 
 
 class CompiledRowsView(RowsView):
@@ -104,6 +104,7 @@ class CompiledRowsView(RowsView):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See ``RowsView.attend``."""
         out: Tensor = torch.ops.snapstream.attend_rows_cpu(
-            q, k, v, self._cache.k, self._cache.v, layer, self._rows, self._slots, self._lengths
-        )
+            q, k, v, self._cache.k, self._cache.v, layer, self._rows, self._slots, self._lengths,
+            self._cache.k_scale, self._cache.v_scale,
+        )  # fmt: skip
         return out

@@ -154,6 +154,7 @@ def build(spec: EngineSpec) -> LLM:
         budget=spec.budget,
         snapkv=spec.snapkv,
         dtype=spec.dtype,
+        kv_dtype=spec.kv_dtype,
         device=spec.device,
         executor=spec.executor,
         max_rows=spec.max_rows,

@@ -14,7 +14,16 @@ from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 from snapstream.chunking import ChunkLen
-from snapstream.config import DType, EngineConfig, Executor, KVBudget, ModelConfig, PrefillAttentionName, SnapKVConfig
+from snapstream.config import (
+    DType,
+    EngineConfig,
+    Executor,
+    KVBudget,
+    KVDType,
+    ModelConfig,
+    PrefillAttentionName,
+    SnapKVConfig,
+)
 from snapstream.request import FinishReason, Logprob, Request
 from snapstream.server.engine_api import EngineStats, RequestDelta, SampleDelta
 from snapstream.startup import MaxRows
@@ -28,6 +37,7 @@ class EngineSpec:
     budget: KVBudget | int | str = 8192  # the only text is "full"
     snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
     dtype: DType = "float32"
+    kv_dtype: KVDType = "auto"
     device: str = "cpu"
     executor: Executor | None = None  # None means the default of the device
     max_rows: MaxRows = 8

@@ -1,23 +1,64 @@
 // Decode attention over rows, with the write of the new slot: the meaning of write_slots and decode_attention in
 // ../reference.py, for fp32. Compiled for one head size and one number of query heads per kv head (HEAD_DIM, GROUP), so
 // that the loops over both are unrolled. A task is one kv head of one batch entry: it writes its own slot and then
-// reads each visible key and value once. Slots past a row's length are never read.
+// reads each visible key and value once. Slots past a row's length are never read. With IS_FP8 rows hold e4m3fn, whose
+// meaning is ../fp8.py: a scale is a factor of q and of the result, so a stored number is looked up and no more.
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace {
 
-void attend_head(const float* q, const float* keys, const float* values, int64_t length, float* out,
-                 std::vector<float>& scratch) {
+#if IS_FP8
+using Stored = uint8_t;
+
+struct Widened {
+    float of[256];
+    Widened() {
+        for (int byte = 0; byte < 256; ++byte) {
+            const int exponent = (byte >> 3) & 15, mantissa = byte & 7;
+            const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(1.0f * mantissa, -9);
+            of[byte] = byte & 128 ? -size : size;
+        }
+    }
+};
+const Widened widened;
+
+// One stored vector as fp32; buffer is where it lies afterwards.
+const float* widen(const Stored* from, float* buffer) {
+    for (int e = 0; e < HEAD_DIM; ++e) buffer[e] = widened.of[from[e]];
+    return buffer;
+}
+
+// Rounds to nearest even and saturates.
+Stored narrow(float x, float scale) {
+    x = std::fmin(std::fmax(x / scale, -448.0f), 448.0f);
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t sign = (bits >> 24) & 128u;
+    bits &= 0x7fffffffu;
+    if (bits < (121u << 23)) return sign | static_cast<uint32_t>(std::lrintf(std::fabs(x) * 512.0f));  // below 2^-6
+    bits += 0x7ffffu + ((bits >> 20) & 1u);
+    return sign | ((bits >> 20) - (120u << 3));
+}
+#else
+using Stored = float;
+const float* widen(const Stored* from, float*) { return from; }
+Stored narrow(float x, float) { return x; }
+#endif
+
+void attend_head(const float* q, const Stored* keys, const Stored* values, float k_scale, float v_scale, int64_t length,
+                 float* out, std::vector<float>& scratch) {
     if (scratch.size() < static_cast<size_t>(GROUP * length)) scratch.resize(GROUP * length);
     float* weights = scratch.data();  // [GROUP, length]
-    const float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
+    const float scale = k_scale / std::sqrt(static_cast<float>(HEAD_DIM));
+    float buffer[HEAD_DIM];
     float scaled[GROUP][HEAD_DIM];
     for (int r = 0; r < GROUP; ++r)
         for (int e = 0; e < HEAD_DIM; ++e) scaled[r][e] = q[r * HEAD_DIM + e] * scale;
     for (int64_t n = 0; n < length; ++n) {
-        const float* key = keys + n * HEAD_DIM;
+        const float* key = widen(keys + n * HEAD_DIM, buffer);
         for (int r = 0; r < GROUP; ++r) {
             float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
@@ -41,7 +82,7 @@ void attend_head(const float* q, const float* keys, const float* values, int64_t
     }
     float mixed[GROUP][HEAD_DIM] = {};
     for (int64_t n = 0; n < length; ++n) {
-        const float* value = values + n * HEAD_DIM;
+        const float* value = widen(values + n * HEAD_DIM, buffer);
         for (int r = 0; r < GROUP; ++r) {
             const float weight = weights[r * length + n];
 #pragma omp simd
@@ -49,14 +90,14 @@ void attend_head(const float* q, const float* keys, const float* values, int64_t
         }
     }
     for (int r = 0; r < GROUP; ++r)
-        for (int e = 0; e < HEAD_DIM; ++e) out[r * HEAD_DIM + e] = mixed[r][e] / total[r];
+        for (int e = 0; e < HEAD_DIM; ++e) out[r * HEAD_DIM + e] = mixed[r][e] * (v_scale / total[r]);
 }
 
 }  // namespace
 
-extern "C" void attend_rows(const float* q, const float* k, const float* v, float* key_cache, float* value_cache,
+extern "C" void attend_rows(const float* q, const float* k, const float* v, Stored* key_cache, Stored* value_cache,
                             const int64_t* rows, const int64_t* slots, const int64_t* lengths, float* out,
-                            int64_t batch, int64_t kv_heads, int64_t q_stride, int64_t k_stride, int64_t v_stride,
+                            const float* k_scales, const float* v_scales, int64_t batch, int64_t kv_heads, int64_t q_stride, int64_t k_stride, int64_t v_stride,
                             int64_t row_stride, int64_t head_stride, int64_t threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -65,13 +106,15 @@ extern "C" void attend_rows(const float* q, const float* k, const float* v, floa
         for (int64_t b = 0; b < batch; ++b) {
             for (int64_t g = 0; g < kv_heads; ++g) {
                 const int64_t head = rows[b] * row_stride + g * head_stride;
-                float* keys = key_cache + head;
-                float* values = value_cache + head;
+                Stored* keys = key_cache + head;
+                Stored* values = value_cache + head;
+                const int64_t own = rows[b] * kv_heads + g;
+                const float k_scale = k_scales ? k_scales[own] : 1.0f, v_scale = v_scales ? v_scales[own] : 1.0f;
                 for (int e = 0; e < HEAD_DIM; ++e) {
-                    keys[slots[b] * HEAD_DIM + e] = k[b * k_stride + g * HEAD_DIM + e];
-                    values[slots[b] * HEAD_DIM + e] = v[b * v_stride + g * HEAD_DIM + e];
+                    keys[slots[b] * HEAD_DIM + e] = narrow(k[b * k_stride + g * HEAD_DIM + e], k_scale);
+                    values[slots[b] * HEAD_DIM + e] = narrow(v[b * v_stride + g * HEAD_DIM + e], v_scale);
                 }
-                attend_head(q + b * q_stride + g * GROUP * HEAD_DIM, keys, values, lengths[b],
+                attend_head(q + b * q_stride + g * GROUP * HEAD_DIM, keys, values, k_scale, v_scale, lengths[b],
                             out + (b * kv_heads + g) * GROUP * HEAD_DIM, scratch);
             }
         }

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from snapstream.kernels.fp8 import Scales
+
 MAX_WASTE = 1.25  # slots read over slots visible, up to which unequal rows share a call
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -38,7 +40,9 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.lerp(out[0], before, share).transpose(0, 1)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor, scales: Scales | None = None
+) -> Tensor:
     """See ``reference.decode_attention``: ``q [B, H, E]``, ``k, v [rows+1, G, C, E]`` -> ``[B, H, E]``."""
     batch, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -48,7 +52,13 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Ten
         span, longest = slice(run.row, run.row + run.num_rows), run.longest
         own = slice(run.start, run.start + run.num_rows)
         visible = None if run.is_even else lengths[own]
-        parts.append(_attend(grouped[own], k[span, :, :longest], v[span, :, :longest], visible))
+        keys, values = k[span, :, :longest], v[span, :, :longest]
+        if scales is None:
+            parts.append(_attend(grouped[own], keys, values, visible))
+            continue
+        k_scale, v_scale = (scale[span, :, None, None] for scale in scales)  # of a whole head: left to q and the result
+        wide = _attend(grouped[own].float() * k_scale, keys.float(), values.float(), visible)
+        parts.append((wide * v_scale).to(q.dtype))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.reshape(batch, num_heads, head_dim)
 

@@ -30,10 +30,10 @@ def find_compiler() -> str | None:
 
 
 @cache
-def attend_rows(head_dim: int, group: int) -> Any:
-    """``attend_rows`` of ``attention.cpp`` for these sizes; ValueError where it cannot be compiled."""
-    library = _library("attention", f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
-    return _function(library.attend_rows, num_pointers=9, num_sizes=8)
+def attend_rows(head_dim: int, group: int, *, is_fp8: bool = False) -> Any:
+    """``attend_rows`` of ``attention.cpp`` for these sizes and rows; ValueError where it cannot be compiled."""
+    library = _library("attention", f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}", f"-DIS_FP8={int(is_fp8)}")
+    return _function(library.attend_rows, num_pointers=11, num_sizes=8)
 
 
 @cache

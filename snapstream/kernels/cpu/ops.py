@@ -17,7 +17,7 @@ _LIBRARY = torch.library.Library("snapstream", "FRAGMENT")
 # The bare registration: the decorator of the same library costs 20 microseconds a call more, per layer and step.
 _LIBRARY.define(
     "attend_rows_cpu(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, int layer, "
-    "Tensor rows, Tensor slots, Tensor lengths) -> Tensor"
+    "Tensor rows, Tensor slots, Tensor lengths, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
 )
 _LIBRARY.define("linear_cpu(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _GROUP = 8  # tokens that linear.cpp takes at a time, and a power of two below
@@ -34,18 +34,22 @@ def attend_rows(
     rows: Tensor,
     slots: Tensor,
     lengths: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Write a slot per row, then attend: ``write_slots`` and ``decode_attention`` of the reference in one call.
 
-    ``q [B, H, E]``, ``k, v [B, G, E]``, ``k_cache, v_cache [L, rows+1, G, C, E]``, the others ``[B]`` int64.
+    ``q [B, H, E]``, ``k, v [B, G, E]``, ``k_cache, v_cache [L, rows+1, G, C, E]``, the others ``[B]`` int64;
+    for rows in FP8 ``k_scale, v_scale [L, rows+1, G]``, both or neither.
     """
     keys, values = k_cache[layer], v_cache[layer]
     batch, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
+    scales = None if k_scale is None or v_scale is None else (k_scale[layer], v_scale[layer])
     if q.dtype != torch.float32:
-        reference.write_slots(keys, values, k, v, rows, slots)
-        return attention.decode_attention(q.contiguous(), keys, values, rows, lengths)
-    kernel = native.attend_rows(head_dim, num_heads // num_kv_heads)
+        reference.write_slots(keys, values, k, v, rows, slots, scales)
+        return attention.decode_attention(q.contiguous(), keys, values, rows, lengths, scales)
+    kernel = native.attend_rows(head_dim, num_heads // num_kv_heads, is_fp8=scales is not None)
     q, k, v = _heads_together(q), _heads_together(k), _heads_together(v)
     out = torch.empty(q.shape, dtype=q.dtype)
     kernel(
@@ -58,6 +62,7 @@ def attend_rows(
         slots.data_ptr(),
         lengths.data_ptr(),
         out.data_ptr(),
+        *((None, None) if scales is None else (scale.data_ptr() for scale in scales)),
         batch,
         num_kv_heads,
         q.stride(0),
@@ -80,6 +85,8 @@ def _attend_rows_shape(
     rows: Tensor,
     slots: Tensor,
     lengths: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     return q.new_empty(q.shape)
 

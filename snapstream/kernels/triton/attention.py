@@ -17,17 +17,19 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def decode_split_kernel(
-    q_ptr, k_ptr, v_ptr, rows_ptr, lengths_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows_ptr, lengths_ptr, out_ptr, lse_ptr,
     scale_log2,
     stride_q_batch, stride_q_head,
     stride_k_row, stride_k_head, stride_k_slot,
     stride_v_row, stride_v_head, stride_v_slot,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """One split of one kv head of one row; writes the normalised partial result and its log-sum-exp (base 2).
 
-    With a single split ``out`` is the result ``[B, H, E]``; else fp32 partials ``[B, H, splits, E]``.
+    With a single split ``out`` is the result ``[B, H, E]``; else fp32 partials ``[B, H, splits, E]``. FP8 widens to the
+    dtype of q, which holds it exactly; its scales, one per row and kv head, are left to the logits and to the end.
     """
     split, kv_head, entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + entry).to(tl.int32)
@@ -46,6 +48,10 @@ def decode_split_kernel(
     k_row = k_ptr + row * stride_k_row + kv_head.to(tl.int64) * stride_k_head
     v_row = v_ptr + row * stride_v_row + kv_head.to(tl.int64) * stride_v_head
 
+    if IS_FP8:
+        scale_at = row * tl.num_programs(1) + kv_head
+        scale_log2 *= tl.load(k_scale_ptr + scale_at)
+
     best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
@@ -54,17 +60,19 @@ def decode_split_kernel(
         is_seen = slot < last
         mask = is_seen[:, None] & is_dim[None, :]
         k = tl.load(k_row + slot[:, None] * stride_k_slot + dim[None, :], mask=mask, other=0.0)  # [BLOCK, E]
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [GROUP_PAD, BLOCK]
+        logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2  # [GROUP_PAD, BLOCK]
         logits = tl.where(is_seen[None, :], logits, float("-inf"))
         new_best = tl.maximum(best, tl.max(logits, 1))  # finite: every tile has a visible slot
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(logits - new_best[:, None])
         v = tl.load(v_row + slot[:, None] * stride_v_slot + dim[None, :], mask=mask, other=0.0)  # [BLOCK, E]
         total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
         best = new_best
 
     acc = acc / total[:, None]
+    if IS_FP8:
+        acc *= tl.load(v_scale_ptr + scale_at)
     place = (entry * (tl.num_programs(1) * GROUP) + query_head) * NUM_SPLITS + split  # [GROUP_PAD]
     out_at = out_ptr + place[:, None] * HEAD_DIM + dim[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])
@@ -102,17 +110,19 @@ def decode_merge_kernel(
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor, launch: configs.DecodeLaunch | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, launch: configs.DecodeLaunch | None = None,
+) -> Tensor:  # fmt: skip
     """See ``reference.decode_attention``: ``q [B, H, E]``, ``k, v [rows+1, G, C, E]`` -> ``[B, H, E]``.
 
-    Any strides, as long as the head dimension is contiguous. Every length must be >= 1. ``launch`` is for the tuner.
+    Any strides, as long as the head dimension is contiguous; ``k_scale, v_scale [rows+1, G]`` contiguous, for rows in
+    FP8. Every length must be >= 1. ``launch`` is for the tuner.
     """
     batch, num_heads, head_dim = q.shape
     num_kv_heads, capacity = k.shape[1], k.shape[2]
     if q.stride(2) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("decode attention needs a contiguous head dimension in q, k and v")
-    launch = launch or configs.decode_launch(head_dim, k.element_size(), capacity, num_kv_heads)
+    launch = launch or configs.decode_launch(head_dim, k.element_size(), capacity, num_kv_heads, q.element_size())
     num_splits = launch.num_splits
     group = num_heads // num_kv_heads
     head_pad = configs.power_of_two(head_dim, 16)
@@ -123,11 +133,12 @@ def decode_attention(
         partial = torch.empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, num_heads, num_splits, dtype=torch.float32, device=q.device)
     decode_split_kernel[(num_splits, num_kv_heads, batch)](
-        q, k, v, rows, lengths, partial, lse,
+        q, k, v, k if k_scale is None else k_scale, v if v_scale is None else v_scale, rows, lengths, partial, lse,
         head_dim**-0.5 * LOG2_E,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
         GROUP=group, GROUP_PAD=configs.power_of_two(group, 16), HEAD_DIM=head_dim, HEAD_PAD=head_pad,
         BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots, NUM_SPLITS=num_splits, STAGES=launch.num_stages,
+        IS_FP8=k_scale is not None,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if num_splits > 1:

@@ -50,9 +50,11 @@ def power_of_two(size: int, least: int = 1) -> int:
     return max(least, 1 << max(size - 1, 0).bit_length())
 
 
-def decode_launch(head_dim: int, dtype_bytes: int, capacity: int, num_kv_heads: int) -> DecodeLaunch:
-    """Decode attention: K tiles of 16 KB. ``dtype_bytes`` are those of the cache."""
-    if dtype_bytes == 4:  # no tensor cores at full precision: small tiles, or the products spill
+def decode_launch(
+    head_dim: int, dtype_bytes: int, capacity: int, num_kv_heads: int, query_bytes: int | None = None
+) -> DecodeLaunch:
+    """Decode attention: K tiles of 16 KB. ``dtype_bytes`` are those of the cache, ``query_bytes`` those of q."""
+    if (query_bytes or dtype_bytes) == 4:  # no tensor cores at full precision: small tiles, or the products spill
         launch = Launch(block=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
     else:
         slots = _TILE_BYTES // (power_of_two(head_dim, 16) * dtype_bytes)

@@ -7,17 +7,18 @@ import triton.language as tl
 from torch import Tensor
 
 from snapstream.kernels.triton import configs
+from snapstream.kernels.triton.fp8 import saturated
 
 _TILE = 4096  # elements of K per program
 
 
 @triton.jit(do_not_specialize=["num_kept", "row"])
 def gather_row_kernel(
-    k_ptr, v_ptr, index_ptr, k_row_ptr, v_row_ptr,
+    k_ptr, v_ptr, index_ptr, k_row_ptr, v_row_ptr, k_scale_ptr, v_scale_ptr,
     num_kept, row,
     stride_k_head, stride_k_token, stride_v_head, stride_v_token,
     stride_kc_row, stride_kc_head, stride_kc_slot, stride_vc_row, stride_vc_head, stride_vc_slot,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK`` slots of one kv head: slot ``s`` takes the token at ``index[g, s]``."""
     kv_head = tl.program_id(1).to(tl.int64)
@@ -29,6 +30,9 @@ def gather_row_kernel(
     k = tl.load(k_ptr + kv_head * stride_k_head + token[:, None] * stride_k_token + dim[None, :], mask=mask)
     v = tl.load(v_ptr + kv_head * stride_v_head + token[:, None] * stride_v_token + dim[None, :], mask=mask)
     wide_row = tl.cast(row, tl.int64)
+    if IS_FP8:
+        scale_at = wide_row * tl.num_programs(1) + kv_head
+        k, v = saturated(k, tl.load(k_scale_ptr + scale_at)), saturated(v, tl.load(v_scale_ptr + scale_at))
     k_head = k_row_ptr + wide_row * stride_kc_row + kv_head * stride_kc_head
     v_head = v_row_ptr + wide_row * stride_vc_row + kv_head * stride_vc_head
     tl.store(k_head + slot[:, None] * stride_kc_slot + dim[None, :], k.to(k_row_ptr.dtype.element_ty), mask=mask)
@@ -36,8 +40,9 @@ def gather_row_kernel(
 
 
 def gather_rows(
-    k_cache: Tensor, v_cache: Tensor, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor
-) -> None:
+    k_cache: Tensor, v_cache: Tensor, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     """See ``reference.gather_rows``; any strides with a contiguous head dimension. One launch per row."""
     num_kv_heads, num_kept = index.shape
     head_dim = keys.shape[2]
@@ -48,9 +53,10 @@ def gather_rows(
     for row in rows:
         gather_row_kernel[(triton.cdiv(num_kept, _TILE // head_pad), num_kv_heads)](
             keys, values, index, k_cache, v_cache,
+            k_cache if k_scale is None else k_scale, v_cache if v_scale is None else v_scale,
             num_kept, row,
             keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
             k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
             v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-            HEAD_DIM=head_dim, HEAD_PAD=head_pad, BLOCK=_TILE // head_pad, num_warps=4,
+            HEAD_DIM=head_dim, HEAD_PAD=head_pad, BLOCK=_TILE // head_pad, IS_FP8=k_scale is not None, num_warps=4,
         )  # fmt: skip

@@ -10,17 +10,18 @@ import triton.language as tl
 from torch import Tensor
 
 from snapstream.kernels.triton import configs
+from snapstream.kernels.triton.fp8 import saturated
 
 HEADS_PER_PROGRAM = 8
 
 
 @triton.jit
 def rope_write_kernel(
-    heads_ptr, norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, slots_ptr,
+    heads_ptr, norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows_ptr, slots_ptr,
     eps,
     stride_heads, stride_k_row, stride_k_head, stride_k_slot, stride_v_row, stride_v_head, stride_v_slot,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, WRITES: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, WRITES: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK`` heads of one token. The two halves of a head are two tiles, because they form the rotated pairs.
 
@@ -66,6 +67,9 @@ def rope_write_kernel(
     row, slot = tl.load(rows_ptr + token).to(tl.int64), tl.load(slots_ptr + token).to(tl.int64)
     k_head = head - NUM_HEADS
     is_k = ((k_head >= 0) & (k_head < NUM_KV_HEADS))[:, None] & is_pair[None, :]
+    if IS_FP8:
+        k_scale = tl.load(k_scale_ptr + row * NUM_KV_HEADS + k_head, mask=(k_head >= 0) & (k_head < NUM_KV_HEADS), other=1.0)
+        low_turned, high_turned = saturated(low_turned, k_scale[:, None]), saturated(high_turned, k_scale[:, None])
     k_start = k_ptr + row * stride_k_row + slot * stride_k_slot
     k_at = k_start + k_head.to(tl.int64)[:, None] * stride_k_head + pair[None, :]
     tl.store(k_at, low_turned.to(k_ptr.dtype.element_ty), mask=is_k)
@@ -73,6 +77,9 @@ def rope_write_kernel(
 
     v_head = k_head - NUM_KV_HEADS
     is_v = ((v_head >= 0) & (v_head < NUM_KV_HEADS))[:, None] & is_pair[None, :]
+    if IS_FP8:
+        v_scale = tl.load(v_scale_ptr + row * NUM_KV_HEADS + v_head, mask=(v_head >= 0) & (v_head < NUM_KV_HEADS), other=1.0)
+        low_raw, high_raw = saturated(low_raw, v_scale[:, None]), saturated(high_raw, v_scale[:, None])
     v_start = v_ptr + row * stride_v_row + slot * stride_v_slot
     v_at = v_start + v_head.to(tl.int64)[:, None] * stride_v_head + pair[None, :]
     tl.store(v_at, low_raw.to(v_ptr.dtype.element_ty), mask=is_v)
@@ -81,10 +88,11 @@ def rope_write_kernel(
 
 @triton.jit
 def write_slots_kernel(
-    from_k_ptr, from_v_ptr, k_ptr, v_ptr, rows_ptr, slots_ptr,
+    from_k_ptr, from_v_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows_ptr, slots_ptr,
     stride_from_k, stride_from_k_head, stride_from_v, stride_from_v_head,
     stride_k_row, stride_k_head, stride_k_slot, stride_v_row, stride_v_head, stride_v_slot,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK`` kv heads of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -94,6 +102,10 @@ def write_slots_kernel(
     k = tl.load(from_k_ptr + token * stride_from_k + head * stride_from_k_head + dim, mask=mask)
     v = tl.load(from_v_ptr + token * stride_from_v + head * stride_from_v_head + dim, mask=mask)
     row, slot = tl.load(rows_ptr + token).to(tl.int64), tl.load(slots_ptr + token).to(tl.int64)
+    if IS_FP8:
+        scale_at = row * NUM_KV_HEADS + head  # [BLOCK, 1]
+        k = saturated(k, tl.load(k_scale_ptr + scale_at, mask=head < NUM_KV_HEADS, other=1.0))
+        v = saturated(v, tl.load(v_scale_ptr + scale_at, mask=head < NUM_KV_HEADS, other=1.0))
     k_at = k_ptr + row * stride_k_row + slot * stride_k_slot + head * stride_k_head + dim
     v_at = v_ptr + row * stride_v_row + slot * stride_v_slot + head * stride_v_head + dim
     tl.store(k_at, k.to(k_ptr.dtype.element_ty), mask=mask)
@@ -108,6 +120,7 @@ def _check(heads: Tensor, *caches: Tensor) -> None:
 def norm_rope_write(
     heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
     k_cache: Tensor, v_cache: Tensor, rows: Tensor, slots: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See ``reference.norm_rope_write``; ``heads [T, H+2G, E]`` may be strided along T only."""
     _check(heads, k_cache, v_cache)
@@ -118,13 +131,14 @@ def norm_rope_write(
     if num_tokens:
         rope_write_kernel[(num_tokens, triton.cdiv(num_projected, HEADS_PER_PROGRAM))](
             heads, heads if head_norm is None else head_norm.contiguous(), cos.contiguous(), sin.contiguous(),
-            q, k_cache, v_cache, rows, slots,
+            q, k_cache, v_cache, k_cache if k_scale is None else k_scale, v_cache if v_scale is None else v_scale,
+            rows, slots,
             eps,
             heads.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
             v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             HALF_PAD=configs.power_of_two(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=head_norm is not None,
-            WRITES=True, num_warps=4,
+            WRITES=True, IS_FP8=k_scale is not None, num_warps=4,
         )  # fmt: skip
     return q
 
@@ -140,17 +154,20 @@ def norm_rope(
     if num_tokens:
         rope_write_kernel[(num_tokens, triton.cdiv(num_rotated, HEADS_PER_PROGRAM))](
             heads, heads if head_norm is None else head_norm.contiguous(), cos.contiguous(), sin.contiguous(),
-            out, out, out, out, out,
+            out, out, out, out, out, out, out,
             eps,
             heads.stride(0), 0, 0, 0, 0, 0, 0,
             NUM_HEADS=num_rotated - num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             HALF_PAD=configs.power_of_two(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=head_norm is not None,
-            WRITES=False, num_warps=4,
+            WRITES=False, IS_FP8=False, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def write_slots(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor) -> None:
+def write_slots(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     """See ``reference.write_slots``: ``k, v [B, G, E]`` with any strides and a contiguous head dimension."""
     if any(tensor.stride(-1) != 1 for tensor in (k_cache, v_cache, k, v)):
         raise ValueError("the write of slots needs a contiguous head dimension")
@@ -158,10 +175,11 @@ def write_slots(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Te
     block = min(configs.power_of_two(num_kv_heads), HEADS_PER_PROGRAM)
     if num_tokens:
         write_slots_kernel[(num_tokens, triton.cdiv(num_kv_heads, block))](
-            k, v, k_cache, v_cache, rows, slots,
+            k, v, k_cache, v_cache, k_cache if k_scale is None else k_scale, v_cache if v_scale is None else v_scale,
+            rows, slots,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
             v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
             NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=configs.power_of_two(head_dim), BLOCK=block,
-            num_warps=4,
+            IS_FP8=k_scale is not None, num_warps=4,
         )  # fmt: skip
