@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks.machine import RESULTS, describe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FP8_ARCH = 89  # from here on a GPU converts e4m3, which Triton calls fp8e4nv; start-up refuses older ones
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
           torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
 
@@ -131,8 +132,10 @@ def resources(kernel: Any) -> dict[str, int]:
     }
 
 
-def launchers(shape: Shape, dtype: torch.dtype, capacity: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every operator of a model on tensors without data."""
+def launchers(
+    shape: Shape, dtype: torch.dtype, capacity: int, *, is_fp8: bool = False
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every operator of a model on tensors without data; with ``is_fp8`` those that touch rows, which are FP8."""
     from snapstream.kernels.triton import attention, gather, norm, rope_write, scores, swiglu
 
     def empty(*size: int, kind: torch.dtype = dtype) -> Tensor:
@@ -141,18 +144,25 @@ def launchers(shape: Shape, dtype: torch.dtype, capacity: int) -> Iterator[tuple
     batch, heads, groups, dim = 8, shape.num_heads, shape.num_kv_heads, shape.head_dim
     prompt, window = 131072, 32
     index = empty(batch, kind=torch.int64)
-    k, v = empty(9, groups, capacity, dim), empty(9, groups, capacity, dim)
+    stored = torch.float8_e4m3fn if is_fp8 else dtype
+    k, v = (empty(9, groups, capacity, dim, kind=stored) for _ in "kv")
+    scales = [empty(9, groups, kind=torch.float32)] * 2 if is_fp8 else []
     staged = empty(groups, prompt, dim)
-    yield "decode_attention", lambda: attention.decode_attention(empty(batch, heads, dim), k, v, index, index)
+    yield "decode_attention", lambda: attention.decode_attention(empty(batch, heads, dim), k, v, index, index, *scales)
     angles = empty(batch, 1, dim, kind=torch.float32)
     head_norm = empty(heads + groups, dim) if shape.has_norm else None
     projected = empty(batch, heads + 2 * groups, dim)
     yield (
         "norm_rope_write",
-        lambda: rope_write.norm_rope_write(projected, head_norm, 1e-6, angles, angles, k, v, index, index),
+        lambda: rope_write.norm_rope_write(projected, head_norm, 1e-6, angles, angles, k, v, index, index, *scales),
     )
+    new = empty(batch, groups, dim)
+    yield "write_slots", lambda: rope_write.write_slots(k, v, new, new, index, index, *scales)
+    kept = empty(groups, capacity, kind=torch.int64)
+    yield "gather_rows", lambda: gather.gather_rows(k, v, [0], staged, staged, kept, *scales)
+    if is_fp8:
+        return
     yield "norm_rope", lambda: rope_write.norm_rope(projected, head_norm, 1e-6, angles, angles, groups)
-    yield "write_slots", lambda: rope_write.write_slots(k, v, k[:8, :, 0], v[:8, :, 0], index, index)
     hidden, weight = empty(batch, shape.hidden_size), empty(shape.hidden_size)
     yield "rms_norm", lambda: norm.rms_norm(hidden, weight, 1e-6)
     yield "add_rms_norm", lambda: norm.add_rms_norm(hidden, hidden, weight, 1e-6)
@@ -163,22 +173,21 @@ def launchers(shape: Shape, dtype: torch.dtype, capacity: int) -> Iterator[tuple
             empty(window, heads, dim), staged, prompt - window, 4, prompt - 2048, over_row=False, group_max=False
         ),
     )
-    kept = empty(groups, capacity, kind=torch.int64)
-    yield "gather_rows", lambda: gather.gather_rows(k, v, [0], staged, staged, kept)
 
 
 def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
     """One entry per kernel, shape, dtype and architecture; ``quick`` is the main model in bf16."""
     cases = [(LLAMA_8B, "bf16")] if quick else [(s, d) for s in [*MODELS, *OTHER_DIMS] for d in DTYPES]
-    for shape, dtype in cases:
-        for op, launcher in launchers(shape, DTYPES[dtype], capacity=32768):
+    for shape, dtype, is_fp8 in ((shape, dtype, is_fp8) for shape, dtype in cases for is_fp8 in (False, True)):
+        for op, launcher in launchers(shape, DTYPES[dtype], capacity=32768, is_fp8=is_fp8):
             for launch in recorded(launcher):
-                for arch in arches:
+                for arch in (arch for arch in arches if not is_fp8 or arch >= FP8_ARCH):
                     yield {
                         "op": op,
                         "kernel": launch.kernel.__name__,
                         "shape": shape.name,
                         "dtype": dtype,
+                        "rows": "fp8" if is_fp8 else dtype,
                         "arch": f"sm_{arch}",
                         **resources(compiled(launch, arch)),
                     }
@@ -197,8 +206,8 @@ def main() -> None:
     entries = []
     for entry in report(args.arch, quick=args.quick):
         entries.append(entry)
-        print("{kernel:22} {shape:13} {dtype} {arch}: {registers:3} registers, {spill_bytes} bytes spilled, "
-              "{shared_bytes} shared, {num_warps} warps".format(**entry), file=sys.stderr, flush=True)  # fmt: skip
+        print("{kernel:22} {shape:13} {dtype} rows {rows} {arch}: {registers:3} registers, "
+              "{spill_bytes} bytes spilled, {shared_bytes} shared, {num_warps} warps".format(**entry), file=sys.stderr, flush=True)  # fmt: skip
     result = {"name": "triton_compile", **describe(), "triton": triton.__version__, "kernels": entries}
     if args.save:
         folder = RESULTS / "compile"

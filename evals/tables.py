@@ -58,7 +58,10 @@ def cells(model: Path = TINY_MODEL) -> list[Result]:
 
 
 def arm_cells(source: str = "snapstream", kv_dtype: str = "auto") -> list[Result]:
-    """Cells of ``evals.run`` or of a peer with one storage of rows, the largest budgets first, arms and tasks in the order of the tables."""
+    """Cells of ``evals.run`` or of a peer, with rows stored as ``kv_dtype``.
+
+    The largest budgets first, arms and tasks in the order of the tables.
+    """
     arms, tasks = list(ARM_NAMES), list(TASKS)
 
     def order(cell: Result) -> tuple[bool, int, int, int]:

@@ -125,6 +125,8 @@ def engine_memory(
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     activations = (4 * model.hidden_size + 3 * heads + 3 * model.intermediate_size) * size
     batch = model.vocab_size * SAMPLING_BYTES + activations
+    if kv_dtype == "fp8" and not is_gpu:  # plain PyTorch widens the visible slots of one layer
+        batch += 2 * model.num_kv_heads * model.head_dim * capacity * 4
     return EngineMemory(
         weight_bytes=num_parameters(model) * size,
         staging_bytes=staging_bytes(model, pool, size),

@@ -16,6 +16,8 @@ import torch
 from snapstream.config import ModelConfig
 from snapstream.kernels import fp8
 
+_STORED_AT_ONCE = 4096  # tokens that are scaled in fp32 at a time: not more memory than scoring takes
+
 
 class KVCache:
     """Keys and values of ``num_rows`` sequences (and the padding row), ``capacity`` slots each."""
@@ -68,14 +70,15 @@ class KVCache:
 
     def store(self, layer: int, row: int, place: slice, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put ``keys, values [G, n, E]`` into the slots ``place`` of a row."""
-        scales = self.scales(layer)
-        if scales is not None:
-            keys, values = (
-                fp8.quantise(tokens, scale[row, :, None, None])
-                for tokens, scale in zip((keys, values), scales, strict=True)
-            )
-        self.k[layer, row, :, place] = keys
-        self.v[layer, row, :, place] = values
+        scales = self.scales(layer) or (None, None)
+        for cache, tokens, scale in zip((self.k, self.v), (keys, values), scales, strict=True):
+            own = cache[layer, row, :, place]
+            if scale is None:
+                own.copy_(tokens)
+                continue
+            for start in range(0, tokens.shape[1], _STORED_AT_ONCE):
+                block = slice(start, start + _STORED_AT_ONCE)
+                own[:, block] = fp8.quantise(tokens[:, block], scale[row, :, None, None])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

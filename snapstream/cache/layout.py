@@ -85,7 +85,7 @@ def staging_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int
 
 
 def scale_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Scales of a row, in bytes: numbers of one byte (FP8) have an fp32 scale per layer and kv head, for K and for V."""
+    """Scales of a row, in bytes: numbers of one byte (FP8) have two fp32 scales per layer and kv head, K's and V's."""
     return 2 * config.num_layers * config.num_kv_heads * 4 if dtype_bytes == 1 else 0
 
 

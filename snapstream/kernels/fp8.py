@@ -2,8 +2,8 @@
 
 K and V have scales of their own. A row's are fixed when a prompt is written to it, from the largest magnitude of the
 whole prompt in that layer and head, and hold for the tokens that decode adds. The headroom for those, a factor of 3.5
-to 7, costs no precision: the numbers float, what is lost lies below ``2^-13`` of the largest. What exceeds it saturates.
-A scale is a power of two, so that scaling rounds nothing, in any dtype, and every kernel stores the same bits.
+to 7, costs little: the numbers float, and precision is lost only below ``2^-12`` of the largest. What exceeds it
+saturates. A scale is a power of two: scaling then rounds nothing, in any dtype, and every kernel stores the same bits.
 """
 
 from __future__ import annotations

@@ -68,6 +68,24 @@ def test_tables_show_the_stored_cells(stored: Path) -> None:
         tables.sweep_table("pooling")
 
 
+def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> None:
+    before = tables.accuracy(), tables.tasks_table(), plots.bytes_plot()
+    with pytest.raises(ValueError, match="python -m evals.run --kv-dtype fp8"):
+        tables.fp8_table()
+    cell = Cell(
+        model=TINY_MODEL, task="kv", arm=make_arm("snapstream", 512, 2080, 32), prompt_len=2048, num_prompts=200,
+        kv_dtype="fp8",
+    )  # fmt: skip
+    scores = {"accuracy": 85.0, "standard_error": 2.0, "accuracy_after_first_token": 85.0, "row_bytes": 2**17}
+    cell.write(scores, 1.0)
+    lines = tables.fp8_table().splitlines()[-2:]
+    assert lines == [
+        "| SnapStream | 1/4 | fp32 | 0.50 MiB | 86.0 ± 3.0 |",
+        "| SnapStream | 1/4 | FP8 | 0.12 MiB | 85.0 ± 2.0 |",
+    ]
+    assert (tables.accuracy(), tables.tasks_table(), plots.bytes_plot()) == before
+
+
 def test_a_group_that_is_not_whole_is_left_out(stored: Path) -> None:
     missing = Cell(
         model=TINY_MODEL, task="json", arm=make_arm("snapstream", 512, 2080, 32), prompt_len=2048, num_prompts=200

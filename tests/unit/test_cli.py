@@ -109,6 +109,21 @@ def test_plan_cuts_long_prompts_shorter_unless_told(config_file: Path, capsys: p
     assert "prefilled in chunks of 1,024\n" in capsys.readouterr().out
 
 
+def test_plan_of_rows_in_fp8(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config_file), "--kv-dtype", "fp8", "--dtype", "float32", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["kv_dtype"] == "fp8" and plan["token_bytes"] == 2 * 2 * 2 * 16
+    assert plan["rows"][0]["row_bytes"] == 4096 * 128 + 2 * 2 * 2 * 4
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_commands_that_store_rows_take_their_dtype(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert "--kv-dtype" in capsys.readouterr().out
+    assert main([command, "--kv-dtype", "int4", "somewhere"]) == 2
+    assert "'int4' is not one of 'auto', 'fp8'" in capsys.readouterr().err
+
+
 def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config_file), "--prompt-len", "2048"]) == 0
     out = capsys.readouterr().out

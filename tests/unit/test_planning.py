@@ -83,6 +83,20 @@ def test_rows_of_llama_8b(llama_8b: ModelConfig) -> None:
     assert [row.full_fraction for row in plan.rows] == [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16]
 
 
+def test_rows_in_fp8_are_half_of_bf16_and_their_scales(llama_8b: ModelConfig) -> None:
+    wide, narrow = plan_8b(llama_8b), plan_8b(llama_8b, kv_dtype="fp8")
+    scales = 2 * 32 * 8 * 4
+    assert narrow.kv_dtype == "fp8" and narrow.token_bytes == 64 * 1024
+    assert [row.row_bytes - scales for row in narrow.rows] == [row.row_bytes // 2 for row in wide.rows]
+    assert (narrow.weight_bytes, narrow.prefill) == (wide.weight_bytes, wide.prefill)  # stay in bf16
+    assert [row.max_rows for row in wide.rows] == [2, 6, 14, 30, 61]
+    assert [row.max_rows for row in narrow.rows] == [6, 14, 30, 61, 122]
+    assert all(n.tokens_per_s_one > w.tokens_per_s_one for n, w in zip(narrow.rows, wide.rows, strict=True))
+    out = io.StringIO()
+    print_plan(narrow, Console(file=out, width=100))
+    assert "64 KiB per token in fp8" in out.getvalue()
+
+
 def test_prefill_of_llama_8b(llama_8b: ModelConfig) -> None:
     plan = plan_8b(llama_8b)
     assert plan.prefill.hidden_bytes == 1 * GIB

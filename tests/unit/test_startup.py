@@ -132,3 +132,38 @@ def test_auto_rows_on_a_cpu_ask_for_what_is_available(monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match="this machine has 3 GiB free"):
         startup.fit_rows(LLAMA_1B, config(device="cpu"), "auto")
     assert startup.fit_rows(LLAMA_1B, config(device="cpu"), 2).max_rows == 2
+
+
+def test_rows_in_fp8_fit_twice_as_often(free: list[int]) -> None:
+    """Plan and engine agree here too; the rest of a row's entry in a batch stays what it was."""
+    wide, narrow = config(65_536), dataclasses.replace(config(65_536), kv_dtype="fp8")
+    plan = make_plan(
+        LLAMA_1B, budgets=[65_536], max_model_len=131_072, memory_bytes=free[0], bandwidth=1, kv_dtype="fp8"
+    )
+    rows = startup.fit_rows(LLAMA_1B, narrow, "auto").max_rows
+    assert rows == plan.rows[1].max_rows
+    assert rows > 1.9 * startup.fit_rows(LLAMA_1B, wide, "auto").max_rows
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
+def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    narrow = dataclasses.replace(config(), kv_dtype="fp8")
+    with pytest.raises(ValueError, match=rf"Some GPU has compute capability {capability[0]}\.{capability[1]}.*8\.9"):
+        startup.check_kv_dtype(narrow)
+    startup.check_kv_dtype(config())
+    startup.check_kv_dtype(dataclasses.replace(narrow, device="cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    startup.check_kv_dtype(narrow)
+
+
+def test_an_unknown_storage_of_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="kv_dtype is 'int4'; it must be auto or fp8"):
+        dataclasses.replace(config(), kv_dtype="int4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kv_dtype is 'int4'"):
+        make_plan(LLAMA_1B, memory_bytes=1, bandwidth=1, kv_dtype="int4")  # type: ignore[arg-type]

@@ -55,7 +55,9 @@ def decode_launch(
 ) -> DecodeLaunch:
     """Decode attention: K tiles of 16 KB. ``dtype_bytes`` are those of the cache, ``query_bytes`` those of q."""
     if (query_bytes or dtype_bytes) == 4:  # no tensor cores at full precision: small tiles, or the products spill
-        launch = Launch(block=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
+        # FP8 rows widen in registers: a second tile in flight would not fit there
+        num_stages = 1 if dtype_bytes == 1 else 2
+        launch = Launch(block=32 if head_dim <= 64 else 16, num_warps=4, num_stages=num_stages)
     else:
         slots = _TILE_BYTES // (power_of_two(head_dim, 16) * dtype_bytes)
         launch = Launch(block=min(max(slots, 16), 128), num_warps=4, num_stages=3)

@@ -68,7 +68,9 @@ def rope_write_kernel(
     k_head = head - NUM_HEADS
     is_k = ((k_head >= 0) & (k_head < NUM_KV_HEADS))[:, None] & is_pair[None, :]
     if IS_FP8:
-        k_scale = tl.load(k_scale_ptr + row * NUM_KV_HEADS + k_head, mask=(k_head >= 0) & (k_head < NUM_KV_HEADS), other=1.0)
+        k_scale = tl.load(
+            k_scale_ptr + row * NUM_KV_HEADS + k_head, mask=(k_head >= 0) & (k_head < NUM_KV_HEADS), other=1.0
+        )
         low_turned, high_turned = saturated(low_turned, k_scale[:, None]), saturated(high_turned, k_scale[:, None])
     k_start = k_ptr + row * stride_k_row + slot * stride_k_slot
     k_at = k_start + k_head.to(tl.int64)[:, None] * stride_k_head + pair[None, :]
@@ -78,7 +80,9 @@ def rope_write_kernel(
     v_head = k_head - NUM_KV_HEADS
     is_v = ((v_head >= 0) & (v_head < NUM_KV_HEADS))[:, None] & is_pair[None, :]
     if IS_FP8:
-        v_scale = tl.load(v_scale_ptr + row * NUM_KV_HEADS + v_head, mask=(v_head >= 0) & (v_head < NUM_KV_HEADS), other=1.0)
+        v_scale = tl.load(
+            v_scale_ptr + row * NUM_KV_HEADS + v_head, mask=(v_head >= 0) & (v_head < NUM_KV_HEADS), other=1.0
+        )
         low_raw, high_raw = saturated(low_raw, v_scale[:, None]), saturated(high_raw, v_scale[:, None])
     v_start = v_ptr + row * stride_v_row + slot * stride_v_slot
     v_at = v_start + v_head.to(tl.int64)[:, None] * stride_v_head + pair[None, :]

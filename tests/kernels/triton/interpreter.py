@@ -32,11 +32,13 @@ def why_not() -> str | None:
 
 
 def mend() -> None:
-    """Two repairs of the interpreter of Triton 3.6, neither of which touches a kernel.
+    """Three repairs of the interpreter of Triton 3.6, none of which touches a kernel.
 
     Loop bounds may be scalars: it keeps them as arrays of one element, which NumPy 2.4 refuses as ints. And products
-    of bf16 tiles are products of numbers: it multiplies the bits, which it keeps as uint16.
+    of bf16 tiles are products of numbers: it multiplies the bits, which it keeps as uint16. And what is rounded to FP8
+    (e4m3) is rounded to nearest even, as GPUs do: it rounds halves up and loses the carry. torch rounds it here.
     """
+    import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -58,5 +60,18 @@ def mend() -> None:
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, widened(a), widened(b), *rest)
 
+    convert = interpreter._convert_float
+    kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16,
+             tl.float32: torch.float32}  # fmt: skip
+
+    def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if tl.float8e4nv not in (source, target):
+            return convert(data, source, target, rounding)
+        bits = torch.from_numpy(np.ascontiguousarray(data).reshape(-1).view(np.uint8).copy())
+        numbers = bits.view(kinds[source]).to(kinds[target])
+        unsigned = getattr(np, f"uint{target.primitive_bitwidth}")
+        return numbers.view(torch.uint8).numpy().view(unsigned).reshape(data.shape)
+
+    interpreter._convert_float = converted
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = create_dot

@@ -33,6 +33,9 @@ def test_main_shapes_compile_without_spills() -> None:
         "decode_split_kernel", "decode_merge_kernel", "rope_write_kernel", "write_slots_kernel", "rms_norm_kernel",
         "swiglu_kernel", "window_lse_kernel", "votes_kernel", "gather_row_kernel",
     }  # fmt: skip
+    reads_fp8 = {entry["kernel"] for entry in kernels if entry["rows"] == "fp8"}
+    assert reads_fp8 >= {"decode_split_kernel", "rope_write_kernel", "write_slots_kernel", "gather_row_kernel"}
+    assert {entry["arch"] for entry in kernels if entry["rows"] == "fp8"} == {"sm_90"}
     for entry in kernels:
         assert entry["spill_bytes"] == 0, entry
         assert entry["shared_bytes"] <= SHARED_LIMIT[entry["arch"]], entry

@@ -153,3 +153,22 @@ def test_a_row_keeps_what_the_first_question_asked_for() -> None:
         outputs = generate(llm, [i.prompt_ids for i in items], [i.forced_ids for i in items], 96)
     answers = ["".join(chat.token_texts(o.token_ids[len(i.forced_ids) :])) for i, o in zip(items, outputs, strict=True)]
     assert sum(found(answer, item.references)[0] for answer, item in zip(answers, items, strict=True)) < 4
+
+
+def test_the_storage_of_rows_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 has cells, a label and prefills of its own; cells from before the option keep their names."""
+    monkeypatch.setattr(evals_cells, "RESULTS", tmp_path)
+    common = ["--families", "single_number", "--arms", "snapstream", "--budgets", "1/2", "--prompt-len", "256"]
+    wide, narrow = (
+        evals_run.cells_of(evals_run.parse_args([*common, "--prompts", "2", *more]))[0]
+        for more in ([], ["--kv-dtype", "fp8"])
+    )
+    assert "kv_dtype" not in wide.settings and narrow.settings == wide.settings | {"kv_dtype": "fp8"}
+    assert narrow.path != wide.path and "_snapstream-fp8_128_" in narrow.path.name
+    assert len(evals_cells.group([wide, narrow])) == 2
+    evals_cells.run_cells([wide, narrow])
+    results = [cell.read() for cell in (wide, narrow)]
+    sizes = [result["result"]["row_bytes"] for result in results if result]
+    assert sizes[0] / 4 < sizes[1] < sizes[0] / 3.9
+    table = evals_run.table_of([result for result in results if result], ["single_number"])
+    assert list(table.columns[0].cells) == ["snapstream", "snapstream fp8"]

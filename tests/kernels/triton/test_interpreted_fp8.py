@@ -1,0 +1,49 @@
+"""The Triton kernels over rows in FP8 equal their references, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton import checks_fp8, interpreter
+
+REASON = interpreter.why_not()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+if REASON is None:
+    interpreter.mend()
+
+dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:]
+)
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_decode_attention(head_dim: int, dtype: torch.dtype) -> None:
+    checks_fp8.check_decode_attention(6, 2, head_dim, 150, [150, 1], dtype, "cpu")
+
+
+def test_decode_attention_over_several_splits() -> None:
+    checks_fp8.check_decode_attention(4, 1, 64, 700, [700, 130, 5], torch.float32, "cpu")
+
+
+@dtypes
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), (3, 80)])
+def test_write_slots(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    checks_fp8.check_write_slots(num_kv_heads, head_dim, dtype, "cpu")
+
+
+@dtypes
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (9, 3, 80)])
+def test_norm_rope_write(num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
+    checks_fp8.check_norm_rope_write(num_heads, num_kv_heads, head_dim, has_norm, dtype, "cpu")
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_gather_rows(head_dim: int, dtype: torch.dtype) -> None:
+    checks_fp8.check_gather_rows(2, head_dim, 90, dtype, "cpu")
