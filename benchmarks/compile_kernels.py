@@ -207,7 +207,8 @@ def main() -> None:
     for entry in report(args.arch, quick=args.quick):
         entries.append(entry)
         print("{kernel:22} {shape:13} {dtype} rows {rows} {arch}: {registers:3} registers, "
-              "{spill_bytes} bytes spilled, {shared_bytes} shared, {num_warps} warps".format(**entry), file=sys.stderr, flush=True)  # fmt: skip
+              "{spill_bytes} bytes spilled, {shared_bytes} shared, {num_warps} warps".format(**entry),
+              file=sys.stderr, flush=True)  # fmt: skip
     result = {"name": "triton_compile", **describe(), "triton": triton.__version__, "kernels": entries}
     if args.save:
         folder = RESULTS / "compile"

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from snapstream.config import ModelConfig
 from snapstream.kernels.dispatch import add_linear, linear, norm_rope, runs_triton
-from snapstream.layers.attention import KVView
+from snapstream.layers.attention import FusingView, KVView
 from snapstream.layers.mlp import swiglu
 from snapstream.layers.norm import RMSNorm
 from snapstream.layers.rope import CosSin, Rope, rotate
@@ -33,15 +33,20 @@ class DecoderLayer:
         self.input_norm = RMSNorm(weights.input_norm, config.rms_norm_eps)
         self.post_norm = RMSNorm(weights.post_norm, config.rms_norm_eps)
         self.qk_norm = _qk_norm(config, weights)
+        # As kernels take it: weight [H+G, E] and eps.
+        self.head_norm: tuple[torch.Tensor | None, float] = (
+            (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
+        )
 
-    def project(self, hidden: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q ``[T, H, E]`` and k ``[T, G, E]``, and v ``[T, G, E]``."""
+    def heads(self, hidden: Tensor) -> Tensor:
+        """Heads of q, k and v as they are projected: ``[T, H+2G, E]``."""
         projected = linear(self.input_norm(hidden), self.weights.qkv, self.weights.qkv_bias)
-        heads = projected.view(-1, self.num_projected, self.head_dim)  # [T, H+2G, E]
+        return projected.view(-1, self.num_projected, self.head_dim)
+
+    def rotated(self, heads: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed and rotated q ``[T, H, E]`` and k ``[T, G, E]``, and v ``[T, G, E]``, of ``heads [T, H+2G, E]``."""
         if runs_triton(heads):
-            norm, num_kv_heads = self.qk_norm, self.num_projected - self.num_rotated
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            qk = norm_rope(heads, weight, eps, *rope, num_kv_heads)
+            qk = norm_rope(heads, *self.head_norm, *rope, self.num_projected - self.num_rotated)
         else:
             qk = heads[:, : self.num_rotated]  # [T, H+G, E]
             qk = rotate(qk if self.qk_norm is None else self.qk_norm(qk), rope)
@@ -83,7 +88,8 @@ class Decoder:
 
     def project(self, layer: int, hidden: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor]:
         """First half of a layer: ``hidden [T, D]`` to q ``[T, H, E]``, k and v ``[T, G, E]``."""
-        return self.layers[layer].project(hidden, rope)
+        own = self.layers[layer]
+        return own.rotated(own.heads(hidden), rope)
 
     def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """Second half of a layer: ``attended [T, H, E]`` back into the residual stream ``[T, D]``."""
@@ -92,8 +98,10 @@ class Decoder:
     def layer(self, index: int, hidden: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """One whole layer, ``[T, D]`` to ``[T, D]``."""
         layer = self.layers[index]
-        q, k, v = layer.project(hidden, rope)
-        return layer.finish(hidden, view.attend(index, q, k, v))
+        heads = layer.heads(hidden)
+        if isinstance(view, FusingView) and runs_triton(heads):
+            return layer.finish(hidden, view.attend_heads(index, heads, *layer.head_norm, rope))
+        return layer.finish(hidden, view.attend(index, *layer.rotated(heads, rope)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token ``[T, V]`` fp32, from the output of the last layer."""

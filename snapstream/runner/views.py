@@ -16,6 +16,8 @@ from snapstream.kernels import dispatch
 from snapstream.kernels.cpu import ops  # noqa: F401 - registers the operator below
 from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.kernels.prefill.packages import PackedLens
+from snapstream.layers.attention import FusingView
+from snapstream.layers.rope import CosSin
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class StagingView:
         return self._attention.attend(q, self._k[:, seen], self._v[:, seen])
 
 
-class RowsView:
+class RowsView(FusingView):
     """Attention of one new token per row against the row's visible slots."""
 
     def __init__(self, cache: KVCache, rows: Tensor, slots: Tensor, lengths: Tensor) -> None:
@@ -95,6 +97,14 @@ class RowsView:
         """Write the token's slot, then attend: ``q [B, H, E]``, ``k, v [B, G, E]`` -> ``[B, H, E]``."""
         keys, values, scales = self._cache.k[layer], self._cache.v[layer], self._cache.scales(layer)
         dispatch.write_slots(keys, values, k, v, self._rows, self._slots, scales)
+        return dispatch.decode_attention(q, keys, values, self._rows, self._lengths, scales)
+
+    def attend_heads(self, layer: int, heads: Tensor, head_norm: Tensor | None, eps: float, rope: CosSin) -> Tensor:
+        """The same from ``heads [B, H+2G, E]`` as projected: norm, rotation and write are one launch."""
+        keys, values, scales = self._cache.k[layer], self._cache.v[layer], self._cache.scales(layer)
+        q = dispatch.norm_rope_write(
+            heads, head_norm, eps, *rope, keys, values, self._rows, self._slots, scales
+        )  # [B, H, E]
         return dispatch.decode_attention(q, keys, values, self._rows, self._lengths, scales)
 
 

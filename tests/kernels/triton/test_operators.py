@@ -4,6 +4,7 @@ run the engine. Interpreted, on a CPU."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,27 @@ def test_the_engine_answers_the_same(tmp_path: Path) -> None:
     want = run()
     with dispatch.forced("triton"):
         assert run() == want
+
+
+def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm, rotation and slot of a decode step are one kernel per layer; its halves run in prefill or not at all."""
+    from snapstream.kernels.triton import rope_write
+
+    calls: Counter[str] = Counter()
+    for name in ("norm_rope_write", "norm_rope", "write_slots"):
+        kernel = getattr(rope_write, name)
+        monkeypatch.setattr(
+            rope_write, name, lambda *args, name=name, kernel=kernel: (calls.update([name]), kernel(*args))[1]
+        )
+    folder = save(make_model("qwen3"), tmp_path)
+    with dispatch.forced("triton"), LLM(folder, budget=32, snapkv=SnapKVConfig(window_len=8), max_rows=1,
+                                        max_model_len=48, progress=False) as llm:  # fmt: skip
+        layers = llm.model_config.num_layers
+        calls.clear()
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    steps = 3  # the first token is the prefill's
+    assert calls["norm_rope_write"] >= steps * layers and calls["norm_rope_write"] % layers == 0
+    assert calls["norm_rope"] == layers and calls["write_slots"] == 0
 
 
 def test_forced_ends_with_its_block() -> None:
