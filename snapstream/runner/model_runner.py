@@ -16,6 +16,7 @@ from snapstream.cache.kv_cache import KVCache
 from snapstream.config import EngineConfig
 from snapstream.grammar import GrammarCompiler
 from snapstream.kernels import fp8
+from snapstream.kernels.dispatch import runs_triton
 from snapstream.kernels.prefill.choice import choose
 from snapstream.kernels.prefill.versions import Case
 from snapstream.layers.logprobs import prompt_logprobs
@@ -30,6 +31,7 @@ from snapstream.runner.prefill import PrefillJob, PromptProgress
 from snapstream.runner.results import FinishedPrompt, SubmittedStep
 from snapstream.runner.rows import Rows
 from snapstream.runner.staging import StagingPool
+from snapstream.runner.warm_up import warm_up_kernels
 from snapstream.step import JobSpec, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,11 @@ class ModelRunner:
         self.prefill_attention = choose(config.prefill_attention, case)
         logger.info(self.prefill_attention.describe())
         self._decode = make_decode(decoder, self.cache, self.rows, self.sampling, config, progress)
+        if runs_triton(self.staging.k):
+            warm_up_kernels(decoder, self.cache, self.staging, config)
+            if config.executor == "eager":  # captured decode has run before
+                with torch.inference_mode():
+                    self._decode.logits(torch.tensor([self.cache.padding_row], device=device))
         # Some checkpoints name end tokens that their vocabulary does not have; they can never be drawn.
         self._end_ids = tuple(token for token in model.eos_token_ids if 0 <= token < model.vocab_size)
         self._grammars = RowGrammars(grammars, self.sampling)

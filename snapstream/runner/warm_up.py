@@ -1,0 +1,50 @@
+"""Compiles the Triton kernels of prefill, compression and plain decode before a request needs them.
+
+Triton compiles a kernel at its first launch, once per combination of dtypes, sizes of the model and whether strides are
+multiples of 16; how long a prompt is does not count. So one short prompt that is compressed, through one layer of the
+engine's own buffers into the padding row, compiles all that later prompts of any length will launch. Captured decode
+has compiled its own kernels by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+import torch
+
+from snapstream.cache.kv_cache import KVCache
+from snapstream.config import EngineConfig, KVBudget
+from snapstream.models.decoder import Decoder
+from snapstream.request import SamplingParams
+from snapstream.runner.prefill import PrefillJob
+from snapstream.runner.staging import StagingPool
+from snapstream.step import JobSpec, PrefillEntry
+
+logger = logging.getLogger(__name__)
+
+_BUDGET = KVBudget(num_sink=0, num_topk=1, num_recent=1)
+_MORE = 19  # prompt tokens beside the window: more than the budget holds
+
+
+@torch.inference_mode()
+def warm_up_kernels(decoder: Decoder, cache: KVCache, staging: StagingPool, config: EngineConfig) -> None:
+    """Run a prompt of ``window_len + 19`` tokens through the first layer; writes to the padding row alone."""
+    began = perf_counter()
+    if cache.capacity < _BUDGET.capacity:
+        return  # such a row selects nothing, and holds one token
+    entry = PrefillEntry(
+        request_id="warm-up",
+        token_ids=(0,) * min(config.snapkv.window_len + _MORE, config.pool_tokens),
+        rows=(cache.padding_row,),
+        seeds=(0,),
+        sampling=SamplingParams(),
+        budget=_BUDGET,
+    )
+    job = PrefillJob(
+        JobSpec(job_id=-1, staging_start=0, entries=(entry,)), decoder, cache, staging, config.snapkv, config.chunk_len
+    )
+    for unit in range(job.spec.num_chunks(config.chunk_len)):
+        job.run_unit(unit)
+    decoder.logits(job.last_hidden())
+    logger.info("kernels of prefill and compression are ready after %.1f s", perf_counter() - began)
