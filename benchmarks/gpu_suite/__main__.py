@@ -33,6 +33,7 @@ def sections() -> list[Section]:
         Section("largest_batch", speed.largest_batch, 60),
         Section("streams", prompts.streams, 75),
         *spec_prefill.sections,
+        Section("decode_8b_fp8", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], best, "fp8"), 40),
         Section("decode_small", speed.decode("qwen3_06b", [(2048, [1, 8, 64], 8000)], both), 30),
         Section("attention", attention.attention, 45),
         Section("decode_1b", speed.decode("llama_1b", [(8192, [1, 16, 64], 131_000)], both), 30),

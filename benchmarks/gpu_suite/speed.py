@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu_suite.models import decode_seconds, decoder_of, make_runner, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
 from snapstream.cache.layout import num_visible, row_bytes
+from snapstream.config import KVDType, kv_dtype_bytes
 from snapstream.memory import decode_weight_bytes, engine_memory
 
 
@@ -34,7 +35,7 @@ def ceilings(bench: Bench) -> Figures:
 
 
 def decode(
-    model: str, points: list[tuple[int, list[int], int]], executors: tuple[str, ...]
+    model: str, points: list[tuple[int, list[int], int]], executors: tuple[str, ...], kv_dtype: KVDType = "auto"
 ) -> Callable[[Bench], Figures]:
     """Decode of ``model`` for points of (slots, batches, tokens of context), with each executor."""
 
@@ -42,13 +43,14 @@ def decode(
         decoder = decoder_of(bench, model)
         for slots, batches, context in _smaller(bench, points):
             max_len = max(context + 256, slots)
-            runner = make_runner(bench, decoder, slots, max(batches), max_len, chunk_len=min(512, slots))
+            runner = make_runner(bench, decoder, slots, max(batches), max_len, min(512, slots), kv_dtype)
             for batch in batches:
                 for executor in executors:
                     use_executor(bench, runner, executor, batch)
                     seconds = decode_seconds(bench, runner, batch, context, steps=20)
                     yield {"model": model, "executor": executor, "slots": slots, "context": context,
-                           **_rates(bench, decoder.config, batch, slots, context, seconds)}  # fmt: skip
+                           "kv_dtype": kv_dtype,
+                           **_rates(bench, decoder.config, batch, slots, context, seconds, kv_dtype)}  # fmt: skip
             del runner
             bench.device.free()
 
@@ -79,9 +81,11 @@ def largest_batch(bench: Bench) -> Figures:
         bench.device.free()
 
 
-def _rates(bench: Bench, config: Any, batch: int, slots: int, context: int, seconds: float) -> dict[str, Any]:
-    size = bench.device.dtype_bytes
-    read = decode_weight_bytes(config, size) + batch * row_bytes(config, num_visible(context, slots), size)
+def _rates(
+    bench: Bench, config: Any, batch: int, slots: int, context: int, seconds: float, kv_dtype: KVDType = "auto"
+) -> dict[str, Any]:
+    size, kv_size = bench.device.dtype_bytes, kv_dtype_bytes(bench.device.dtype_name, kv_dtype)
+    read = decode_weight_bytes(config, size) + batch * row_bytes(config, num_visible(context, slots), kv_size)
     found = {"batch": batch, "step_ms": seconds * 1e3, "tokens_per_s": batch / seconds,
              "gb_per_step": read / 1e9, "gb_per_s": read / seconds / 1e9}  # fmt: skip
     if bench.ceilings:

@@ -63,7 +63,7 @@ class ModelRunner:
         logger.info(self.prefill_attention.describe())
         self._decode = make_decode(decoder, self.cache, self.rows, self.sampling, config, progress)
         if runs_triton(self.staging.k):
-            warm_up_kernels(decoder, self.cache, self.staging, config)
+            warm_up_kernels(decoder, self.cache, self.staging, config, self.prefill_attention)
             if config.executor == "eager":  # captured decode has run before
                 with torch.inference_mode():
                     self._decode.logits(torch.tensor([self.cache.padding_row], device=device))

@@ -18,7 +18,16 @@ from benchmarks.gpu_suite.peers_kvpress import kvpress
 from benchmarks.gpu_suite.suite import Bench, Figures, Section, run
 
 # transformers' parts take long to import and to generate; they are run by hand with --smoke.
-QUICK = ["decode_8b", "prefill_8b", "largest_batch", "streams", "spec_prefill", "decode_small", "attention"]
+QUICK = [
+    "decode_8b",
+    "prefill_8b",
+    "largest_batch",
+    "streams",
+    "spec_prefill",
+    "decode_8b_fp8",
+    "decode_small",
+    "attention",
+]
 
 
 def test_smoke_run_fills_every_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +38,10 @@ def test_smoke_run_fills_every_section(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(result["sections"]) == ["ceilings", *QUICK]
     assert all(entry["figures"] and entry["error"] is None for entry in result["sections"].values())
     assert result["ceilings"]["read_gb_per_s"] > 0 and result["torch"]
+    kinds = {
+        name: {f["kv_dtype"] for f in result["sections"][name]["figures"]} for name in ("decode_8b", "decode_8b_fp8")
+    }
+    assert kinds == {"decode_8b": {"auto"}, "decode_8b_fp8": {"fp8"}}
     (prefill,) = result["sections"]["prefill_8b"]["figures"]
     assert 0 < prefill["compress_share"] < 1
     assert {figure["executor"] for figure in result["sections"]["decode_8b"]["figures"]} == {"graph", "eager"}
