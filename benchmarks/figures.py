@@ -153,7 +153,8 @@ def evals_section(name: str, document: Path) -> str:
         return f"![{plots.PLOT_TEXTS[name]}]({link(PLOTS / f'{name}.svg', document)})\n"
     text, folder = tables.SECTIONS[name](), tables.folder()
     where = f"[{folder.relative_to(README.parent).as_posix()}]({link(folder, document)})"
-    return f"{text}\n\n<sub>{tables.source()}; {where}</sub>\n"
+    source = tables.source("fp8" if name == "accuracy_fp8" else "auto")
+    return f"{text}\n\n<sub>{source}; {where}</sub>\n"
 
 
 def section(name: str, document: Path = README) -> str:

@@ -291,7 +291,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }  # fmt: skip
 
 
-def source() -> str:
+def source(kv_dtype: str = "auto") -> str:
     """One line on where the numbers come from."""
-    cell = cells()[0]
+    cell = next(cell for cell in cells() if cell["settings"].get("kv_dtype", "auto") == kv_dtype)
     return f"{cell['device']}; torch {cell['torch']}; commit {cell['commit']}; `{cell['command']}`"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +71,7 @@ def test_tables_show_the_stored_cells(stored: Path) -> None:
 
 
 def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> None:
-    before = tables.accuracy(), tables.tasks_table(), plots.bytes_plot()
+    before = tables.accuracy(), tables.tasks_table(), plots.bytes_plot(), tables.source()
     with pytest.raises(ValueError, match="python -m evals.run --kv-dtype fp8"):
         tables.fp8_table()
     cell = Cell(
@@ -83,7 +85,11 @@ def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> N
         "| SnapStream | 1/4 | fp32 | 0.50 MiB | 86.0 ± 3.0 |",
         "| SnapStream | 1/4 | FP8 | 0.12 MiB | 85.0 ± 2.0 |",
     ]
-    assert (tables.accuracy(), tables.tasks_table(), plots.bytes_plot()) == before
+    first = replace(cell, task="json", arm=make_arm("full", 2048, 2080, 32))  # its file is the first of all
+    first.write(scores, 1.0)
+    first.path.write_text(json.dumps(json.loads(first.path.read_text()) | {"device": "another machine"}))
+    assert (tables.accuracy(), tables.tasks_table(), plots.bytes_plot(), tables.source()) == before
+    assert tables.source("fp8").startswith("another machine")
 
 
 def test_a_group_that_is_not_whole_is_left_out(stored: Path) -> None:
