@@ -29,8 +29,9 @@ _MORE = 19  # prompt tokens beside the window: more than the budget holds
 
 
 @torch.inference_mode()
-def warm_up_kernels(decoder: Decoder, cache: KVCache, staging: StagingPool, config: EngineConfig,
-    attention: PrefillAttention) -> None:
+def warm_up_kernels(
+    decoder: Decoder, cache: KVCache, staging: StagingPool, config: EngineConfig, attention: PrefillAttention
+) -> None:
     """Run a prompt of ``window_len + 19`` tokens through the first layer; writes to the padding row alone."""
     began = perf_counter()
     if cache.capacity < _BUDGET.capacity:
@@ -44,7 +45,12 @@ def warm_up_kernels(decoder: Decoder, cache: KVCache, staging: StagingPool, conf
         budget=_BUDGET,
     )
     job = PrefillJob(
-        JobSpec(job_id=-1, staging_start=0, entries=(entry,)), decoder, cache, staging, config.snapkv, config.chunk_len,
+        JobSpec(job_id=-1, staging_start=0, entries=(entry,)),
+        decoder,
+        cache,
+        staging,
+        config.snapkv,
+        config.chunk_len,
         attention,
     )
     for unit in range(job.spec.num_chunks(config.chunk_len)):
