@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.config import EngineConfig, KVBudget, KVDType, ModelConfig, SnapKVConfig
 from snapstream.models.decoder import Decoder
 from snapstream.models.weights import DecoderWeights
 from snapstream.request import SamplingParams
@@ -41,10 +41,10 @@ class Parcels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def runner_on(device: str) -> ModelRunner:
+def runner_on(device: str, kv_dtype: KVDType = "auto") -> ModelRunner:
     config = EngineConfig(
         budget=BUDGET, max_model_len=64, max_rows=6, chunk_len=64, short_len=64, short_reserve=64,
-        snapkv=SnapKVConfig(window_len=4),
+        snapkv=SnapKVConfig(window_len=4), kv_dtype=kv_dtype,
     )  # fmt: skip
     return ModelRunner(Decoder(MODEL, DecoderWeights.empty(MODEL, torch.float32, device)), config)
 
@@ -57,15 +57,17 @@ def prefill(rows: tuple[int, ...], step_id: int = 0) -> StepPlan:
     return StepPlan(step_id=step_id, opened_jobs=(job,), units=(UnitRange(step_id, 0, MODEL.num_layers),))
 
 
-def test_a_step_reads_nothing_from_the_device() -> None:
-    runner = runner_on("meta")
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_a_step_reads_nothing_from_the_device(kv_dtype: KVDType) -> None:
+    runner = runner_on("meta", kv_dtype)
     runner.submit(prefill((0, 3, 5)))
     runner.submit(StepPlan(step_id=1, decode_rows=(0, 3, 5)))
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("rows", [(0,), (0, 3, 5), (0, 1, 2, 3, 4, 5)])
-def test_parcels_do_not_grow_with_the_rows(rows: tuple[int, ...]) -> None:
-    runner = runner_on("cpu")
+def test_parcels_do_not_grow_with_the_rows(rows: tuple[int, ...], kv_dtype: KVDType) -> None:
+    runner = runner_on("cpu", kv_dtype)
     for tensor in runner.decoder.weights.stored().values():
         tensor.fill_(0.1)
     with Parcels() as finish:
