@@ -1,7 +1,9 @@
 """Time to the first token with a draft in front: an 8B target and a 0.6B draft, 128k tokens cut to 16k.
 
+Floor: operations, ``target(N) / (draft(N) + target(kept))`` at one rate for both; ``predicted`` beside each speed-up.
 Weights and tokens are random, so only times mean anything; tokenizing and cutting text, milliseconds on the host, are
-not in them (``benchmarks/spec_prefill.py`` has both). The draft reads in windows of 8,192 tokens, and at once.
+not in them (``benchmarks/spec_prefill.py`` has both). The draft reads in windows of 8,192 tokens with the published
+look-ahead and without any, and at once; each figure is yielded as soon as it is known.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from time import perf_counter
 from benchmarks.gpu_suite.models import decoder_of, make_runner
 from benchmarks.gpu_suite.prompts import prefill_once
 from benchmarks.gpu_suite.suite import Bench, Figures, Section
+from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import random_prompt
 from snapstream.models.decoder import Decoder
 from snapstream.spec_prefill.draft import windows_of
@@ -19,37 +22,49 @@ from snapstream.spec_prefill.settings import ScoringSettings
 
 TARGET, DRAFT = "llama_8b", "qwen3_06b"
 CHUNK_LEN = 2048
+WAYS = ((8192, 8), (8192, 0), (0, 8))  # window of the draft (0: all at once) and look-ahead, the most useful first
 
 
 def first_token(bench: Bench) -> Figures:
-    """Draft first, then the target on the whole prompt and on what would be left of it."""
-    prompt_len, kept, windows = (300, 60, (64, 0)) if bench.is_smoke else (131_072 - 8, 16_384, (8192, 0))
-    draft = decoder_of(bench, DRAFT)
-    read_s(bench, draft, min(prompt_len, 2 * CHUNK_LEN), 0)  # unmeasured: kernels are compiled
-    draft_s = {window: read_s(bench, draft, prompt_len, window) for window in windows}
-    target = decoder_of(bench, TARGET)  # frees the draft
-    target_s = {}
+    """The target on what would be left and on the whole prompt, then the draft in every way.
+
+    In this order both models are built once: the sections before this one use the target, those after it the draft.
+    """
+    prompt_len, kept = (300, 60) if bench.is_smoke else (131_072 - 8, 16_384)
+    target = decoder_of(bench, TARGET)
+    target_s, target_flop = {}, {}
     for length in (kept, prompt_len):
         runner = make_runner(bench, target, min(8192, length), 1, length + 8, CHUNK_LEN)
         if length == kept:
-            prefill_once(bench, runner, length)
+            prefill_once(bench, runner, length)  # unmeasured: kernels are compiled
         target_s[length], _ = prefill_once(bench, runner, length)
+        target_flop[length] = prefill_flop(target.config, length)
         del runner
         bench.device.free()
-    for window in windows:
-        total = draft_s[window] + target_s[kept]
+        yield {"model": TARGET, "prompt_len": length, "seconds": target_s[length]}
+    del target
+    draft = decoder_of(bench, DRAFT)
+    for full_window, look_ahead in WAYS:
+        window = min(64, full_window) if bench.is_smoke else full_window
+        parts = windows_of(prompt_len, window, min(256, window // 4)) if window else [(0, prompt_len)]
+        read_s(bench, draft, parts[:1] if window else [(0, min(prompt_len, 2 * CHUNK_LEN))], look_ahead)  # unmeasured
+        allocated = bench.device.reset_peak()
+        seconds = read_s(bench, draft, parts, look_ahead)
+        flop = sum(prefill_flop(draft.config, stop - start) for start, stop in parts) + target_flop[kept]
+        total = seconds + target_s[kept]
         yield {
             "target": TARGET, "draft": DRAFT, "prompt_len": prompt_len, "kept_tokens": kept, "window_len": window,
-            "full_s": target_s[prompt_len], "draft_s": draft_s[window], "prefill_s": target_s[kept],
+            "look_ahead": look_ahead, "full_s": target_s[prompt_len], "draft_s": seconds, "prefill_s": target_s[kept],
+            "draft_peak_gib": (bench.device.peak_bytes() - allocated) / 2**30,
             "first_token_s": total, "speedup": target_s[prompt_len] / total,
+            "predicted": target_flop[prompt_len] / flop,
         }  # fmt: skip
 
 
-def read_s(bench: Bench, draft: Decoder, prompt_len: int, window: int) -> float:
-    """Seconds that the draft needs to score ``prompt_len`` tokens, ``window`` at a time (0: all at once)."""
-    ids = random_prompt(prompt_len, draft.config.vocab_size)
-    settings = ScoringSettings(ignore_eos=True, prefill_len=CHUNK_LEN)
-    parts = windows_of(prompt_len, window, min(settings.overlap, window // 4)) if window else [(0, prompt_len)]
+def read_s(bench: Bench, draft: Decoder, parts: list[tuple[int, int]], look_ahead: int) -> float:
+    """Seconds that the draft needs to score random tokens, one part after the other."""
+    ids = random_prompt(parts[-1][1], draft.config.vocab_size)
+    settings = ScoringSettings(look_ahead=look_ahead, ignore_eos=True, prefill_len=CHUNK_LEN)
     bench.device.sync()
     began = perf_counter()
     for start, stop in parts:
