@@ -49,6 +49,13 @@ def compress(
         str | None, typer.Option(help="Between pieces. Default: a line [...], in code a comment.", show_default=False)
     ] = None,
     look_ahead: Annotated[int, whole_option("Greedy draft tokens that vote; 0: the text's own end.")] = 8,
+    window_len: Annotated[
+        int | None,
+        whole_option("Draft tokens read at once; longer texts in overlapping windows. Default: its own window."),
+    ] = None,
+    no_windows: Annotated[
+        bool, typer.Option("--no-windows", help="Refuse texts that are longer than the draft's window.")
+    ] = False,
     threshold: Annotated[int, whole_option("Leave texts of fewer tokens alone.")] = 0,
     messages: Annotated[
         bool, typer.Option("--messages", help="The input is JSON: OpenAI messages, or an object with them.")
@@ -70,6 +77,8 @@ def compress(
         snap=snap,
         delimiter=delimiter,
         look_ahead=look_ahead,
+        window_len=window_len,
+        no_windows=no_windows,
         threshold=threshold,
         is_messages=messages,
         report=report,
@@ -93,6 +102,8 @@ class CompressOptions:
     snap: Any
     delimiter: str | None
     look_ahead: int
+    window_len: int | None
+    no_windows: bool
     threshold: int
     is_messages: bool
     report: str | None  # where the report goes as JSON; - is stderr
@@ -127,13 +138,13 @@ def shorten(source: str, options: CompressOptions, *, out: TextIO, err: TextIO) 
     """Shorten ``source`` and write everything that was asked for."""
     from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.page import report_page
-    from snapstream.spec_prefill.settings import CutSettings, ScoringSettings, check_amount
+    from snapstream.spec_prefill.settings import CutSettings, check_amount, scoring_of
 
     keep = 0.25 if options.keep is None and options.max_tokens is None else options.keep
     check_amount(keep, options.max_tokens)  # before a model is loaded
     compressor = PromptCompressor(
         options.draft,
-        scoring=ScoringSettings(look_ahead=options.look_ahead),
+        scoring=scoring_of(options.look_ahead, options.window_len, no_windows=options.no_windows),
         cut=CutSettings(mode=options.mode, snap=options.snap, delimiter=options.delimiter),
         dtype=options.dtype,
         device=options.device,

@@ -37,6 +37,13 @@ def proxy(
     look_ahead: Annotated[
         int | None, whole_option("Queries of the draft that vote; 0: the prompt's own last ones. Default: 8.")
     ] = None,
+    window_len: Annotated[
+        int | None,
+        whole_option("Draft tokens read at once; longer texts in overlapping windows. Default: its own window."),
+    ] = None,
+    no_windows: Annotated[
+        bool, typer.Option("--no-windows", help="Refuse texts that are longer than the draft's window.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, whole_option("Port; 0 takes a free one.")] = 8001,
     api_key: Annotated[
@@ -64,7 +71,7 @@ def proxy(
     from snapstream.server.logs import set_up
     from snapstream.server.run import KEY_VARIABLE, answered_hosts, refuse_blank
     from snapstream.server.trimming import load_compressor
-    from snapstream.spec_prefill.settings import PromptCompression
+    from snapstream.spec_prefill.settings import PromptCompression, scoring_of
 
     if keep is None and max_tokens is None:
         keep = 0.25  # where the published accuracy still holds (arXiv 2603.02631)
@@ -84,6 +91,10 @@ def proxy(
         logging.getLogger(name).setLevel(logging.WARNING)
     with run.bind(options) as listener:  # a taken port fails before anything is loaded
         compressor = load_compressor(
-            draft or TINY_DRAFT_MODEL, threshold=threshold, look_ahead=look_ahead, dtype=dtype, device=device
+            draft or TINY_DRAFT_MODEL,
+            threshold=threshold,
+            scoring=scoring_of(look_ahead, window_len, no_windows=no_windows),
+            dtype=dtype,
+            device=device,
         )
         run.run_proxy(compressor, run.load_target(target), settings, options, listener)

@@ -75,6 +75,9 @@ def serve(
     prompt_threshold: Annotated[
         int | None, whole_option("With --draft: leave prompts of fewer tokens alone. Default: 1024.")
     ] = None,
+    draft_window_len: Annotated[
+        int | None, whole_option("With --draft: tokens it reads at once. Default: its own window.")
+    ] = None,
     drain_timeout: Annotated[float, number_option("Seconds that running requests get after SIGTERM.")] = 30.0,
     no_page: Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page at /.")] = False,
     no_restart: Annotated[bool, typer.Option("--no-restart", help="Do not restart an engine that died.")] = False,
@@ -126,6 +129,7 @@ def serve(
         tls_key=tls_key,
         draft=draft,
         draft_threshold=prompt_threshold,
+        draft_window_len=draft_window_len,
     )
     try:
         run.serve(spec, settings, options)

@@ -32,7 +32,7 @@ from snapstream.server.messages import EngineSpec
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.server.tools.formats import ToolParser
 from snapstream.server.trimming import load_compressor
-from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.spec_prefill.settings import PromptCompression, scoring_of
 
 if TYPE_CHECKING:
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -59,11 +59,16 @@ class ServeOptions:
     tls_key: Path | None = None
     draft: Path | None = None  # checkpoint folder
     draft_threshold: int | None = None  # prompts of fewer tokens are left alone; None: the published number
+    draft_window_len: int | None = None  # tokens that it reads at once; None: its own window
 
     def __post_init__(self) -> None:
         check_place(self.port, self.drain_timeout_s)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("TLS needs both a certificate and a key")
+        if self.draft is None and self.draft_window_len is not None:
+            raise ValueError(
+                f"--draft-window-len is {self.draft_window_len}, and there is no draft; give one with --draft"
+            )
         for file in (self.tls_cert, self.tls_key):
             if file is not None and not file.is_file():
                 raise ValueError(f"{file} is not a file")
@@ -215,7 +220,13 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
 def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:
     assert options.draft is not None
     log.info("loading the draft %s", options.draft)
-    return load_compressor(options.draft, threshold=options.draft_threshold, dtype=spec.dtype, device=spec.device)
+    return load_compressor(
+        options.draft,
+        threshold=options.draft_threshold,
+        scoring=scoring_of(None, options.draft_window_len),
+        dtype=spec.dtype,
+        device=spec.device,
+    )
 
 
 def _uvicorn_config(app: object, options: ServeOptions) -> uvicorn.Config:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.report import CompressionReport
+    from snapstream.spec_prefill.settings import ScoringSettings
 
 FIELD = "prompt_compression"
 T = TypeVar("T")
@@ -46,15 +47,15 @@ def parse_wish(value: Any, default: PromptCompression | None) -> PromptCompressi
 
 
 def load_compressor(
-    draft: Path, *, threshold: int | None = None, look_ahead: int | None = None, dtype: DType, device: str
+    draft: Path, *, threshold: int | None = None, scoring: ScoringSettings | None = None, dtype: DType, device: str
 ) -> PromptCompressor:
     """The draft, ready to score; None means the published setting. ValueError or OSError for what cannot be one."""
     from snapstream.spec_prefill.compressor import PromptCompressor
-    from snapstream.spec_prefill.settings import Protection, ScoringSettings
+    from snapstream.spec_prefill.settings import Protection
 
     return PromptCompressor(
         draft,
-        scoring=ScoringSettings() if look_ahead is None else ScoringSettings(look_ahead=look_ahead),
+        scoring=scoring,
         protection=Protection() if threshold is None else Protection(threshold=threshold),
         dtype=dtype,
         device=device,

@@ -74,6 +74,7 @@ class PromptCompressor:
         self.draft = draft if isinstance(draft, Draft) else Draft.load(draft, dtype=dtype, device=device)
         self.scoring, self.cut = scoring or ScoringSettings(), cut or CutSettings()
         self.protection = protection or Protection()
+        self.draft.window_of(self.scoring)  # refuses now what every text would be refused for
         self._scorer = Scorer(self.draft, self.scoring, self.cut, cache_size)
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}  # of targets that were given as folders
         self._lock = Lock()

@@ -109,10 +109,7 @@ class Draft:
 
     def score(self, text: ReadText, settings: ScoringSettings) -> tuple[Tensor, int]:
         """Score of each token of the text, ``[n]`` fp32, and in how many windows it was read."""
-        limit = self.decoder.config.max_position
-        if settings.window_len > limit:
-            raise ValueError(f"window_len is {settings.window_len}; the draft's window is {limit} tokens")
-        limit = settings.window_len or limit
+        limit = self.window_of(settings)
         around = len(text.ids) - text.num_tokens
         room = limit - settings.look_ahead - around
         if text.num_tokens <= room:
@@ -132,6 +129,17 @@ class Draft:
             total[a:b] += token_scores(self.decoder, ids, settings)[text.first : text.first + b - a].cpu()
             count[a:b] += 1
         return total / count, len(windows)
+
+    def window_of(self, settings: ScoringSettings) -> int:
+        """Tokens that are read at once, look-ahead included. ValueError for a ``window_len`` that cannot be."""
+        limit, least = self.decoder.config.max_position, settings.look_ahead + 2
+        if settings.window_len > limit:
+            raise ValueError(f"window_len is {settings.window_len}; the draft's window is {limit} tokens")
+        if 0 < settings.window_len < least:
+            raise ValueError(
+                f"window_len is {settings.window_len}; a look-ahead of {settings.look_ahead} needs {least}"
+            )
+        return settings.window_len or limit
 
     def _encode(self, text: str, *, special: bool) -> Any:
         return self.tokenizer(

@@ -6,7 +6,7 @@ published ones. ``Protection`` says what is never cut. ``compressor.py`` uses bo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from snapstream.config import as_count, as_number
@@ -50,6 +50,14 @@ class ScoringSettings:
             raise ValueError(f"pool_kernel is {self.pool_kernel}; it must be odd")
         check_choice("keys", self.keys, ("all_layers", "one_layer"))
         check_choice("window", self.window, ("overlap", "refuse"))
+
+
+def scoring_of(look_ahead: int | None, window_len: int | None, *, no_windows: bool = False) -> ScoringSettings:
+    """Settings from what a command was given; None is the default. A window of 0 tokens is refused, not its own."""
+    settings = ScoringSettings(window="refuse" if no_windows else "overlap")
+    if look_ahead is not None:
+        settings = replace(settings, look_ahead=look_ahead)
+    return settings if window_len is None else replace(settings, window_len=as_count("window_len", window_len, 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,12 @@ def test_ceiling_in_target_tokens_and_report(
     assert json.loads(capsys.readouterr().err)["tokens_after"] == stored["tokens_after"]
 
 
+def test_a_long_text_is_read_in_windows(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compress", str(text_file), "--query", QUESTION, "--keep", "0.2", "--window-len", "400"]) == 0
+    captured = capsys.readouterr()
+    assert NEEDLE in captured.out and re.search(r" in [2-9] windows$", captured.err.strip())
+
+
 def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "chat.json"
     messages = [
@@ -125,6 +131,10 @@ def test_page_escapes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--draft", "/nowhere"], ["/nowhere"]),
         (["--target", "/nowhere"], ["/nowhere", "not a folder"]),
         (["--delimiter", ""], ["delimiter is empty"]),
+        (["--window-len", "0"], ["window_len", "0"]),
+        (["--window-len", "9"], ["window_len is 9", "needs 10"]),
+        (["--window-len", "999999"], ["window_len is 999999", "window is"]),
+        (["--window-len", "300", "--no-windows"], ["reads 300 tokens", "windows were not allowed"]),
         (["--messages"], ["--messages needs"]),
     ],
 )
