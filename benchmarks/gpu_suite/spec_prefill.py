@@ -17,7 +17,7 @@ from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import random_prompt
 from snapstream.models.decoder import Decoder
 from snapstream.spec_prefill.draft import windows_of
-from snapstream.spec_prefill.lookahead import token_scores
+from snapstream.spec_prefill.lookahead import scores_of_windows
 from snapstream.spec_prefill.settings import ScoringSettings
 
 TARGET, DRAFT = "llama_8b", "qwen3_06b"
@@ -64,11 +64,11 @@ def first_token(bench: Bench) -> Figures:
 def read_s(bench: Bench, draft: Decoder, parts: list[tuple[int, int]], look_ahead: int) -> float:
     """Seconds that the draft needs to score random tokens, one part after the other."""
     ids = random_prompt(parts[-1][1], draft.config.vocab_size)
-    settings = ScoringSettings(look_ahead=look_ahead, ignore_eos=True, prefill_len=CHUNK_LEN)
+    settings = ScoringSettings(look_ahead=look_ahead, ignore_eos=True)
     bench.device.sync()
     began = perf_counter()
-    for start, stop in parts:
-        token_scores(draft, ids[start:stop], settings)
+    for _ in scores_of_windows(draft, [ids[start:stop] for start, stop in parts], settings):
+        pass
     bench.device.sync()
     return perf_counter() - began
 

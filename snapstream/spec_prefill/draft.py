@@ -21,7 +21,7 @@ from snapstream.config import DTYPE_BYTES, DType
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
-from snapstream.spec_prefill.lookahead import token_scores
+from snapstream.spec_prefill.lookahead import scores_of_windows, token_scores
 from snapstream.spec_prefill.settings import ScoringSettings, check_choice
 
 if TYPE_CHECKING:
@@ -124,9 +124,9 @@ class Draft:
         head, tail = text.ids[: text.first], text.ids[text.stop :]
         total, count = torch.zeros(2, text.num_tokens)
         windows = windows_of(text.num_tokens, room, min(settings.overlap, room // 2))
-        for a, b in windows:
-            ids = (*head, *text.ids[text.first + a : text.first + b], *tail)
-            total[a:b] += token_scores(self.decoder, ids, settings)[text.first : text.first + b - a].cpu()
+        read = [(*head, *text.ids[text.first + a : text.first + b], *tail) for a, b in windows]
+        for (a, b), scores in zip(windows, scores_of_windows(self.decoder, read, settings), strict=True):
+            total[a:b] += scores[text.first : text.first + b - a].cpu()
             count[a:b] += 1
         return total / count, len(windows)
 

@@ -15,7 +15,7 @@ Greedy tokens make the scores deterministic: the same draft, text and settings g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from snapstream.spec_prefill.importance import Importance
 from snapstream.spec_prefill.settings import ScoringSettings
 
 ROW = KVBudget.of(2048)  # keys="one_layer": the row that the greedy tokens are decoded from
+# Where the host launches kernels for a device, few large products cost less than many small ones.
+CPU_PREFILL_LEN, CPU_WINDOWS = 512, 1
+DEVICE_PREFILL_LEN, DEVICE_WINDOWS = 4096, 4
 
 Staged = Callable[[int, Tensor, Tensor, Tensor], None]  # layer, last queries [w, H, E], keys and values [G, N, E]
 
@@ -44,7 +47,22 @@ def token_scores(decoder: Decoder, token_ids: Sequence[int], settings: ScoringSe
         drawn = draw_from_row(decoder, ids, settings)
         fed = torch.cat((ids, ids.new_tensor(drawn[:-1])))
         return _score_in_pass(decoder, fed, len(ids), len(drawn), settings)
-    return _score_from_all_layers(decoder, ids, settings)
+    return _score_from_all_layers(decoder, [ids], settings)[0]
+
+
+@torch.inference_mode()
+def scores_of_windows(
+    decoder: Decoder, windows: Sequence[Sequence[int]], settings: ScoringSettings
+) -> Iterator[Tensor]:
+    """``token_scores`` of prompts of one length; some of them look ahead together, a decode step for all of them."""
+    if settings.look_ahead == 0 or settings.keys == "one_layer":
+        for token_ids in windows:
+            yield token_scores(decoder, token_ids, settings)
+        return
+    size = settings.windows_at_once or (CPU_WINDOWS if decoder.device.type == "cpu" else DEVICE_WINDOWS)
+    for first in range(0, len(windows), size):
+        group = [torch.tensor(ids, dtype=torch.int64, device=decoder.device) for ids in windows[first : first + size]]
+        yield from _score_from_all_layers(decoder, group, settings)
 
 
 def _score_in_pass(
@@ -69,25 +87,31 @@ def voting_pass(
     _prefill(decoder, ids, prompt_len, lambda layer: storage, num_queries, vote, settings, wants_output=False)
 
 
-def _score_from_all_layers(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> Tensor:
-    """Prefill and decode over K and V of all layers, then every layer's queries on its keys."""
-    config, prompt_len, ahead = decoder.config, len(ids), settings.look_ahead
-    cache = KVCache(config, 0, prompt_len + ahead, decoder.dtype, decoder.device)  # the padding row is the row
+def _score_from_all_layers(decoder: Decoder, windows: Sequence[Tensor], settings: ScoringSettings) -> list[Tensor]:
+    """Prefill each of ``windows [N]``, decode after all of them at once, then every layer's queries on its keys."""
+    config, prompt_len, ahead, num = decoder.config, len(windows[0]), settings.look_ahead, len(windows)
+    cache = KVCache(config, num - 1, prompt_len + ahead, decoder.dtype, decoder.device)  # the padding row is the last
     queries = torch.empty(
-        (config.num_layers, ahead, config.num_heads, config.head_dim), dtype=decoder.dtype, device=decoder.device
+        (config.num_layers, num, ahead, config.num_heads, config.head_dim), dtype=decoder.dtype, device=decoder.device
     )
+    hidden = []
+    for row, ids in enumerate(windows):
 
-    def keep_query(layer: int, last: Tensor, keys: Tensor, values: Tensor) -> None:
-        queries[layer, 0] = last[-1]
+        def storage(layer: int, row: int = row) -> tuple[Tensor, Tensor]:
+            return cache.k[layer, row], cache.v[layer, row]
 
-    hidden = _prefill(
-        decoder, ids, prompt_len, lambda layer: (cache.k[layer, 0], cache.v[layer, 0]), 1, keep_query, settings
-    )
-    drawn = _decode(decoder, cache, hidden, prompt_len, 0, cache.capacity, settings, queries)
-    importance = Importance(len(drawn), prompt_len, settings.pool_kernel, decoder.device)
-    for layer in range(config.num_layers):
-        importance.add(queries[layer, : len(drawn)], cache.k[layer, 0, :, :prompt_len], prompt_len - 1)
-    return importance.scores()
+        def keep_query(layer: int, last: Tensor, keys: Tensor, values: Tensor, row: int = row) -> None:
+            queries[layer, row, 0] = last[-1]
+
+        hidden.append(_prefill(decoder, ids, prompt_len, storage, 1, keep_query, settings))
+    drawn = _decode(decoder, cache, torch.cat(hidden), prompt_len, 0, cache.capacity, settings, queries)
+    scores = []
+    for row, tokens in enumerate(drawn):
+        importance = Importance(len(tokens), prompt_len, settings.pool_kernel, decoder.device)
+        for layer in range(config.num_layers):
+            importance.add(queries[layer, row, : len(tokens)], cache.k[layer, row, :, :prompt_len], prompt_len - 1)
+        scores.append(importance.scores())
+    return scores
 
 
 def draw_from_row(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> list[int]:
@@ -101,7 +125,7 @@ def draw_from_row(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> l
     storage = _one_layer(decoder, prompt_len)
     window = min(snapkv.window_len, prompt_len)
     hidden = _prefill(decoder, ids, prompt_len, lambda layer: storage, window, compress, settings)
-    return _decode(decoder, cache, hidden, prompt_len, layout.ring_start(ROW, prompt_len), ROW.capacity, settings)
+    return _decode(decoder, cache, hidden, prompt_len, layout.ring_start(ROW, prompt_len), ROW.capacity, settings)[0]
 
 
 def _one_layer(decoder: Decoder, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -130,6 +154,7 @@ def _prefill(
     RoPE). Without ``wants_output`` the last layer ends with its keys and queries, and nothing is returned but zeros.
     """
     num_tokens, device = len(ids), decoder.device
+    step = settings.prefill_len or (CPU_PREFILL_LEN if device.type == "cpu" else DEVICE_PREFILL_LEN)
     positions = torch.arange(num_tokens, device=device)
     seq_lens = (positions + 1).clamp(min=prompt_len)
     hidden = torch.empty(num_tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=device)  # [N, D]
@@ -138,8 +163,8 @@ def _prefill(
     for layer in range(last_layer + 1):
         keys, values = storage(layer)
         tail: list[Tensor] = []
-        for start in range(0, num_tokens, settings.prefill_len):
-            stop = min(start + settings.prefill_len, num_tokens)
+        for start in range(0, num_tokens, step):
+            stop = min(start + step, num_tokens)
             own = slice(start, stop)
             entering = decoder.embed(ids[own]) if layer == 0 else hidden[own]  # [T, D]
             q, k, v = decoder.project(layer, entering, decoder.rope(positions[own], seq_lens[own]))
@@ -165,29 +190,33 @@ def _decode(
     capacity: int,
     settings: ScoringSettings,
     queries: Tensor | None = None,
-) -> list[int]:
-    """Greedy tokens after a prompt in row 0, ``look_ahead`` of them, fewer if the draft ends.
+) -> list[list[int]]:
+    """Greedy tokens after the prompts in rows ``0 .. B - 1``, ``look_ahead`` of each, fewer where the draft ends.
 
-    ``hidden [1, D]`` is the output of the last prompt token. All but the last token are fed; the query of token ``t``
-    goes to ``queries [L, look_ahead, H, E]`` at ``t + 1``.
+    ``hidden [B, D]`` is the output of the last prompt tokens; all prompts have ``prompt_len`` tokens. All but the last
+    token are fed; the query of token ``t`` goes to ``queries [L, B, look_ahead, H, E]`` at ``t + 1``. A row that has
+    ended is fed on with the others, to no effect.
     """
     device, ends = decoder.device, () if settings.ignore_eos else decoder.config.eos_token_ids
-    row = torch.zeros(1, dtype=torch.int64, device=device)
-    drawn: list[int] = []
-    while True:
-        token = decoder.logits(hidden).argmax(-1)  # [1]
-        drawn.append(int(token))
-        if len(drawn) == settings.look_ahead or drawn[-1] in ends:
-            return drawn
-        position = prompt_len + len(drawn) - 1
-        slot = row.new_tensor([layout.slot_of(position, ring_start, capacity)])
-        length = row.new_tensor([layout.num_visible(position + 1, capacity)])
-        rope = decoder.rope(row.new_tensor([position]), row.new_tensor([position + 1]))
-        hidden = decoder.embed(token)
+    rows = torch.arange(len(hidden), dtype=torch.int64, device=device)
+    drawn: list[list[int]] = [[] for _ in rows]
+    for ahead in range(1, settings.look_ahead + 1):
+        tokens = decoder.logits(hidden).argmax(-1)  # [B]
+        for own, token in zip(drawn, tokens.tolist(), strict=True):
+            if not own or own[-1] not in ends:
+                own.append(token)
+        if ahead == settings.look_ahead or all(own[-1] in ends for own in drawn):
+            break
+        position = prompt_len + ahead - 1
+        slots = torch.full_like(rows, layout.slot_of(position, ring_start, capacity))
+        lengths = torch.full_like(rows, layout.num_visible(position + 1, capacity))
+        rope = decoder.rope(torch.full_like(rows, position), torch.full_like(rows, position + 1))
+        hidden = decoder.embed(tokens)
         for layer in range(decoder.config.num_layers):
             q, k, v = decoder.project(layer, hidden, rope)
             if queries is not None:
-                queries[layer, len(drawn)] = q[0]
-            dispatch.write_slots(cache.k[layer], cache.v[layer], k, v, row, slot)
-            attended = dispatch.decode_attention(q, cache.k[layer], cache.v[layer], row, length)
+                queries[layer, :, ahead] = q
+            dispatch.write_slots(cache.k[layer], cache.v[layer], k, v, rows, slots)
+            attended = dispatch.decode_attention(q, cache.k[layer], cache.v[layer], rows, lengths)
             hidden = decoder.finish(layer, hidden, attended)
+    return drawn

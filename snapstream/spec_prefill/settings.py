@@ -40,11 +40,12 @@ class ScoringSettings:
     window: WindowPolicy = "overlap"  # a text longer than the draft's window: overlapping windows, or refused
     window_len: int = 0  # tokens that the draft reads at once; 0: its own window
     overlap: int = 256  # tokens that neighbouring windows share
-    prefill_len: int = 512  # tokens per matrix product of the draft's prefill
+    windows_at_once: int = 0  # equal windows that look ahead together, all their keys held; 0: 1 on a CPU, else 4
+    prefill_len: int = 0  # tokens per matrix product of the draft's prefill; 0: 512 on a CPU, else 4,096
 
     def __post_init__(self) -> None:
         for name, low in (("look_ahead", 0), ("num_own_queries", 1), ("pool_kernel", 1), ("window_len", 0),
-                          ("overlap", 0), ("prefill_len", 1)):  # fmt: skip
+                          ("overlap", 0), ("windows_at_once", 0), ("prefill_len", 0)):  # fmt: skip
             object.__setattr__(self, name, as_count(name, getattr(self, name), low))
         if self.pool_kernel % 2 == 0:
             raise ValueError(f"pool_kernel is {self.pool_kernel}; it must be odd")
