@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.machine import RESULTS
 from evals import plots, tables
-from evals.compression_table import compression_table
+from evals.compression_table import compression_table, settings_table
 
 README = Path(__file__).parent.parent / "README.md"
 DOCUMENTS = (README, *(README.parent / "docs" / name for name in ("accuracy.md", "speculative-prefill.md")))
@@ -139,6 +139,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers_tiny": peers, "spec_prefill": spec_prefill, "serving": serving, "soak": soak,
     "executors": executors,
 }  # fmt: skip
+COMPRESSION = {"prompt_compression": compression_table, "prompt_compression_settings": settings_table}
 
 
 def link(path: Path, document: Path) -> str:
@@ -164,9 +165,9 @@ def section(name: str, document: Path = README) -> str:
             return evals_section(name, document)
         except ValueError as missing:
             return f"({missing})\n"
-    if name == "prompt_compression":
+    if name in COMPRESSION:
         try:
-            return compression_table() + "\n"
+            return COMPRESSION[name]() + "\n"
         except ValueError as missing:
             return f"({missing})\n"
     path, result = newest(name)
@@ -178,7 +179,8 @@ def section(name: str, document: Path = README) -> str:
         if name in ("peers_tiny", "soak", "serving", "executors")
         else "random Llama 100M fp32",
     )
-    return f"{table}\n\n<sub>{model}; {result['device']}; `{result['command']}`; [{source}]({source})</sub>\n"
+    where = f"[{source}]({link(path, document)})"
+    return f"{table}\n\n<sub>{model}; {result['device']}; `{result['command']}`; {where}</sub>\n"
 
 
 def render(text: str, document: Path = README) -> str:

@@ -1,55 +1,149 @@
-"""The table of ``evals.prompt_compression``, as Markdown, from its stored cells."""
+"""The tables of ``evals.prompt_compression``, as Markdown, from its stored cells."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from evals.prompt_compression import RESULTS
+from evals import tables
+from evals.prompt_compression import FAMILIES, RESULTS, cells_of, parse_args
 
 ARM_NAMES = {
     "full": "whole prompt", "cross_family": "draft of another family", "same_family": "the target as its own draft",
     "random": "random chunks", "truncation": "middle cut out",
 }  # fmt: skip
+DRAFTS = ("cross_family", "same_family")
+VARIED = ("look_ahead", "chunk_len", "snap")  # what the table of settings varies
+WANTED = 0.95  # of the whole prompt's accuracy
+
+Cell = dict[str, Any]
 
 
-def cells() -> list[dict[str, Any]]:
-    """Stored cells of the default settings; ValueError where there are none."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+def stored() -> list[Cell]:
+    """Every cell; of the same measurement with different numbers of prompts, the one with the most."""
+    best: dict[str, Cell] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        cell = json.loads(path.read_text())
+        key = json.dumps(cell["settings"] | {"num_prompts": 0}, sort_keys=True)
+        if key not in best or cell["settings"]["num_prompts"] > best[key]["settings"]["num_prompts"]:
+            best[key] = cell
+    if not best:
+        raise ValueError("not measured; run python -m evals.prompt_compression")
+    return list(best.values())
+
+
+def usual_settings() -> dict[str, Any]:
+    """Those of the first default cell, as they are stored."""
+    found: dict[str, Any] = json.loads(json.dumps(cells_of(parse_args([]))[0]))
+    return found
+
+
+def cells() -> list[Cell]:
+    """Cells of the default settings."""
+    usual = usual_settings()
+    kept = [key for key in usual if key not in ("num_prompts", "family", "arm", "part", "max_prompt_tokens")]
+    found = [cell for cell in stored() if all(cell["settings"][key] == usual[key] for key in kept)]
     if not found:
         raise ValueError("not measured; run python -m evals.prompt_compression")
     return found
 
 
+def whole_prompts() -> dict[str, Cell]:
+    """The uncut arm of each family: the cell here, or that of ``evals.run``, whose prompts are the same, if larger."""
+    best = {cell["settings"]["family"]: cell for cell in cells() if cell["settings"]["arm"] == "full"}
+    usual = parse_args([])
+    for cell in tables.arm_cells():
+        own = cell["settings"]
+        family, most = own["task"], best.get(own["task"])
+        is_same = (own["arm"], own["prompt_len"], own["seed"]) == ("full", usual.prompt_len, usual.seed)
+        if is_same and family in FAMILIES and (not most or own["num_prompts"] > most["settings"]["num_prompts"]):
+            result = {key: cell["result"][key] for key in ("accuracy", "standard_error")}
+            settings = {"family": family, "arm": "full", "max_prompt_tokens": own["prompt_len"]}
+            settings["num_prompts"] = own["num_prompts"]
+            best[family] = {"settings": settings, "result": result | {"gold_survives": 100.0}}
+    return best
+
+
+def below(cell: Cell, whole: dict[str, Cell]) -> bool:
+    """Whether a draft's cell keeps less than was wanted of the whole prompt's accuracy."""
+    own, family = cell["settings"]["arm"], cell["settings"]["family"]
+    least = WANTED * whole[family]["result"]["accuracy"] if family in whole else 0.0
+    return own in DRAFTS and bool(cell["result"]["accuracy"] < least)
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *rows])
+
+
 def compression_table() -> str:
-    """One line per arm and size: accuracy, and in brackets in how many prompts the answering sentence was left."""
-    found = cells()
-    families = list(dict.fromkeys(cell["settings"]["family"] for cell in found))
-    lines: dict[tuple[int, str], dict[str, Any]] = {}
+    """One line per arm and size: accuracy, and in brackets in how many prompts the answering sentences were left."""
+    whole = whole_prompts()
+    found = [*whole.values(), *(cell for cell in cells() if cell["settings"]["arm"] != "full")]
+    families = [family for family in FAMILIES if any(cell["settings"]["family"] == family for cell in found)]
+    most = max(cell["settings"]["num_prompts"] for cell in found)
+    fewer = sorted({cell["settings"]["num_prompts"] for cell in found} - {most})
+    lines: dict[tuple[int, int], dict[str, str]] = {}
     for cell in found:
-        settings = cell["settings"]
-        lines.setdefault((-settings["max_prompt_tokens"], settings["arm"]), {})[settings["family"]] = cell["result"]
-    names = list(ARM_NAMES)
-    order = sorted(lines, key=lambda key: (key[0], names.index(key[1]) if key[1] in names else len(names)))
-    rows = []
-    for tokens, arm in order:
-        line = lines[tokens, arm]
-        values = [
-            f"{line[family]['accuracy']:.1f} ({line[family]['gold_survives']:.0f})" if family in line else ""
-            for family in families
-        ]
-        rows.append([ARM_NAMES.get(arm, arm), f"{-tokens:,}", *values])
-    heads = ["prompt", "most tokens", *families]
-    table = [heads, ["---"] * len(heads), *rows]
-    first = found[0]
+        own, result = cell["settings"], cell["result"]
+        value = f"{result['accuracy']:.1f}"
+        value = f"**{value}**" if below(cell, whole) else value
+        mark = "*" if own["num_prompts"] < most else ""
+        key = (-own["max_prompt_tokens"], list(ARM_NAMES).index(own["arm"]))
+        lines.setdefault(key, {})[own["family"]] = f"{value} ({result['gold_survives']:.0f}){mark}"
+    rows = [
+        [list(ARM_NAMES.values())[arm], f"{-tokens:,}", *(lines[tokens, arm].get(family, "") for family in families)]
+        for tokens, arm in sorted(lines)
+    ]
+    first = cells()[0]
     widest = max(cell["result"]["standard_error"] for cell in found)
     note = (
-        f"Accuracy in points, in brackets the share of prompts in which the answering sentences were left; "
-        f"{first['settings']['num_prompts']} prompts of {first['settings']['prompt_len']:,} tokens per cell, full "
-        f"attention in the target, delimiter `{first['settings']['delimiter']}`; standard errors up to {widest:.1f}."
+        f"Accuracy in points, in brackets the share of prompts in which the answering sentences were left; {most} "
+        f"prompts of {first['settings']['prompt_len']:,} tokens per cell"
+        + (f" ({' or '.join(map(str, fewer))} where marked *)" if fewer else "")
+        + f", full attention in the target, delimiter `{first['settings']['delimiter']}`; standard errors up to "
+        f"{widest:.1f}. Bold: a draft keeps less than {WANTED:.0%} of the whole prompt's accuracy."
     )
-    body = "\n".join("| " + " | ".join(row) + " |" for row in table)
-    return (
-        f"{note}\n\n{body}\n\n<sub>{first['device']}; torch {first['torch']}; commit {first['commit']}; "
-        f"`{first['command']}`</sub>"
-    )
+    return f"{note}\n\n{markdown(['prompt', 'most tokens', *families], rows)}\n\n{source(cells())}"
+
+
+def settings_table() -> str:
+    """Cells of other look-aheads, chunks or borders, beside those of the default at the same number of prompts."""
+    every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    usual = usual_settings()
+    varied = [c for c in every if any(c["settings"][key] != usual[key] for key in VARIED)]
+    if not varied:
+        raise ValueError("not measured; run python -m evals.prompt_compression with --look-ahead or --chunk-len")
+
+    def place(cell: Cell) -> tuple[str, int]:
+        return cell["settings"]["family"], cell["settings"]["max_prompt_tokens"]
+
+    columns = sorted({place(cell) for cell in varied}, key=lambda one: (FAMILIES.index(one[0]), -one[1]))
+    lines: dict[tuple[Any, ...], dict[tuple[str, int, str], Cell]] = {}
+    for cell in every:
+        own = cell["settings"]
+        if own["arm"] in DRAFTS and place(cell) in columns:
+            line = lines.setdefault(tuple(own[key] for key in VARIED), {})
+            key = (*place(cell), own["arm"])
+            if key not in line or own["num_prompts"] > line[key]["settings"]["num_prompts"]:
+                line[key] = cell
+    rows = []
+    for (look_ahead, chunk_len, snap), line in sorted(lines.items(), key=lambda item: str(item[0])):
+        values = [
+            f"{line[key]['result']['accuracy']:.1f} ({line[key]['result']['gold_survives']:.0f})" if key in line else ""
+            for column in columns
+            for key in ((*column, arm) for arm in DRAFTS)
+        ]
+        rows.append([str(look_ahead), str(chunk_len or 32), snap or "word", *values])
+    heads = ["look-ahead", "chunk", "border", *(f"{family} at {tokens:,}, {arm.replace('_', ' ')}"
+             for family, tokens in columns for arm in DRAFTS)]  # fmt: skip
+    errors = max(cell["result"]["standard_error"] for line in lines.values() for cell in line.values())
+    prompts = sorted({cell["settings"]["num_prompts"] for line in lines.values() for cell in line.values()})
+    note = f"As above, {' or '.join(map(str, prompts))} prompts per cell; standard errors up to {errors:.1f}."
+    return f"{note}\n\n{markdown(heads, rows)}\n\n{source(varied)}"
+
+
+def source(found: Sequence[Cell]) -> str:
+    """Where cells were measured: devices, versions and commits, each once."""
+    parts = {key: ", ".join(sorted({str(cell[key]) for cell in found})) for key in ("device", "torch", "commit")}
+    return f"<sub>{parts['device']}; torch {parts['torch']}; commit {parts['commit']}; `evals.prompt_compression`</sub>"
