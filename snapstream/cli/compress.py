@@ -49,6 +49,9 @@ def compress(
         str | None, typer.Option(help="Between pieces. Default: a line [...], in code a comment.", show_default=False)
     ] = None,
     look_ahead: Annotated[int, whole_option("Greedy draft tokens that vote; 0: the text's own end.")] = 8,
+    chunk_len: Annotated[
+        int | None, whole_option("Draft tokens that stay or go together. Default: 32, in code 128.")
+    ] = None,
     window_len: Annotated[
         int | None,
         whole_option("Draft tokens read at once; longer texts in overlapping windows. Default: its own window."),
@@ -76,6 +79,7 @@ def compress(
         mode=mode,
         snap=snap,
         delimiter=delimiter,
+        chunk_len=chunk_len,
         look_ahead=look_ahead,
         window_len=window_len,
         no_windows=no_windows,
@@ -101,6 +105,7 @@ class CompressOptions:
     mode: Any
     snap: Any
     delimiter: str | None
+    chunk_len: int | None
     look_ahead: int
     window_len: int | None
     no_windows: bool
@@ -138,14 +143,14 @@ def shorten(source: str, options: CompressOptions, *, out: TextIO, err: TextIO) 
     """Shorten ``source`` and write everything that was asked for."""
     from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.page import report_page
-    from snapstream.spec_prefill.settings import CutSettings, check_amount, scoring_of
+    from snapstream.spec_prefill.settings import check_amount, cut_of, scoring_of
 
     keep = 0.25 if options.keep is None and options.max_tokens is None else options.keep
     check_amount(keep, options.max_tokens)  # before a model is loaded
     compressor = PromptCompressor(
         options.draft,
         scoring=scoring_of(options.look_ahead, options.window_len, no_windows=options.no_windows),
-        cut=CutSettings(mode=options.mode, snap=options.snap, delimiter=options.delimiter),
+        cut=cut_of(options.chunk_len, mode=options.mode, snap=options.snap, delimiter=options.delimiter),
         dtype=options.dtype,
         device=options.device,
     )

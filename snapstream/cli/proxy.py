@@ -37,6 +37,9 @@ def proxy(
     look_ahead: Annotated[
         int | None, whole_option("Queries of the draft that vote; 0: the prompt's own last ones. Default: 8.")
     ] = None,
+    chunk_len: Annotated[
+        int | None, whole_option("Draft tokens that stay or go together. Default: 32, in code 128.")
+    ] = None,
     window_len: Annotated[
         int | None,
         whole_option("Draft tokens read at once; longer texts in overlapping windows. Default: its own window."),
@@ -71,7 +74,7 @@ def proxy(
     from snapstream.server.logs import set_up
     from snapstream.server.run import KEY_VARIABLE, answered_hosts, refuse_blank
     from snapstream.server.trimming import load_compressor
-    from snapstream.spec_prefill.settings import PromptCompression, scoring_of
+    from snapstream.spec_prefill.settings import PromptCompression, cut_of, scoring_of
 
     if keep is None and max_tokens is None:
         keep = 0.25  # where the published accuracy still holds (arXiv 2603.02631)
@@ -94,6 +97,7 @@ def proxy(
             draft or TINY_DRAFT_MODEL,
             threshold=threshold,
             scoring=scoring_of(look_ahead, window_len, no_windows=no_windows),
+            cut=cut_of(chunk_len),
             dtype=dtype,
             device=device,
         )

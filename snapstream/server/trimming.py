@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.report import CompressionReport
-    from snapstream.spec_prefill.settings import ScoringSettings
+    from snapstream.spec_prefill.settings import CutSettings, ScoringSettings
 
 FIELD = "prompt_compression"
 T = TypeVar("T")
@@ -47,7 +47,13 @@ def parse_wish(value: Any, default: PromptCompression | None) -> PromptCompressi
 
 
 def load_compressor(
-    draft: Path, *, threshold: int | None = None, scoring: ScoringSettings | None = None, dtype: DType, device: str
+    draft: Path,
+    *,
+    threshold: int | None = None,
+    scoring: ScoringSettings | None = None,
+    cut: CutSettings | None = None,
+    dtype: DType,
+    device: str,
 ) -> PromptCompressor:
     """The draft, ready to score; None means the published setting. ValueError or OSError for what cannot be one."""
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -56,6 +62,7 @@ def load_compressor(
     return PromptCompressor(
         draft,
         scoring=scoring,
+        cut=cut,
         protection=Protection() if threshold is None else Protection(threshold=threshold),
         dtype=dtype,
         device=device,

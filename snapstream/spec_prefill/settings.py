@@ -53,14 +53,6 @@ class ScoringSettings:
         check_choice("window", self.window, ("overlap", "refuse"))
 
 
-def scoring_of(look_ahead: int | None, window_len: int | None, *, no_windows: bool = False) -> ScoringSettings:
-    """Settings from what a command was given; None is the default. A window of 0 tokens is refused, not its own."""
-    settings = ScoringSettings(window="refuse" if no_windows else "overlap")
-    if look_ahead is not None:
-        settings = replace(settings, look_ahead=look_ahead)
-    return settings if window_len is None else replace(settings, window_len=as_count("window_len", window_len, 1))
-
-
 @dataclass(frozen=True, kw_only=True)
 class CutSettings:
     """How text is cut into chunks and put together again."""
@@ -97,6 +89,19 @@ class Protection:
         unknown = [role for role in self.roles if role not in ("user", "assistant", "tool")]
         if unknown:
             raise ValueError(f"roles has {unknown[0]!r}; only 'user', 'assistant' and 'tool' messages may be cut")
+
+
+def scoring_of(look_ahead: int | None, window_len: int | None, *, no_windows: bool = False) -> ScoringSettings:
+    """Settings from what a command was given; None is the default. A window of 0 tokens is refused, not its own."""
+    settings = ScoringSettings(window="refuse" if no_windows else "overlap")
+    if look_ahead is not None:
+        settings = replace(settings, look_ahead=look_ahead)
+    return settings if window_len is None else replace(settings, window_len=as_count("window_len", window_len, 1))
+
+
+def cut_of(chunk_len: int | None, **others: Any) -> CutSettings:
+    """The same for how text is cut."""
+    return CutSettings(chunk_len=0 if chunk_len is None else as_count("chunk_len", chunk_len, 1), **others)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,14 @@ def test_ceiling_in_target_tokens_and_report(
     assert json.loads(capsys.readouterr().err)["tokens_after"] == stored["tokens_after"]
 
 
+def test_smaller_chunks_make_more_pieces(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = []
+    for chunk_len in ("64", "8"):
+        assert main(["compress", str(text_file), "--look-ahead", "0", "--keep", "0.2", "--chunk-len", chunk_len]) == 0
+        pieces.append(capsys.readouterr().out.count("[...]"))
+    assert pieces[0] < pieces[1]
+
+
 def test_a_long_text_is_read_in_windows(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compress", str(text_file), "--query", QUESTION, "--keep", "0.2", "--window-len", "400"]) == 0
     captured = capsys.readouterr()
@@ -131,6 +139,7 @@ def test_page_escapes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--draft", "/nowhere"], ["/nowhere"]),
         (["--target", "/nowhere"], ["/nowhere", "not a folder"]),
         (["--delimiter", ""], ["delimiter is empty"]),
+        (["--chunk-len", "0"], ["chunk_len is 0"]),
         (["--window-len", "0"], ["window_len", "0"]),
         (["--window-len", "9"], ["window_len is 9", "needs 10"]),
         (["--window-len", "999999"], ["window_len is 999999", "window is"]),
