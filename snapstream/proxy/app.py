@@ -31,7 +31,7 @@ from snapstream.server.errors import ApiError, bad_value
 from snapstream.server.gate import Gate
 from snapstream.server.hosts import HostGuard
 from snapstream.server.sse import until_gone
-from snapstream.server.trimming import Trimmer
+from snapstream.server.trimming import FIELD, Trimmer
 from snapstream.server.visits import Visit, Visits
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.version import __version__
@@ -136,18 +136,20 @@ class Proxy(Gate):
             raise
 
     async def _trim(self, trim: Trim, data: dict[str, Any], visit: ProxyVisit) -> Trimmed:
+        whole = {name: value for name, value in data.items() if name != FIELD}
         try:
             trimmed = await trim(data, self.settings.wish, self._trimmer)
         except ApiError:
             raise
-        except ValueError as error:  # e.g. a ceiling below what is protected: the client asked for it
-            raise bad_value(f"prompt_compression: {error}", "prompt_compression") from None
+        except ValueError as error:  # e.g. a ceiling below what is protected
+            if data.get(FIELD) is not None or self.settings.is_strict:
+                raise bad_value(f"{FIELD}: {error}", FIELD) from None
+            return Trimmed(body=whole, reason=str(error))  # the client did not ask for it
         except Exception:
             if self.settings.is_strict:
                 raise
             log.exception("request=%s the draft failed; the prompt goes on whole", visit.request_id)
-            body = {name: value for name, value in data.items() if name != "prompt_compression"}
-            return Trimmed(body=body, reason="the draft failed")
+            return Trimmed(body=whole, reason="the draft failed")
         for report in trimmed.reports:
             self.metrics.count_prompt(report)
             visit.tokens_before += report.tokens_before

@@ -138,6 +138,20 @@ def test_a_wish_that_the_draft_cannot_grant_is_the_callers_fault(links: Chain) -
     assert answer.status_code == 400 and "900" in answer.json()["error"]["message"]
 
 
+def test_what_only_the_proxy_wished_lets_the_prompt_pass_whole_and_says_so(links: Chain) -> None:
+    """An agent whose protected text is beyond the proxy's own ceiling must go on working."""
+    links.draft.error = ValueError("max_tokens is 10; what must stay takes 900 tokens on its own")
+    for more in ({}, {"prompt_compression": None}):
+        answer = post(links, chat(LONG, **more))
+        assert answer.status_code == 200
+        assert json.loads(answer.headers[HEADER]) == {"applied": False, "reason": str(links.draft.error)}
+        body = links.seen.bodies.pop()
+        assert body["messages"][0]["content"] == LONG and "prompt_compression" not in body
+    with chain(is_strict=True) as strict:
+        strict.draft.error = links.draft.error
+        assert post(strict, chat(LONG)).status_code == 400 and not strict.seen.bodies
+
+
 def test_bad_bodies_are_refused_here(links: Chain) -> None:
     assert post(links, [1]).status_code == 400
     assert post(links, {"messages": "no"}).json()["error"]["param"] == "messages"
