@@ -108,39 +108,40 @@ def compression_table() -> str:
 
 
 def settings_table() -> str:
-    """Cells of other look-aheads, chunks or borders, beside those of the default at the same number of prompts."""
+    """Other look-aheads, chunks or borders beside the default: one line per family, size and draft that has both."""
     every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    usual = usual_settings()
-    varied = [c for c in every if any(c["settings"][key] != usual[key] for key in VARIED)]
-    if not varied:
-        raise ValueError("not measured; run python -m evals.prompt_compression with --look-ahead or --chunk-len")
-
-    def place(cell: Cell) -> tuple[str, int]:
-        return cell["settings"]["family"], cell["settings"]["max_prompt_tokens"]
-
-    columns = sorted({place(cell) for cell in varied}, key=lambda one: (FAMILIES.index(one[0]), -one[1]))
-    lines: dict[tuple[Any, ...], dict[tuple[str, int, str], Cell]] = {}
+    usual = tuple(usual_settings()[key] for key in VARIED)
+    lines: dict[tuple[int, int, int], dict[tuple[Any, ...], Cell]] = {}
     for cell in every:
         own = cell["settings"]
-        if own["arm"] in DRAFTS and place(cell) in columns:
-            line = lines.setdefault(tuple(own[key] for key in VARIED), {})
-            key = (*place(cell), own["arm"])
-            if key not in line or own["num_prompts"] > line[key]["settings"]["num_prompts"]:
-                line[key] = cell
+        if own["arm"] in DRAFTS:
+            line = (FAMILIES.index(own["family"]), -own["max_prompt_tokens"], DRAFTS.index(own["arm"]))
+            found, way = lines.setdefault(line, {}), tuple(own[key] for key in VARIED)
+            if way not in found or own["num_prompts"] > found[way]["settings"]["num_prompts"]:
+                found[way] = cell
+    lines = {line: found for line, found in lines.items() if usual in found and len(found) > 1}
+    if not lines:
+        raise ValueError("not measured; run python -m evals.prompt_compression with --look-ahead or --chunk-len")
+    shown = [cell for found in lines.values() for cell in found.values()]
+    ways = sorted({way for found in lines.values() for way in found}, key=lambda way: (way != usual, str(way)))
     rows = []
-    for (look_ahead, chunk_len, snap), line in sorted(lines.items(), key=lambda item: str(item[0])):
+    for (family, tokens, arm), found in sorted(lines.items()):
         values = [
-            f"{line[key]['result']['accuracy']:.1f} ({line[key]['result']['gold_survives']:.0f})" if key in line else ""
-            for column in columns
-            for key in ((*column, arm) for arm in DRAFTS)
+            f"{found[way]['result']['accuracy']:.1f} ({found[way]['result']['gold_survives']:.0f})"
+            if way in found
+            else ""
+            for way in ways
         ]
-        rows.append([str(look_ahead), str(chunk_len or 32), snap or "word", *values])
-    heads = ["look-ahead", "chunk", "border", *(f"{family} at {tokens:,}, {arm.replace('_', ' ')}"
-             for family, tokens in columns for arm in DRAFTS)]  # fmt: skip
-    errors = max(cell["result"]["standard_error"] for line in lines.values() for cell in line.values())
-    prompts = sorted({cell["settings"]["num_prompts"] for line in lines.values() for cell in line.values()})
+        rows.append([FAMILIES[family], f"{-tokens:,}", ARM_NAMES[DRAFTS[arm]], *values])
+    heads = ["family", "most tokens", "prompt", *(_way(*way) for way in ways)]
+    errors = max(cell["result"]["standard_error"] for cell in shown)
+    prompts = sorted({cell["settings"]["num_prompts"] for cell in shown})
     note = f"As above, {' or '.join(map(str, prompts))} prompts per cell; standard errors up to {errors:.1f}."
-    return f"{note}\n\n{markdown(heads, rows)}\n\n{source(varied)}"
+    return f"{note}\n\n{markdown(heads, rows)}\n\n{source(shown)}"
+
+
+def _way(look_ahead: int, chunk_len: int, snap: str | None) -> str:
+    return f"chunks of {chunk_len or 32}, look-ahead {look_ahead}" + (f", whole {snap}s" if snap else "")
 
 
 def source(found: Sequence[Cell]) -> str:

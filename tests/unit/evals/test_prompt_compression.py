@@ -98,5 +98,5 @@ def test_the_table_of_settings_shows_the_default_beside_them(store: Any) -> None
         compression_table.settings_table()
     store("cross_family", 98.0, num_prompts=100, family="variable", chunk_len=8)
     text = compression_table.settings_table()
-    assert "variable at 128, cross family" in text and "kv" not in text
-    assert "| 8 | 32 | word | 73.0 (50) |  |" in text and "| 8 | 8 | word | 98.0 (50) |  |" in text
+    assert "| family | most tokens | prompt | chunks of 32, look-ahead 8 | chunks of 8, look-ahead 8 |" in text
+    assert "| variable | 128 | draft of another family | 73.0 (50) | 98.0 (50) |" in text and "kv" not in text
