@@ -7,6 +7,7 @@
 - ``snapkv``: selection, and a ring that holds the window and the whole answer, so that it never wraps.
 - ``snapstream``: ``KVBudget.of``, the project's default split.
 - ``hops``: the same split; the tokens that got most votes vote in turn, four times. Beyond the paper.
+- ``as_kvpress``: selection as kvpress's SnapKVPress does it, no sinks: what is left is another implementation.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from dataclasses import dataclass, field
 from snapstream.config import DEFAULT_SINK, DEFAULT_WINDOW, KVBudget, SnapKVConfig
 
 ARMS = ("full", "truncation", "streaming", "random", "snapkv", "snapstream", "hops")
+EVERY_ARM = (*ARMS, "as_kvpress")  # the last is run beside the peer only
 NUM_HOPS = 4
+# What kvpress's SnapKVPress does by default, in this project's terms; written out, as our defaults may change.
+AS_KVPRESS = SnapKVConfig(window_len=64, pool_kernel=5, pooling="avg", softmax_over="row", group_reduce="sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,4 +66,10 @@ def make_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots))
     if name == "hops":
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots), snapkv=SnapKVConfig(num_hops=NUM_HOPS))
-    raise ValueError(f"unknown arm {name!r}; known: {', '.join(ARMS)}")
+    if name == "as_kvpress":
+        recent = AS_KVPRESS.window_len + max_tokens
+        if slots <= recent:
+            raise ValueError(f"{slots} slots leave nothing to select beside a ring of {recent}")
+        budget = KVBudget(num_sink=0, num_topk=slots - recent, num_recent=recent)
+        return Arm(name=name, slots=slots, budget=budget, snapkv=AS_KVPRESS)
+    raise ValueError(f"unknown arm {name!r}; known: {', '.join(EVERY_ARM)}")

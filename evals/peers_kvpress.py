@@ -1,16 +1,21 @@
-"""The same prompts and scores for kvpress's SnapKV and StreamingLLM, in an environment of its own (see README.md).
+"""The same prompts and scores for presses of kvpress, in an environment of its own (see README.md).
 
     python -m evals.peers_kvpress --families kv variable --budgets 1/4 1/8 --prompts 200
 
 kvpress prunes the cache of the prompt and lets it grow by the answer. For equal slots it keeps ``slots - longest
 answer`` prompt tokens, so that both engines hold at most ``slots`` tokens. The whole prompt is pruned, the question in
-it, as here. Window and pooling width are this project's defaults; the presses take the softmax over the whole row.
+it, as here. Every press runs with the settings that it ships with.
+
+A prompt is prefilled once for all presses. A press is a hook that prunes a layer's cache after the layer has attended,
+so what the layers compute does not depend on it: the hook's arguments are recorded, and every press's own hook is
+called with them and a copy of the cache. A test holds the answers equal to those under ``with press(model)``.
 """
 
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from copy import copy
 from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
@@ -20,116 +25,237 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from evals.arms import Arm
-from evals.cells import Cell, items_of, judge
+from evals.arms import AS_KVPRESS, Arm, make_arm
+from evals.cells import Cell, group, items_of, judge
 from evals.tasks import TASKS
 from snapstream.assets import TINY_MODEL
-from snapstream.config import DEFAULT_SINK, DEFAULT_WINDOW, KVBudget, SnapKVConfig
+from snapstream.config import DEFAULT_SINK, KVBudget
 
-ARMS = ("full", "snapkv", "streaming")
-FAMILIES = ("multi_number", "kv", "multi_uuid", "variable", "paraphrase")
-
-
-def make_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
-    """What a press spends, in this project's terms: SnapKVPress keeps no sinks of its own."""
-    snapkv = SnapKVConfig(softmax_over="row", pooling="avg")
-    if name == "full":
-        return Arm(name=name, slots=max_model_len, budget=KVBudget.full(max_model_len), snapkv=snapkv)
-    if slots - max_tokens <= DEFAULT_WINDOW:
-        raise ValueError(f"{slots} slots leave nothing to select beside a window of {DEFAULT_WINDOW} and {max_tokens}")
-    if name == "streaming":
-        return Arm(name=name, slots=slots, budget=KVBudget.streaming(slots), snapkv=snapkv)
-    recent = DEFAULT_WINDOW + max_tokens
-    budget = KVBudget(num_sink=0, num_topk=slots - recent, num_recent=recent)
-    return Arm(name=name, slots=slots, budget=budget, snapkv=snapkv)
+# The last three did best on some task in a trial of eleven presses; none did on all.
+EXTRA_ARMS = ("adakv", "chunkkv", "compactor")
+ARMS = ("full", "snapkv", "streaming", *EXTRA_ARMS)
+EXTRA_BUDGETS = (Fraction(1, 4), Fraction(1, 16))
+# Tasks of docs/accuracy.md that ask one question.
+FAMILIES = (
+    "single_words", "multi_number", "passkey", "number_string", "multi_uuid", "kv", "variable", "paraphrase",
+)  # fmt: skip
 
 
-def press_for(arm: Arm, prompt_len: int, num_kept: int) -> Any:
-    """A press that keeps exactly ``num_kept`` of ``prompt_len`` tokens, or one that does nothing."""
-    if arm.name == "full" or num_kept >= prompt_len:
-        return lambda _: nullcontext()
-    from kvpress import SnapKVPress, StreamingLLMPress
+def peer_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
+    """What a press spends, in this project's terms; ValueError if the slots do not hold its window and the answer."""
+    own = make_arm("as_kvpress", slots, max_model_len, max_tokens)
+    budgets = {"full": KVBudget.full(max_model_len), "streaming": KVBudget.streaming(slots)}
+    held = max_model_len if name == "full" else slots
+    return Arm(name=name, slots=held, budget=budgets.get(name, own.budget), snapkv=AS_KVPRESS)
+
+
+def press_of(name: str, prompt_len: int, num_kept: int) -> Any:
+    """A press that keeps ``num_kept`` of ``prompt_len`` tokens; None where it would have nothing to do.
+
+    ChunkKV keeps whole chunks of 20 tokens, so up to two chunks fewer.
+    """
+    if name == "full" or num_kept >= prompt_len:
+        return None
+    from kvpress import AdaKVPress, ChunkKVPress, CompactorPress, SnapKVPress, StreamingLLMPress
 
     ratio = 1 - (num_kept + 0.5) / prompt_len  # kvpress rounds what it keeps down
-    if arm.name == "streaming":
+    if name == "streaming":
         return StreamingLLMPress(compression_ratio=ratio, n_sink=DEFAULT_SINK)
-    return SnapKVPress(compression_ratio=ratio, window_size=arm.snapkv.window_len, kernel_size=arm.snapkv.pool_kernel)
+    snapkv = SnapKVPress(compression_ratio=ratio, window_size=AS_KVPRESS.window_len, kernel_size=AS_KVPRESS.pool_kernel)
+    if name == "adakv":
+        return AdaKVPress(press=snapkv)
+    if name == "compactor":
+        return CompactorPress(compression_ratio=ratio)
+    return ChunkKVPress(press=snapkv) if name == "chunkkv" else snapkv
+
+
+class Prefilled:
+    """One prompt through the model, and what each layer's hook was called with."""
+
+    @torch.inference_mode()
+    def __init__(self, model: Any, prompt_ids: list[int]) -> None:
+        from kvpress import BasePress
+        from transformers import DynamicCache
+
+        calls: list[tuple[Any, dict[str, Any], Any]] = []
+
+        class Recorder(BasePress):  # type: ignore[misc]
+            def forward_hook(self, module: Any, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
+                calls.append((module, kwargs, output))
+                return output
+
+        self._model, self.calls = model, calls
+        with Recorder()(model):
+            cache = DynamicCache()
+            self.logits = model(torch.tensor([prompt_ids]), past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        self._whole = cache
+
+    @torch.inference_mode()
+    def pruned(self, press: Any) -> Any:
+        """A cache of its own, as ``press`` leaves it. AdaKV leaves marks on the layers, too: see ``clear``."""
+        cache = copy(self._whole)
+        cache.layers = [copy(layer) for layer in self._whole.layers]  # presses replace tensors, they write into none
+        if press is not None:
+            torch.manual_seed(0)  # Compactor's leverage scores are a random sketch
+            press.post_init_from_model(self._model)
+            for module, kwargs, output in self.calls:
+                press.forward_hook(module, [], {**kwargs, "past_key_values": cache}, output)
+        return cache
+
+    def clear(self) -> None:
+        """Forget which keys AdaKV masked."""
+        for module, _, _ in self.calls:
+            module.masked_key_indices = None
+
+    def num_kept(self, cache: Any) -> float:
+        """Prompt tokens that a kv head sees, the mean over layers and heads."""
+        kept = 0.0
+        for module, _, _ in self.calls:
+            marks = getattr(module, "masked_key_indices", None)
+            heads = module.config.num_key_value_heads
+            kept += cache.get_seq_length(module.layer_idx) - (0 if marks is None else len(marks[0]) / heads)
+        return kept / len(self.calls)
+
+
+def stacked(caches: Sequence[Any]) -> Any:
+    """Caches of equal lengths as one batch."""
+    from transformers import DynamicCache
+
+    batch = DynamicCache()
+    for index in range(len(caches[0].layers)):
+        layers = [cache.layers[index] for cache in caches]
+        batch.update(torch.cat([own.keys for own in layers]), torch.cat([own.values for own in layers]), index)
+    return batch
 
 
 @torch.inference_mode()
-def answer(
-    model: Any, prompt_ids: list[int], forced: tuple[int, ...], arm: Arm, max_tokens: int
-) -> tuple[list[int], int]:
-    """Greedy output ids, and the cache's length after pruning."""
-    from transformers import DynamicCache
+def decode(
+    model: Any, logits: torch.Tensor, cache: Any, position: int, forced: Sequence[int], max_tokens: int
+) -> list[list[int]]:
+    """Greedy output ids of every row of ``cache`` (B rows) from the last prompt token's ``logits`` [B, V] on.
 
-    cache = DynamicCache()
-    press = press_for(arm, len(prompt_ids), arm.slots - max_tokens)
-    with press(model):
-        logits = model(torch.tensor([prompt_ids]), past_key_values=cache, logits_to_keep=1).logits
-    kept = cache.get_seq_length()
+    ``forced`` are fed first and do not count.
+    """
     ends = model.generation_config.eos_token_id
     end_ids = set(ends if isinstance(ends, list) else [ends])
-    output: list[int] = []
+    outputs: list[list[int]] = [[] for _ in logits]
+    is_running = [True] * len(outputs)
     for step in range(max_tokens):
-        token = int(logits[0, -1].argmax())
-        if step >= len(forced):
-            if token in end_ids:
-                break
-            output.append(token)
+        if step < len(forced):
+            tokens = [forced[step]] * len(outputs)
         else:
-            token = forced[step]
-        place = torch.tensor([[len(prompt_ids) + step]])
-        logits = model(torch.tensor([[token]]), past_key_values=cache, position_ids=place).logits
-    return output, kept
+            tokens = logits.argmax(-1).tolist()
+            for row, token in enumerate(tokens):
+                is_running[row] = is_running[row] and token not in end_ids
+                outputs[row] += [token] if is_running[row] else []
+            if not any(is_running):
+                break
+        places = torch.full((len(outputs), 1), position + step)
+        logits = model(torch.tensor(tokens)[:, None], past_key_values=cache, position_ids=places).logits[:, -1]
+    return outputs
 
 
-def run_cell(model: Any, cell: Cell) -> None:
-    """Ask every prompt of the cell and store its result in the format of ``evals.cells``."""
+def _batches(pruned: Sequence[tuple[int, Any]]) -> Iterator[tuple[list[int], Any]]:
+    """Numbers and caches that decode together: those that hold as many tokens in every layer."""
+    groups: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
+    for number, cache in pruned:
+        groups.setdefault(tuple(layer.keys.shape[2] for layer in cache.layers), []).append((number, cache))
+    for own in groups.values():
+        yield [number for number, _ in own], stacked([cache for _, cache in own])
+
+
+@torch.inference_mode()
+def answers(
+    model: Any, prompt_ids: list[int], forced: Sequence[int], arms: Sequence[Arm], max_tokens: int
+) -> tuple[list[list[int]], list[float]]:
+    """Greedy output ids by arm, and how many prompt tokens each arm kept."""
+    prefilled = Prefilled(model, prompt_ids)
+    outputs: list[list[int]] = [[] for _ in arms]
+    kept = [0.0] * len(arms)
+    together = []
+    for number, arm in enumerate(arms):
+        cache = prefilled.pruned(press_of(arm.name, len(prompt_ids), arm.slots - max_tokens))
+        kept[number] = prefilled.num_kept(cache)
+        if arm.name != "adakv":
+            together.append((number, cache))
+            continue
+        [outputs[number]] = decode(model, prefilled.logits, stacked([cache]), len(prompt_ids), forced, max_tokens)
+        prefilled.clear()
+    for numbers, cache in _batches(together):
+        logits = prefilled.logits.expand(len(numbers), -1)
+        found = decode(model, logits, cache, len(prompt_ids), forced, max_tokens)
+        for number, output in zip(numbers, found, strict=True):
+            outputs[number] = output
+    return outputs, kept
+
+
+def run_group(model: Any, cells: Sequence[Cell]) -> None:
+    """Ask every prompt of cells that share them, and store the results in the format of ``evals.cells``."""
     began = perf_counter()
-    chat, items = items_of(cell)
-    max_tokens = TASKS[cell.task].max_tokens
-    answers, lengths = [], []
-    for item in tqdm(items, desc=f"{cell.task} {cell.arm.name} {cell.arm.slots}", leave=False):
-        output, kept = answer(model, item.prompt_ids, item.forced_ids, cell.arm, max_tokens)
-        answers.append(output)
-        lengths.append(kept)
+    first, arms = cells[0], [cell.arm for cell in cells]
+    chat, items = items_of(first)
+    max_tokens = TASKS[first.task].max_tokens
+    found = [
+        answers(model, item.prompt_ids, item.forced_ids, arms, max_tokens)
+        for item in tqdm(items, desc=first.task, leave=False, mininterval=10)
+    ]
+    seconds = (perf_counter() - began) / len(cells)
     mean_prompt = sum(len(item.prompt_ids) for item in items) / len(items)
     config = model.config
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    counters = {
-        "mean_prompt_tokens": mean_prompt,
-        "mean_evicted_tokens": mean_prompt - sum(lengths) / len(lengths),
-        "row_bytes": cell.arm.slots * token_bytes,
-        "peer_version": f"kvpress {version('kvpress')}",
-    }
-    cell.write(judge(chat, items, answers) | counters, perf_counter() - began)
+    for index, cell in enumerate(cells):
+        press = press_of(cell.arm.name, cell.prompt_len, cell.arm.slots - max_tokens)
+        counters = {
+            "mean_prompt_tokens": mean_prompt,
+            "mean_evicted_tokens": mean_prompt - sum(kept[index] for _, kept in found) / len(found),
+            "row_bytes": cell.arm.slots * token_bytes,
+            "cells_of_this_prefill": len(cells),
+            "peer_version": f"kvpress {version('kvpress')}, transformers {version('transformers')}",
+            "press": repr(press),
+        }
+        cell.write(judge(chat, items, [outputs[index] for outputs, _ in found]) | counters, seconds)
+
+
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """All cells of a run, task by task."""
+    found = []
+    for task in args.families:
+        longest = TASKS[task].max_tokens
+        sizes = [("full", args.prompt_len)] if "full" in args.arms else []
+        sizes += [
+            (name, int(args.prompt_len * part)) for part in args.budgets for name in args.arms
+            if name != "full" and (name not in EXTRA_ARMS or part in EXTRA_BUDGETS)
+        ]  # fmt: skip
+        for name, slots in sizes:
+            arm = peer_arm(name, slots, args.prompt_len + longest, longest)
+            found.append(
+                Cell(
+                    model=args.model, task=task, arm=arm, prompt_len=args.prompt_len, num_prompts=args.prompts,
+                    source="kvpress",
+                )
+            )  # fmt: skip
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY_MODEL)
     parser.add_argument("--families", nargs="+", choices=list(TASKS), default=list(FAMILIES), metavar="TASK")
-    parser.add_argument("--budgets", type=Fraction, nargs="+", default=[Fraction(1, 4), Fraction(1, 8)])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--budgets", type=Fraction, nargs="+", default=[Fraction(1, n) for n in (2, 4, 8, 16)])
     parser.add_argument("--prompt-len", type=int, default=2048)
     parser.add_argument("--prompts", type=int, default=200)
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True).eval()
-    for task in args.families:
-        longest = TASKS[task].max_tokens
-        sizes = [("full", args.prompt_len)]
-        sizes += [(name, int(args.prompt_len * part)) for part in args.budgets for name in ARMS[1:]]
-        for name, slots in sizes:
-            arm = make_arm(name, slots, args.prompt_len + longest, longest)
-            cell = Cell(model=args.model, task=task, arm=arm, prompt_len=args.prompt_len, num_prompts=args.prompts,
-                        source="kvpress")  # fmt: skip
-            if not cell.path.exists():
-                run_cell(model, cell)
-            stored = cell.read()
-            assert stored is not None
-            print(f"{task:14} {name:10} {slots:5} {stored['result']['accuracy']:5.1f}", flush=True)
+    cells = cells_of(args)
+    for some in group([cell for cell in cells if not cell.path.exists()]):
+        run_group(model, some)
+    for cell in cells:
+        stored = cell.read()
+        assert stored is not None
+        print(f"{cell.task:14} {cell.arm.name:10} {cell.arm.slots:5} {stored['result']['accuracy']:5.1f}")
 
 
 if __name__ == "__main__":
