@@ -47,15 +47,16 @@ def plainly(model: Any, prompt: list[int], press: Any) -> list[int]:
     torch.manual_seed(0)
     with press(model):
         logits = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    return decode(model, logits, cache, len(prompt), (), MAX_TOKENS)[0]
+    return decode(model, logits, cache, [len(prompt)], MAX_TOKENS)[0]
 
 
 @pytest.mark.parametrize("task", ["multi_uuid", "variable"])
 def test_one_prefill_for_all_presses_changes_no_answer(model: Any, task: str) -> None:
     arms = [peer_arm(name, SLOTS, PROMPT_LEN + MAX_TOKENS, MAX_TOKENS) for name in ARMS]
     different = 0
-    for prompt in prompts_of(task):
-        found, kept = answers(model, prompt, (), arms, MAX_TOKENS)
+    prompts = prompts_of(task)
+    outputs, counts = answers(model, prompts, arms, MAX_TOKENS)
+    for prompt, found, kept in zip(prompts, outputs, counts, strict=True):
         for arm, output, count in zip(arms[1:], found[1:], kept[1:], strict=True):
             press = press_of(arm.name, len(prompt), SLOTS - MAX_TOKENS)
             assert output == plainly(model, prompt, press), arm.name
@@ -71,8 +72,8 @@ def test_full_attention_is_the_same_in_both_engines(model: Any) -> None:
     with LLM(TINY_MODEL, budget="full", max_model_len=PROMPT_LEN + MAX_TOKENS, max_rows=1, progress=False) as llm:
         own = generate_shared(llm, prompts, [()] * len(prompts), MAX_TOKENS, [(arm.budget, arm.snapkv)])
         ends = set(llm.model_config.eos_token_ids)
-    for prompt, [ours] in zip(prompts, own, strict=True):
-        [theirs], _ = answers(model, prompt, (), [arm], MAX_TOKENS)
+    outputs, _ = answers(model, prompts, [arm], MAX_TOKENS)
+    for [ours], [theirs] in zip(own, outputs, strict=True):
         assert [token for token in ours if token not in ends] == theirs
 
 
