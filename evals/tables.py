@@ -24,7 +24,6 @@ ARM_NAMES = {
     "snapkv": "SnapKV, ring never wraps", "streaming": "StreamingLLM", "random": "random selection",
     "truncation": "truncation (middle cut)",
 }  # fmt: skip
-PEERS = {"snapstream": "this engine", "kvpress": "kvpress"}
 
 Result = dict[str, Any]
 
@@ -57,8 +56,8 @@ def cells(model: Path = TINY_MODEL) -> list[Result]:
     return list(best.values())
 
 
-def arm_cells(source: str = "snapstream", kv_dtype: str = "auto") -> list[Result]:
-    """Cells of ``evals.run`` or of a peer, with rows stored as ``kv_dtype``.
+def arm_cells(kv_dtype: str = "auto") -> list[Result]:
+    """Cells of ``evals.run`` with rows stored as ``kv_dtype``.
 
     The largest budgets first, arms and tasks in the order of the tables.
     """
@@ -70,13 +69,12 @@ def arm_cells(source: str = "snapstream", kv_dtype: str = "auto") -> list[Result
 
     found = [
         c for c in cells()
-        if (c["settings"]["source"], c["settings"].get("kv_dtype", "auto")) == (source, kv_dtype)
+        if (c["settings"]["source"], c["settings"].get("kv_dtype", "auto")) == ("snapstream", kv_dtype)
         and c["settings"]["arm"] in arms
     ]  # fmt: skip
     if not found:
         options = "" if kv_dtype == "auto" else f" --kv-dtype {kv_dtype}"
-        program = "run" if source == "snapstream" else "peers_kvpress"
-        raise ValueError(f"not measured; run python -m evals.{program}{options}")
+        raise ValueError(f"not measured; run python -m evals.run{options}")
     longest = max(c["settings"]["prompt_len"] for c in found)
     return sorted((c for c in found if c["settings"]["prompt_len"] == longest), key=order)
 
@@ -157,14 +155,15 @@ def tasks_table() -> str:
         names = list(dict.fromkeys(cell["settings"]["task"] for cell in own))
         rows = []
         for (arm, slots), line in by_row(own, lambda cell: cell["settings"]["task"]).items():
-            values = [_with_error(line[name][0]) if name in line else "" for name in names]
+            values = [with_error(line[name][0]) if name in line else "" for name in names]
             rows.append([ARM_NAMES[arm], part_of(slots, own[0]["settings"]["prompt_len"]), *values])
         if rows:
             parts.append(f"{group.capitalize()}:\n\n{table(['cache', 'slots', *names], rows)}")
     return "\n\n".join(parts)
 
 
-def _with_error(cell: Result) -> str:
+def with_error(cell: Result) -> str:
+    """Accuracy and standard error; in brackets the accuracy without the first token, where it differs."""
     result = cell["result"]
     later = result["accuracy_after_first_token"]
     text = f"{result['accuracy']:.1f} ± {result['standard_error']:.1f}"
@@ -188,29 +187,10 @@ def by_position() -> str:
 
 
 def peers() -> str:
-    """The same arms in this engine and in a peer, task by task."""
-    other = arm_cells("kvpress")
-    names = list(dict.fromkeys(cell["settings"]["task"] for cell in other))
-    wanted = {(cell["settings"]["arm"], cell["settings"]["slots"]) for cell in other}
-    sizes = {slots for _, slots in wanted}
-    own = [
-        c for c in arm_cells()
-        if (c["settings"]["arm"], c["settings"]["slots"]) in wanted
-        or (c["settings"]["arm"] == "snapstream" and c["settings"]["slots"] in sizes)
-    ]  # fmt: skip
-    rows = []
-    for slots in sorted(
-        {cell["settings"]["slots"] for cell in other if cell["settings"]["arm"] != "full"}, reverse=True
-    ):
-        for source, found in (("snapstream", own), ("kvpress", other)):
-            for arm in ARM_NAMES:
-                line = {c["settings"]["task"]: c for c in found
-                        if (c["settings"]["arm"], c["settings"]["slots"]) == (arm, slots)}  # fmt: skip
-                if line:
-                    values = [_with_error(line[n]).split(" (")[0] if n in line else "" for n in names]
-                    part = part_of(slots, other[0]["settings"]["prompt_len"])
-                    rows.append([PEERS[source], ARM_NAMES[arm], part, *values])
-    return table(["engine", "cache", "slots", *names], rows)
+    """docs: this engine and a peer, task by task."""
+    from evals.peer_table import peer_table
+
+    return peer_table()
 
 
 def fp8_table() -> str:
@@ -228,7 +208,7 @@ def fp8_table() -> str:
     rows = []
     for row in lines[1]:
         for kind, line in (found[row] for found in lines if row in found):
-            values = [_with_error(line[name][0]).split(" (")[0] if name in line else "" for name in names]
+            values = [with_error(line[name][0]).split(" (")[0] if name in line else "" for name in names]
             part = part_of(row[1], narrow[0]["settings"]["prompt_len"])
             rows.append([ARM_NAMES[row[0]], part, kind, bytes_of(line), *values])
     return f"{note_of(narrow)}\n\n{table(['cache', 'slots', 'rows', 'bytes per row', *names], rows)}"
@@ -246,7 +226,7 @@ def sweep_table(name: str) -> str:
         for point in sweep.points_of(name, slots):
             settings = {"budget": asdict(point.budget), "snapkv": asdict(point.snapkv)}
             line = [own.get(_point(settings | {"task": task})) for task in names]
-            values = [_with_error(cell).split(" (")[0] if cell else "" for cell in line]
+            values = [with_error(cell).split(" (")[0] if cell else "" for cell in line]
             label = f"**{point.label}** (default)" if point.is_default else point.label
             if any(line):
                 rows.append([label, *values])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOREIGN = {"evals.peers_kvpress"}  # runs in an environment of its own
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for folder in ("evals", "benchmarks", "recipes")
@@ -17,6 +16,6 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in FOREIGN])
+@pytest.mark.parametrize("name", MODULES)
 def test_it_imports(name: str) -> None:
     import_module(name)

@@ -111,6 +111,16 @@ def test_what_a_peer_measures_is_another_cell() -> None:
     assert own.path != other.path and "kvpress" in other.path.name
 
 
+def test_the_settings_of_a_peer_are_written_out() -> None:
+    """Its arm must not move with our defaults, and is run beside the peer only."""
+    arm = make_arm("as_kvpress", 128, 2080, 32)
+    assert arm.budget == KVBudget(num_sink=0, num_topk=32, num_recent=96)
+    assert (arm.snapkv.window_len, arm.snapkv.pool_kernel, arm.snapkv.pooling) == (64, 5, "avg")
+    assert {cell.arm.name for cell in evals_run.cells_of(evals_run.parse_args(["--families", "kv"]))} == set(ARMS)
+    with pytest.raises(ValueError, match="96 slots leave nothing to select"):
+        make_arm("as_kvpress", 96, 2080, 32)
+
+
 def test_a_failed_cell_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evals_cells, "RESULTS", tmp_path)
     arm = make_arm("snapstream", 256, 288, 32)

@@ -1,0 +1,66 @@
+"""The table of ``docs/accuracy.md`` that shows this engine and kvpress at the same slots; see ``tables.py``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from evals import tables
+from evals.arms import make_arm
+from evals.tasks import TASKS
+
+ENGINES = {"snapstream": "this engine", "kvpress": "kvpress"}
+# Source, arm, name: what resembles each other stands together.
+ROWS = (
+    ("snapstream", "full", "full attention"),
+    ("kvpress", "full", "full attention"),
+    ("snapstream", "hops", "SnapStream, 4 hops"),
+    ("snapstream", "snapstream", "SnapStream"),
+    ("snapstream", "snapkv", "SnapKV, ring never wraps"),
+    ("snapstream", "as_kvpress", "SnapKV, kvpress's settings"),
+    ("kvpress", "snapkv", "SnapKVPress"),
+    ("kvpress", "adakv", "AdaKVPress over SnapKVPress"),
+    ("kvpress", "chunkkv", "ChunkKVPress over SnapKVPress"),
+    ("kvpress", "compactor", "CompactorPress"),
+    ("snapstream", "streaming", "StreamingLLM"),
+    ("kvpress", "streaming", "StreamingLLMPress"),
+)
+
+
+def is_current(settings: dict[str, Any]) -> bool:
+    """Whether a stored cell of this engine is what its arm means today: defaults move, stored cells stay."""
+    longest = settings["max_tokens"]
+    try:
+        arm = make_arm(settings["arm"], settings["slots"], settings["prompt_len"] + longest, longest)
+    except ValueError:
+        return False
+    now = asdict(arm.budget) | asdict(arm.snapkv)
+    return all(now.get(name) == value for name, value in (settings["budget"] | settings["snapkv"]).items())
+
+
+def peer_table() -> str:
+    """Task by task, both engines; ValueError if the peer was not measured."""
+    stored = tables.cells()
+    lines: dict[tuple[str, str, int], dict[str, tables.Result]] = {}
+    theirs = [cell for cell in stored if cell["settings"]["source"] == "kvpress"]
+    if not theirs:
+        raise ValueError("not measured; run python -m evals.peers_kvpress")
+    longest = max(cell["settings"]["prompt_len"] for cell in theirs)
+    measured = {cell["settings"]["task"] for cell in theirs}
+    names = [task for task in TASKS if task in measured]
+    for cell in stored:
+        s = cell["settings"]
+        if s["prompt_len"] == longest and s["task"] in measured and (s["source"] == "kvpress" or is_current(s)):
+            slots = 0 if s["arm"] == "full" else s["slots"]
+            lines.setdefault((s["source"], s["arm"], slots), {})[s["task"]] = cell
+    sizes = {slots for source, _, slots in lines if source == "kvpress"}
+    rows, shown = [], []
+    for slots in sorted(sizes, key=lambda size: -size if size else -longest):
+        for source, arm, title in ROWS:
+            line = lines.get((source, arm, slots))
+            if line:
+                values = [tables.with_error(line[name]).split(" (")[0] if name in line else "" for name in names]
+                rows.append([ENGINES[source], title, tables.part_of(slots, longest), *values])
+                shown += line.values()
+    versions = ", ".join(sorted({cell["result"]["peer_version"] for cell in theirs}))
+    return f"{tables.note_of(shown)} {versions}.\n\n{tables.table(['engine', 'cache', 'slots', *names], rows)}"
