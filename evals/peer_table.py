@@ -19,7 +19,6 @@ ROWS = (
     ("snapstream", "snapkv", "SnapKV, ring never wraps"),
     ("snapstream", "as_kvpress", "SnapKV, kvpress's settings"),
     ("kvpress", "snapkv", "SnapKVPress"),
-    ("kvpress", "adakv", "AdaKVPress over SnapKVPress"),
     ("kvpress", "chunkkv", "ChunkKVPress over SnapKVPress"),
     ("kvpress", "compactor", "CompactorPress"),
     ("snapstream", "streaming", "StreamingLLM"),

@@ -31,8 +31,8 @@ from evals.tasks import TASKS
 from snapstream.assets import TINY_MODEL
 from snapstream.config import DEFAULT_SINK, KVBudget
 
-# The last three did best on some task in a trial of eleven presses; none did on all.
-EXTRA_ARMS = ("chunkkv", "compactor", "adakv")
+# Each did best on some task in a trial of eleven presses; none did on all.
+EXTRA_ARMS = ("chunkkv", "compactor")
 ARMS = ("full", "snapkv", "streaming", *EXTRA_ARMS)
 EXTRA_BUDGETS = (Fraction(1, 4), Fraction(1, 16))
 # Tasks of docs/accuracy.md that ask one question.
@@ -59,14 +59,12 @@ def press_of(name: str, prompt_len: int, num_kept: int) -> Any:
     """
     if name == "full" or num_kept >= prompt_len:
         return None
-    from kvpress import AdaKVPress, ChunkKVPress, CompactorPress, SnapKVPress, StreamingLLMPress
+    from kvpress import ChunkKVPress, CompactorPress, SnapKVPress, StreamingLLMPress
 
     ratio = 1 - (num_kept + 0.5) / prompt_len  # kvpress rounds what it keeps down
     if name == "streaming":
         return StreamingLLMPress(compression_ratio=ratio, n_sink=DEFAULT_SINK)
     snapkv = SnapKVPress(compression_ratio=ratio, window_size=AS_KVPRESS.window_len, kernel_size=AS_KVPRESS.pool_kernel)
-    if name == "adakv":
-        return AdaKVPress(press=snapkv)
     if name == "compactor":
         return CompactorPress(compression_ratio=ratio)
     return ChunkKVPress(press=snapkv) if name == "chunkkv" else snapkv
@@ -95,7 +93,7 @@ class Prefilled:
 
     @torch.inference_mode()
     def pruned(self, press: Any) -> Any:
-        """A cache of its own, as ``press`` leaves it. AdaKV leaves marks on the layers, too: see ``clear``."""
+        """A cache of its own, as ``press`` leaves it."""
         cache = copy(self._whole)
         cache.layers = [copy(layer) for layer in self._whole.layers]  # presses replace tensors, they write into none
         if press is not None:
@@ -104,20 +102,6 @@ class Prefilled:
             for module, kwargs, output in self.calls:
                 press.forward_hook(module, [], {**kwargs, "past_key_values": cache}, output)
         return cache
-
-    def clear(self) -> None:
-        """Forget which keys AdaKV masked."""
-        for module, _, _ in self.calls:
-            module.masked_key_indices = None
-
-    def num_kept(self, cache: Any) -> float:
-        """Prompt tokens that a kv head sees, the mean over layers and heads."""
-        kept = 0.0
-        for module, _, _ in self.calls:
-            marks = getattr(module, "masked_key_indices", None)
-            heads = module.config.num_key_value_heads
-            kept += cache.get_seq_length(module.layer_idx) - (0 if marks is None else len(marks[0]) / heads)
-        return kept / len(self.calls)
 
 
 def stacked(caches: Sequence[Any]) -> Any:
@@ -171,12 +155,9 @@ def answers(
         all_logits.append(prefilled.logits)
         for j, arm in enumerate(arms):
             cache = prefilled.pruned(press_of(arm.name, len(prompt), arm.slots - max_tokens))
-            kept[i][j] = prefilled.num_kept(cache)
-            if arm.name == "adakv":  # its marks lie on the layers, so it decodes alone and at once
-                [outputs[i][j]] = decode(model, prefilled.logits, stacked([cache]), [len(prompt)], max_tokens)
-                prefilled.clear()
-            else:
-                together.setdefault(tuple(own.keys.shape[2] for own in cache.layers), []).append((i, j, cache))
+            lengths = tuple(own.keys.shape[2] for own in cache.layers)
+            kept[i][j] = sum(lengths) / len(lengths)
+            together.setdefault(lengths, []).append((i, j, cache))
     for own in together.values():
         logits = torch.cat([all_logits[i] for i, _, _ in own])
         positions = [len(prompts[i]) for i, _, _ in own]
