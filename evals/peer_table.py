@@ -37,9 +37,13 @@ def is_current(settings: dict[str, Any]) -> bool:
     return all(now.get(name) == value for name, value in (settings["budget"] | settings["snapkv"]).items())
 
 
+def _asked(cell: tables.Result) -> tuple[str, int]:
+    return cell["settings"]["task"], cell["settings"]["num_prompts"]
+
+
 def peer_table() -> str:
     """Task by task, both engines; ValueError if the peer was not measured."""
-    stored = tables.cells()
+    stored = [tables.read(path) for path in sorted(tables.folder().glob("*.json"))]
     lines: dict[tuple[str, str, int], dict[str, tables.Result]] = {}
     theirs = [cell for cell in stored if cell["settings"]["source"] == "kvpress"]
     if not theirs:
@@ -47,7 +51,16 @@ def peer_table() -> str:
     longest = max(cell["settings"]["prompt_len"] for cell in theirs)
     measured = {cell["settings"]["task"] for cell in theirs}
     names = [task for task in TASKS if task in measured]
-    for cell in stored:
+    asked: dict[str, int] = {}
+    for task, count in (_asked(cell) for cell in theirs if cell["settings"]["arm"] == "full"):
+        asked[task] = max(count, asked.get(task, 0))
+
+    def worth(cell: tables.Result) -> tuple[bool, int]:
+        """Full attention is shown on the same prompts, as it must agree; else the most prompts count."""
+        task, count = _asked(cell)
+        return cell["settings"]["arm"] == "full" and count == asked.get(task), count
+
+    for cell in sorted(stored, key=worth):  # a later one replaces an earlier one
         s = cell["settings"]
         if s["prompt_len"] == longest and s["task"] in measured and (s["source"] == "kvpress" or is_current(s)):
             slots = 0 if s["arm"] == "full" else s["slots"]
@@ -62,4 +75,5 @@ def peer_table() -> str:
                 rows.append([ENGINES[source], title, tables.part_of(slots, longest), *values])
                 shown += line.values()
     versions = ", ".join(sorted({cell["result"]["peer_version"] for cell in theirs}))
-    return f"{tables.note_of(shown)} {versions}.\n\n{tables.table(['engine', 'cache', 'slots', *names], rows)}"
+    note = f"{tables.note_of(shown)} Full attention of both on the same prompts. {versions}."
+    return f"{note}\n\n{tables.table(['engine', 'cache', 'slots', *names], rows)}"

@@ -110,21 +110,24 @@ def test_a_peer_stands_beside_what_the_arms_mean_today(stored: Path) -> None:
     with pytest.raises(ValueError, match="not measured; run python -m evals.peers_kvpress"):
         tables.peers()
 
-    def write(source: str, arm: Arm, accuracy: float) -> None:
-        cell = Cell(model=TINY_MODEL, task="kv", arm=arm, prompt_len=2048, num_prompts=200, source=source)
+    def write(source: str, arm: Arm, accuracy: float, prompts: int = 200) -> None:
+        cell = Cell(model=TINY_MODEL, task="kv", arm=arm, prompt_len=2048, num_prompts=prompts, source=source)
         cell.write({"accuracy": accuracy, "standard_error": 1.0, "accuracy_after_first_token": None,
                     "peer_version": "kvpress 1"}, 1.0)  # fmt: skip
 
     own = make_arm("as_kvpress", 512, 2080, 32)
     write("kvpress", replace(own, name="snapkv"), 61.0)
-    write("kvpress", make_arm("full", 2048, 2080, 32), 98.0)
+    write("kvpress", make_arm("full", 2048, 2080, 32), 98.0, prompts=100)
+    write("kvpress", make_arm("full", 2048, 2080, 32), 97.0, prompts=20)
+    write("snapstream", make_arm("full", 2048, 2080, 32), 98.0, prompts=100)
     write("snapstream", own, 62.0)
+    write("snapstream", own, 64.0, prompts=20)
     now = make_arm("snapstream", 512, 2080, 32)
     write("snapstream", replace(now, snapkv=replace(now.snapkv, pool_kernel=9)), 63.0)  # a default of former days
     text = tables.peers()
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
     assert lines == [
-        ["this engine", "full attention", "all", "99.0 ± 3.0"],
+        ["this engine", "full attention", "all", "98.0 ± 1.0"],
         ["kvpress", "full attention", "all", "98.0 ± 1.0"],
         ["this engine", "SnapStream", "1/4", "86.0 ± 3.0"],
         ["this engine", "SnapKV, kvpress's settings", "1/4", "62.0 ± 1.0"],
