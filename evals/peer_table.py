@@ -27,7 +27,12 @@ ROWS = (
 
 
 def is_current(settings: dict[str, Any]) -> bool:
-    """Whether a stored cell of this engine is what its arm means today: defaults move, stored cells stay."""
+    """Whether a stored cell of this engine is what its arm means today: defaults move, stored cells stay.
+
+    Rows in another dtype than the weights' are another table's.
+    """
+    if settings.get("kv_dtype", "auto") != "auto":
+        return False
     longest = settings["max_tokens"]
     try:
         arm = make_arm(settings["arm"], settings["slots"], settings["prompt_len"] + longest, longest)

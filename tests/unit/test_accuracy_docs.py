@@ -124,6 +124,8 @@ def test_a_peer_stands_beside_what_the_arms_mean_today(stored: Path) -> None:
     write("snapstream", own, 64.0, prompts=20)
     now = make_arm("snapstream", 512, 2080, 32)
     write("snapstream", replace(now, snapkv=replace(now.snapkv, pool_kernel=9)), 63.0)  # a default of former days
+    fp8 = Cell(model=TINY_MODEL, task="kv", arm=now, prompt_len=2048, num_prompts=300, kv_dtype="fp8")
+    fp8.write({"accuracy": 50.0, "standard_error": 1.0, "accuracy_after_first_token": None}, 1.0)
     text = tables.peers()
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
     assert lines == [
