@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.machine import RESULTS
 from evals import plots, tables
 from evals.compression_table import compression_table, settings_table
+from evals.long_answers import rescoring_table
 
 README = Path(__file__).parent.parent / "README.md"
 DOCUMENTS = (README, *(README.parent / "docs" / name for name in ("accuracy.md", "speculative-prefill.md")))
@@ -139,7 +140,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers_tiny": peers, "spec_prefill": spec_prefill, "serving": serving, "soak": soak,
     "executors": executors,
 }  # fmt: skip
-COMPRESSION = {"prompt_compression": compression_table, "prompt_compression_settings": settings_table}
+
+# Sections that name their sources themselves.
+WITH_SOURCE: dict[str, Callable[[], str]] = {
+    "prompt_compression": compression_table, "prompt_compression_settings": settings_table,
+    "rescoring": rescoring_table,
+}  # fmt: skip
 
 
 def link(path: Path, document: Path) -> str:
@@ -165,9 +171,9 @@ def section(name: str, document: Path = README) -> str:
             return evals_section(name, document)
         except ValueError as missing:
             return f"({missing})\n"
-    if name in COMPRESSION:
+    if name in WITH_SOURCE:
         try:
-            return COMPRESSION[name]() + "\n"
+            return WITH_SOURCE[name]() + "\n"
         except ValueError as missing:
             return f"({missing})\n"
     path, result = newest(name)

@@ -8,6 +8,13 @@
 - ``snapstream``: ``KVBudget.of``, the project's default split.
 - ``hops``: the same split; the tokens that got most votes vote in turn, four times. Beyond the paper.
 - ``as_kvpress``: selection as kvpress's SnapKVPress does it, no sinks: what is left is another implementation.
+
+For answers longer than the ring, left out unless they are named (``LONG_ARMS``), all with the default number of slots:
+
+- ``window``: three quarters of the ring hold the end of the prompt for ever.
+- ``rescoring``: the last decode queries choose again what the row keeps.
+- ``rescoring_fresh``: the same without a memory of earlier votes.
+- ``rescoring_window``: the same with half of the ring for the end of the prompt, refreshed twice as often.
 """
 
 from __future__ import annotations
@@ -15,10 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from snapstream.config import DEFAULT_SINK, DEFAULT_WINDOW, KVBudget, SnapKVConfig
+from snapstream.config import DEFAULT_SINK, DEFAULT_WINDOW, KVBudget, RescoringConfig, SnapKVConfig
 
 ARMS = ("full", "truncation", "streaming", "random", "snapkv", "snapstream", "hops")
-EVERY_ARM = (*ARMS, "as_kvpress")  # the last is run beside the peer only
+LONG_ARMS = ("window", "rescoring", "rescoring_fresh", "rescoring_window")
+EVERY_ARM = (*ARMS, "as_kvpress", *LONG_ARMS)  # those beyond ARMS run only when they are named
 NUM_HOPS = 4
 # What kvpress's SnapKVPress does by default, in this project's terms; written out, as our defaults may change.
 AS_KVPRESS = SnapKVConfig(window_len=64, pool_kernel=5, pooling="avg", softmax_over="row", group_reduce="sum")
@@ -32,6 +40,7 @@ class Arm:
     slots: int
     budget: KVBudget
     snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
+    rescoring: RescoringConfig | None = None
 
     def prompt(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """What the model is given: for ``truncation`` both ends of the prompt, else the prompt."""
@@ -72,4 +81,18 @@ def make_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
             raise ValueError(f"{slots} slots leave nothing to select beside a ring of {recent}")
         budget = KVBudget(num_sink=0, num_topk=slots - recent, num_recent=recent)
         return Arm(name=name, slots=slots, budget=budget, snapkv=AS_KVPRESS)
+    if name in LONG_ARMS:
+        return _long_arm(name, slots)
     raise ValueError(f"unknown arm {name!r}; known: {', '.join(EVERY_ARM)}")
+
+
+def _long_arm(name: str, slots: int) -> Arm:
+    ring = KVBudget.of(slots).num_recent
+    if name == "window":
+        return Arm(name=name, slots=slots, budget=KVBudget.of(slots, num_window=ring * 3 // 4))
+    if name == "rescoring_window":
+        budget, rescoring = KVBudget.of(slots, num_window=ring // 2), RescoringConfig(every=16)
+    else:
+        budget, rescoring = KVBudget.of(slots), RescoringConfig(memory=0.0 if name == "rescoring_fresh" else 0.98)
+    rescoring.check_budget(budget)
+    return Arm(name=name, slots=slots, budget=budget, rescoring=rescoring)

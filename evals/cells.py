@@ -64,7 +64,9 @@ class Cell:
     @property
     def settings(self) -> dict[str, Any]:
         """All that decides the result, as plain data."""
-        return {
+        rescoring = self.arm.rescoring
+        more = {} if rescoring is None else {"rescoring": asdict(rescoring)}  # cells without it keep their names
+        return more | {
             "source": self.source,
             "model": self.model.name,
             "weights": weights_of(self.model),
@@ -156,7 +158,7 @@ def run_group(cells: Sequence[Cell]) -> None:
     chat, items = items_of(first)
     prompts = [first.arm.prompt(item.prompt_ids, task.max_tokens) for item in items]
     forced = [item.forced_ids for item in items]
-    rules = [(cell.arm.budget, cell.arm.snapkv) for cell in cells]
+    rules = [(cell.arm.budget, cell.arm.snapkv, cell.arm.rescoring) for cell in cells]
     with LLM(
         first.model,
         budget=first.arm.budget,

@@ -15,7 +15,7 @@ import torch
 
 from evals.forced import ForcedRunner
 from snapstream.cache.compress import write_rows
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
 from snapstream.llm import LLM
 from snapstream.request import Request, SamplingParams
 from snapstream.runner.model_runner import ModelRunner
@@ -23,7 +23,7 @@ from snapstream.runner.prefill import PrefillJob
 from snapstream.runner.results import SubmittedStep
 from snapstream.step import JobSpec
 
-Rule = tuple[KVBudget, SnapKVConfig]
+Rule = tuple[KVBudget, SnapKVConfig, RescoringConfig | None]
 PROMPTS_AT_ONCE = 2  # whose rows decode together
 
 
@@ -34,11 +34,12 @@ class _SharedJob(PrefillJob):
         super().__init__(
             spec, runner.decoder, runner.cache, runner.staging, runner.config.snapkv, runner.config.chunk_len,
             runner.prefill_attention,
+            runner._rescorer,
         )  # fmt: skip
         self._rules = runner.rules
         shape = (runner.decoder.config.num_heads, runner.decoder.config.head_dim)
         for prompt in self.prompts:
-            most = max(snapkv.num_queries(prompt.prompt_len) for _, snapkv in self._rules)
+            most = max(snapkv.num_queries(prompt.prompt_len) for _, snapkv, _ in self._rules)
             prompt.queries = torch.empty((most, *shape), dtype=runner.staging.k.dtype)
 
     def _compress(self, layer: int) -> None:
@@ -46,9 +47,13 @@ class _SharedJob(PrefillJob):
             place = slice(prompt.staging_start, prompt.staging_start + prompt.prompt_len)
             keys, values = self._staging.k[:, place], self._staging.v[:, place]
             assert prompt.queries is not None
-            for row, (budget, snapkv) in zip(prompt.entry.rows, self._rules, strict=True):
+            for row, (budget, snapkv, rescoring) in zip(prompt.entry.rows, self._rules, strict=True):
                 own = prompt.queries[-snapkv.num_queries(prompt.prompt_len) :]
-                write_rows(self._cache, layer, [row], keys, values, own, budget, snapkv)
+                kept = write_rows(self._cache, layer, [row], keys, values, own, budget, snapkv)
+                if self._rescorer is not None and rescoring is not None:
+                    entry = replace(prompt.entry, rows=(row,), budget=budget)
+                    window = own[-rescoring.num_queries :]
+                    self._rescorer.keep_votes(layer, entry, window, keys, kept)
 
 
 class SharedRunner(ModelRunner):
@@ -62,8 +67,17 @@ class SharedRunner(ModelRunner):
     def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
         super()._finish_job(job, step)
         for prompt in job.prompts:
-            counters = [self.rows.entry(prompt.prompt_len, prompt.entry.next_position, own) for own, _ in self.rules]
+            counters = [self.rows.entry(prompt.prompt_len, prompt.entry.next_position, own) for own, *_ in self.rules]
             self.rows.admit(torch.tensor(prompt.entry.rows), torch.tensor(counters))
+            for row, (budget, _, rescoring) in zip(prompt.entry.rows, self.rules, strict=True):
+                if self._rescorer is not None:
+                    self._rescorer.admit(replace(prompt.entry, rows=(row,), budget=budget), rescoring)
+
+
+def _widest(configs: Sequence[RescoringConfig | None]) -> RescoringConfig | None:
+    """One whose buffer of queries serves all."""
+    found = [config for config in configs if config is not None]
+    return max(found, key=lambda config: config.num_queries) if found else None
 
 
 def generate_shared(
@@ -79,6 +93,7 @@ def generate_shared(
         llm.config,
         budget=KVBudget.full(llm.config.max_model_len),
         max_rows=PROMPTS_AT_ONCE * len(rules),
+        rescoring=_widest([rescoring for *_, rescoring in rules]),
     )
     runner = SharedRunner(llm.engine._runner.decoder, config)  # type: ignore[attr-defined]
     runner.rules = rules

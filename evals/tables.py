@@ -15,7 +15,8 @@ from typing import Any
 
 from evals import cells as stored
 from evals import sweep
-from evals.tasks import TASKS
+from evals.arms import LONG_ARMS
+from evals.tasks import LONG_TASKS, TASKS
 from snapstream.assets import TINY_MODEL
 
 # How the arms are called, in the order of the tables.
@@ -45,11 +46,16 @@ def read(path: Path) -> Result:
     return result
 
 
-def cells(model: Path = TINY_MODEL) -> list[Result]:
-    """All stored cells of a model; of the same measurement with different numbers of prompts, the one with the most."""
+def cells(model: Path = TINY_MODEL, *, is_long: bool = False) -> list[Result]:
+    """Stored cells of a model; of the same measurement with different numbers of prompts, the one with the most.
+
+    Tasks and arms for long answers have a table of their own (``long_answers.py``) and come with ``is_long`` alone.
+    """
     best: dict[str, Result] = {}
     for path in sorted(folder(model).glob("*.json")):
         cell = read(path)
+        if (cell["settings"]["task"] in LONG_TASKS or cell["settings"]["arm"] in LONG_ARMS) and not is_long:
+            continue
         key = json.dumps(cell["settings"] | {"num_prompts": 0}, sort_keys=True)
         if key not in best or cell["settings"]["num_prompts"] > best[key]["settings"]["num_prompts"]:
             best[key] = cell

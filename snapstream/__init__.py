@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from snapstream.version import __version__
 
 if TYPE_CHECKING:
-    from snapstream.config import KVBudget, SnapKVConfig
+    from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
     from snapstream.llm import LLM
     from snapstream.request import Grammar, RequestOutput, SamplingParams
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -26,6 +26,7 @@ __all__ = [
     "PromptCompressor",
     "RequestOutput",
     "SamplingParams",
+    "RescoringConfig",
     "SnapKVConfig",
     "__version__",
 ]
@@ -38,6 +39,7 @@ _HOME = {
     "PromptCompressor": "snapstream.spec_prefill.compressor",
     "RequestOutput": "snapstream.request",
     "SamplingParams": "snapstream.request",
+    "RescoringConfig": "snapstream.config",
     "SnapKVConfig": "snapstream.config",
 }
 

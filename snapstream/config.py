@@ -178,6 +178,35 @@ class SnapKVConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RescoringConfig:
+    """Beyond the paper: the last decode queries choose again what a full row keeps (``cache/rescoring.py``).
+
+    A refresh frees ``every`` slots of the ring, so it comes at most once in as many tokens. A selected token keeps the
+    best vote that it ever got, times ``memory`` at every refresh: with 0 only the last queries count, and what nobody
+    asked for lately is forgotten.
+    """
+
+    every: int = 32  # tokens between two refreshes of a row; less than the ring
+    num_queries: int = 32  # the last decode queries, which vote; at most the ring
+    memory: float = 0.98  # what a vote still counts one refresh later, 0 to 1
+
+    def __post_init__(self) -> None:
+        _set_counts(self, every=1, num_queries=1)
+        object.__setattr__(self, "memory", as_number("memory", self.memory, 0.0, 1.0))
+
+    def check_budget(self, budget: KVBudget) -> None:
+        """Refuse a ring that a refresh would empty, or that does not hold the tokens whose queries vote."""
+        if not budget.num_topk:
+            return
+        least = max(self.every + 1, self.num_queries)
+        _check(
+            budget.num_recent >= least,
+            f"a ring of {budget.num_recent} slots is too small for rescoring with every={self.every} and "
+            f"num_queries={self.num_queries}; it must have at least {least}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding: base frequency and how it is stretched. Field names follow ``transformers``."""
 
@@ -241,6 +270,7 @@ class EngineConfig:
     budget: KVBudget  # the largest row; a request may ask for a smaller one
     max_model_len: int  # prompt + output of one request
     snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
+    rescoring: RescoringConfig | None = None  # None: what the prompt chose stays for ever, as in the paper
     max_rows: int = 8  # resident requests
     chunk_len: int = 512  # T: tokens of one prefill unit
     short_len: int = 512  # prompts up to this length are packed together and may overtake longer ones
@@ -276,6 +306,14 @@ class EngineConfig:
         )
         self.check_budget(self.budget)
         _check(
+            self.rescoring is None or self.snapkv.selection == "snapkv",
+            f"rescoring needs selection 'snapkv'; it is {self.snapkv.selection!r}",
+        )
+        _check(
+            self.rescoring is None or self.kv_dtype == "auto",
+            f"rescoring needs kv_dtype 'auto'; it is {self.kv_dtype!r}",
+        )
+        _check(
             self.pool_tokens > self.short_reserve,
             f"staging_tokens is {self.staging_tokens}; it must be larger than short_reserve ({self.short_reserve})",
         )
@@ -289,6 +327,8 @@ class EngineConfig:
                 f"a budget of {budget.capacity} slots is smaller than sinks + observation window "
                 f"({budget.num_sink} + {self.snapkv.window_len} = {least})",
             )
+        if self.rescoring is not None:
+            self.rescoring.check_budget(budget)
         _check(
             budget.capacity <= self.budget.capacity,
             f"a budget of {budget.capacity} slots is larger than a row of this engine ({self.budget.capacity})",

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer
 from snapstream.chunking import ChunkLen
-from snapstream.config import DType, EngineConfig, Executor, KVDType, PrefillAttentionName, SnapKVConfig, as_count
+from snapstream.config import (
+    DType,
+    EngineConfig,
+    Executor,
+    KVDType,
+    PrefillAttentionName,
+    RescoringConfig,
+    SnapKVConfig,
+    as_count,
+)
 from snapstream.conversation import as_conversation
 from snapstream.driver import Driver
 from snapstream.engine.core import Engine
@@ -68,6 +77,7 @@ class LLM:
         *,
         budget: Budget = DEFAULT_BUDGET,
         snapkv: SnapKVConfig | None = None,
+        rescoring: RescoringConfig | None = None,
         dtype: DType = "float32",
         kv_dtype: KVDType = "auto",
         device: str = "cpu",
@@ -91,6 +101,7 @@ class LLM:
         config = EngineConfig(
             budget=resolve_budget(budget, max_model_len, snapkv.window_len),
             snapkv=snapkv,
+            rescoring=rescoring,
             max_model_len=max_model_len,
             max_rows=1 if max_rows == "auto" else max_rows,
             prefill_quantum=prefill_quantum,

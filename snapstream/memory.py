@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from snapstream.cache.layout import row_bytes, staging_bytes
-from snapstream.config import DEFAULT_WINDOW, DTYPE_BYTES, EngineConfig, KVDType, ModelConfig, kv_dtype_bytes
+from snapstream.cache.layout import refresh_bytes, rescoring_bytes, row_bytes, staging_bytes
+from snapstream.config import (
+    DEFAULT_WINDOW,
+    DTYPE_BYTES,
+    EngineConfig,
+    KVDType,
+    ModelConfig,
+    RescoringConfig,
+    kv_dtype_bytes,
+)
 from snapstream.models.shapes import num_parameters
 from snapstream.sizes import format_bytes
 
@@ -58,7 +66,7 @@ class EngineMemory:
     staging_bytes: int  # the pool: hidden states and one layer's keys and values
     transient_bytes: int  # of one prefill chunk or scoring block
     framework_bytes: int
-    row_bytes: int  # keys and values of a row, and in FP8 their scales
+    row_bytes: int  # keys and values of a row, in FP8 their scales, and what rescoring keeps of it
     batch_bytes: int  # of one entry of a decode batch
     max_rows: int
 
@@ -116,6 +124,7 @@ def prefill_memory(
 def engine_memory(
     model: ModelConfig, capacity: int, max_model_len: int, *, max_rows: int = 0, staging_tokens: int = 0,
     chunk_len: int, dtype: str, device: str, window_len: int = DEFAULT_WINDOW, kv_dtype: KVDType = "auto",
+    rescoring: RescoringConfig | None = None,
 ) -> EngineMemory:  # fmt: skip
     """Bytes of an engine with rows of ``capacity`` slots; ``staging_tokens`` 0 is ``EngineConfig``'s default pool."""
     size = DTYPE_BYTES[dtype]
@@ -130,9 +139,10 @@ def engine_memory(
     return EngineMemory(
         weight_bytes=num_parameters(model) * size,
         staging_bytes=staging_bytes(model, pool, size),
-        transient_bytes=prefill.transient_bytes,
+        transient_bytes=max(prefill.transient_bytes, refresh_bytes(model, rescoring, capacity, size)),
         framework_bytes=FRAMEWORK_BYTES if is_gpu else 0,
-        row_bytes=row_bytes(model, capacity, kv_dtype_bytes(dtype, kv_dtype)),
+        row_bytes=row_bytes(model, capacity, kv_dtype_bytes(dtype, kv_dtype))
+        + rescoring_bytes(model, rescoring, capacity, size),
         batch_bytes=2 * batch if is_gpu else batch,
         max_rows=max_rows,
     )

@@ -139,6 +139,7 @@ def _memory_of(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         device=config.device,
         window_len=config.snapkv.window_len,
         kv_dtype=config.kv_dtype,
+        rescoring=config.rescoring,
     )
 
 

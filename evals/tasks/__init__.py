@@ -10,13 +10,16 @@ from __future__ import annotations
 from evals.tasks import aggregation, exact, facts, hops, long_output, placement, retrieval, turns
 from evals.tasks.item import ChatModel, Item, Task
 
-__all__ = ["TASKS", "ChatModel", "Item", "Task", "make_items"]
+__all__ = ["LONG_TASKS", "TASKS", "ChatModel", "Item", "Task", "make_items"]
 
 TASKS: dict[str, Task] = {
     task.name: task
     for group in (retrieval, exact, hops, aggregation, facts, placement, turns, long_output)
     for task in group.TASKS
 }
+
+# Not in the tables of all arms: what they need is a row that changes while the answer grows.
+LONG_TASKS = tuple(name for name, task in TASKS.items() if task.group == turns.LONG_SESSION)
 
 
 def make_items(model: ChatModel, task: str, num_prompts: int, prompt_len: int, seed: int = 0) -> list[Item]:

@@ -4,13 +4,20 @@
 Its observation window saw question 1 only. This is what an engine that continues a row without prefilling does.
 ``second_anew``: the whole conversation is a new prompt, whose window sees question 2. This is what a chat client gets
 from an engine without state between requests, and it pays a prefill for it.
+
+``told`` and ``asked_again`` go on for longer than the ring: a later turn brings a document of its own, which nobody
+prefills. Then its first fact is asked for, or the first question once more. A row should know both.
 """
 
 from __future__ import annotations
 
 from evals.tasks.item import ChatModel, Item, Message, Task, document_of
+from snapstream.assets.documents import make_document
+from snapstream.assets.documents.document import Question
 
 _FAMILY = "multi_number"
+LONG_SESSION = "long session, same row"
+LATER_TOKENS = 256  # of the document that comes in a later turn
 _TURN_TOKENS = 96  # room for the template, both questions and the first answer
 
 
@@ -33,6 +40,43 @@ def make_anew(model: ChatModel, seed: str, prompt_len: int) -> Item:
 
 def make_kept(model: ChatModel, seed: str, prompt_len: int) -> Item:
     messages, references = conversation(model, seed, prompt_len)
+    return _continued(model, messages, references)
+
+
+def _session(model: ChatModel, seed: str, prompt_len: int) -> tuple[list[Message], Question, Question]:
+    """A turn about a document, then a turn that brings a short document of its own; and what is asked of each."""
+    first = document_of(model, _FAMILY, seed, prompt_len - _TURN_TOKENS, num_questions=1)
+    later = make_document(
+        family=_FAMILY,
+        seed=f"{seed}/later",
+        count_tokens=model.count_tokens,
+        target_tokens=LATER_TOKENS,
+        num_facts=4,
+    )
+    old, new = first.questions[0], min(later.questions, key=lambda question: question.spans[0])
+    messages = [
+        {"role": "user", "content": first.prompt(old)},
+        {"role": "assistant", "content": old.answer},
+        {"role": "user", "content": later.prompt(new)},
+    ]
+    return messages, old, new
+
+
+def make_told(model: ChatModel, seed: str, prompt_len: int) -> Item:
+    """Asks for the first fact of the later document, when the rest of it has been read."""
+    messages, _, new = _session(model, seed, prompt_len)
+    return _continued(model, messages, new.answers)
+
+
+def make_asked_again(model: ChatModel, seed: str, prompt_len: int) -> Item:
+    """Asks the first question once more, after the later document."""
+    messages, old, new = _session(model, seed, prompt_len)
+    messages += [{"role": "assistant", "content": new.answer}, {"role": "user", "content": old.text}]
+    return _continued(model, messages, old.answers)
+
+
+def _continued(model: ChatModel, messages: list[Message], references: tuple[str, ...]) -> Item:
+    """The first message is the prompt; the rest is fed to its row."""
     first, whole = model.chat_token_ids(messages[:1]), model.chat_token_ids(messages)
     if whole[: len(first)] != first:
         raise ValueError("this model's chat template rewrites earlier turns; a row cannot be continued under it")
@@ -42,4 +86,6 @@ def make_kept(model: ChatModel, seed: str, prompt_len: int) -> Item:
 TASKS = [
     Task(name="second_anew", group="second question, prefilled anew", make=make_anew),
     Task(name="second_kept", group="second question, same row", make=make_kept, max_tokens=96),
+    Task(name="told", group=LONG_SESSION, make=make_told, max_tokens=LATER_TOKENS + 96),
+    Task(name="asked_again", group=LONG_SESSION, make=make_asked_again, max_tokens=LATER_TOKENS + 128),
 ]

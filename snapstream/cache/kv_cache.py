@@ -41,6 +41,10 @@ class KVCache:
         if dtype == fp8.DTYPE:
             self.k_scale, self.v_scale = (torch.ones(shape[:3], device=device) for _ in "kv")  # [L, rows+1, G] fp32
 
+    def tokens(self, layer: int, row: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values ``[G, n, E]`` that lie in ``slots [n]`` of a row."""
+        return self.k[layer, row].index_select(1, slots), self.v[layer, row].index_select(1, slots)
+
     @property
     def padding_row(self) -> int:
         """Index of the row that belongs to nobody."""

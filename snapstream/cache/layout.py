@@ -16,7 +16,7 @@ prompt that fits moves its window in front of the ring. ``compress.py`` writes r
 
 from __future__ import annotations
 
-from snapstream.config import KVBudget, ModelConfig
+from snapstream.config import KVBudget, ModelConfig, RescoringConfig
 
 
 def valid_topk(budget: KVBudget, prompt_len: int) -> int:
@@ -92,3 +92,18 @@ def scale_bytes(config: ModelConfig, dtype_bytes: int) -> int:
 def row_bytes(config: ModelConfig, capacity: int, dtype_bytes: int) -> int:
     """K and V of a row of ``capacity`` slots over all layers, in bytes, with their scales."""
     return capacity * token_bytes(config, dtype_bytes) + scale_bytes(config, dtype_bytes)
+
+
+def rescoring_bytes(config: ModelConfig, rescoring: RescoringConfig | None, capacity: int, dtype_bytes: int) -> int:
+    """What rescoring keeps of one row beside its K and V: the last queries, and an fp32 vote per slot; in bytes."""
+    if rescoring is None:
+        return 0
+    queries = rescoring.num_queries * config.num_heads * config.head_dim * dtype_bytes
+    return config.num_layers * (queries + 4 * config.num_kv_heads * capacity)
+
+
+def refresh_bytes(config: ModelConfig, rescoring: RescoringConfig | None, capacity: int, dtype_bytes: int) -> int:
+    """K and V of one layer in the order of age, and of the tokens that stay: what a refresh holds, in bytes."""
+    if rescoring is None:
+        return 0
+    return 4 * capacity * config.num_kv_heads * config.head_dim * dtype_bytes

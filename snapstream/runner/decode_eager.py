@@ -12,6 +12,7 @@ from snapstream.cache.kv_cache import KVCache
 from snapstream.layers.sampler import Sampled, sample
 from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
 from snapstream.models.decoder import Decoder
+from snapstream.runner.rescoring import RecentQueries
 from snapstream.runner.rows import Rows
 from snapstream.runner.views import RowsView
 
@@ -26,9 +27,11 @@ class EagerDecode:
         rows: Rows,
         sampling: SamplingState,
         view: type[RowsView] = RowsView,
+        queries: RecentQueries | None = None,
     ) -> None:
+        """``queries`` keeps the last queries of every row, for rescoring; None where rows are not rescored."""
         self._decoder, self._cache, self._rows, self._sampling = decoder, cache, rows, sampling
-        self._view = view
+        self._view, self._queries = view, queries
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """Feed each row its last token and draw the next one; ``rows [B]`` int64."""
@@ -37,7 +40,8 @@ class EagerDecode:
     def logits(self, rows: Tensor) -> Tensor:
         """First half: feed each of ``rows [B]`` its last token; scores of the next ``[B, V]`` fp32."""
         positions = self._rows.next_position[rows]  # [B]
-        view = self._view(self._cache, rows, self._rows.slots(rows), self._rows.lengths(rows))
+        queries = None if self._queries is None else self._queries.of_step(rows, positions)
+        view = self._view(self._cache, rows, self._rows.slots(rows), self._rows.lengths(rows), queries)
         hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
         rope = self._decoder.rope(positions, positions + 1)
         for layer in range(self._decoder.config.num_layers):

@@ -18,6 +18,7 @@ from snapstream.models.decoder import Decoder
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_graph import GraphDecode, bucket_sizes
 from snapstream.runner.programs import Capturer, Compiler, ProgramMaker
+from snapstream.runner.rescoring import RecentQueries
 from snapstream.runner.rows import Rows
 from snapstream.runner.views import CompiledRowsView, RowsView
 
@@ -25,14 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 def make_decode(
-    decoder: Decoder, cache: KVCache, rows: Rows, sampling: SamplingState, config: EngineConfig, progress: bool
-) -> EagerDecode | GraphDecode:
+    decoder: Decoder, cache: KVCache, rows: Rows, sampling: SamplingState, config: EngineConfig, progress: bool,
+    queries: RecentQueries | None = None,
+) -> EagerDecode | GraphDecode:  # fmt: skip
     """The executor that ``config`` names, ready to run; ``progress`` shows on stderr what takes long."""
     if config.executor == "eager":
-        return EagerDecode(decoder, cache, rows, sampling)
+        return EagerDecode(decoder, cache, rows, sampling, queries=queries)
     is_cuda = decoder.device.type == "cuda"
     maker: ProgramMaker = Capturer() if is_cuda else Compiler()
-    eager = EagerDecode(decoder, cache, rows, sampling, RowsView if is_cuda else CompiledRowsView)
+    eager = EagerDecode(decoder, cache, rows, sampling, RowsView if is_cuda else CompiledRowsView, queries)
     buckets = bucket_sizes(config.max_rows, decoder.device.type)
     graph = GraphDecode(eager, maker, buckets, cache.padding_row, decoder.config.vocab_size, decoder.device)
     _warm_up(graph, decoder, config, progress)
@@ -46,9 +48,10 @@ def _warm_up(graph: GraphDecode, decoder: Decoder, config: EngineConfig, progres
     doing = "Capturing decode"
     marker = None
     if decoder.device.type == "cpu":
-        key = sha256(
-            f"{decoder.config} {config.dtype} {config.max_rows} {config.budget.capacity}".encode()
-        ).hexdigest()[:16]
+        settings = f"{decoder.config} {config.dtype} {config.max_rows} {config.budget.capacity}"
+        if config.rescoring is not None:  # the step also keeps its queries
+            settings += f" {config.rescoring.num_queries}"
+        key = sha256(settings.encode()).hexdigest()[:16]
         marker = compile_folder() / f"{key}.done"
         doing = "Loading compiled decode" if marker.is_file() else "Compiling decode (first start only)"
         if not marker.is_file():

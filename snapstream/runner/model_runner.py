@@ -28,6 +28,7 @@ from snapstream.request import Compression, Logprob, SamplingParams
 from snapstream.runner.executors import make_decode
 from snapstream.runner.grammars import RowGrammars
 from snapstream.runner.prefill import PrefillJob, PromptProgress
+from snapstream.runner.rescoring import RecentQueries, Rescorer
 from snapstream.runner.results import FinishedPrompt, SubmittedStep
 from snapstream.runner.rows import Rows
 from snapstream.runner.staging import StagingPool
@@ -61,7 +62,11 @@ class ModelRunner:
         case = Case.of(device, dtype, model.head_dim, model.group_size)
         self.prefill_attention = choose(config.prefill_attention, case)
         logger.info(self.prefill_attention.describe())
-        self._decode = make_decode(decoder, self.cache, self.rows, self.sampling, config, progress)
+        queries = self._rescorer = None
+        if config.rescoring is not None:
+            queries = RecentQueries(model, config.max_rows, config.rescoring.num_queries, dtype, device)
+            self._rescorer = Rescorer(self.cache, self.rows, queries, config.snapkv, config.rescoring)
+        self._decode = make_decode(decoder, self.cache, self.rows, self.sampling, config, progress, queries)
         if runs_triton(self.staging.k):
             warm_up_kernels(decoder, self.cache, self.staging, config, self.prefill_attention)
             if config.executor == "eager":  # captured decode has run before
@@ -100,6 +105,8 @@ class ModelRunner:
                 del self._jobs[units.job_id]
         if plan.decode_rows:
             params = [self._params[row] for row in plan.decode_rows]
+            if self._rescorer is not None:
+                self._rescorer.before_step(plan.decode_rows)
             rows = upload(plan.decode_rows, torch.int64, self.decoder.device)
             copy = step.add_decoded(self._decode.step(rows, SamplingNeeds.of(params)), params)
             self._grammars.follow(plan.decode_rows, copy, step)
@@ -114,6 +121,7 @@ class ModelRunner:
             self.config.snapkv,
             self.config.chunk_len,
             self.prefill_attention,
+            self._rescorer,
         )
 
     def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
@@ -135,6 +143,8 @@ class ModelRunner:
         self.sampling.set_rows(new)
         for prompt in job.prompts:
             self._grammars.admit(prompt.entry)
+            if self._rescorer is not None:
+                self._rescorer.admit(prompt.entry, self.config.rescoring)
         params = [entry.sampling for entry in new]
         logits = self.decoder.logits(job.last_hidden())[source]  # [rows, V]
         sampled = sample(logits, self.sampling, rows, SamplingNeeds.of(params))

@@ -23,6 +23,7 @@ from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.layers.rope import CosSin
 from snapstream.layers.upload import upload
 from snapstream.models.decoder import Decoder
+from snapstream.runner.rescoring import Rescorer
 from snapstream.runner.staging import StagingPool
 from snapstream.runner.stopwatch import Stopwatch
 from snapstream.runner.views import Segment, StagingView
@@ -58,12 +59,13 @@ class PrefillJob:
         snapkv: SnapKVConfig,
         chunk_len: int,
         attention: PrefillAttention,
+        rescorer: Rescorer | None = None,
     ) -> None:
         self.spec = spec
         self._attention = attention
         self._lens: dict[int, PackedLens] = {}  # by chunk; the same in every layer
         self._decoder, self._cache, self._staging, self._snapkv = decoder, cache, staging, snapkv
-        self._chunk_len = spec.chunk_len or chunk_len
+        self._chunk_len, self._rescorer = spec.chunk_len or chunk_len, rescorer
         self._num_chunks = spec.num_chunks(chunk_len)
         self._num_layers = decoder.config.num_layers
         self._next_unit = 0
@@ -181,16 +183,19 @@ class PrefillJob:
         for prompt in self.prompts:
             prompt.compress_time.start()
             place = slice(prompt.staging_start, prompt.staging_start + prompt.prompt_len)
+            keys, values = self._staging.k[:, place], self._staging.v[:, place]
             kept = write_rows(
                 self._cache,
                 layer,
                 prompt.entry.rows,
-                self._staging.k[:, place],
-                self._staging.v[:, place],
+                keys,
+                values,
                 prompt.queries,
                 prompt.entry.budget,
                 self._snapkv,
             )
+            if self._rescorer is not None:
+                self._rescorer.keep_votes(layer, prompt.entry, prompt.queries, keys, kept)
             if kept is not None and prompt.entry.sampling.return_kept:
                 prompt.kept.append(kept)
             prompt.compress_time.stop()

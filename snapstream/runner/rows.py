@@ -21,7 +21,7 @@ class Rows:
             return torch.full((num_rows + 1,), value, dtype=torch.int64, device=device)
 
         self.last_token = counters(0)  # token to embed next
-        self.num_tokens = counters(0)  # tokens fed so far
+        self.num_tokens = counters(0)  # tokens fed so far; set back when a row is rescored
         self.next_position = counters(0)  # position of last_token in the text
         self.ring_start = counters(0)
         self.capacity = counters(1)
@@ -37,6 +37,10 @@ class Rows:
             (self.num_tokens, self.next_position, self.ring_start, self.capacity), entries.unbind(1), strict=True
         ):
             counter[rows] = values
+
+    def refresh(self, row: int, num_tokens: int, ring_start: int) -> None:
+        """A row was rescored: its counters are those of a row that holds this much."""
+        self.num_tokens[row], self.ring_start[row] = num_tokens, ring_start
 
     def slots(self, rows: Tensor) -> Tensor:
         """Slot that the next token of each of ``rows [B]`` is written to: ``layout.slot_of`` on the device."""

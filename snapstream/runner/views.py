@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,12 @@ from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.layers.attention import FusingView
 from snapstream.layers.rope import CosSin
+
+
+class QuerySink(Protocol):
+    """Takes the rotated queries ``[B, H, E]`` of a decode step, layer by layer."""
+
+    def put(self, layer: int, q: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +96,16 @@ class StagingView:
 class RowsView(FusingView):
     """Attention of one new token per row against the row's visible slots."""
 
-    def __init__(self, cache: KVCache, rows: Tensor, slots: Tensor, lengths: Tensor) -> None:
-        self._cache = cache
+    def __init__(
+        self, cache: KVCache, rows: Tensor, slots: Tensor, lengths: Tensor, queries: QuerySink | None = None
+    ) -> None:
+        """``queries`` keeps what rows will be rescored with; None where they are not."""
+        self._cache, self._queries = cache, queries
         self._rows, self._slots, self._lengths = rows, slots, lengths  # [B]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the token's slot, then attend: ``q [B, H, E]``, ``k, v [B, G, E]`` -> ``[B, H, E]``."""
+        self._keep(layer, q)
         keys, values, scales = self._cache.k[layer], self._cache.v[layer], self._cache.scales(layer)
         dispatch.write_slots(keys, values, k, v, self._rows, self._slots, scales)
         return dispatch.decode_attention(q, keys, values, self._rows, self._lengths, scales)
@@ -105,7 +116,12 @@ class RowsView(FusingView):
         q = dispatch.norm_rope_write(
             heads, head_norm, eps, *rope, keys, values, self._rows, self._slots, scales
         )  # [B, H, E]
+        self._keep(layer, q)
         return dispatch.decode_attention(q, keys, values, self._rows, self._lengths, scales)
+
+    def _keep(self, layer: int, q: Tensor) -> None:
+        if self._queries is not None:
+            self._queries.put(layer, q)
 
 
 class CompiledRowsView(RowsView):
@@ -113,6 +129,7 @@ class CompiledRowsView(RowsView):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See ``RowsView.attend``."""
+        self._keep(layer, q)
         out: Tensor = torch.ops.snapstream.attend_rows_cpu(
             q, k, v, self._cache.k, self._cache.v, layer, self._rows, self._slots, self._lengths,
             self._cache.k_scale, self._cache.v_scale,

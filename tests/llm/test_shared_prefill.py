@@ -9,17 +9,19 @@ from evals.forced import generate
 from evals.shared import Rule, generate_shared
 from evals.tasks import TASKS, make_items
 from snapstream.assets import TINY_MODEL
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
 from snapstream.llm import LLM
 
 RULES: list[Rule] = [
-    (KVBudget.full(640), SnapKVConfig()),
-    (KVBudget.of(64), SnapKVConfig()),
-    (KVBudget.of(64), SnapKVConfig(num_hops=3)),
-    (KVBudget.of(64), SnapKVConfig(selection="random")),
-    (KVBudget.of(96), SnapKVConfig(window_len=8, pool_kernel=13, pooling="max")),
-    (KVBudget.of(128, num_window=16), SnapKVConfig()),
-    (KVBudget.streaming(80), SnapKVConfig()),
+    (KVBudget.full(640), SnapKVConfig(), None),
+    (KVBudget.of(64), SnapKVConfig(), None),
+    (KVBudget.of(64), SnapKVConfig(), RescoringConfig(every=8, num_queries=8)),
+    (KVBudget.of(64), SnapKVConfig(), RescoringConfig(every=4, num_queries=12, memory=0.0)),
+    (KVBudget.of(64), SnapKVConfig(num_hops=3), None),
+    (KVBudget.of(64), SnapKVConfig(selection="random"), None),
+    (KVBudget.of(96), SnapKVConfig(window_len=8, pool_kernel=13, pooling="max"), None),
+    (KVBudget.of(128, num_window=16), SnapKVConfig(), None),
+    (KVBudget.streaming(80), SnapKVConfig(), None),
 ]
 
 
@@ -31,9 +33,9 @@ def test_a_rule_answers_beside_others_as_it_does_alone(task: str) -> None:
     settings = {"max_rows": 4, "max_model_len": 640, "chunk_len": 128, "progress": False}
     with LLM(TINY_MODEL, budget="full", **settings) as llm:  # type: ignore[arg-type]
         shared = generate_shared(llm, prompts, forced, most, RULES)
-    for index, (budget, snapkv) in enumerate(RULES):
-        with LLM(TINY_MODEL, budget=budget, snapkv=snapkv, **settings) as llm:  # type: ignore[arg-type]
+    for index, (budget, snapkv, rescoring) in enumerate(RULES):
+        with LLM(TINY_MODEL, budget=budget, snapkv=snapkv, rescoring=rescoring, **settings) as llm:  # type: ignore[arg-type]
             alone = [output.token_ids for output in generate(llm, prompts, forced, most)]
-        assert [answers[index] for answers in shared] == alone, (budget, snapkv)
+        assert [answers[index] for answers in shared] == alone, (budget, snapkv, rescoring)
     texts = {tuple(map(tuple, (answers[index] for answers in shared))) for index in range(len(RULES))}
     assert len(texts) > 2, "the rules do not differ: the test says nothing"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
 from snapstream.models.decoder import Decoder
 from tests.unit.cache import row_by_lists
 
@@ -31,15 +31,22 @@ def attend(q: Tensor, cells: list[list[Cell]], last: int) -> Tensor:
 class ListsEngine:
     """Greedy generation for one prompt under a budget."""
 
-    def __init__(self, decoder: Decoder, budget: KVBudget, snapkv: SnapKVConfig) -> None:
+    def __init__(
+        self, decoder: Decoder, budget: KVBudget, snapkv: SnapKVConfig, rescoring: RescoringConfig | None = None
+    ) -> None:
         self.decoder, self.budget, self.snapkv = decoder, budget, snapkv
         layers, heads = range(decoder.config.num_layers), range(decoder.config.num_kv_heads)
         self.cells: list[list[list[Cell]]] = [[[] for _ in heads] for _ in layers]
         self.frozen: list[list[set[int]]] = [[set() for _ in heads] for _ in layers]
+        self.rescoring = rescoring
+        self.votes: list[list[dict[int, float]]] = [[{} for _ in heads] for _ in layers]  # by position
+        self.queries: list[list[Tensor]] = [[] for _ in layers]  # of decoded tokens
+        self.prompt_len = self.num_refreshes = 0
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
         """Greedy tokens and the log-probability of each."""
+        self.prompt_len = len(prompt)
         hidden = self.decoder.embed(torch.tensor(prompt))
         positions = torch.arange(len(prompt))
         rope = self.decoder.rope(positions, torch.full_like(positions, len(prompt)))
@@ -73,6 +80,8 @@ class ListsEngine:
         keys = k.transpose(0, 1).tolist()
         over_row, group_max = config.softmax_over == "row", config.group_reduce == "max"
         scores = row_by_lists.votes(queries, keys, start, stop, over_row, group_max)
+        recent = queries if self.rescoring is None else queries[-self.rescoring.num_queries :]
+        remembered = row_by_lists.votes(recent, keys, start, stop, over_row, group_max)
         latest = total = [row_by_lists.normalised(own) for own in scores]
         for _ in range(config.num_hops):
             latest = row_by_lists.hop(latest, q.tolist(), keys, start, config.window_len)
@@ -85,6 +94,7 @@ class ListsEngine:
                 own_votes = smooth
             chosen = {start + i for i in row_by_lists.best_with_hops(own_votes, smooth, budget.num_topk)}
             kept = set(range(start)) | chosen | window
+            self.votes[layer][head] = {p: remembered[head][p - start] / len(recent) for p in chosen}
             self.frozen[layer][head] = kept
             own = self.cells[layer][head]
             self.cells[layer][head] = [cell for cell in own if cell[0] in kept or cell[0] >= stop]
@@ -94,7 +104,10 @@ class ListsEngine:
         where = torch.tensor([position])
         rope = self.decoder.rope(where, where + 1)
         for layer in range(self.decoder.config.num_layers):
+            if self.rescoring is not None and len(self.queries[layer]) >= self.rescoring.num_queries:
+                self._rescore(layer, self.rescoring)
             q, k, v = self.decoder.project(layer, hidden, rope)
+            self.queries[layer].append(q[0])
             for head, own in enumerate(self.cells[layer]):
                 if len(own) == self.budget.capacity:
                     movable = [cell for cell in own if cell[0] not in self.frozen[layer][head]]
@@ -102,3 +115,37 @@ class ListsEngine:
                 own.append((position, k[0, head], v[0, head]))
             hidden = self.decoder.finish(layer, hidden, attend(q[0], self.cells[layer], position)[None])
         return hidden
+
+    def _rescore(self, layer: int, rescoring: RescoringConfig) -> None:
+        """A full row: what is neither sink, window nor among the newest is voted on, and ``every`` of it go."""
+        budget, config = self.budget, self.snapkv
+        for head, own in enumerate(self.cells[layer]):
+            if len(own) < budget.capacity:
+                continue
+            self.num_refreshes += 1
+            first = self.prompt_len - budget.num_window
+            own.sort(key=lambda cell: cell[0])
+            stay = [c for i, c in enumerate(own) if i < budget.num_sink or first <= c[0] < self.prompt_len]
+            others = [cell for cell in own if cell not in stay]
+            num_new = budget.num_recent - rescoring.every
+            old, new = others[: len(others) - num_new], others[len(others) - num_new :]
+            group = self.decoder.config.group_size
+            queries = [
+                q[head * group : (head + 1) * group].tolist() for q in self.queries[layer][-rescoring.num_queries :]
+            ]
+            ordered = [cell[1].tolist() for cell in [*stay, *old, *new]]
+            (fresh,) = row_by_lists.votes(
+                queries, [ordered], len(stay), len(stay) + len(old), config.softmax_over == "row",
+                config.group_reduce == "max",
+            )  # fmt: skip
+            before = self.votes[layer][head]
+            total = [
+                max(score / len(queries), before.get(cell[0], 0.0) * rescoring.memory)
+                for score, cell in zip(fresh, old, strict=True)
+            ]
+            smooth = row_by_lists.pooled(total, config.pool_kernel, config.pooling)
+            chosen = row_by_lists.best(smooth, len(old) - rescoring.every)
+            self.votes[layer][head] = {old[i][0]: total[i] for i in chosen}
+            kept = [*stay, *(old[i] for i in chosen)]
+            self.frozen[layer][head] = {cell[0] for cell in kept}
+            self.cells[layer][head] = [*kept, *new]

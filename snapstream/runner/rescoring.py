@@ -1,0 +1,112 @@
+"""When rows are rescored, and with which queries: the runner's half of ``cache/rescoring.py``.
+
+A refresh happens between two steps, outside compiled or captured code: the step only writes its queries into a buffer
+whose address never changes. The host decides from counts alone. Invariant: a row is refreshed at most once in ``every``
+tokens, and what it keeps depends on nothing but that row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.rescoring import RowState, prompt_votes, refresh_layer, slots_by_age
+from snapstream.config import ModelConfig, RescoringConfig, SnapKVConfig
+from snapstream.runner.rows import Rows
+from snapstream.step import PrefillEntry
+
+
+@dataclass(frozen=True, slots=True)
+class StepQueries:
+    """Where a decode step puts its queries; a ``views.QuerySink``."""
+
+    buffer: Tensor  # [L, rows+1, w, H, E]
+    rows: Tensor  # [B]
+    places: Tensor  # [B]
+
+    def put(self, layer: int, q: Tensor) -> None:
+        """``q [B, H, E]``, rotated."""
+        self.buffer[layer, self.rows, self.places] = q
+
+
+class RecentQueries:
+    """The last ``num_queries`` decode queries of every row: position p lies in place p mod w."""
+
+    def __init__(
+        self, config: ModelConfig, num_rows: int, num_queries: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        shape = (config.num_layers, num_rows + 1, num_queries, config.num_heads, config.head_dim)
+        self.buffer = torch.zeros(shape, dtype=dtype, device=device)  # [L, rows+1, w, H, E]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffer, the padding row's included."""
+        return self.buffer.nbytes
+
+    def of_step(self, rows: Tensor, positions: Tensor) -> StepQueries:
+        """Where the queries of ``rows [B]`` at ``positions [B]`` go."""
+        return StepQueries(self.buffer, rows, positions % self.buffer.shape[2])
+
+    def last(self, row: int, position: int, count: int) -> Tensor:
+        """Queries ``[L, count, H, E]`` of the ``count`` positions before ``position``, oldest first."""
+        places = torch.arange(position - count, position, device=self.buffer.device) % self.buffer.shape[2]
+        return self.buffer[:, row].index_select(1, places)
+
+
+class Rescorer:
+    """Refreshes the rows that are due; knows of every row what ``RowState`` holds, and the votes of its tokens."""
+
+    def __init__(
+        self, cache: KVCache, rows: Rows, queries: RecentQueries, snapkv: SnapKVConfig, config: RescoringConfig
+    ) -> None:
+        self._cache, self._rows, self._queries = cache, rows, queries
+        self._snapkv, self._config = snapkv, config
+        self._states: dict[int, RowState] = {}
+        # [L, rows+1, G, C]: entry i belongs to the i-th slot after the sinks, as far as selected tokens go
+        self.votes = torch.zeros(cache.k.shape[:-1], dtype=torch.float32, device=cache.k.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of queries and votes, the padding row's included."""
+        return self._queries.num_bytes + self.votes.nbytes
+
+    def keep_votes(
+        self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, kept: Tensor | None
+    ) -> None:
+        """A layer of a prompt was written to its rows: ``keys [G, N, E]``, ``kept [G, C]`` (None: all of them)."""
+        rows = list(entry.rows)
+        self.votes[layer, rows] = 0.0
+        if kept is not None and queries is not None:
+            window = queries[-self._config.num_queries :]
+            self.votes[layer, rows, :, : entry.budget.num_topk] = prompt_votes(
+                window, keys, kept, entry.budget, self._snapkv
+            )
+
+    def admit(self, entry: PrefillEntry, config: RescoringConfig | None) -> None:
+        """A prompt has been written to its rows; None, or a budget that selects nothing: they are never refreshed."""
+        for row in entry.rows:
+            self._states.pop(row, None)
+            if config is not None and entry.budget.num_topk:
+                self._states[row] = RowState.admitted(entry.budget, config, len(entry.token_ids), entry.next_position)
+
+    def before_step(self, rows: Sequence[int]) -> None:
+        """Refresh those of ``rows`` that are due; the step that follows feeds each of them one token."""
+        for row in rows:
+            state = self._states.get(row)
+            if state is None:
+                continue
+            if state.is_due:
+                self._refresh(row, state)
+            state.fed()
+
+    def _refresh(self, row: int, state: RowState) -> None:
+        order = slots_by_age(state, self._cache.k.device)
+        queries = self._queries.last(row, state.position, state.config.num_queries)
+        for layer in range(self._cache.k.shape[0]):
+            refresh_layer(self._cache, layer, row, queries[layer], order, self.votes[layer, row], state, self._snapkv)
+        state.refreshed()
+        self._rows.refresh(row, state.num_tokens, state.ring_start)

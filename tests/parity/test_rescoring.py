@@ -1,0 +1,153 @@
+"""A rescored row: the engine gives what the list-based engine gives, alone, beside others and in compiled steps."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from snapstream.config import DTYPE_BYTES, EngineConfig, KVBudget, RescoringConfig, SnapKVConfig
+from snapstream.kernels.cpu.native import find_compiler
+from snapstream.llm import LLM
+from snapstream.memory import engine_memory
+from snapstream.models.decoder import Decoder
+from snapstream.models.loader import load_weights
+from snapstream.models.registry import read_model_config
+from snapstream.request import SamplingParams
+from snapstream.runner.model_runner import ModelRunner
+from tests.parity.checkpoints import VOCAB, make_model, save
+from tests.parity.lists_engine import ListsEngine
+
+
+def budget_of(num_sink: int, num_topk: int, num_window: int, num_recent: int) -> KVBudget:
+    return KVBudget(num_sink=num_sink, num_topk=num_topk, num_window=num_window, num_recent=num_recent)
+
+
+def rescoring_of(every: int, num_queries: int, memory: float = 0.98) -> RescoringConfig:
+    return RescoringConfig(every=every, num_queries=num_queries, memory=memory)
+
+
+CASES = [
+    # budget (sinks, top-k, window, ring), selection, rescoring (every, num_queries, memory): plain, no memory, every
+    # token, more queries than are freed, softmax over the row, window, no sinks and hops
+    (budget_of(2, 12, 0, 10), SnapKVConfig(window_len=8, pool_kernel=3), rescoring_of(5, 5)),
+    (budget_of(2, 12, 0, 10), SnapKVConfig(window_len=8), rescoring_of(5, 5, 0.0)),
+    (budget_of(4, 10, 0, 6), SnapKVConfig(window_len=4, pool_kernel=1), rescoring_of(1, 2, 0.5)),
+    (budget_of(2, 9, 0, 8), SnapKVConfig(window_len=4), rescoring_of(3, 8)),
+    (budget_of(3, 9, 0, 8), SnapKVConfig(window_len=4, softmax_over="row", group_reduce="max"), rescoring_of(7, 6)),
+    (budget_of(2, 9, 5, 6), SnapKVConfig(window_len=4), rescoring_of(4, 4)),
+    (budget_of(0, 20, 0, 5), SnapKVConfig(window_len=4, num_hops=2), rescoring_of(3, 3, 1.0)),
+]
+LENGTHS = (1, 3, 15, 19, 24, 40, 60)
+COUNT = 32
+PARAMS = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True, logprobs=0)
+
+
+def prompts(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in LENGTHS]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3"])
+def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Path) -> None:
+    """Rows of different lengths decode side by side; the lists know of one."""
+    budget, snapkv, rescoring = CASES[case]
+    folder = save(make_model(name), tmp_path)
+    with LLM(
+        folder, budget=budget, snapkv=snapkv, rescoring=rescoring, max_rows=3, chunk_len=16, max_model_len=120,
+        progress=False,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(prompts(case), PARAMS)
+        decoder = llm.engine._runner.decoder  # type: ignore[attr-defined]
+    for prompt, output in zip(prompts(case), outputs, strict=True):
+        lists = ListsEngine(decoder, budget, snapkv, rescoring)
+        tokens, logprobs = lists.generate(prompt, COUNT)
+        assert output.token_ids == tokens, len(prompt)
+        assert [entry.logprob for entry in output.logprobs or []] == pytest.approx(logprobs, abs=1e-3)
+        assert lists.num_refreshes or len(prompt) == 1
+    plain = ListsEngine(decoder, budget, snapkv).generate(prompts(case)[-1], COUNT)[0]
+    assert plain != tokens, "the plain rule gives the same answer: the equality says nothing"
+
+
+def test_a_row_is_alone(tmp_path: Path) -> None:
+    """The same answers one after the other in one row, with a smaller budget of its own, and with two samples."""
+    budget, snapkv, rescoring = CASES[0]
+    folder = save(make_model("qwen3"), tmp_path)
+    settings = {"budget": budget, "snapkv": snapkv, "rescoring": rescoring, "max_model_len": 120, "progress": False}
+    with LLM(folder, max_rows=4, **settings) as llm:  # type: ignore[arg-type]
+        together = [o.token_ids for o in llm.generate(prompts(9), PARAMS)]
+        twice = llm.generate(prompts(9)[-1], replace(PARAMS, n=2))[0]
+        small = KVBudget(num_sink=1, num_topk=8, num_recent=7)
+        fewer = [o.token_ids for o in llm.generate(prompts(9), PARAMS, budget=small)]
+    with LLM(folder, max_rows=1, **settings) as llm:  # type: ignore[arg-type]
+        assert [o.token_ids for o in llm.generate(prompts(9), PARAMS)] == together
+    with LLM(folder, max_rows=1, **(settings | {"budget": small})) as llm:  # type: ignore[arg-type]
+        assert [o.token_ids for o in llm.generate(prompts(9), PARAMS)] == fewer
+    assert [sample.token_ids for sample in twice.samples] == [together[-1]] * 2
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_graph_equals_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda max_rows, _: (max_rows,))
+    budget, snapkv, rescoring = CASES[0]
+    folder = save(make_model("qwen3"), tmp_path)
+    params = [PARAMS, replace(PARAMS, temperature=0.8, seed=1), replace(PARAMS, frequency_penalty=1.0)] * 2 + [PARAMS]
+    answers = []
+    for executor in ("eager", "graph"):
+        with LLM(
+            folder, budget=budget, snapkv=snapkv, rescoring=rescoring, max_rows=3, max_model_len=120, progress=False,
+            executor=executor,
+        ) as llm:  # type: ignore[arg-type]  # fmt: skip
+            answers.append([o.token_ids for o in llm.generate(prompts(3), params)])
+    assert answers[0] == answers[1]
+
+
+def test_what_is_allocated_is_what_is_counted(tmp_path: Path) -> None:
+    budget, snapkv, rescoring = CASES[0]
+    folder = save(make_model("qwen3"), tmp_path)
+    model = read_model_config(folder)
+    decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
+    config = EngineConfig(budget=budget, snapkv=snapkv, rescoring=rescoring, max_model_len=120, max_rows=3)
+    runner = ModelRunner(decoder, config)
+    memory = engine_memory(
+        model, budget.capacity, 120, max_rows=3, chunk_len=16, dtype="float32", device="cpu", rescoring=rescoring
+    )
+    assert runner._rescorer is not None
+    assert memory.row_bytes * 4 == runner.cache.num_bytes + runner._rescorer.num_bytes  # the padding row is one of them
+    plain = engine_memory(model, budget.capacity, 120, max_rows=3, chunk_len=16, dtype="float32", device="cpu")
+    assert plain.row_bytes * 4 == runner.cache.num_bytes
+    assert DTYPE_BYTES["float32"] * runner._rescorer._queries.buffer.numel() == runner._rescorer._queries.num_bytes
+
+
+def test_without_it_nothing_is_kept(tmp_path: Path) -> None:
+    budget, snapkv, _ = CASES[0]
+    folder = save(make_model("qwen3"), tmp_path)
+    model = read_model_config(folder)
+    decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
+    runner = ModelRunner(decoder, EngineConfig(budget=budget, snapkv=snapkv, max_model_len=120))
+    assert runner._rescorer is None
+
+
+@pytest.mark.parametrize(
+    ("rescoring", "snapkv", "message"),
+    [
+        (RescoringConfig(every=10, num_queries=4), SnapKVConfig(window_len=8), "ring of 10 slots.*at least 11"),
+        (RescoringConfig(every=4, num_queries=11), SnapKVConfig(window_len=8), "ring of 10 slots.*at least 11"),
+        (RescoringConfig(every=4, num_queries=4), SnapKVConfig(window_len=8, selection="random"), "selection"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(
+    rescoring: RescoringConfig, snapkv: SnapKVConfig, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(budget=CASES[0][0], snapkv=snapkv, rescoring=rescoring, max_model_len=120)
+
+
+@pytest.mark.parametrize("fields", [{"every": 0}, {"num_queries": 0}, {"memory": 1.5}, {"memory": -0.1}])
+def test_settings_have_limits(fields: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        RescoringConfig(**fields)  # type: ignore[arg-type]
