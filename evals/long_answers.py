@@ -25,11 +25,14 @@ def rescoring_table() -> str:
     lines: dict[tuple[int, str], dict[str, str]] = {}
     heads, sources = [], []
     for model, task in COLUMNS:
-        stored = tables.cells(model, is_long=True)
+        stored = [tables.read(path) for path in sorted(tables.folder(model).glob(f"{task}_*.json"))]
         found = [c for c in stored if c["settings"]["task"] == task and c["settings"]["arm"] in ARM_NAMES]
         own = [c for c in found if c["settings"]["arm"] == "rescoring"]
         if not own:
             raise ValueError(f"not measured; run python -m evals.run --families {task} --arms rescoring")
+        count = max(cell["settings"]["num_prompts"] for cell in own)
+        found = [c for c in found if c["settings"]["num_prompts"] == count]  # every arm on the same prompts
+        own = [c for c in own if c["settings"]["num_prompts"] == count]
         sizes = {cell["settings"]["slots"] for cell in own}
         for cell in found:
             settings, result = cell["settings"], cell["result"]
@@ -37,7 +40,7 @@ def rescoring_table() -> str:
             if slots in sizes or not slots:
                 text = f"{result['accuracy']:.1f} ± {result['standard_error']:.1f}"
                 lines.setdefault((slots, settings["arm"]), {})[task] = text
-        heads.append(f"{task} ({own[0]['settings']['num_prompts']} prompts, {model.name})")
+        heads.append(f"{task} ({count} prompts, {model.name})")
         sources.append(f"`{own[0]['command']}`")
     names = list(ARM_NAMES)
     order = sorted(lines, key=lambda line: (line[0] > 0, line[0], names.index(line[1])))

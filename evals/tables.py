@@ -46,15 +46,15 @@ def read(path: Path) -> Result:
     return result
 
 
-def cells(model: Path = TINY_MODEL, *, is_long: bool = False) -> list[Result]:
+def cells(model: Path = TINY_MODEL) -> list[Result]:
     """Stored cells of a model; of the same measurement with different numbers of prompts, the one with the most.
 
-    Tasks and arms for long answers have a table of their own (``long_answers.py``) and come with ``is_long`` alone.
+    Tasks and arms for long answers are left out: they have a table of their own (``long_answers.py``).
     """
     best: dict[str, Result] = {}
     for path in sorted(folder(model).glob("*.json")):
         cell = read(path)
-        if (cell["settings"]["task"] in LONG_TASKS or cell["settings"]["arm"] in LONG_ARMS) and not is_long:
+        if cell["settings"]["task"] in LONG_TASKS or cell["settings"]["arm"] in LONG_ARMS:
             continue
         key = json.dumps(cell["settings"] | {"num_prompts": 0}, sort_keys=True)
         if key not in best or cell["settings"]["num_prompts"] > best[key]["settings"]["num_prompts"]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from snapstream.cache.kv_cache import KVCache
 from snapstream.config import DTYPE_BYTES, EngineConfig, KVBudget, RescoringConfig, SnapKVConfig
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.llm import LLM
@@ -18,6 +19,8 @@ from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
 from snapstream.request import SamplingParams
 from snapstream.runner.model_runner import ModelRunner
+from snapstream.runner.rescoring import RecentQueries
+from snapstream.runner.views import RowsView
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.lists_engine import ListsEngine
 
@@ -145,6 +148,35 @@ def test_what_cannot_work_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(budget=CASES[0][0], snapkv=snapkv, rescoring=rescoring, max_model_len=120)
+
+
+def test_fp8_rows_are_refused_with_it() -> None:
+    budget, snapkv, rescoring = CASES[0]
+    with pytest.raises(ValueError, match="kv_dtype"):
+        EngineConfig(budget=budget, snapkv=snapkv, rescoring=rescoring, max_model_len=120, kv_dtype="fp8")
+
+
+def test_fused_heads_leave_their_queries_too(tmp_path: Path) -> None:
+    """The view's way for Triton kernels, here with the plain ones, keeps what ``attend`` keeps."""
+    torch.manual_seed(0)
+    folder = save(make_model("qwen3"), tmp_path)
+    model = read_model_config(folder)
+    decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
+    rows, at = torch.tensor([2, 0]), torch.tensor([7, 3])
+    hidden, rope = torch.randn(2, model.hidden_size), decoder.rope(at, at + 1)
+    kept = []
+    for fused in (False, True):
+        cache = KVCache(model, 3, 8, torch.float32, "cpu")
+        queries = RecentQueries(model, 3, 4, torch.float32, "cpu")
+        view = RowsView(cache, rows, torch.tensor([1, 2]), torch.tensor([2, 3]), queries.of_step(rows, at))
+        own = decoder.layers[1]
+        if fused:
+            view.attend_heads(1, own.heads(hidden), *own.head_norm, rope)
+        else:
+            view.attend(1, *own.rotated(own.heads(hidden), rope))
+        kept.append(queries.buffer)
+    assert kept[0][1, 2, 3].any() and kept[0][1, 0, 3].any() and not kept[0][1, 1].any()
+    torch.testing.assert_close(kept[0], kept[1])
 
 
 @pytest.mark.parametrize("fields", [{"every": 0}, {"num_queries": 0}, {"memory": 1.5}, {"memory": -0.1}])

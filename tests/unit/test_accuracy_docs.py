@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import figures
 from benchmarks.svg import Line, Panel, chart
-from evals import cells, plots, tables
+from evals import cells, long_answers, plots, tables
 from evals.arms import Arm, make_arm
 from evals.cells import Cell
 from evals.sweep import ARM, points_of
@@ -90,6 +90,21 @@ def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> N
     first.path.write_text(json.dumps(json.loads(first.path.read_text()) | {"device": "another machine"}))
     assert (tables.accuracy(), tables.tasks_table(), plots.bytes_plot(), tables.source()) == before
     assert tables.source("fp8").startswith("another machine")
+
+
+def test_long_answers_compare_arms_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "RESULTS", tmp_path)
+    with pytest.raises(ValueError, match="not measured"):
+        long_answers.rescoring_table()
+    for model, task in long_answers.COLUMNS:
+        for prompts in (40, 200):
+            arms = ("snapstream", "rescoring") if prompts == 40 else ("snapstream",)
+            for arm in (make_arm(name, 512, 2080, 32) for name in arms):
+                cell = Cell(model=model, task=task, arm=arm, prompt_len=2048, num_prompts=prompts)
+                cell.write({"accuracy": float(prompts), "standard_error": 1.0}, 1.0)
+    text = long_answers.rescoring_table()
+    assert "| SnapStream | 512 | 40.0 ± 1.0 | 40.0 ± 1.0 | 40.0 ± 1.0 |" in text and "200.0" not in text
+    assert [cell["settings"]["task"] for cell in tables.cells()] == []  # no other table shows them
 
 
 def test_a_group_that_is_not_whole_is_left_out(stored: Path) -> None:
