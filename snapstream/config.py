@@ -195,7 +195,10 @@ class RescoringConfig:
         object.__setattr__(self, "memory", as_number("memory", self.memory, 0.0, 1.0))
 
     def check_budget(self, budget: KVBudget) -> None:
-        """Refuse a ring that a refresh would empty, or that does not hold the tokens whose queries vote."""
+        """Refuse a ring that a refresh would empty, or that does not hold the tokens whose queries vote.
+
+        A request may still ask for a smaller row that selects nothing: such a row is never refreshed.
+        """
         if not budget.num_topk:
             return
         least = max(self.every + 1, self.num_queries)
@@ -308,6 +311,10 @@ class EngineConfig:
         _check(
             self.rescoring is None or self.snapkv.selection == "snapkv",
             f"rescoring needs selection 'snapkv'; it is {self.snapkv.selection!r}",
+        )
+        _check(
+            self.rescoring is None or self.budget.num_topk > 0,
+            "rescoring needs a budget with selected slots (num_topk > 0); this one has none",
         )
         _check(
             self.rescoring is None or self.kv_dtype == "auto",

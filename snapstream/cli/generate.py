@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.options import KV_DTYPE_HELP, number_option, parse_budget, parse_rows, whole_option
+from snapstream.cli.options import (
+    KV_DTYPE_HELP,
+    RESCORE_HELP,
+    number_option,
+    parse_budget,
+    parse_rescoring,
+    parse_rows,
+    whole_option,
+)
 from snapstream.config import DType, Executor, KVDType, PrefillAttentionName
 from snapstream.request import RequestOutput, SamplingParams
 from snapstream.sizes import format_bytes
@@ -41,6 +49,7 @@ def generate(
         str | None,
         typer.Option(help="Slots of the row, or 'full'. Default: 8192, at most the window."),
     ] = None,
+    rescore_every: Annotated[int | None, whole_option(RESCORE_HELP)] = None,
     max_tokens: Annotated[int, whole_option("Most tokens to generate.")] = 256,
     temperature: Annotated[float, number_option("0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, whole_option("Same seed, same output.")] = None,
@@ -72,6 +81,7 @@ def generate(
     with LLM(
         model,
         budget=slots,
+        rescoring=parse_rescoring(rescore_every),
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,

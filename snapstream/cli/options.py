@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from snapstream.config import RescoringConfig
+
 KV_DTYPE_HELP = "Of rows: auto is that of --dtype, fp8 a byte per number (e4m3, with scales)."
+
+RESCORE_HELP = "A full row chooses again what it keeps, every N tokens. Default: never."
 
 if TYPE_CHECKING:
     from snapstream.startup import Budget, MaxRows
@@ -50,6 +54,11 @@ def parse_budget(text: str | None) -> Budget:
         return int(text)
     except ValueError:
         raise ValueError(f"budget is {text!r}; it must be a number of slots or 'full'") from None
+
+
+def parse_rescoring(every: int | None) -> RescoringConfig | None:
+    """Rescoring every so many tokens, or none."""
+    return None if every is None else RescoringConfig(every=every)
 
 
 def parse_rows(text: str) -> MaxRows:

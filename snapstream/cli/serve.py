@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from snapstream.cli.options import KV_DTYPE_HELP, number_option, parse_budget, parse_rows, whole_option
+from snapstream.cli.options import (
+    KV_DTYPE_HELP,
+    RESCORE_HELP,
+    number_option,
+    parse_budget,
+    parse_rescoring,
+    parse_rows,
+    whole_option,
+)
 from snapstream.config import DType, Executor, KVDType, PrefillAttentionName
 
 HELP = """Serve a model over HTTP, as the OpenAI API; SIGTERM drains. Needs the extra: snapstream-llm[serve].
@@ -40,6 +48,7 @@ def serve(
         str | None,
         typer.Option(help="Slots of a row, or 'full'; a request may ask for less. Default: 8192, at most the window."),
     ] = None,
+    rescore_every: Annotated[int | None, whole_option(RESCORE_HELP)] = None,
     max_rows: Annotated[
         str, typer.Option(help="Rows: samples decoded together; auto: as many as fit.", metavar="N|auto")
     ] = "8",
@@ -101,6 +110,7 @@ def serve(
         model=str(model or TINY_MODEL),
         budget=parse_budget(budget),
         dtype=dtype,
+        rescoring=parse_rescoring(rescore_every),
         kv_dtype=kv_dtype,
         device=device,
         executor=executor,

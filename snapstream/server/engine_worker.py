@@ -153,6 +153,7 @@ def build(spec: EngineSpec) -> LLM:
         spec.model,
         budget=spec.budget,
         snapkv=spec.snapkv,
+        rescoring=spec.rescoring,
         dtype=spec.dtype,
         kv_dtype=spec.kv_dtype,
         device=spec.device,

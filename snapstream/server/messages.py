@@ -22,6 +22,7 @@ from snapstream.config import (
     KVDType,
     ModelConfig,
     PrefillAttentionName,
+    RescoringConfig,
     SnapKVConfig,
 )
 from snapstream.request import FinishReason, Logprob, Request
@@ -36,6 +37,7 @@ class EngineSpec:
     model: str  # checkpoint folder
     budget: KVBudget | int | str = 8192  # the only text is "full"
     snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
+    rescoring: RescoringConfig | None = None
     dtype: DType = "float32"
     kv_dtype: KVDType = "auto"
     device: str = "cpu"

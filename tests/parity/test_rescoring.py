@@ -150,6 +150,12 @@ def test_what_cannot_work_is_refused_at_the_start(
         EngineConfig(budget=CASES[0][0], snapkv=snapkv, rescoring=rescoring, max_model_len=120)
 
 
+@pytest.mark.parametrize("budget", [KVBudget.full(120), KVBudget(num_sink=4, num_topk=0, num_recent=40)])
+def test_a_budget_that_selects_nothing_is_refused_with_it(budget: KVBudget) -> None:
+    with pytest.raises(ValueError, match="num_topk > 0"):
+        EngineConfig(budget=budget, rescoring=CASES[0][2], max_model_len=120)
+
+
 def test_fp8_rows_are_refused_with_it() -> None:
     budget, snapkv, rescoring = CASES[0]
     with pytest.raises(ValueError, match="kv_dtype"):

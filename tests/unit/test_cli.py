@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import snapstream
+from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.models.registry import read_model_config
@@ -184,3 +185,11 @@ def test_plan_never_imports_torch(config_file: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_rescoring_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """The engine refuses what its budget cannot do, so the option has arrived."""
+    command = ["generate", str(TINY_MODEL), "hi", "--max-tokens", "2", "--rescore-every"]
+    assert main([*command, "60", "--budget", "200"]) == 1
+    assert "a ring of 50 slots is too small for rescoring with every=60" in capsys.readouterr().err
+    assert main([*command, "8", "--budget", "200"]) == 0
