@@ -190,6 +190,6 @@ def test_plan_never_imports_torch(config_file: Path) -> None:
 def test_rescoring_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     """The engine refuses what its budget cannot do, so the option has arrived."""
     command = ["generate", str(TINY_MODEL), "hi", "--max-tokens", "2", "--rescore-every"]
-    assert main([*command, "60", "--budget", "200"]) == 1
+    assert main([*command, "60", "--budget", "200"]) == 2
     assert "a ring of 50 slots is too small for rescoring with every=60" in capsys.readouterr().err
     assert main([*command, "8", "--budget", "200"]) == 0
