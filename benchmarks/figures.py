@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS
-from evals import plots, tables
+from evals import plots, sections, tables
 from evals.compression_table import compression_table, settings_table
 from evals.long_answers import rescoring_table
 
@@ -158,15 +158,16 @@ def evals_section(name: str, document: Path) -> str:
     if name in plots.PLOTS:
         plots.PLOTS[name]()
         return f"![{plots.PLOT_TEXTS[name]}]({link(PLOTS / f'{name}.svg', document)})\n"
-    text, folder = tables.SECTIONS[name](), tables.folder()
+    model = sections.model_of(name)
+    text, folder = sections.SECTIONS[name](), tables.folder(model)
     where = f"[{folder.relative_to(README.parent).as_posix()}]({link(folder, document)})"
-    source = tables.source("fp8" if name == "accuracy_fp8" else "auto")
+    source = tables.source(model, "fp8" if name == "accuracy_fp8" else "auto")
     return f"{text}\n\n<sub>{source}; {where}</sub>\n"
 
 
 def section(name: str, document: Path = README) -> str:
     """Markdown of one result, with its source underneath."""
-    if name in plots.PLOTS or name in tables.SECTIONS:
+    if name in plots.PLOTS or name in sections.SECTIONS:
         try:
             return evals_section(name, document)
         except ValueError as missing:

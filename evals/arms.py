@@ -4,9 +4,10 @@
 - ``truncation``: the middle of the prompt is cut until it fits, then full attention.
 - ``streaming``: StreamingLLM, sinks and a ring (K = 0).
 - ``random``: the default split, but the top-k slots hold random tokens: the floor of selection.
-- ``snapkv``: selection, and a ring that holds the window and the whole answer, so that it never wraps.
-- ``snapstream``: ``KVBudget.of``, the project's default split.
-- ``hops``: the same split; the tokens that got most votes vote in turn, four times. Beyond the paper.
+- ``snapkv``: SnapKV as published (centred pooling, softmax over the row), and a ring that holds the window and the
+  whole answer, so that it never wraps.
+- ``snapstream``: ``KVBudget.of`` and the selection that a plain number of slots gives: the project's defaults.
+- ``hops``: the same; the tokens that got most votes vote in turn, four times. Beyond the papers, as is pooling ahead.
 - ``as_kvpress``: selection as kvpress's SnapKVPress does it, no sinks: what is left is another implementation.
 
 For answers longer than the ring, left out unless they are named (``LONG_ARMS``), all with the default number of slots:
@@ -20,7 +21,8 @@ For answers longer than the ring, left out unless they are named (``LONG_ARMS``)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from snapstream.config import DEFAULT_SINK, DEFAULT_WINDOW, KVBudget, RescoringConfig, SnapKVConfig
 
@@ -29,7 +31,10 @@ LONG_ARMS = ("window", "rescoring", "rescoring_fresh", "rescoring_window")
 EVERY_ARM = (*ARMS, "as_kvpress", *LONG_ARMS)  # those beyond ARMS run only when they are named
 NUM_HOPS = 4
 # What kvpress's SnapKVPress does by default, in this project's terms; written out, as our defaults may change.
-AS_KVPRESS = SnapKVConfig(window_len=64, pool_kernel=5, pooling="avg", softmax_over="row", group_reduce="sum")
+AS_KVPRESS = SnapKVConfig(
+    window_len=64, pool_kernel=5, pooling="avg", pool_half_life=0, softmax_over="row", group_reduce="sum"
+)
+AS_PUBLISHED = SnapKVConfig(pool_kernel=7, pooling="max", pool_half_life=0, softmax_over="row")  # arXiv 2404.14469
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,18 @@ class Arm:
     budget: KVBudget
     snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
     rescoring: RescoringConfig | None = None
+
+    @property
+    def selection(self) -> dict[str, Any]:
+        """What of ``snapkv`` decides what is kept, as plain data, so that a new default leaves the other cells valid.
+
+        ``pool_half_life`` stands there only if scores are carried ahead: older cells do not know it.
+        """
+        if self.budget.num_topk == 0:
+            return {}
+        if self.snapkv.selection == "random":
+            return {"selection": "random"}
+        return {name: value for name, value in asdict(self.snapkv).items() if name != "pool_half_life" or value}
 
     def prompt(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """What the model is given: for ``truncation`` both ends of the prompt, else the prompt."""
@@ -70,7 +87,8 @@ def make_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
             raise ValueError(
                 f"{slots} slots leave nothing to select beside {DEFAULT_SINK} sinks and a ring of {recent}"
             )
-        return Arm(name=name, slots=slots, budget=KVBudget(num_topk=topk, num_recent=recent))
+        budget = KVBudget(num_topk=topk, num_recent=recent)
+        return Arm(name=name, slots=slots, budget=budget, snapkv=AS_PUBLISHED)
     if name == "snapstream":
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots))
     if name == "hops":

@@ -74,7 +74,7 @@ class Cell:
             "arm": self.arm.name,
             "slots": self.arm.slots,
             "budget": asdict(self.arm.budget),
-            "snapkv": asdict(self.arm.snapkv),
+            "snapkv": self.arm.selection,
             "prompt_len": self.prompt_len,
             "num_prompts": self.num_prompts,
             "max_tokens": TASKS[self.task].max_tokens,

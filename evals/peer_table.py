@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 from evals import tables
-from evals.arms import make_arm
 from evals.tasks import TASKS
 
 ENGINES = {"snapstream": "this engine", "kvpress": "kvpress"}
@@ -16,7 +12,7 @@ ROWS = (
     ("kvpress", "full", "full attention"),
     ("snapstream", "hops", "SnapStream, 4 hops"),
     ("snapstream", "snapstream", "SnapStream"),
-    ("snapstream", "snapkv", "SnapKV, ring never wraps"),
+    ("snapstream", "snapkv", "SnapKV as published"),
     ("snapstream", "as_kvpress", "SnapKV, kvpress's settings"),
     ("kvpress", "snapkv", "SnapKVPress"),
     ("kvpress", "chunkkv", "ChunkKVPress over SnapKVPress"),
@@ -24,22 +20,6 @@ ROWS = (
     ("snapstream", "streaming", "StreamingLLM"),
     ("kvpress", "streaming", "StreamingLLMPress"),
 )
-
-
-def is_current(settings: dict[str, Any]) -> bool:
-    """Whether a stored cell of this engine is what its arm means today: defaults move, stored cells stay.
-
-    Rows in another dtype than the weights' are another table's.
-    """
-    if settings.get("kv_dtype", "auto") != "auto":
-        return False
-    longest = settings["max_tokens"]
-    try:
-        arm = make_arm(settings["arm"], settings["slots"], settings["prompt_len"] + longest, longest)
-    except ValueError:
-        return False
-    now = asdict(arm.budget) | asdict(arm.snapkv)
-    return all(now.get(name) == value for name, value in (settings["budget"] | settings["snapkv"]).items())
 
 
 def _asked(cell: tables.Result) -> tuple[str, int]:
@@ -67,7 +47,9 @@ def peer_table() -> str:
 
     for cell in sorted(stored, key=worth):  # a later one replaces an earlier one
         s = cell["settings"]
-        if s["prompt_len"] == longest and s["task"] in measured and (s["source"] == "kvpress" or is_current(s)):
+        if s["source"] == "snapstream" and not (s.get("kv_dtype", "auto") == "auto" and tables.is_current(s)):
+            continue  # rows in another dtype than the weights' are another table's
+        if s["prompt_len"] == longest and s["task"] in measured:
             slots = 0 if s["arm"] == "full" else s["slots"]
             lines.setdefault((s["source"], s["arm"], slots), {})[s["task"]] = cell
     sizes = {slots for source, _, slots in lines if source == "kvpress"}

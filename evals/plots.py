@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from benchmarks.svg import Line, Panel, chart
-from evals.tables import ARM_NAMES, arm_cells, by_group, group_of, mean, part_of
+from evals.tables import ARM_NAMES, by_group, compared, group_of, mean, part_of
 from evals.tasks import TASKS
+from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
 COLOURS = {
     "full": "#000000", "hops": "#56b4e9", "snapstream": "#0072b2", "snapkv": "#009e73", "streaming": "#d55e00",
@@ -15,9 +17,9 @@ COLOURS = {
 }  # fmt: skip
 
 
-def accuracy_plot() -> str:
+def accuracy_plot(model: Path = TINY_MODEL) -> str:
     """SVG: accuracy against budget, a panel per group that was measured, all arms."""
-    found = arm_cells()
+    found = compared(model)
     prompt_len = found[0]["settings"]["prompt_len"]
     slots = sorted({c["settings"]["slots"] for c in found if c["settings"]["arm"] != "full"}, reverse=True)
     ticks = [part_of(n, prompt_len) for n in slots]
@@ -40,7 +42,7 @@ def accuracy_plot() -> str:
 
 def bytes_plot() -> str:
     """SVG: mean accuracy over the groups that every arm has, against the bytes of a row."""
-    found = arm_cells()
+    found = compared()
     rows = by_group(found)
     shared = set.intersection(*(set(line) for line in rows.values()))
     smallest = {row: min(c["result"]["row_bytes"] for own in line.values() for c in own) for row, line in rows.items()}
@@ -65,8 +67,13 @@ def bytes_plot() -> str:
     return chart([panel], columns=1, panel_width=750)
 
 
-PLOTS: dict[str, Callable[[], str]] = {"accuracy_plot": accuracy_plot, "bytes_plot": bytes_plot}
+PLOTS: dict[str, Callable[[], str]] = {
+    "accuracy_plot": accuracy_plot,
+    "draft_accuracy_plot": lambda: accuracy_plot(TINY_DRAFT_MODEL),
+    "bytes_plot": bytes_plot,
+}
 PLOT_TEXTS = {
     "accuracy_plot": "Accuracy against budget, a panel per group of tasks, one line per arm",
+    "draft_accuracy_plot": "The same on the second model (Qwen3): accuracy against budget",
     "bytes_plot": "Mean accuracy against the bytes of a row, one line per arm",
 }

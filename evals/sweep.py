@@ -1,4 +1,4 @@
-"""One setting at a time around the default: what the defaults of ``KVBudget.of`` and ``SnapKVConfig`` rest on.
+"""One setting at a time: what the defaults of ``KVBudget.of`` and ``SnapKVConfig`` rest on.
 
     python -m evals.sweep                # the shipped model, 2,048 tokens, 1/8, 100 prompts per cell
     python -m evals.sweep --sweeps split window --budget 1/16 --jobs 2
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,12 +21,15 @@ from evals.arms import Arm
 from evals.cells import Cell, run_cells
 from evals.tasks import TASKS
 from snapstream.assets import TINY_MODEL
-from snapstream.config import DEFAULT_SINK, KVBudget, SnapKVConfig
+from snapstream.config import DEFAULT_SINK, KVBudget, Pooling, SnapKVConfig
 
-TASK_NAMES = (
-    "kv", "multi_value", "multi_query", "multi_uuid", "variable", "paraphrase", "question_first", "second_kept",
-    "recite",
-)  # fmt: skip
+# What the models that ship can do with all tokens kept: elsewhere a sweep says nothing.
+TASKS_OF = {
+    "tiny": ("kv", "multi_uuid", "variable", "paraphrase", "second_kept"),
+    "tiny_draft": ("kv", "multi_uuid", "variable", "paraphrase", "multi_query", "multi_value", "recite"),
+}
+# What the sweeps of the other settings vary around: the default when they were measured, nothing carried ahead.
+CENTRED = SnapKVConfig(pool_kernel=13, pool_half_life=0)
 ARM = "sweep"  # what stored points are called, so that no table of arms takes one for the default
 PROMPT_LEN = 2048
 NUM_PROMPTS = 100
@@ -55,35 +58,41 @@ def split_of(slots: int, num_recent: int, num_sink: int = DEFAULT_SINK, num_wind
 def _split(slots: int) -> list[Setting]:
     """K : R at fixed capacity."""
     parts = [Fraction(1, 16), Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4)]
-    return [Setting(label=f"R = {part} C", budget=split_of(slots, int(slots * part))) for part in parts]
+    return [Setting(label=f"R = {part} C", budget=split_of(slots, int(slots * part)), snapkv=CENTRED) for part in parts]
 
 
 def _sinks(slots: int) -> list[Setting]:
     recent = KVBudget.of(slots).num_recent
-    return [Setting(label=f"S = {n}", budget=split_of(slots, recent, num_sink=n)) for n in (0, 1, 4, 16)]
+    return [
+        Setting(label=f"S = {n}", budget=split_of(slots, recent, num_sink=n), snapkv=CENTRED) for n in (0, 1, 4, 16)
+    ]
 
 
 def _window(slots: int) -> list[Setting]:
     """How many queries vote."""
     budget = KVBudget.of(slots)
-    return [Setting(label=f"{n}", budget=budget, snapkv=SnapKVConfig(window_len=n)) for n in (4, 8, 16, 32, 64)]
+    return [Setting(label=f"{n}", budget=budget, snapkv=replace(CENTRED, window_len=n)) for n in (4, 8, 16, 32, 64)]
 
 
 def _pooling(slots: int) -> list[Setting]:
-    budget = KVBudget.of(slots)
-    points = [Setting(label="none", budget=budget, snapkv=SnapKVConfig(pool_kernel=1))]
-    for kind in ("avg", "max"):
-        for width in (5, 7, 13, 21, 29, 63):
-            snapkv = SnapKVConfig(pool_kernel=width, pooling=kind)  # type: ignore[arg-type]
-            points.append(Setting(label=f"{kind} {width}", budget=budget, snapkv=snapkv))
-    return points
+    """Centred pooling alone, as SnapKV has it; then how far a hit is carried ahead, and over which width."""
+    points = [_pool(slots, 1, 0, label="none")]
+    points += [_pool(slots, width, 0, kind) for kind, width in (("avg", 7), ("max", 7), ("max", 13), ("max", 29))]
+    points += [_pool(slots, 7, half_life) for half_life in (2, 4, 8, 16, 32)]
+    return [*points, _pool(slots, 1, 8), _pool(slots, 3, 8), _pool(slots, 13, 8), _pool(slots, 7, 8, "avg")]
+
+
+def _pool(slots: int, width: int, half_life: int, kind: Pooling = "max", hops: int = 0, label: str = "") -> Setting:
+    snapkv = SnapKVConfig(pool_kernel=width, pooling=kind, pool_half_life=half_life, num_hops=hops)
+    ahead = f", half-life {half_life}" if half_life else ""
+    return Setting(label=label or f"{kind} {width}{ahead}", budget=KVBudget.of(slots), snapkv=snapkv)
 
 
 def _merge(slots: int) -> list[Setting]:
     """What the softmax runs over, and how the query heads of a group merge."""
     budget = KVBudget.of(slots)
     return [
-        Setting(label=f"{over}, {merge}", budget=budget, snapkv=SnapKVConfig(softmax_over=over, group_reduce=merge))  # type: ignore[arg-type]
+        Setting(label=f"{over}, {merge}", budget=budget, snapkv=replace(CENTRED, softmax_over=over, group_reduce=merge))
         for over in ("candidates", "row")
         for merge in ("sum", "max")
     ]
@@ -94,22 +103,23 @@ def _keep(slots: int) -> list[Setting]:
     recent = KVBudget.of(slots).num_recent
     points = [KVBudget.of(slots, num_window=recent * quarters // 4) for quarters in range(4)]
     points += [split_of(slots, recent // 2, num_window=kept) for kept in (recent, 3 * recent // 2)]
-    return [Setting(label=f"{b.num_window} kept, ring {b.num_recent}, top-k {b.num_topk}", budget=b) for b in points]
+    return [
+        Setting(label=f"{b.num_window} kept, ring {b.num_recent}, top-k {b.num_topk}", budget=b, snapkv=CENTRED)
+        for b in points
+    ]
 
 
 def _hops(slots: int) -> list[Setting]:
     """In how many rounds the tokens voted for vote in turn."""
     budget = KVBudget.of(slots)
-    return [Setting(label=f"{n}", budget=budget, snapkv=SnapKVConfig(num_hops=n)) for n in (0, 1, 2, 4, 8, 16)]
+    return [Setting(label=f"{n}", budget=budget, snapkv=replace(CENTRED, num_hops=n)) for n in (0, 1, 2, 4, 8, 16)]
 
 
 def _hops_pooling(slots: int) -> list[Setting]:
-    """Hops and wide pooling together: both reach for the rest of a long answer."""
-    budget = KVBudget.of(slots)
+    """Hops and pooling together: both reach for the rest of a long answer."""
     return [
-        Setting(label=f"{hops} hops, max {width}", budget=budget,
-                snapkv=SnapKVConfig(num_hops=hops, pool_kernel=width, pooling="max"))
-        for hops in (0, 4, 8) for width in (7, 13, 21, 29)
+        _pool(slots, 7, half_life, hops=hops, label=f"{hops} hops, half-life {half_life}")
+        for hops in (0, 4, 8) for half_life in (0, 4, 8)
     ]  # fmt: skip
 
 
@@ -126,6 +136,11 @@ SWEEPS = {
 }
 
 
+def tasks_of(model: Path) -> tuple[str, ...]:
+    """The tasks of a model's sweeps; for another model all of them."""
+    return TASKS_OF.get(model.name, tuple(dict.fromkeys(task for tasks in TASKS_OF.values() for task in tasks)))
+
+
 def points_of(name: str, slots: int) -> list[Setting]:
     """The points of a sweep; the default is one of them."""
     points = SWEEPS[name][1](slots)
@@ -135,9 +150,10 @@ def points_of(name: str, slots: int) -> list[Setting]:
 
 
 def cells_of(
-    name: str, model: Path, slots: int, num_prompts: int = NUM_PROMPTS, tasks: Sequence[str] = TASK_NAMES
+    name: str, model: Path, slots: int, num_prompts: int = NUM_PROMPTS, tasks: Sequence[str] = ()
 ) -> list[tuple[Setting, list[Cell]]]:
-    """The points of a sweep, and for each its cells in the order of ``tasks``."""
+    """The points of a sweep, and for each its cells in the order of ``tasks`` (none given: those of the model)."""
+    tasks = tasks or tasks_of(model)
     rows = []
     for point in points_of(name, slots):
         arm = Arm(name=ARM, slots=slots, budget=point.budget, snapkv=point.snapkv)
@@ -162,7 +178,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY_MODEL)
     parser.add_argument("--sweeps", nargs="+", choices=list(SWEEPS), default=list(SWEEPS))
-    parser.add_argument("--families", nargs="+", choices=list(TASKS), default=list(TASK_NAMES), metavar="TASK")
+    parser.add_argument(
+        "--families", nargs="+", choices=list(TASKS), metavar="TASK", help="default: what the model can do"
+    )
     parser.add_argument("--budget", type=Fraction, default=Fraction(1, 8), help="slots as a part of the prompt")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="per cell")
     parser.add_argument("--jobs", type=int, default=1)
@@ -171,6 +189,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    args.families = args.families or tasks_of(args.model)
     slots = int(PROMPT_LEN * args.budget)
     sweeps = {name: cells_of(name, args.model, slots, args.prompts, args.families) for name in args.sweeps}
     every = [cell for rows in sweeps.values() for _, cells in rows for cell in cells]

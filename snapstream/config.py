@@ -147,8 +147,9 @@ class SnapKVConfig:
 
     selection: Selection = "snapkv"  # "random" ignores the votes: the floor that a selection must beat
     window_len: int = DEFAULT_WINDOW  # observation window: the last prompt queries that vote
-    pool_kernel: int = 13  # odd width of the pooling along the keys, stride 1, zero padding
-    pooling: Pooling = "max"  # wide and by maximum: docs/accuracy.md
+    pool_kernel: int = 7  # odd width of the centred pooling along the keys, stride 1, zero padding
+    pooling: Pooling = "max"  # SnapKV's code has both; why the maximum: docs/accuracy.md
+    pool_half_life: int = 8  # tokens ahead over which a pooled score halves; 0 carries none ahead, as SnapKV has it
     softmax_over: SoftmaxOver = "candidates"  # normalise over the eviction candidates, or over the whole visible row
     group_reduce: GroupReduce = "sum"  # how query heads that share a kv head merge, after the softmax
     num_hops: int = (
@@ -156,7 +157,7 @@ class SnapKVConfig:
     )
 
     def __post_init__(self) -> None:
-        _set_counts(self, window_len=1, pool_kernel=1, num_hops=0)
+        _set_counts(self, window_len=1, pool_kernel=1, pool_half_life=0, num_hops=0)
         _check(
             self.selection in ("snapkv", "random"),
             f"selection is {self.selection!r}; it must be 'snapkv' or 'random'",

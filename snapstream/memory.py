@@ -113,7 +113,7 @@ def prefill_memory(
     kv_size = config.num_kv_heads * config.head_dim
     keys = min(SCORING_KEYS, prompt_len)
     scoring_bytes = 4 * (window_len * config.num_heads * keys + kv_size * keys)  # fp32 block and its keys
-    scoring_bytes += 4 * 2 * config.num_kv_heads * prompt_len  # scores of all keys, before and after pooling
+    scoring_bytes += 4 * 3 * config.num_kv_heads * prompt_len  # scores of all keys: as voted, pooled, carried ahead
     return PrefillMemory(
         hidden_bytes=prompt_len * config.hidden_size * dtype_bytes,
         staging_bytes=prompt_len * 2 * kv_size * dtype_bytes,

@@ -3,9 +3,9 @@
 The last ``window_len`` prompt queries vote. Per layer and query head: softmax of ``q k / sqrt(E)`` over the eviction
 candidates, summed over the window; then query heads that share a kv head are merged, scores are pooled along the keys
 with stride 1 and zero padding, and the best ``K`` positions are kept, ascending; ties go to the lower position
-(SnapKV, arXiv 2404.14469, section 4; SnapStream, arXiv 2511.03092, section 3; the merge of grouped heads is ours, and
-so are hops: before the pooling, the tokens that got most votes vote in turn, because what the question points at may
-itself point at what the answer will need).
+(SnapKV, arXiv 2404.14469, section 4; SnapStream, arXiv 2511.03092, section 3). Ours are the merge of grouped heads; the
+pooling ahead, because a question points at the key and the answer stands behind it; and hops: before the pooling, the
+tokens that got most votes vote in turn, because what the question points at may itself point at what the answer needs.
 ``compress.py`` uses the result; ``kernels/reference.py`` holds the plain meaning of the scores.
 """
 
@@ -18,15 +18,39 @@ from torch import Tensor
 from snapstream.config import SnapKVConfig
 from snapstream.kernels import dispatch
 
+MAX_HALVINGS = 32  # a score that halved as often is carried no further
+
 
 def pool_scores(scores: Tensor, config: SnapKVConfig) -> Tensor:
-    """Smooth ``scores [G, n]`` along the candidates, so that neighbours of a hit are kept with it."""
+    """Smooth ``scores [G, n]`` along the candidates, so that neighbours of a hit are kept with it.
+
+    First SnapKV's centred pooling; then every score is carried ahead, halved every ``pool_half_life`` tokens, and a
+    candidate takes the best that reaches it (beyond the papers; ``reference.carry_ahead`` is the plain meaning).
+    """
+    pooled = pool_centred(scores, config)
+    return carry_ahead(pooled, config.pool_half_life) if config.pool_half_life else pooled
+
+
+def pool_centred(scores: Tensor, config: SnapKVConfig) -> Tensor:
+    """SnapKV's pooling alone."""
     width = config.pool_kernel
     if width == 1:
         return scores
-    if config.pooling == "avg":
-        return F.avg_pool1d(scores[None], width, stride=1, padding=width // 2)[0]
-    return F.max_pool1d(scores[None], width, stride=1, padding=width // 2)[0]
+    pool = F.avg_pool1d if config.pooling == "avg" else F.max_pool1d
+    return pool(scores[None], width, stride=1, padding=width // 2)[0]
+
+
+def carry_ahead(scores: Tensor, half_life: int) -> Tensor:
+    """``out[g, j] = max over d of scores[g, j - d] * 2^(-d / half_life)`` for scores >= 0, in doubling steps.
+
+    After steps of 1, 2, 4 ... every score has reached twice as far ahead, so a few passes do for any distance.
+    """
+    out, step = scores.clone(), 1
+    while step < min(scores.shape[-1], MAX_HALVINGS * half_life):
+        carried = out[:, :-step] * 2.0 ** (-step / half_life)  # a copy: the next line writes what it was read from
+        torch.maximum(out[:, step:], carried, out=out[:, step:])
+        step *= 2
+    return out
 
 
 def select_topk(scores: Tensor, num_topk: int) -> Tensor:
@@ -78,8 +102,9 @@ def select_positions(
     )  # [G, n] fp32
     pooled = pool_scores(scores, config)
     if config.num_hops:
-        first = select_topk(pooled, -(-num_topk // 2))  # half of the slots are the window's, whatever hops find
-        pooled = pool_scores(_add_hops(scores, queries, keys, candidates, config), config)
+        # Half of the slots are the window's, whatever hops find; only what it points at is carried ahead.
+        first = select_topk(pooled, -(-num_topk // 2))
+        pooled = pool_centred(_add_hops(scores, queries, keys, candidates, config), config)
         pooled.scatter_(1, first, float("inf"))
     return select_topk(pooled, num_topk) + candidates.start
 

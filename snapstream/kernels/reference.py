@@ -152,6 +152,17 @@ def hop_scores(weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, s
     return torch.einsum("gm,gmn->gn", weights, probabilities.mean(2))
 
 
+def carry_ahead(scores: Tensor, half_life: int) -> Tensor:
+    """``scores [G, n]``, >= 0, each carried to all candidates after it: halved every ``half_life`` tokens, best kept.
+
+    A morphological dilation with a kernel on one side. Ours: the window points at a key, its answer stands behind it.
+    """
+    out = scores.clone()
+    for distance in range(1, scores.shape[1]):
+        out[:, distance:] = torch.maximum(out[:, distance:], scores[:, :-distance] * 0.5 ** (distance / half_life))
+    return out
+
+
 def random_scores(layer: int, num_kv_heads: int, start: int, stop: int, device: torch.device | str) -> Tensor:
     """A score in [0, 1) for every candidate that depends on layer, head and position alone: ``[G, stop - start]`` fp32.
 

@@ -87,8 +87,10 @@ class ListsEngine:
             latest = row_by_lists.hop(latest, q.tolist(), keys, start, config.window_len)
             total = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(total, latest, strict=True)]
         for head in heads:
-            own_votes = row_by_lists.pooled(scores[head], config.pool_kernel, config.pooling)
-            smooth = row_by_lists.pooled(total[head], config.pool_kernel, config.pooling)
+            own_votes = row_by_lists.pooled(scores[head], config.pool_kernel, config.pooling, config.pool_half_life)
+            smooth = row_by_lists.pooled(total[head], config.pool_kernel, config.pooling, 0)
+            if config.num_hops == 0:
+                smooth = own_votes
             if config.selection == "random":
                 smooth = [row_by_lists.chance(layer, head, p) for p in range(start, stop)]
                 own_votes = smooth

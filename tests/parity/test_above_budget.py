@@ -18,7 +18,7 @@ from tests.parity.lists_engine import ListsEngine
 
 CASES = [
     # budget, snapkv: generous ring, small ring, StreamingLLM, no sinks, R = 1, window longer than the prompt,
-    # the window stays, random selection, hops
+    # the window stays, random selection, hops, a short reach ahead, none
     (KVBudget(num_sink=4, num_topk=12, num_recent=16), SnapKVConfig(window_len=8)),
     (KVBudget(num_sink=2, num_topk=20, num_recent=3), SnapKVConfig(window_len=8, pool_kernel=5, pooling="max")),
     (KVBudget(num_sink=4, num_topk=0, num_recent=12), SnapKVConfig(window_len=8)),
@@ -28,6 +28,8 @@ CASES = [
     (KVBudget(num_sink=4, num_topk=12, num_window=8, num_recent=7), SnapKVConfig(window_len=8)),
     (KVBudget(num_sink=2, num_topk=12, num_recent=8), SnapKVConfig(window_len=4, selection="random")),
     (KVBudget(num_sink=2, num_topk=12, num_recent=8), SnapKVConfig(window_len=4, num_hops=2)),
+    (KVBudget(num_sink=2, num_topk=12, num_recent=8), SnapKVConfig(window_len=4, pool_kernel=3, pool_half_life=2)),
+    (KVBudget(num_sink=2, num_topk=12, num_recent=8), SnapKVConfig(window_len=4, pool_kernel=5, pool_half_life=0)),
 ]
 LENGTHS = (3, 17, 33, 48, 60)
 

@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks import figures
 from benchmarks.svg import Line, Panel, chart
-from evals import cells, long_answers, plots, tables
+from evals import cells, long_answers, plots, sections, sweep, sweep_tables, tables
 from evals.arms import Arm, make_arm
 from evals.cells import Cell
 from evals.sweep import ARM, points_of
-from snapstream.assets import TINY_MODEL
+from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
 DOCS = figures.DOCUMENTS[1]
 
@@ -29,9 +29,22 @@ def test_sections_of_the_accuracy_document_are_known() -> None:
     text = DOCS.read_text()
     names = [match[2] for match in figures.SECTION.finditer(text)]
     assert len(names) == text.count("<!-- figures: ") == text.count("<!-- end -->") > 0
-    assert set(names) <= set(tables.SECTIONS) | set(plots.PLOTS) | set(figures.WITH_SOURCE)
+    assert set(names) <= set(sections.SECTIONS) | set(plots.PLOTS) | set(figures.WITH_SOURCE)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (DOCS.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("model", [TINY_MODEL, TINY_DRAFT_MODEL])
+def test_every_stored_point_of_a_sweep_is_in_a_sweep(model: Path) -> None:
+    found = [cell["settings"] for cell in tables.cells(model) if cell["settings"]["arm"] == ARM]
+    known = {
+        json.dumps(cell.settings | {"num_prompts": 0}, sort_keys=True)
+        for slots in {settings["slots"] for settings in found}
+        for name in sweep.SWEEPS
+        for _, cells_of_point in sweep.cells_of(name, model, slots)
+        for cell in cells_of_point
+    }
+    assert {json.dumps(settings | {"num_prompts": 0}, sort_keys=True) for settings in found} <= known
 
 
 @pytest.fixture
@@ -64,10 +77,45 @@ def test_tables_show_the_stored_cells(stored: Path) -> None:
     detail = tables.tasks_table()
     assert "| SnapStream | 1/8 | 82.0 ± 3.0 (81.0) | 72.0 ± 3.0 (71.0) |" in detail
     assert "| SnapStream | 1/8 | 64 | 90.0 | 80.0 | 70.0 | 60.0 |" in tables.by_position()
-    sinks = tables.sweep_table("sinks")
-    assert "| S = 0 | 60.0 ± 3.0 |" in sinks and "| **S = 4** (default) | 62.0 ± 3.0 |" in sinks
+    sinks = sweep_tables.sweep_table("sinks")
+    assert (
+        "| setting | kv |\n" in sinks and "| **default** | 60.0 ± 3.0 |" in sinks and "| S = 4 | 63.0 ± 3.0 |" in sinks
+    )
     with pytest.raises(ValueError, match="not measured; run python -m evals.sweep --sweeps pooling"):
-        tables.sweep_table("pooling")
+        sweep_tables.sweep_table("pooling")
+
+
+def test_what_was_wanted_stands_beside_what_came_of_it(stored: Path) -> None:
+    streaming = Cell(
+        model=TINY_MODEL, task="variable", arm=make_arm("streaming", 256, 2080, 32), prompt_len=2048, num_prompts=200
+    )
+    streaming.write(json.loads(streaming_like(stored)) | {"accuracy": 43.0}, 1.0)
+    text = sweep_tables.goals()
+    assert "| exact retrieval | 94.0 | 81.0, missed | 77.0, missed |  | yes, or equal |" in text
+    assert "| multi-hop | 59.0 | 46.0, missed | 42.0, missed |  | no: StreamingLLM +1.0 at 1/8 |" in text
+    near = Cell(
+        model=TINY_MODEL, task="paraphrase", arm=make_arm("full", 2048, 2080, 32), prompt_len=2048, num_prompts=200
+    )
+    result = json.loads(streaming_like(stored))
+    near.write(result | {"accuracy": 90.0}, 1.0)
+    for part, accuracy in ((4, 89.0), (8, 86.9)):
+        arm = make_arm("snapstream", 2048 // part, 2080, 32)
+        replace(near, arm=arm).write(result | {"accuracy": accuracy}, 1.0)
+    assert "| question answering | 90.0 | 89.0, reached | 86.9, missed |  | yes, or equal |" in sweep_tables.goals()
+
+
+def streaming_like(stored: Path) -> str:
+    """The result of any stored cell."""
+    return json.dumps(json.loads(next(stored.glob("*/kv_*.json")).read_text())["result"])
+
+
+def test_tasks_out_of_reach_are_named_and_only_there(stored: Path) -> None:
+    arm = make_arm("full", 2048, 2080, 32)
+    cell = Cell(model=TINY_MODEL, task="common_words", arm=arm, prompt_len=2048, num_prompts=200)
+    cell.write(json.loads(streaming_like(stored)) | {"accuracy": 12.0}, 1.0)
+    text = tables.tasks_table()
+    assert "full attention being below 80 points: variable 59.0, common_words 12.0, recite 49.0." in text
+    assert "| common_words" not in text and "aggregation" not in tables.accuracy()
 
 
 def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> None:

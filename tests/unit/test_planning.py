@@ -109,7 +109,7 @@ def test_scoring_sets_the_temporaries_of_short_chunks(llama_8b: ModelConfig) -> 
     memory = prefill_memory(llama_8b, 131_072, chunk_len=64, dtype_bytes=2)
     block = 32 * 32 * 4096  # window x heads x keys
     keys = 8 * 128 * 4096
-    scores = 2 * 8 * 131_072
+    scores = 3 * 8 * 131_072  # as voted, pooled, one pass of carrying ahead
     assert memory.transient_bytes == 4 * (block + keys + scores)
 
 

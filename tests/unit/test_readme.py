@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import README, SECTION, TABLES, render
-from evals import plots, tables
+from evals import plots, sections
 from snapstream.assets import TINY_MODEL
 
 TEXT = README.read_text()
@@ -38,7 +38,7 @@ def test_named_files_and_folders_exist() -> None:
 def test_figures_are_those_of_the_stored_results() -> None:
     names = [match[2] for match in SECTION.finditer(TEXT)]
     assert len(names) == TEXT.count("<!-- figures: ") == TEXT.count("<!-- end -->") > 0
-    assert set(names) <= set(TABLES) | set(plots.PLOTS) | set(tables.SECTIONS)
+    assert set(names) <= set(TABLES) | set(plots.PLOTS) | set(sections.SECTIONS)
     assert render(TEXT) == TEXT, "run python -m benchmarks.figures"
 
 

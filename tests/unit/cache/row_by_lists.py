@@ -75,14 +75,19 @@ def normalised(scores):
     return [score / sum(scores) for score in scores] if sum(scores) else scores
 
 
-def pooled(scores, width, kind):
-    """One list smoothed with a centred window; outside the list there are zeros (avg) or nothing (max)."""
+def pooled(scores, width, kind, half_life):
+    """One list smoothed with a centred window; outside the list there are zeros (avg) or nothing (max).
+
+    Then every score lives on in the tokens after it, halved after each ``half_life`` of them (0: not at all).
+    """
     half = width // 2
     out = []
     for i in range(len(scores)):
         inside = [scores[j] for j in range(i - half, i + half + 1) if 0 <= j < len(scores)]
         out.append(max(inside) if kind == "max" else sum(inside) / width)
-    return out
+    if half_life == 0:
+        return out
+    return [max(out[j] / 2 ** ((i - j) / half_life) for j in range(i + 1)) for i in range(len(out))]
 
 
 def best(scores, count):

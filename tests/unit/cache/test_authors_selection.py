@@ -1,12 +1,15 @@
 """Which settings give the selection of SnapKV's authors (their public code, commit e216ddc, was run beside ours).
 
 There: every query head keeps a set of its own, the softmax runs over the whole row, the window is cut off after it,
-there are no sinks, and the window itself is kept. Here: as many kv heads as query heads, ``softmax_over="row"``, no
-sinks, a ring as long as the window. On 240 heads of random tensors the sets were equal with average pooling; with max
-pooling they differed in 137 of 240, always among tied scores, of which ours takes the lowest positions.
+there are no sinks, and the window itself is kept. Here: as many kv heads as query heads, ``softmax_over="row"``,
+``pool_half_life=0``, no sinks, a ring as long as the window. On 240 heads of random tensors the sets were equal with
+average pooling; with max pooling they differed in 137 of 240, always among tied scores, of which ours takes the lowest
+positions.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,11 +37,9 @@ def test_settings_of_the_authors_give_their_tokens(width: int, window: int) -> N
     num_kept, num_keys, num_heads = 60, 300, 4
     queries, keys = 3 * torch.randn(num_keys, num_heads, 16), torch.randn(num_heads, num_keys, 16)
     budget = KVBudget(num_sink=0, num_topk=num_kept, num_recent=window)
-    config = SnapKVConfig(window_len=window, pool_kernel=width, pooling="avg", softmax_over="row")
+    config = SnapKVConfig(window_len=window, pool_kernel=width, pooling="avg", pool_half_life=0, softmax_over="row")
     row = kept_positions(queries[-window:], keys, 0, budget, config)
-    other = kept_positions(
-        queries[-window:], keys, 0, budget, SnapKVConfig(window_len=window, pool_kernel=width, pooling="avg")
-    )
+    other = kept_positions(queries[-window:], keys, 0, budget, replace(config, softmax_over="candidates"))
     num_different = 0
     for head in range(num_heads):
         want = authors_scores(queries[:, head], keys[head], window, width).topk(num_kept).indices

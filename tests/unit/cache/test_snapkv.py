@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from snapstream.cache.compress import kept_positions
-from snapstream.cache.snapkv import pool_scores, select_topk
+from snapstream.cache.snapkv import MAX_HALVINGS, carry_ahead, pool_scores, select_topk
 from snapstream.config import KVBudget, SnapKVConfig
 from snapstream.kernels import reference
 from snapstream.kernels.scores import hop_scores, snapkv_scores
@@ -19,6 +19,7 @@ configs = st.builds(
     window_len=st.integers(1, 9),
     pool_kernel=st.sampled_from([1, 3, 5, 7, 63]),
     pooling=st.sampled_from(["avg", "max"]),
+    pool_half_life=st.sampled_from([0, 1, 3, 8]),
     softmax_over=st.sampled_from(["candidates", "row"]),
     group_reduce=st.sampled_from(["sum", "max"]),
     selection=st.sampled_from(["snapkv", "snapkv", "random"]),
@@ -69,7 +70,7 @@ def test_kept_positions_equal_the_list_based_program(
         if config.selection == "random":
             smooth = [row_by_lists.chance(layer, head, p) for p in range(start, stop)]
         else:
-            smooth = row_by_lists.pooled(scores[head], config.pool_kernel, config.pooling)
+            smooth = row_by_lists.pooled(scores[head], config.pool_kernel, config.pooling, config.pool_half_life)
         row = got[head].tolist()
         selected = row[budget.num_sink : budget.num_sink + budget.num_topk]
         assert selected == sorted(set(selected)) and all(start <= p < stop for p in selected)
@@ -131,7 +132,7 @@ def test_chunked_hops_equal_the_reference(chunk: int, heads: tuple[int, int]) ->
 def test_hops_equal_the_list_based_program(num_hops: int, heads: tuple[int, int], window: int) -> None:
     torch.manual_seed(num_hops)
     budget = KVBudget(num_sink=2, num_topk=7, num_recent=3)
-    config = SnapKVConfig(window_len=window, num_hops=num_hops, pool_kernel=3, pooling="avg")
+    config = SnapKVConfig(window_len=window, num_hops=num_hops, pool_kernel=3, pooling="avg", pool_half_life=2)
     queries, keys = 2 * torch.randn(40, heads[0], 8), torch.randn(heads[1], 40, 8)
     got = kept_positions(queries, keys, 0, budget, config)
     scores = row_by_lists.votes(queries[-window:].tolist(), keys.tolist(), 2, 37, False, False)
@@ -141,7 +142,8 @@ def test_hops_equal_the_list_based_program(num_hops: int, heads: tuple[int, int]
         latest = row_by_lists.hop(latest, queries.tolist(), keys.tolist(), 2, window)
         total = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(total, latest, strict=True)]
     for head in range(heads[1]):
-        own, smooth = (row_by_lists.pooled(part[head], 3, "avg") for part in (scores, total))
+        own = row_by_lists.pooled(scores[head], 3, "avg", 2)
+        smooth = row_by_lists.pooled(total[head], 3, "avg", 0)  # what hops find is not carried ahead
         assert got[head, 2:9].tolist() == [2 + i for i in row_by_lists.best_with_hops(own, smooth, 7)]
 
 
@@ -151,10 +153,8 @@ def test_a_hop_finds_what_the_question_does_not_look_at() -> None:
     queries[-4:, 0, 0] = keys[0, 20, 0] = 10.0
     queries[20, 0, 1] = keys[0, 30, 1] = 10.0
     budget = KVBudget(num_sink=0, num_topk=2, num_recent=8)
-    kept = {
-        hops: kept_positions(queries, keys, 0, budget, SnapKVConfig(window_len=4, pool_kernel=1, num_hops=hops))[0, :2]
-        for hops in (0, 1)
-    }
+    configs = [SnapKVConfig(window_len=4, pool_kernel=1, pool_half_life=0, num_hops=hops) for hops in (0, 1)]
+    kept = [kept_positions(queries, keys, 0, budget, config)[0, :2] for config in configs]
     assert kept[0].tolist() == [0, 20] and kept[1].tolist() == [20, 30]
 
 
@@ -193,8 +193,32 @@ def test_pooling_keeps_the_neighbours_of_a_hit() -> None:
     scores = torch.zeros(1, 20)
     scores[0, 10] = 1.0
     for pooling in ("avg", "max"):
-        config = SnapKVConfig(pool_kernel=5, pooling=pooling)
+        config = SnapKVConfig(pool_kernel=5, pooling=pooling, pool_half_life=0)
         assert select_topk(pool_scores(scores, config), 5).tolist() == [[8, 9, 10, 11, 12]]
+
+
+def test_a_hit_reaches_further_ahead_than_behind() -> None:
+    """The stronger of two hits gets the longer tail; a slot more goes to whoever has more votes left."""
+    scores = torch.zeros(1, 100)
+    scores[0, 20], scores[0, 60] = 8.0, 1.0
+    config = SnapKVConfig(pool_kernel=3, pool_half_life=4)
+    pooled = pool_scores(scores, config)
+    assert pooled[0, 18] == 0 and pooled[0, [19, 20, 21]].tolist() == [8.0, 8.0, 8.0]
+    assert pooled[0, [25, 29, 33, 61, 65]].tolist() == [4.0, 2.0, 1.0, 1.0, 0.5]
+    # 19 to 21 at full strength, 22 to 32 above 1; of the four tied at 1 the first, 33.
+    assert select_topk(pooled, 15).tolist() == [[*range(19, 34)]]
+    assert select_topk(pooled, 18).tolist() == [[*range(19, 34), 59, 60, 61]]
+
+
+@pytest.mark.parametrize("half_life", [1, 3, 8, 64])
+@pytest.mark.parametrize("length", [1, 2, 31, 700])
+def test_carrying_ahead_in_doubling_steps_equals_the_reference(half_life: int, length: int) -> None:
+    torch.manual_seed(half_life)
+    scores = torch.rand(3, length) ** 20  # a few hits, much noise
+    before = scores.clone()
+    got = carry_ahead(scores, half_life)
+    torch.testing.assert_close(got, reference.carry_ahead(scores, half_life), rtol=1e-5, atol=2.0**-MAX_HALVINGS)
+    assert torch.equal(scores, before)  # hops add to the scores after pooling them
 
 
 def test_random_selection_differs_by_layer_and_head_and_spreads_over_the_prompt() -> None:
@@ -213,6 +237,7 @@ def test_random_selection_differs_by_layer_and_head_and_spreads_over_the_prompt(
 @pytest.mark.parametrize(
     ("field", "value"),
     [("window_len", 0), ("num_hops", -1), ("selection", "best"), ("pool_kernel", 4), ("pool_kernel", 0),
+     ("pool_half_life", -1), ("pool_half_life", 0.5),
      ("pooling", "mean"), ("softmax_over", "all"), ("group_reduce", "mean")],
 )  # fmt: skip
 def test_wrong_settings_are_refused_with_their_value(field: str, value: object) -> None:

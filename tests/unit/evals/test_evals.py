@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from evals.arms import ARMS, LONG_ARMS, make_arm
 from evals.cells import Cell
 from evals.score import found, found_after_first, mean_and_error
 from snapstream.assets import TINY_MODEL
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, SnapKVConfig
 from snapstream.llm import LLM
 
 
@@ -113,6 +114,25 @@ def test_any_setting_gives_a_cell_its_own_file() -> None:
     assert all(cell.arm.budget.capacity == 256 for cell in every)
     for name in sweep.SWEEPS:
         assert sum(point.is_default for point, _ in sweep.cells_of(name, sweep.TINY_MODEL, 256)) == 1, name
+
+
+def test_a_new_default_of_the_pooling_leaves_other_cells_valid() -> None:
+    def names(**changed: int) -> list[str]:
+        cells = []
+        for name in ARMS:
+            arm = make_arm(name, 512, 2080, 32)
+            other = replace(arm, snapkv=replace(arm.snapkv, **changed))
+            cells.append(Cell(model=sweep.TINY_MODEL, task="kv", arm=other, prompt_len=2048, num_prompts=2))
+        return [cell.path.name for cell in cells]
+
+    same = [a == b for a, b in zip(names(), names(pool_kernel=29), strict=True)]
+    assert dict(zip(ARMS, same, strict=True)) == {
+        "full": True, "truncation": True, "streaming": True, "random": True, "snapkv": False, "snapstream": False,
+        "hops": False,
+    }  # fmt: skip
+    published = make_arm("snapkv", 512, 2080, 32)
+    assert "pool_half_life" not in published.selection  # cells from before the field keep their names
+    assert make_arm("snapstream", 512, 2080, 32).selection["pool_half_life"] == SnapKVConfig().pool_half_life > 0
 
 
 def test_what_a_peer_measures_is_another_cell() -> None:
