@@ -14,7 +14,7 @@ DRAFT = "draft_"  # sections of the second model (Qwen3, another tokenizer): are
 SECTIONS: dict[str, Callable[[], str]] = {
     "accuracy": tables.accuracy,
     "accuracy_tasks": tables.tasks_table,
-    "accuracy_by_position": tables.by_position,
+    "accuracy_by_position": lambda: tables.by_position(TINY_DRAFT_MODEL),  # the first model cannot recite
     "accuracy_peers": peer_table,
     "accuracy_fp8": tables.fp8_table,
     "accuracy_goals": sweep_tables.goals,
@@ -28,4 +28,4 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 def model_of(section: str) -> Path:
     """The model whose cells a section shows."""
-    return TINY_DRAFT_MODEL if section.startswith(DRAFT) else TINY_MODEL
+    return TINY_DRAFT_MODEL if section.startswith(DRAFT) or section == "accuracy_by_position" else TINY_MODEL

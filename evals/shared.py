@@ -91,7 +91,8 @@ def generate_shared(
 
     config = replace(
         llm.config,
-        budget=KVBudget.full(llm.config.max_model_len),
+        # Rows with room for every rule's; rescoring is refused where no slot is selected, so one is.
+        budget=KVBudget(num_sink=0, num_topk=1, num_recent=llm.config.max_model_len - 1),
         max_rows=PROMPTS_AT_ONCE * len(rules),
         rescoring=_widest([rescoring for *_, rescoring in rules]),
     )

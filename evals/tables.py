@@ -202,9 +202,9 @@ def with_error(cell: Result) -> str:
     return text if later is None or abs(later - result["accuracy"]) < 0.05 else f"{text} ({later:.1f})"
 
 
-def by_position() -> str:
+def by_position(model: Path = TINY_MODEL) -> str:
     """docs: long generation, accuracy by place in the answer, in four parts."""
-    found = [cell for cell in arm_cells() if TASKS[cell["settings"]["task"]].group == "long generation"]
+    found = [cell for cell in arm_cells(model=model) if TASKS[cell["settings"]["task"]].group == "long generation"]
     if not found:
         raise ValueError("not measured; run python -m evals.run --families recite")
     rows = []

@@ -145,7 +145,7 @@ class ListsEngine:
                 max(score / len(queries), before.get(cell[0], 0.0) * rescoring.memory)
                 for score, cell in zip(fresh, old, strict=True)
             ]
-            smooth = row_by_lists.pooled(total, config.pool_kernel, config.pooling)
+            smooth = row_by_lists.pooled(total, config.pool_kernel, config.pooling, config.pool_half_life)
             chosen = row_by_lists.best(smooth, len(old) - rescoring.every)
             self.votes[layer][head] = {old[i][0]: total[i] for i in chosen}
             kept = [*stay, *(old[i] for i in chosen)]

@@ -14,6 +14,7 @@ from benchmarks.svg import Line, Panel, chart
 from evals import cells, long_answers, plots, sections, sweep, sweep_tables, tables
 from evals.arms import Arm, make_arm
 from evals.cells import Cell
+from evals.peer_table import peer_table
 from evals.sweep import ARM, points_of
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
@@ -137,7 +138,7 @@ def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> N
     first.write(scores, 1.0)
     first.path.write_text(json.dumps(json.loads(first.path.read_text()) | {"device": "another machine"}))
     assert (tables.accuracy(), tables.tasks_table(), plots.bytes_plot(), tables.source()) == before
-    assert tables.source("fp8").startswith("another machine")
+    assert tables.source(kv_dtype="fp8").startswith("another machine")
 
 
 def test_long_answers_compare_arms_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def test_plots_show_the_stored_cells(stored: Path) -> None:
 
 def test_a_peer_stands_beside_what_the_arms_mean_today(stored: Path) -> None:
     with pytest.raises(ValueError, match="not measured; run python -m evals.peers_kvpress"):
-        tables.peers()
+        peer_table()
 
     def write(source: str, arm: Arm, accuracy: float, prompts: int = 200) -> None:
         cell = Cell(model=TINY_MODEL, task="kv", arm=arm, prompt_len=2048, num_prompts=prompts, source=source)
@@ -189,7 +190,7 @@ def test_a_peer_stands_beside_what_the_arms_mean_today(stored: Path) -> None:
     write("snapstream", replace(now, snapkv=replace(now.snapkv, pool_kernel=9)), 63.0)  # a default of former days
     fp8 = Cell(model=TINY_MODEL, task="kv", arm=now, prompt_len=2048, num_prompts=300, kv_dtype="fp8")
     fp8.write({"accuracy": 50.0, "standard_error": 1.0, "accuracy_after_first_token": None}, 1.0)
-    text = tables.peers()
+    text = peer_table()
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
     assert lines == [
         ["this engine", "full attention", "all", "98.0 ± 1.0"],
