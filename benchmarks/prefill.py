@@ -35,7 +35,9 @@ def run(prompt_lens: list[int], part: int, chunk_len: int) -> list[dict[str, Any
             budget = KVBudget.of(prompt_len // part)
             with LLM(folder, budget=budget, max_rows=1, max_model_len=prompt_len + 8, chunk_len=chunk_len,
                      progress=False) as llm:  # fmt: skip
-                output = llm.generate([random_prompt(prompt_len)], SamplingParams(max_tokens=1, temperature=0.0))[0]
+                params = SamplingParams(max_tokens=1, temperature=0.0)
+                llm.generate([random_prompt(budget.capacity + 64, seed=1)], params)  # first touches, compression included
+                output = llm.generate([random_prompt(prompt_len)], params)[0]
                 flop = prefill_flop(llm.model_config, prompt_len)
                 parameters = num_parameters(llm.model_config)
             assert output.compression is not None
