@@ -36,7 +36,7 @@ def run(prompt_lens: list[int], part: int, chunk_len: int) -> list[dict[str, Any
             with LLM(folder, budget=budget, max_rows=1, max_model_len=prompt_len + 8, chunk_len=chunk_len,
                      progress=False) as llm:  # fmt: skip
                 params = SamplingParams(max_tokens=1, temperature=0.0)
-                llm.generate([random_prompt(budget.capacity + 64, seed=1)], params)  # first touches, compression included
+                llm.generate([random_prompt(budget.capacity + 64, seed=1)], params)  # touches what is new
                 output = llm.generate([random_prompt(prompt_len)], params)[0]
                 flop = prefill_flop(llm.model_config, prompt_len)
                 parameters = num_parameters(llm.model_config)
