@@ -240,6 +240,9 @@ def fp8_table() -> str:
 
 
 def source(model: Path = TINY_MODEL, kv_dtype: str = "auto") -> str:
-    """One line on where the numbers come from."""
-    cell = next(cell for cell in cells(model) if cell["settings"].get("kv_dtype", "auto") == kv_dtype)
-    return f"{cell['device']}; torch {cell['torch']}; commit {cell['commit']}; `{cell['command']}`"
+    """One line on where the numbers come from; cells were run at many commits, so each names its own."""
+    shown = [cell for cell in cells(model) if cell["settings"].get("kv_dtype", "auto") == kv_dtype]
+    devices = "; ".join(sorted({cell["device"] for cell in shown}))
+    versions = ", ".join(sorted({cell["torch"] for cell in shown}))
+    modules = ", ".join(f"`{module}`" for module in sorted({" ".join(cell["command"].split()[:3]) for cell in shown}))
+    return f"{devices}; torch {versions}; {modules}; every cell's file names its device, commit and whole command"
