@@ -1,0 +1,67 @@
+"""Shape of a model; ``models/registry.py`` reads it off a checkpoint's ``config.json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from snapstream.config.values import check
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and how it is stretched. Field names follow ``transformers``."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0  # window before stretching; 0 where the kind does not use it
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    attention_factor: float | None = None  # yarn: scale of cos and sin; None means the formula of the paper
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float | None = None  # yarn (DeepSeek variant)
+    mscale_all_dim: float | None = None  # yarn (DeepSeek variant)
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder: all that the engine needs to know of a checkpoint without its weights."""
+
+    architecture: str  # as in config.json, e.g. "LlamaForCausalLM"
+    vocab_size: int  # V
+    hidden_size: int  # D
+    num_layers: int  # L
+    num_heads: int  # H, query heads
+    num_kv_heads: int  # G
+    head_dim: int  # E
+    intermediate_size: int  # I
+    max_position: int  # window in tokens, after rope stretching
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k before the rotation (Qwen3)
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+                     "intermediate_size", "max_position"):  # fmt: skip
+            check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be >= 1")
+        check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads ({self.num_kv_heads})",
+        )
+        check(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary embedding needs an even size")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads

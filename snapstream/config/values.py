@@ -1,0 +1,53 @@
+"""Names that settings may have, and how a single value is checked."""
+
+from __future__ import annotations
+
+import math
+from operator import index
+from typing import Any, Literal
+
+DType = Literal["float32", "bfloat16", "float16"]
+KVDType = Literal["auto", "fp8"]
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPES: tuple[KVDType, ...] = ("auto", "fp8")
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def as_count(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """``value`` as an int, numpy's included; ValueError unless it is a whole number from ``low`` to ``high``."""
+    limit = f"from {low} to {high}" if high is not None else f">= {low}"
+    try:
+        count = index(value)
+    except TypeError:
+        count = None
+    if count is None or isinstance(value, bool) or count < low or (high is not None and count > high):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number {limit}")
+    return count
+
+
+def as_number(name: str, value: Any, low: float, high: float) -> float:
+    """``value`` as a float; ValueError unless it is a finite number from ``low`` to ``high``."""
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not (math.isfinite(number) and low <= number <= high):
+        raise ValueError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+    return number
+
+
+def kv_dtype_bytes(dtype: str, kv_dtype: KVDType) -> int:
+    """Bytes of a number in a row: 1 in FP8, else those of the weights; ValueError for an unknown ``kv_dtype``."""
+    check(kv_dtype in KV_DTYPES, f"kv_dtype is {kv_dtype!r}; it must be {' or '.join(KV_DTYPES)}")
+    return 1 if kv_dtype == "fp8" else DTYPE_BYTES[dtype]
+
+
+def set_counts(config: Any, **lows: int) -> None:
+    """Check and normalise the whole-number fields of a frozen dataclass; values are the least allowed."""
+    for name, low in lows.items():
+        object.__setattr__(config, name, as_count(name, getattr(config, name), low))
