@@ -82,12 +82,21 @@ class Driver:
         """One step for everybody; notes whose outputs have grown."""
         try:
             grown = self.engine.step()
-        except Exception:  # not Ctrl-C: after that requests are aborted in order
+        except Exception:
             self._is_broken = True
+            raise
+        except BaseException:  # Ctrl-C: the step's tokens are lost and its rows half done, but only theirs
+            self._abort_all()
             raise
         for output in grown:
             if output.request_id in self._changed:
                 self._changed[output.request_id] = True
+
+    def _abort_all(self) -> None:
+        """End every open request; what its reader has so far is right, and there is no more of it."""
+        for request_id in self._changed:
+            self.engine.abort(request_id)
+            self._changed[request_id] = True
 
     def _release(self, requests: Sequence[Request]) -> None:
         """Forget requests, whatever their state: after their end, an error, Ctrl-C, a closed stream."""

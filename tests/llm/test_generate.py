@@ -312,6 +312,31 @@ def test_ctrl_c_inside_a_step_keeps_no_job(llm: LLM, monkeypatch: pytest.MonkeyP
     assert len(llm.generate([PROMPT] * 6, GREEDY)) == 6
 
 
+def test_ctrl_c_inside_a_step_ends_every_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an interrupted step did to a row is unknown, so nobody reads on as if nothing had happened."""
+    whole = llm.generate([PROMPT], GREEDY)[0].token_ids
+    first, second = llm.stream(PROMPT, GREEDY), llm.stream(PROMPT, GREEDY)
+    next(first)
+    read = list(next(second).token_ids)
+    runner = llm.engine._runner
+    monkeypatch.setattr(runner._decode, "step", lambda *_: raise_interrupt())  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        for _ in first:
+            pass
+    monkeypatch.undo()
+    steps, step = iter(range(100)), llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (next(steps), step())[1])  # an endless wait is a StopIteration
+    output = list(second)[-1]
+    assert output.finish_reason == "abort" and len(output.token_ids) < len(whole)
+    assert len(read) <= len(output.token_ids) and output.token_ids == whole[: len(output.token_ids)]
+    assert (llm.engine.num_running, llm.engine.rows_free, llm.engine.has_work) == (0, 4, False)
+    assert llm.generate([PROMPT], GREEDY)[0].token_ids == whole
+
+
+def raise_interrupt() -> Any:
+    raise KeyboardInterrupt
+
+
 def test_a_failed_step_closes_the_engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(checkpoint, budget=64, max_model_len=128, progress=False)
     monkeypatch.setattr(PrefillJob, "run_unit", lambda job, unit: 1 / 0)
