@@ -11,10 +11,11 @@ harness's own definition of the task and changes its name and where its rows com
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 from pathlib import Path
+
+from evals.suite_command import run_command
 
 KINDS = (".json", ".jsonl", ".parquet")
 DEFINITION = '''"""{task} of lighteval over rows at hand; written by evals.lighteval_suites."""
@@ -50,15 +51,8 @@ def write_local_task(task: str, data: Path, folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Define a lighteval task over a data file at hand.")
-    parser.add_argument("--task", required=True, help="name in lighteval, e.g. aime24 or lcb:codegeneration")
-    parser.add_argument("--data", required=True, type=Path, help="rows with the suite's own columns")
-    parser.add_argument("--out", required=True, type=Path, help="folder for the definition and a copy of the rows")
-    args = parser.parse_args()
-    try:
-        print(write_local_task(args.task, args.data, args.out))
-    except ValueError as error:
-        parser.error(str(error))
+    out_help = "folder for the definition and a copy of the rows"
+    run_command("lighteval", "aime24 or lcb:codegeneration", out_help, write_local_task)
 
 
 if __name__ == "__main__":

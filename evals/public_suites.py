@@ -10,9 +10,10 @@ its rows come from, nothing else. ``docs/public-suites.md`` has the commands for
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
+
+from evals.suite_command import run_command
 
 
 def definition_of(task: str) -> Path:
@@ -55,15 +56,7 @@ def write_local_task(task: str, data: Path, folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Define an lm-eval task over a data file at hand.")
-    parser.add_argument("--task", required=True, help="name in lm-eval, e.g. longbench2_graph")
-    parser.add_argument("--data", required=True, type=Path, help="rows with the suite's own columns")
-    parser.add_argument("--out", required=True, type=Path, help="folder for --include_path")
-    args = parser.parse_args()
-    try:
-        print(write_local_task(args.task, args.data, args.out))
-    except ValueError as error:
-        parser.error(str(error))
+    run_command("lm-eval", "longbench2_graph", "folder for --include_path", write_local_task)
 
 
 if __name__ == "__main__":
