@@ -10,7 +10,16 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.options import number_option, whole_option
+from snapstream.cli.options import (
+    Draft,
+    DraftChunkLen,
+    DraftDevice,
+    DraftDType,
+    DraftWindowLen,
+    NoWindows,
+    number_option,
+    whole_option,
+)
 from snapstream.config import DType
 from snapstream.spec_prefill.report import CompressionReport
 from snapstream.spec_prefill.settings import Mode, Snap
@@ -32,9 +41,7 @@ def compress(
     file: Annotated[
         str | None, typer.Argument(help="Text file; without it or as -: stdin.", show_default=False)
     ] = None,
-    draft: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder of the draft. Default: the shipped tiny one.")
-    ] = None,
+    draft: Draft = None,
     target: Annotated[
         Path | None, typer.Option(help="Folder with the target's tokenizer; without it draft tokens are counted.")
     ] = None,
@@ -49,24 +56,17 @@ def compress(
         str | None, typer.Option(help="Between pieces. Default: a line [...], in code a comment.", show_default=False)
     ] = None,
     look_ahead: Annotated[int, whole_option("Greedy draft tokens that vote; 0: the text's own end.")] = 8,
-    chunk_len: Annotated[
-        int | None, whole_option("Draft tokens that stay or go together. Default: 32, in code 128.")
-    ] = None,
-    window_len: Annotated[
-        int | None,
-        whole_option("Draft tokens read at once; longer texts in overlapping windows. Default: its own window."),
-    ] = None,
-    no_windows: Annotated[
-        bool, typer.Option("--no-windows", help="Refuse texts that are longer than the draft's window.")
-    ] = False,
+    chunk_len: DraftChunkLen = None,
+    window_len: DraftWindowLen = None,
+    no_windows: NoWindows = False,
     threshold: Annotated[int, whole_option("Leave texts of fewer tokens alone.")] = 0,
     messages: Annotated[
         bool, typer.Option("--messages", help="The input is JSON: OpenAI messages, or an object with them.")
     ] = False,
     report: Annotated[str | None, typer.Option(help="Write the report as JSON to this file; - is stderr.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page that shows what was kept and cut.")] = None,
-    dtype: Annotated[DType, typer.Option(help="Of the draft's weights.")] = "float32",
-    device: Annotated[str, typer.Option(help="Torch device of the draft.")] = "cpu",
+    dtype: DraftDType = "float32",
+    device: DraftDevice = "cpu",
 ) -> None:
     from snapstream.assets import TINY_DRAFT_MODEL
 

@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from snapstream.cli.options import (
-    KV_DTYPE_HELP,
-    RESCORE_HELP,
+    Device,
+    EngineDType,
+    EngineExecutor,
+    MaxModelLen,
+    PrefillAttention,
+    RescoreEvery,
+    RowDType,
     number_option,
     parse_budget,
     parse_rescoring,
     parse_rows,
     whole_option,
 )
-from snapstream.config import DType, Executor, KVDType, PrefillAttentionName
 from snapstream.request import RequestOutput, SamplingParams
 from snapstream.sizes import format_bytes
 
@@ -49,7 +53,7 @@ def generate(
         str | None,
         typer.Option(help="Slots of the row, or 'full'. Default: 8192, at most the window."),
     ] = None,
-    rescore_every: Annotated[int | None, whole_option(RESCORE_HELP)] = None,
+    rescore_every: RescoreEvery = None,
     max_tokens: Annotated[int, whole_option("Most tokens to generate.")] = 256,
     temperature: Annotated[float, number_option("0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, whole_option("Same seed, same output.")] = None,
@@ -58,16 +62,12 @@ def generate(
         typer.Option("--chat/--raw", help="Use the chat template or not. Default: if there is one."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message; needs the chat template.")] = None,
-    dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
-    kv_dtype: Annotated[KVDType, typer.Option(help=KV_DTYPE_HELP)] = "auto",
-    max_model_len: Annotated[int | None, whole_option("Prompt and output tokens. Default: the model's window.")] = None,
-    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
-    executor: Annotated[
-        Executor | None, typer.Option(help="Decode as plain calls, or compiled/captured. Default: graph on a GPU only.")
-    ] = None,
-    prefill_attention: Annotated[
-        PrefillAttentionName, typer.Option(help="Kernel that attends prompts. Default: by a table, said at the start.")
-    ] = "auto",
+    dtype: EngineDType = "float32",
+    kv_dtype: RowDType = "auto",
+    max_model_len: MaxModelLen = None,
+    device: Device = "cpu",
+    executor: EngineExecutor = None,
+    prefill_attention: PrefillAttention = "auto",
     max_rows: Annotated[
         str, typer.Option(help="Rows to allocate, or auto: as many as fit. One prompt uses one.", metavar="N|auto")
     ] = "1",

@@ -1,16 +1,13 @@
-"""Values on the command line that several commands take; each says, with the value, what it would have taken."""
+"""Options that several commands share, and the values they take; a wrong one is named with what it could have been."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from snapstream.config import RescoringConfig
-
-KV_DTYPE_HELP = "Of rows: auto is that of --dtype, fp8 a byte per number (e4m3, with scales)."
-
-RESCORE_HELP = "A full row chooses again what it keeps, every N tokens. Default: never."
+from snapstream.config import DType, Executor, KVDType, PrefillAttentionName, RescoringConfig
 
 if TYPE_CHECKING:
     from snapstream.startup import Budget, MaxRows
@@ -42,6 +39,35 @@ def number_option(help_text: str) -> Any:
     return typer.Option(help=help_text, parser=number, metavar="X")
 
 
+# Of an engine: generate, serve, plan.
+EngineDType = Annotated[DType, typer.Option(help="Of weights and rows.")]
+RowDType = Annotated[
+    KVDType, typer.Option(help="Of rows: auto is that of --dtype, fp8 a byte per number (e4m3, with scales).")
+]
+Device = Annotated[str, typer.Option(help="Torch device.")]
+MaxModelLen = Annotated[int | None, whole_option("Prompt and output tokens. Default: the model's window.")]
+RescoreEvery = Annotated[
+    int | None, whole_option("A full row chooses again what it keeps, every N tokens. Default: never.")
+]
+EngineExecutor = Annotated[
+    Executor | None, typer.Option(help="Decode as plain calls, or compiled/captured. Default: graph on a GPU only.")
+]
+PrefillAttention = Annotated[
+    PrefillAttentionName, typer.Option(help="Kernel that attends prompts. Default: by a table, said at the start.")
+]
+
+# Of a draft that shortens prompts: compress, proxy.
+Draft = Annotated[Path | None, typer.Option(help="Checkpoint folder of the draft. Default: the shipped tiny one.")]
+DraftDType = Annotated[DType, typer.Option(help="Of the draft's weights.")]
+DraftDevice = Annotated[str, typer.Option(help="Torch device of the draft.")]
+DraftChunkLen = Annotated[int | None, whole_option("Draft tokens that stay or go together. Default: 32, in code 128.")]
+DraftWindowLen = Annotated[
+    int | None,
+    whole_option("Draft tokens read at once; longer texts in overlapping windows. Default: its own window."),
+]
+NoWindows = Annotated[bool, typer.Option("--no-windows", help="Refuse texts that are longer than the draft's window.")]
+
+
 def parse_budget(text: str | None) -> Budget:
     """``"full"`` or a number of slots; whether a row can be that small is the engine's to say."""
     from snapstream.startup import DEFAULT_BUDGET
@@ -58,6 +84,8 @@ def parse_budget(text: str | None) -> Budget:
 
 def parse_rescoring(every: int | None) -> RescoringConfig | None:
     """Rescoring every so many tokens, or none."""
+    if every is not None and every < 1:
+        raise ValueError(f"rescore-every is {every}; it must be at least 1")
     return None if every is None else RescoringConfig(every=every)
 
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli.options import KV_DTYPE_HELP, parse_chunk_len, whole_option
-from snapstream.config import DType, KVDType
+from snapstream.cli.options import EngineDType, RowDType, parse_chunk_len, whole_option
 
 HELP = """What a model costs, from its config.json alone: bytes per row, rows that fit, prefill, speed.
 
@@ -38,8 +37,8 @@ def plan(
     chunk_len: Annotated[
         str, typer.Option(help="Tokens of one prefill unit; auto: as a GPU engine does.", metavar="N|auto")
     ] = "auto",
-    dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "bfloat16",
-    kv_dtype: Annotated[KVDType, typer.Option(help=KV_DTYPE_HELP)] = "auto",
+    dtype: EngineDType = "bfloat16",
+    kv_dtype: RowDType = "auto",
     memory: Annotated[str, typer.Option(help="Device memory, e.g. 80GiB, 24GB.")] = "80GiB",
     bandwidth: Annotated[str, typer.Option(help="Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s",
     device: Annotated[str, typer.Option(help="Device of this machine that --max-rows auto fills.")] = "cpu",

@@ -7,8 +7,16 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli.options import number_option, whole_option
-from snapstream.config import DType
+from snapstream.cli.options import (
+    Draft,
+    DraftChunkLen,
+    DraftDevice,
+    DraftDType,
+    DraftWindowLen,
+    NoWindows,
+    number_option,
+    whole_option,
+)
 
 UPSTREAM_KEY_VARIABLE = "SNAPSTREAM_UPSTREAM_KEY"
 HELP = """Trim long prompts with a small draft model, in front of any OpenAI-compatible server.
@@ -24,9 +32,7 @@ Examples:
 
 def proxy(
     upstream: Annotated[str, typer.Option(help="Base URL of the server, with or without /v1.", show_default=False)],
-    draft: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder of the draft. Default: the shipped tiny one.")
-    ] = None,
+    draft: Draft = None,
     target: Annotated[
         Path | None,
         typer.Option(help="Folder with the upstream model's tokenizer, to count its tokens. Default: the draft's."),
@@ -37,16 +43,9 @@ def proxy(
     look_ahead: Annotated[
         int | None, whole_option("Queries of the draft that vote; 0: the prompt's own last ones. Default: 8.")
     ] = None,
-    chunk_len: Annotated[
-        int | None, whole_option("Draft tokens that stay or go together. Default: 32, in code 128.")
-    ] = None,
-    window_len: Annotated[
-        int | None,
-        whole_option("Draft tokens read at once; longer texts in overlapping windows. Default: its own window."),
-    ] = None,
-    no_windows: Annotated[
-        bool, typer.Option("--no-windows", help="Refuse texts that are longer than the draft's window.")
-    ] = False,
+    chunk_len: DraftChunkLen = None,
+    window_len: DraftWindowLen = None,
+    no_windows: NoWindows = False,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, whole_option("Port; 0 takes a free one.")] = 8001,
     api_key: Annotated[
@@ -60,8 +59,8 @@ def proxy(
     allowed_host: Annotated[list[str] | None, typer.Option(help="Host to answer to, beside localhost.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="A failing draft is a 500, not a whole prompt.")] = False,
     drain_timeout: Annotated[float, number_option("Seconds that open answers get after SIGTERM.")] = 30.0,
-    dtype: Annotated[DType, typer.Option(help="Of the draft's weights.")] = "float32",
-    device: Annotated[str, typer.Option(help="Torch device of the draft.")] = "cpu",
+    dtype: DraftDType = "float32",
+    device: DraftDevice = "cpu",
 ) -> None:
     try:
         from snapstream.proxy import run

@@ -8,15 +8,19 @@ from typing import Annotated, Literal
 import typer
 
 from snapstream.cli.options import (
-    KV_DTYPE_HELP,
-    RESCORE_HELP,
+    Device,
+    EngineDType,
+    EngineExecutor,
+    MaxModelLen,
+    PrefillAttention,
+    RescoreEvery,
+    RowDType,
     number_option,
     parse_budget,
     parse_rescoring,
     parse_rows,
     whole_option,
 )
-from snapstream.config import DType, Executor, KVDType, PrefillAttentionName
 
 HELP = """Serve a model over HTTP, as the OpenAI API; SIGTERM drains. Needs the extra: snapstream-llm[serve].
 
@@ -48,20 +52,16 @@ def serve(
         str | None,
         typer.Option(help="Slots of a row, or 'full'; a request may ask for less. Default: 8192, at most the window."),
     ] = None,
-    rescore_every: Annotated[int | None, whole_option(RESCORE_HELP)] = None,
+    rescore_every: RescoreEvery = None,
     max_rows: Annotated[
         str, typer.Option(help="Rows: samples decoded together; auto: as many as fit.", metavar="N|auto")
     ] = "8",
-    max_model_len: Annotated[int | None, whole_option("Prompt and output tokens. Default: the model's window.")] = None,
-    dtype: Annotated[DType, typer.Option(help="Of weights and rows.")] = "float32",
-    kv_dtype: Annotated[KVDType, typer.Option(help=KV_DTYPE_HELP)] = "auto",
-    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
-    executor: Annotated[
-        Executor | None, typer.Option(help="Decode as plain calls, or compiled/captured. Default: graph on a GPU only.")
-    ] = None,
-    prefill_attention: Annotated[
-        PrefillAttentionName, typer.Option(help="Kernel that attends prompts. Default: by a table, said at the start.")
-    ] = "auto",
+    max_model_len: MaxModelLen = None,
+    dtype: EngineDType = "float32",
+    kv_dtype: RowDType = "auto",
+    device: Device = "cpu",
+    executor: EngineExecutor = None,
+    prefill_attention: PrefillAttention = "auto",
     max_waiting: Annotated[int, whole_option("Requests that may wait; more get 429. 0: no bound.")] = 128,
     allowed_host: Annotated[list[str] | None, typer.Option(help="Host to answer to, beside localhost.")] = None,
     cors_origin: Annotated[

@@ -192,4 +192,6 @@ def test_rescoring_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> Non
     command = ["generate", str(TINY_MODEL), "hi", "--max-tokens", "2", "--rescore-every"]
     assert main([*command, "60", "--budget", "200"]) == 2
     assert "a ring of 50 slots is too small for rescoring with every=60" in capsys.readouterr().err
+    assert main([*command, "0"]) == 2
+    assert "rescore-every is 0; it must be at least 1" in capsys.readouterr().err
     assert main([*command, "8", "--budget", "200"]) == 0
