@@ -58,7 +58,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A model behind fixed-size rows.
 
-    ``model``: a Hugging Face checkpoint folder. ``budget``: slots per row, ``"full"``, or a ``KVBudget``.
+    ``model``: a Hugging Face checkpoint folder. ``budget``: slots per row, ``"full"``, or a ``KVBudget``; ``snapkv``:
+    how the prompt tokens for them are chosen; ``rescoring``: how a full row chooses again, by default never.
     ``max_rows``: requests decoded together, or ``"auto"`` for as many as the free memory holds (at most 256).
     ``executor``: ``"eager"``, or ``"graph"``: decode compiled on a CPU, captured on a GPU; by default graph on a GPU
     and eager on a CPU. ``max_model_len``: prompt + output, by default the model's window.
