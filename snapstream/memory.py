@@ -1,8 +1,9 @@
 """What an engine allocates, from the integers of its config: what ``plan`` prints and what the start checks.
 
 Bytes that do not depend on the number of rows: weights, the staging pool, the temporaries of one prefill chunk and of
-one scoring block, the padding row. Bytes per row: keys and values, and what one entry of a decode batch needs - logits,
-the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own. No torch.
+one scoring block, the padding row. Bytes per row: keys and values, the sampler's state, and what one entry of a decode
+batch needs - logits, the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own.
+No torch.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from snapstream.config import (
     kv_dtype_bytes,
 )
 from snapstream.models.shapes import num_parameters
+from snapstream.request import MAX_LOGIT_BIAS, NUM_STOP_IDS
 from snapstream.sizes import format_bytes
 
 SCORING_KEYS = 4096  # keys that are scored at a time
 MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
-# Of one batch entry and token of the vocabulary: fp32 logits, float64 scores, integer weights, their running sum, keys.
-SAMPLING_BYTES = 40
+# Of one batch entry and token of the vocabulary, where top-p looks for its threshold: fp32 logits and scores, keys,
+# integer weights, and the buckets of a histogram.
+SAMPLING_BYTES = 52
 FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: workspaces of the matrix library, kernels, what the allocator cannot fill
 
 
@@ -33,6 +36,14 @@ def decode_weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     """Weights that a decode step must read: all but an untied embedding table (a line per row)."""
     lookup = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return (num_parameters(config) - lookup) * dtype_bytes
+
+
+def sampling_state_bytes(vocab_size: int) -> int:
+    """What a row's sampling parameters and counters take (``layers/sampling_state.py``)."""
+    occurrences = vocab_size * (1 + 4)  # seen in the prompt, count in the output
+    allowed = 4 * -(-vocab_size // 32)  # a bit for each token
+    numbers = 1 + 3 * 4 + 7 * 8  # is_greedy; penalties; real parameters, counters and the random stream
+    return occurrences + allowed + MAX_LOGIT_BIAS * (8 + 4) + NUM_STOP_IDS * 8 + numbers
 
 
 def chunk_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
@@ -67,6 +78,7 @@ class EngineMemory:
     transient_bytes: int  # of one prefill chunk or scoring block
     framework_bytes: int
     row_bytes: int  # keys and values of a row, in FP8 their scales, and what rescoring keeps of it
+    state_bytes: int  # the sampler's, of a row
     batch_bytes: int  # of one entry of a decode batch
     max_rows: int
 
@@ -74,24 +86,30 @@ class EngineMemory:
     def fixed_bytes(self) -> int:
         """All that is there without a single row; the padding row is."""
         parts = self.weight_bytes, self.staging_bytes, self.transient_bytes, self.framework_bytes
-        return sum(parts) + self.row_bytes
+        return sum(parts) + self.row_bytes + self.state_bytes
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What one more row costs."""
+        return self.row_bytes + self.state_bytes + self.batch_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.fixed_bytes + self.max_rows * (self.row_bytes + self.batch_bytes)
+        return self.fixed_bytes + self.max_rows * self.bytes_per_row
 
     def rows_that_fit(self, free_bytes: int) -> int:
         """Rows beside the fixed bytes; 0 or less where not even those fit."""
-        return (free_bytes - self.fixed_bytes) // (self.row_bytes + self.batch_bytes)
+        return (free_bytes - self.fixed_bytes) // self.bytes_per_row
 
     def describe(self) -> str:
         """The sum in words, for an error."""
+        decode = self.max_rows * self.batch_bytes + (self.max_rows + 1) * self.state_bytes
         parts = [
             f"{format_bytes(self.weight_bytes)} of weights",
             f"{self.max_rows} + 1 rows of {format_bytes(self.row_bytes)}",
             f"{format_bytes(self.staging_bytes)} of staging",
             f"{format_bytes(self.transient_bytes)} of prefill temporaries",
-            f"{format_bytes(self.max_rows * self.batch_bytes + self.framework_bytes)} for decode and the framework",
+            f"{format_bytes(decode + self.framework_bytes)} for decode and the framework",
         ]
         return f"{', '.join(parts[:-1])} and {parts[-1]} need {format_bytes(self.total_bytes)}"
 
@@ -143,6 +161,7 @@ def engine_memory(
         framework_bytes=FRAMEWORK_BYTES if is_gpu else 0,
         row_bytes=row_bytes(model, capacity, kv_dtype_bytes(dtype, kv_dtype))
         + rescoring_bytes(model, rescoring, capacity, size),
+        state_bytes=sampling_state_bytes(model.vocab_size),
         batch_bytes=2 * batch if is_gpu else batch,
         max_rows=max_rows,
     )

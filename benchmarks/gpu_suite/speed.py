@@ -72,8 +72,8 @@ def largest_batch(bench: Bench) -> Figures:
         runner = make_runner(bench, decoder, slots, batch, max_len, chunk_len=512)
         use_executor(bench, runner, "graph", batch)
         seconds = decode_seconds(bench, runner, batch, prompt, steps=20)
-        figure = {"slots": slots, "prompt_len": prompt, "planned_gib": (memory.fixed_bytes + batch * (
-            memory.row_bytes + memory.batch_bytes)) / 2**30, "peak_gib": bench.device.peak_bytes() / 2**30,
+        figure = {"slots": slots, "prompt_len": prompt, "planned_gib": (
+            memory.fixed_bytes + batch * memory.bytes_per_row) / 2**30, "peak_gib": bench.device.peak_bytes() / 2**30,
             **_rates(bench, decoder.config, batch, slots, prompt, seconds)}  # fmt: skip
         first = first or figure["tokens_per_s"]
         yield {**figure, "speedup_over_full": figure["tokens_per_s"] / first}

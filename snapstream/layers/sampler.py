@@ -38,6 +38,11 @@ class Sampled(NamedTuple):
     top_ids: Tensor | None = None  # [B, n] int64
     top_logprobs: Tensor | None = None  # [B, n] fp32
 
+    def first(self, num_rows: int) -> Sampled:
+        """Of the first rows only."""
+        others = (None if field is None else field[:num_rows] for field in self[1:])
+        return Sampled(self.token_ids[:num_rows], *others)
+
 
 def sample(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Sampled:
     """Draw a token for each of ``rows`` [B] int64 from ``logits`` [B, V] fp32 and advance the rows' counters.
@@ -58,7 +63,6 @@ def sample(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNe
 def adjusted(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Tensor:
     """Logits [B, V] after bias, min_tokens, penalties and grammar; the argument itself when the batch needs none."""
     if needs.bias:
-        assert state.logit_bias is not None, "no row with a logit bias was set"
         ids, values = state.logit_bias
         logits = logits.scatter_add(1, ids[rows], values[rows])
     allowed = _allowed(state, rows) if needs.grammar else None
@@ -73,7 +77,6 @@ def adjusted(logits: Tensor, state: SamplingState, rows: Tensor, needs: Sampling
 
 def _allowed(state: SamplingState, rows: Tensor) -> Tensor:
     """Which tokens may be drawn: [B, V] bool."""
-    assert state.allowed is not None, "no row with a grammar was set"
     bits = torch.arange(32, dtype=torch.int32, device=rows.device)
     spread = state.allowed[rows].unsqueeze(2).bitwise_right_shift(bits).bitwise_and_(1)  # [B, W, 32]
     return spread.flatten(1)[:, : state.vocab_size].to(torch.bool)
@@ -89,7 +92,6 @@ def _hold_back_stops(logits: Tensor, state: SamplingState, rows: Tensor, allowed
 
 
 def _penalised(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
-    assert state.occurrences is not None, "no row with penalties was set"
     counts = state.occurrences.output_counts[rows]  # [B, V]
     in_output = counts > 0
     seen = state.occurrences.prompt_seen[rows] | in_output
@@ -138,7 +140,6 @@ def draw(mass: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
 def _advance(state: SamplingState, rows: Tensor, token_ids: Tensor, needs: SamplingNeeds) -> None:
     state.num_sampled.index_add_(0, rows, torch.ones_like(rows))
     if needs.penalties:
-        assert state.occurrences is not None
         counts = state.occurrences.output_counts
         places = rows * state.vocab_size + token_ids  # [B] in the flat counts
         counts.view(-1).scatter_add_(0, places, torch.ones_like(rows, dtype=counts.dtype))

@@ -1,16 +1,16 @@
 """Sampling parameters and progress of every row, in tensors that keep their address.
 
 Invariant: one entry per row plus the padding row (the last, always greedy and neutral); ``set_rows`` writes
-all of a row's entries and resets its counters, so nothing of an earlier request remains. The large tensors -
-occurrence counts for penalties, logit bias, allowed tokens - are made on the first request that needs them and are
-then kept, so a step captured with them stays valid. ``SamplingNeeds`` is what the host knows of a batch: it chooses the
-variant of the static step. Next: ``sampler.py``.
+all of a row's entries and resets its counters, so nothing of an earlier request remains. Everything is made at the
+start, 5 1/8 bytes per token of the vocabulary and row: a captured step may read it, and no request can run out of
+memory later. ``SamplingNeeds`` is what the host knows of a batch: it chooses the variant of the static step. Next:
+``sampler.py``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,10 +19,8 @@ from torch import Tensor
 
 from snapstream.layers.random import stream_of
 from snapstream.layers.upload import upload
-from snapstream.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from snapstream.request import MAX_LOGIT_BIAS, NUM_STOP_IDS, SamplingParams
 
-MAX_MODEL_STOP_IDS = 16  # end tokens that a checkpoint names itself
-NUM_STOP_IDS = MAX_STOP_TOKEN_IDS + MAX_MODEL_STOP_IDS
 MAX_VOCAB = 2**20  # V x the weight of the likeliest token must fit an int64, see sampler.WEIGHT_ONE
 LOGPROB_SIZES = (0, 5, 20)  # top-n is rounded up to one of these, so that variants of the step stay few
 
@@ -73,7 +71,7 @@ class Occurrences(NamedTuple):
 
 
 class LogitBias(NamedTuple):
-    """Sparse bias, padded with (token 0, bias 0)."""
+    """Sparse bias. Entries with bias 0 are padding, whatever their token is."""
 
     ids: Tensor  # [rows + 1, MAX_LOGIT_BIAS] int64
     values: Tensor  # [rows + 1, MAX_LOGIT_BIAS] fp32
@@ -118,14 +116,26 @@ class SamplingState:
         self.min_tokens = self._filled(0, torch.int64)
         self.stream = self._filled(0, torch.int64)  # the seed, mixed
         self.num_sampled = self._filled(0, torch.int64)  # output tokens so far; counter of the random stream
-        self.stop_ids = torch.zeros(num_rows + 1, NUM_STOP_IDS, dtype=torch.int64, device=self.device)
-        self.occurrences: Occurrences | None = None
-        self.logit_bias: LogitBias | None = None
+        self.stop_ids = self._filled(0, torch.int64, NUM_STOP_IDS)
+        self.occurrences = Occurrences(
+            prompt_seen=self._filled(False, torch.bool, vocab_size),
+            output_counts=self._filled(0, torch.int32, vocab_size),
+        )
+        self.logit_bias = LogitBias(
+            ids=self._filled(0, torch.int64, MAX_LOGIT_BIAS),
+            values=self._filled(0.0, torch.float32, MAX_LOGIT_BIAS),
+        )
         # [rows + 1, ceil(V / 32)] int32: bit t % 32 of word t // 32 tells whether token t may be drawn; -1 allows all.
-        self.allowed: Tensor | None = None
+        self.allowed = self._filled(-1, torch.int32, -(-vocab_size // 32))
 
-    def _filled(self, value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((self.num_rows + 1,), value, dtype=dtype, device=self.device)
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows and of the padding row."""
+        single = (value for value in vars(self).values() if isinstance(value, Tensor))
+        return sum(tensor.nbytes for tensor in (*single, *self.occurrences, *self.logit_bias))
+
+    def _filled(self, value: float, dtype: torch.dtype, *width: int) -> Tensor:
+        return torch.full((self.num_rows + 1, *width), value, dtype=dtype, device=self.device)
 
     def set_row(
         self,
@@ -163,17 +173,14 @@ class SamplingState:
         self.num_sampled[rows] = torch.zeros_like(rows)
         self.min_tokens[rows] = min_tokens
         self.stop_ids[rows] = table[:, 5:split]
+        self.logit_bias.values.index_fill_(0, rows, 0.0)
+        self.allowed.index_fill_(0, rows, -1)
         for entry in new:
             self._set_occurrences(entry.row, _uses_penalties(entry.sampling), entry.prompt_ids)
-            self._set_bias(entry.row, entry.sampling)
-        if self.allowed is not None:
-            self.allowed[rows] = self.allowed.new_full((len(new), self.allowed.shape[1]), -1)
+            self._set_bias(entry.row, entry.sampling.logit_bias)
 
     def allow(self, rows: Sequence[int], words: Tensor) -> None:
         """Tokens that ``rows`` may draw next: ``words`` [len(rows), ceil(V / 32)] int32, on any device."""
-        if self.allowed is None:
-            shape = (self.num_rows + 1, -(-self.vocab_size // 32))
-            self.allowed = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         own = upload(list(rows), torch.int64, self.device)
         self.allowed[own] = upload(words, torch.int32, self.device)
 
@@ -203,29 +210,14 @@ class SamplingState:
     def _set_occurrences(self, row: int, uses_penalties: bool, prompt_ids: Sequence[int]) -> None:
         if not uses_penalties:
             return  # what an earlier request left is multiplied by neutral penalties
-        if self.occurrences is None:
-            shape = (self.num_rows + 1, self.vocab_size)
-            self.occurrences = Occurrences(
-                prompt_seen=torch.zeros(shape, dtype=torch.bool, device=self.device),
-                output_counts=torch.zeros(shape, dtype=torch.int32, device=self.device),
-            )
         seen, counts = self.occurrences
         counts[row].zero_()
         ids = upload(list(prompt_ids), torch.int64, self.device)
         seen[row].zero_().index_fill_(0, ids, True)
 
-    def _set_bias(self, row: int, sampling: SamplingParams) -> None:
-        bias = sampling.logit_bias or {}
-        if self.logit_bias is None:
-            if not bias:
-                return
-            shape = (self.num_rows + 1, MAX_LOGIT_BIAS)
-            self.logit_bias = LogitBias(
-                ids=torch.zeros(shape, dtype=torch.int64, device=self.device),
-                values=torch.zeros(shape, dtype=torch.float32, device=self.device),
-            )
+    def _set_bias(self, row: int, bias: Mapping[int, float] | None) -> None:
+        if not bias:
+            return  # ids that an earlier request left have bias 0
         ids, values = self.logit_bias
-        ids[row].zero_()
-        values[row].zero_()
         ids[row, : len(bias)] = upload(list(bias.keys()), torch.int64, self.device)
         values[row, : len(bias)] = upload(list(bias.values()), torch.float32, self.device)

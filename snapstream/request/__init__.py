@@ -21,6 +21,7 @@ from snapstream.request.sampling import (
     MAX_SAMPLES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    NUM_STOP_IDS,
     Grammar,
     GrammarKind,
     SamplingParams,
@@ -28,6 +29,6 @@ from snapstream.request.sampling import (
 
 __all__ = [
     "MAX_GRAMMAR_CHARS", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_SAMPLES", "MAX_STOP_STRINGS", "MAX_STOP_TOKEN_IDS",
-    "Compression", "FinishReason", "Grammar", "GrammarKind", "KeptBitmap", "Logprob", "Request", "RequestOutput",
-    "SampleOutput", "SamplingParams", "Timings", "Trim",
+    "NUM_STOP_IDS", "Compression", "FinishReason", "Grammar", "GrammarKind", "KeptBitmap", "Logprob", "Request",
+    "RequestOutput", "SampleOutput", "SamplingParams", "Timings", "Trim",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from snapstream.config import as_count, as_number
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 32
+NUM_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # with the end tokens that a checkpoint names itself
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 MAX_LOGIT_BIAS = 1024

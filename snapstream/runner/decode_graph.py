@@ -2,8 +2,9 @@
 
 A batch of n rows runs in the smallest bucket that holds it; unused entries point at the padding row. A step is two
 programs, the halves of ``decode_eager.py``: forward (rows to logits), and one of a few samplers (logits to tokens,
-state advanced). What no sampler covers - penalties, bias, log-probabilities, and whatever a caller wants to do to the
-logits - is sampled by the plain calls after the same forward; on a GPU their launches hide behind it.
+state advanced). On a GPU the samplers cover all that a request can ask for. On a CPU, where each takes seconds to
+compile, what none covers - penalties, bias, grammars, log-probabilities - is sampled by the plain calls, which are
+about as fast there.
 
 Invariant: equal to eager, and after ``warm_up`` nothing is compiled or captured any more. ``programs.py`` has the two
 ways to make a program.
@@ -12,22 +13,31 @@ ways to make a program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from snapstream.layers.sampler import Sampled
-from snapstream.layers.sampling_state import SamplingNeeds
+from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.programs import Program, ProgramMaker
 
-# Samplers that are programs, from the least to the most general. More than needed is never wrong (SamplingNeeds).
-SAMPLERS = (
-    SamplingNeeds(),
-    SamplingNeeds(random=True),
-    SamplingNeeds(random=True, top_k=True, top_p=True, min_p=True),
-)
+_FILTERS = SamplingNeeds(random=True, top_k=True, top_p=True, min_p=True)
+_EDITS = replace(_FILTERS, bias=True, min_tokens=True, penalties=True, grammar=True)
+# Samplers that are programs, by type of device. The first that covers a batch is taken: more than needed is never wrong
+# (SamplingNeeds), only slower.
+SAMPLERS = {
+    "cpu": (SamplingNeeds(), SamplingNeeds(random=True), _FILTERS),
+    "cuda": (
+        SamplingNeeds(),
+        SamplingNeeds(num_logprobs=LOGPROB_SIZES[-1]),
+        SamplingNeeds(random=True),
+        _FILTERS,
+        _EDITS,
+        replace(_EDITS, num_logprobs=LOGPROB_SIZES[-1]),
+    ),
+}
 
 
 def bucket_sizes(max_rows: int, device_type: str) -> tuple[int, ...]:
@@ -45,11 +55,12 @@ def bucket_sizes(max_rows: int, device_type: str) -> tuple[int, ...]:
 
 def covers(sampler: SamplingNeeds, needs: SamplingNeeds) -> bool:
     """True when ``sampler`` does all that ``needs`` asks for."""
-    plain = SamplingNeeds()
-    return all(
-        getattr(needs, field.name) in (getattr(plain, field.name), getattr(sampler, field.name))
-        for field in fields(SamplingNeeds)
-    )
+
+    def amount(of: SamplingNeeds, name: str) -> int:
+        asked: bool | int | None = getattr(of, name)
+        return -1 if asked is None else int(asked)
+
+    return all(amount(needs, field.name) <= amount(sampler, field.name) for field in fields(SamplingNeeds))
 
 
 class GraphDecode:
@@ -60,16 +71,17 @@ class GraphDecode:
         device: torch.device,
     ) -> None:  # fmt: skip
         self._eager, self._maker, self._buckets, self._padding_row = eager, maker, buckets, padding_row
+        self._sampler_needs = SAMPLERS[device.type]
         # What programs read their row indices from and write their logits to: static addresses.
         self._rows = torch.full((buckets[-1],), padding_row, dtype=torch.int64, device=device)
         self._logits = torch.empty((buckets[-1], vocab_size), dtype=torch.float32, device=device)
-        self._forward: dict[int, Program] = {}
-        self._samplers: dict[int, list[tuple[SamplingNeeds, Program]]] = {}
+        self._forward: dict[int, Program[Tensor]] = {}
+        self._samplers: dict[int, list[tuple[SamplingNeeds, Program[Sampled]]]] = {}
 
     @property
     def num_programs(self) -> int:
         """Programs that ``warm_up`` makes."""
-        return len(self._buckets) * (1 + len(SAMPLERS))
+        return len(self._buckets) * (1 + len(self._sampler_needs))
 
     @torch.inference_mode()
     def warm_up(self, made: Callable[[], object]) -> None:
@@ -79,7 +91,7 @@ class GraphDecode:
             self._forward[bucket] = self._maker.make(self._run_forward, rows, logits)
             made()
             self._samplers[bucket] = []
-            for needs in SAMPLERS:
+            for needs in self._sampler_needs:
                 program = self._maker.make(_Sampler(self._eager, needs).run, logits, rows)
                 self._samplers[bucket].append((needs, program))
                 made()
@@ -90,7 +102,7 @@ class GraphDecode:
         padded, logits = self._feed(rows)
         for sampler_needs, program in self._samplers[padded.shape[0]]:
             if covers(sampler_needs, needs):
-                return Sampled(program(logits, padded)[:size])
+                return program(logits, padded).first(size)
         return self._eager.draw(logits[:size], padded[:size], needs)
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -120,5 +132,5 @@ class _Sampler:
     def __init__(self, eager: EagerDecode, needs: SamplingNeeds) -> None:
         self._eager, self._needs = eager, needs
 
-    def run(self, logits: Tensor, rows: Tensor) -> Tensor:
-        return self._eager.draw(logits, rows, self._needs).token_ids
+    def run(self, logits: Tensor, rows: Tensor) -> Sampled:
+        return self._eager.draw(logits, rows, self._needs)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from torch import Tensor
 from snapstream.kernels.compile_cache import compile_folder
 from snapstream.kernels.cpu.native import find_compiler
 
-Program = Callable[..., Tensor]
+Out = TypeVar("Out")  # a tensor, or a named tuple of tensors
+Program = Callable[..., Out]
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _WARM_UPS = 2  # runs before a capture: libraries and autotuners settle
 
@@ -28,7 +29,7 @@ _WARM_UPS = 2  # runs before a capture: libraries and autotuners settle
 class ProgramMaker(Protocol):
     """Makes programs of bound methods."""
 
-    def make(self, function: Callable[..., Tensor], *inputs: Tensor) -> Program: ...
+    def make(self, function: Callable[..., Out], *inputs: Tensor) -> Program[Out]: ...
 
 
 class Compiler:
@@ -39,7 +40,7 @@ class Compiler:
             raise ValueError("executor 'graph' compiles C++ on a CPU: neither $CXX nor g++ is on the path")
         self._folder = compile_folder()
 
-    def make(self, function: Callable[..., Tensor], *inputs: Tensor) -> Program:
+    def make(self, function: Callable[..., Out], *inputs: Tensor) -> Program[Out]:
         """Compile one full graph for these inputs, and run it once."""
         program = torch.compile(
             _own_code(cast(MethodType, function)),
@@ -61,7 +62,7 @@ class Capturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def make(self, function: Callable[..., Tensor], *inputs: Tensor) -> Program:
+    def make(self, function: Callable[..., Out], *inputs: Tensor) -> Program[Out]:
         """Warm up on a side stream, then capture there; the output of a replay is overwritten by the next."""
         work = function if self._first is None else self._first.make(function, *inputs)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -73,7 +74,7 @@ class Capturer:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             out = work(*inputs)
 
-        def replay(*_: Tensor) -> Tensor:
+        def replay(*_: Tensor) -> Out:
             graph.replay()
             return out
 

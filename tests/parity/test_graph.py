@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from snapstream.config import EngineConfig, KVBudget, SnapKVConfig
 from snapstream.kernels.cpu.native import find_compiler
-from snapstream.layers.sampling_state import SamplingNeeds
+from snapstream.layers.sampler import Sampled
+from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.llm import LLM
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
@@ -20,7 +23,7 @@ from snapstream.models.registry import read_model_config
 from snapstream.request import SamplingParams
 from snapstream.runner import decode_graph
 from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.decode_graph import SAMPLERS, GraphDecode, bucket_sizes, covers
+from snapstream.runner.decode_graph import GraphDecode, bucket_sizes, covers
 from snapstream.runner.model_runner import ModelRunner
 from tests.parity.checkpoints import VOCAB, make_model, save
 
@@ -153,9 +156,57 @@ def test_buckets_hold_every_batch() -> None:
     assert bucket_sizes(20, "cuda") == (1, 2, 4, 8, 16, 20)
 
 
-def test_what_no_sampler_covers_is_left_to_the_plain_calls() -> None:
-    most = SAMPLERS[-1]
-    assert covers(SAMPLERS[0], SamplingNeeds()) and not covers(SAMPLERS[0], SamplingNeeds(random=True))
-    assert covers(most, SamplingNeeds(random=True, top_k=True)) and covers(most, SamplingNeeds())
-    for needs in (SamplingNeeds(penalties=True), SamplingNeeds(bias=True), SamplingNeeds(num_logprobs=0)):
-        assert not any(covers(sampler, needs) for sampler in decode_graph.SAMPLERS)
+def test_a_cpu_leaves_rare_needs_to_the_plain_calls_and_a_gpu_none() -> None:
+    few, all_of_them = decode_graph.SAMPLERS["cpu"], decode_graph.SAMPLERS["cuda"]
+    assert covers(few[0], SamplingNeeds()) and not covers(few[0], SamplingNeeds(random=True))
+    assert covers(few[-1], SamplingNeeds(random=True, top_k=True)) and covers(few[-1], SamplingNeeds())
+    flags = [field.name for field in fields(SamplingNeeds) if field.name != "num_logprobs"]
+    for name in flags:
+        needs = SamplingNeeds(**{name: True})  # type: ignore[arg-type]
+        assert any(covers(sampler, needs) for sampler in few) == (name in ("random", "top_k", "top_p", "min_p"))
+        assert any(covers(sampler, needs) for sampler in all_of_them)
+    for num_logprobs in LOGPROB_SIZES:
+        needs = SamplingNeeds(num_logprobs=num_logprobs)
+        assert not any(covers(sampler, needs) for sampler in few)
+        assert covers(all_of_them[1], needs) and not covers(all_of_them[0], needs)
+    most = SamplingNeeds(**dict.fromkeys(flags, True), num_logprobs=LOGPROB_SIZES[-1])  # type: ignore[arg-type]
+    assert covers(all_of_them[-1], most)
+
+
+@needs_compiler
+def test_every_need_of_a_request_is_a_program_on_a_gpu(
+    tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's samplers as plain functions: eager's tokens and log-probabilities, and nothing is drawn beside them."""
+    monkeypatch.setattr("snapstream.runner.executors.Compiler", _Plain)
+    monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda *_: (2, 5))
+    monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", decode_graph.SAMPLERS["cuda"])
+    folder = save(make_model("llama-gqa-tied"), tmp_path)
+    settings = {"budget": SMALL, "snapkv": SNAPKV, "max_rows": 5, "max_model_len": 160, "progress": False}
+    kinds = [
+        *params(),
+        SamplingParams(max_tokens=9, temperature=0.9, seed=6, logit_bias={5: 4.0, 9: -100.0}, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0.0, min_tokens=6, logprobs=0),
+        SamplingParams(max_tokens=9, temperature=0.7, repetition_penalty=1.3, logprobs=20, seed=7, ignore_eos=True),
+    ]
+    many = prompts + prompts[:3]
+    with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
+        expected = llm.generate(many, kinds)
+    with LLM(folder, executor="graph", **settings) as llm:  # type: ignore[arg-type]
+        decode = llm.engine._runner._decode  # type: ignore[attr-defined]
+        monkeypatch.setattr(decode._eager, "step", None)
+        by_programs, drawn = [], decode._eager.draw
+
+        def draw(logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+            by_programs.append(any(needs is sampler for sampler in decode_graph.SAMPLERS["cuda"]))
+            return drawn(logits, rows, needs)
+
+        monkeypatch.setattr(decode._eager, "draw", draw)
+        outputs = llm.generate(many, kinds)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    for output, other in zip(outputs, expected, strict=True):
+        for own, same in zip(output.logprobs or (), other.logprobs or (), strict=True):
+            assert [token for token, _ in own.top] == [token for token, _ in same.top]
+            values = [own.logprob, *(value for _, value in own.top)]
+            assert values == pytest.approx([same.logprob, *(value for _, value in same.top)], abs=1e-4)
+    assert by_programs and all(by_programs)

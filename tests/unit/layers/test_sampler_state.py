@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from snapstream.layers.sampler import adjusted, sample
-from snapstream.layers.sampling_state import NUM_STOP_IDS, SamplingNeeds, SamplingState
-from snapstream.request import SamplingParams
+from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
+from snapstream.memory import SAMPLING_BYTES, sampling_state_bytes
+from snapstream.request import NUM_STOP_IDS, SamplingParams
 
 NUM_ROWS = 7
 VOCAB = 1003  # a multiple of nothing that a kernel likes
@@ -45,7 +48,7 @@ def logits_at(step: int, seed: int = 0) -> Tensor:
 def tensors_of(state: SamplingState) -> dict[str, Tensor]:
     found = {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
     for group in (state.occurrences, state.logit_bias):
-        found |= group._asdict() if group else {}
+        found |= group._asdict()
     return found
 
 
@@ -209,3 +212,30 @@ def test_wrong_rows_are_refused_before_anything_is_written(
 def test_an_oversized_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="vocab_size is 1048577"):
         SamplingState(1, 2**20 + 1, "cpu")
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 32_000])
+def test_the_state_is_as_large_as_the_plan_says(vocab_size: int) -> None:
+    state = SamplingState(NUM_ROWS, vocab_size, "cpu")
+    assert state.num_bytes == (NUM_ROWS + 1) * sampling_state_bytes(vocab_size)
+    before = state.num_bytes
+    state.set_row(1, EVERYTHING, 0, [1, 2], [7])
+    state.allow([1], torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32))
+    assert state.num_bytes == before  # nothing is made for the first request that needs it
+
+
+def test_a_step_allocates_what_the_plan_says_and_no_more() -> None:
+    """Peak of all that sampling with every option allocates, beside the logits, per row and token."""
+    vocab_size, rows = 20_000, torch.arange(NUM_ROWS)
+    state = SamplingState(NUM_ROWS, vocab_size, "cpu")
+    logits = torch.randn(NUM_ROWS, vocab_size)
+    needs = SamplingNeeds(
+        bias=True, min_tokens=True, penalties=True, grammar=True, random=True, top_k=True, top_p=True, min_p=True,
+        num_logprobs=20,
+    )  # fmt: skip
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        sample(logits, state, rows, needs)
+    steps = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    sizes = itertools.accumulate(event.nbytes() for event in sorted(steps, key=lambda event: event.start_ns()))
+    peak = logits.element_size() + max(sizes) / logits.numel()
+    assert 0.9 * SAMPLING_BYTES < peak <= SAMPLING_BYTES

@@ -6,6 +6,7 @@ parcel is a tensor made of host numbers, which torch reports as ``lift_fresh``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 BUDGET = KVBudget(num_sink=2, num_topk=4, num_recent=8)
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=1, logprobs=2, min_tokens=2)
+EVERYTHING = replace(SAMPLED, logit_bias={5: 1.0}, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.2)
 
 
 class Parcels(TorchDispatchMode):
@@ -49,18 +51,19 @@ def runner_on(device: str, kv_dtype: KVDType = "auto") -> ModelRunner:
     return ModelRunner(Decoder(MODEL, DecoderWeights.empty(MODEL, torch.float32, device)), config)
 
 
-def prefill(rows: tuple[int, ...], step_id: int = 0) -> StepPlan:
+def prefill(rows: tuple[int, ...], step_id: int = 0, sampling: SamplingParams = SAMPLED) -> StepPlan:
     entry = PrefillEntry(
-        request_id="r", token_ids=tuple(range(3, 30)), rows=rows, seeds=rows, sampling=SAMPLED, budget=BUDGET
+        request_id="r", token_ids=tuple(range(3, 30)), rows=rows, seeds=rows, sampling=sampling, budget=BUDGET
     )
     job = JobSpec(job_id=step_id, staging_start=0, entries=(entry,))
     return StepPlan(step_id=step_id, opened_jobs=(job,), units=(UnitRange(step_id, 0, MODEL.num_layers),))
 
 
+@pytest.mark.parametrize("sampling", [SAMPLED, EVERYTHING], ids=["sampled", "everything"])
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_a_step_reads_nothing_from_the_device(kv_dtype: KVDType) -> None:
+def test_a_step_reads_nothing_from_the_device(kv_dtype: KVDType, sampling: SamplingParams) -> None:
     runner = runner_on("meta", kv_dtype)
-    runner.submit(prefill((0, 3, 5)))
+    runner.submit(prefill((0, 3, 5), sampling=sampling))
     runner.submit(StepPlan(step_id=1, decode_rows=(0, 3, 5)))
 
 
