@@ -100,7 +100,7 @@ class EngineProcess:
         """Take no more requests, let running ones finish for at most ``drain_s``, end the process. May be repeated."""
         self._is_closing = True
         if not await self._streams.wait_idle(drain_s):
-            log.warning("requests still ran after %g s of draining; they are ended", drain_s)
+            log.warning("requests still run at the end of the drain; they are ended")
         self._streams.fail_all("the server was shut down before the answer was complete")
         if self._supervisor is not None:
             self._supervisor.cancel()

@@ -60,7 +60,7 @@ class Front(Gate):
             self._grammars = GrammarGate(lambda: tokenizer_json(tokenizer), end_ids)
         self.ignored = IgnoredFields()
         self._facts = facts
-        self._name = ""
+        self._served_name = ""
         self.metrics = Metrics(self._model_name, engine.stats, has_vllm_names=settings.has_vllm_names)
         self.trims = PromptTrims(compressor, tokenizer, settings, self.metrics.count_trimmed)
 
@@ -131,7 +131,7 @@ class Front(Gate):
 
     def _model_name(self) -> str:
         """Asked for with every token; once known, it stays."""
-        if not self._name:
+        if not self._served_name:
             with suppress(EngineDead):
-                self._name = self._facts().name
-        return self._name
+                self._served_name = self._facts().name
+        return self._served_name

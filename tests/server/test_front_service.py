@@ -264,7 +264,9 @@ def test_a_drain_waits_for_prompts_that_wait_in_the_front() -> None:
             drain = asyncio.create_task(front.drain(10 * HANG_S))
             await asyncio.sleep(0)
             assert (await http.post("/v1/completions", json=body)).status_code == 503  # new work
-            assert (await http.get("/health")).status_code == 503
+            refused = await http.get("/health")
+            assert refused.status_code == 503
+            assert refused.json()["error"]["message"] == "the server is shutting down; try again later"
             engine.released.set()
             response = await answer
             assert response.status_code == 200, response.text
