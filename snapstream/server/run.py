@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
 
 from snapstream.assembly import load_tokenizer
 from snapstream.assets import TINY_MODEL
@@ -28,6 +27,7 @@ from snapstream.memory import MAX_AUTO_ROWS
 from snapstream.server.app import make_app
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.hosts import is_loopback
+from snapstream.server.loading import Curtain, Drainable
 from snapstream.server.messages import EngineSpec
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.server.tools.formats import ToolParser
@@ -134,14 +134,6 @@ def serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> 
     asyncio.run(_serve(spec, settings, options))
 
 
-class Drainable(Protocol):
-    """The state of an application that ends in order."""
-
-    is_draining: bool
-
-    async def drain(self, timeout_s: float) -> None: ...
-
-
 class DrainingServer(uvicorn.Server):
     """uvicorn, except that the first signal drains: it goes on answering until ``front`` has let its streams go."""
 
@@ -179,42 +171,59 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
             log.warning("no API key is set: everyone who can reach %s may use this server", options.host)
         log.info("loading %s", spec.model)
         engine = EngineProcess(spec, restart=options.restart)
-        loading = asyncio.create_task(engine.start())
-        front_app: FastAPI | None = None
+        curtain = Curtain(settings.retry_after_s)
+        server = DrainingServer(_uvicorn_config(curtain, options), curtain, options.drain_timeout_s)
+        names = options.names or (Path(spec.model).resolve().name,)
+        # Both at once: they read their files side by side, and the first that fails ends the server.
+        tasks = [
+            asyncio.create_task(work)
+            for work in (engine.start(), _load_front(curtain, engine, spec, settings, options, names))
+        ]
+        loading = asyncio.gather(*tasks)
+        loading.add_done_callback(
+            lambda future: _after_loading(future, server, listener, options, names, settings.has_page)
+        )
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, Path(spec.model))
-            names = options.names or (Path(spec.model).resolve().name,)
-            created = int(time.time())
-            compressor = None if options.draft is None else await asyncio.to_thread(_load_draft, spec, options)
-            if compressor is not None and tokenizer is None:
-                raise ValueError(f"{spec.model} has no tokenizer; a draft hands over text")
-
-            def facts() -> ModelFacts:
-                known = engine.facts
-                return ModelFacts(
-                    names=names,
-                    vocab_size=known.vocab_size,
-                    engine=known.engine,
-                    created=created,
-                    num_layers=known.architecture.num_layers,
-                    num_kv_heads=known.architecture.num_kv_heads,
-                    has_examples=Path(spec.model).resolve() == TINY_MODEL.resolve(),
-                )
-
-            front_app = make_app(engine, tokenizer, settings, facts, compressor)
-            server = DrainingServer(_uvicorn_config(front_app, options), front_app.state.front, options.drain_timeout_s)
-            loading.add_done_callback(
-                lambda task: _after_loading(task, server, listener, options, names, settings.has_page)
-            )
             await server.serve(sockets=[listener])
-            if loading.done() and not front_app.state.front.is_draining:
+            if loading.done() and not curtain.is_draining:
                 loading.result()  # what made it end
         finally:
-            if front_app is not None:
-                front_app.state.front.close()
             await engine.shutdown(0)
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            curtain.close()
+
+
+async def _load_front(
+    curtain: Curtain,
+    engine: EngineProcess,
+    spec: EngineSpec,
+    settings: ServerSettings,
+    options: ServeOptions,
+    names: tuple[str, ...],
+) -> None:
+    """Read what the front needs, and let it answer."""
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(spec.model))
+    created = int(time.time())
+    compressor = None if options.draft is None else await asyncio.to_thread(_load_draft, spec, options)
+    if compressor is not None and tokenizer is None:
+        raise ValueError(f"{spec.model} has no tokenizer; a draft hands over text")
+
+    def facts() -> ModelFacts:
+        known = engine.facts
+        return ModelFacts(
+            names=names,
+            vocab_size=known.vocab_size,
+            engine=known.engine,
+            created=created,
+            num_layers=known.architecture.num_layers,
+            num_kv_heads=known.architecture.num_kv_heads,
+            has_examples=Path(spec.model).resolve() == TINY_MODEL.resolve(),
+        )
+
+    app = make_app(engine, tokenizer, settings, facts, compressor)
+    curtain.rise(app, app.state.front)
 
 
 def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:
@@ -229,9 +238,10 @@ def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:
     )
 
 
-def _uvicorn_config(app: object, options: ServeOptions) -> uvicorn.Config:
+def _uvicorn_config(app: Curtain, options: ServeOptions) -> uvicorn.Config:
     return uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        app,
+        lifespan="off",  # the application comes later; _serve closes it
         log_config=None,
         access_log=False,  # front.py logs requests, with their ids
         server_header=False,
@@ -243,14 +253,14 @@ def _uvicorn_config(app: object, options: ServeOptions) -> uvicorn.Config:
 
 
 def _after_loading(
-    task: asyncio.Task[object],
+    loading: asyncio.Future[Any],
     server: DrainingServer,
     listener: socket.socket,
     options: ServeOptions,
     names: tuple[str, ...],
     has_page: bool,
 ) -> None:
-    if task.cancelled() or task.exception() is not None:
+    if loading.cancelled() or loading.exception() is not None:
         server.should_exit = True
         return
     scheme = "https" if options.tls_cert else "http"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from benchmarks.server_process import served
 from snapstream.cli import main
 from snapstream.server.engine_api import EngineDead
 from snapstream.server.engine_process import EngineProcess
+from snapstream.server.loading import Curtain
 from snapstream.server.messages import EngineSpec
 from snapstream.server.run import ServeOptions, make_settings, serve
 from tests.server.front_client import frames
@@ -141,6 +143,58 @@ def test_an_open_server_on_a_network_is_warned_about(
     with pytest.raises(ValueError, match="no such model"):
         serve(spec, make_settings(spec, host, keys, (), ()), ServeOptions(host=host, port=0))
     assert len([record for record in caplog.records if "no API key" in record.getMessage()]) == count
+
+
+def test_503_while_anything_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also before the tokenizer, or a draft, has been read: nobody is left to wait for an answer."""
+    may_go, ended = threading.Event(), []
+
+    async def start(self: EngineProcess) -> None:
+        """Loaded at once."""
+
+    def load(folder: Path) -> None:
+        assert may_go.wait(HANG_S)
+        raise ValueError("the tokenizer is broken")
+
+    monkeypatch.setattr(EngineProcess, "start", start)
+    monkeypatch.setattr("snapstream.server.run.load_tokenizer", load)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def run() -> None:
+        spec = EngineSpec(model=str(tmp_path))
+        try:
+            serve(spec, make_settings(spec, "127.0.0.1", (), (), ()), ServeOptions(port=port))
+        except ValueError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{port}"
+    until(lambda: _listens(port))
+    for method, path in (("GET", "/health"), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/metrics")):
+        answer = httpx.request(method, url + path, timeout=HANG_S)
+        assert answer.status_code == 503 and answer.headers["retry-after"] and answer.headers["x-request-id"]
+        assert answer.json()["error"]["message"] == "the server is loading"
+    may_go.set()
+    thread.join(HANG_S)
+    assert ended == ["the tokenizer is broken"]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_signal_while_loading_is_kept_for_the_application() -> None:
+    class App:
+        is_draining = False
+
+    curtain, app = Curtain(1), App()
+    asyncio.run(curtain.drain(HANG_S))  # nothing runs yet
+    curtain.is_draining = True
+    curtain.rise(app, app)  # type: ignore[arg-type]
+    assert app.is_draining
 
 
 def test_an_engine_that_dies_while_it_loads_ends_in_one_line(
