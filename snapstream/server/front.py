@@ -53,7 +53,9 @@ class Front(Gate):
         self.settings = settings
         self.prompts = Prompts(tokenizer, threads=settings.tokenizer_threads)
         self.texts = TokenText(tokenizer)
-        self.call_format = choose_format(settings.tool_parser, str(getattr(tokenizer, "chat_template", "")))
+        template = str(getattr(tokenizer, "chat_template", ""))
+        self.call_format = choose_format(settings.tool_parser, template)
+        self.tells_tools = "tools" in template  # the variable that templates find them in
         self._grammars: GrammarGate | None = None
         if tokenizer is not None:
             end_ids = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)

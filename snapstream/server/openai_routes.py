@@ -94,7 +94,7 @@ async def _chat(front: Front, data: dict[str, Any], visit: Visit) -> Response:
     body = parse(ChatBody, data)
     front.ignored.note(unknown_fields(ChatBody, data))
     model = front.need_model(body.model)
-    plan = plan_answer(body, front.call_format, front.texts.special)
+    plan = plan_answer(body, front.call_format, front.texts.special, has_place=front.tells_tools)
     wish = chat_wish(body, front.facts, plan)
     check_samples(1, wish.sampling.n, front.settings)
     trimming = front.trims.wish(body)

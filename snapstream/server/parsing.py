@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from snapstream.server.errors import ApiError, bad_value
-from snapstream.server.protocol import Body
+from snapstream.server.protocol import Body, StreamOptions
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,9 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
 }
-CHAT_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"echo": (False,)}
+CHAT_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "best_of": (1,)}
 COMPLETION_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "top_logprobs": (0,),  # here logprobs is their number
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True,),
@@ -141,7 +142,11 @@ def parse(kind: type[B], data: Mapping[str, Any]) -> B:
 
 
 def unknown_fields(kind: type[Body], data: Mapping[str, Any]) -> set[str]:
-    return set(data) - set(kind.model_fields) - set(REFUSED) - set(CHAT_ONLY_REFUSED) - set(COMPLETION_ONLY_REFUSED)
+    """Names of fields that will be ignored, also of those within ``stream_options``."""
+    known = {*kind.model_fields, *REFUSED, *CHAT_ONLY_REFUSED, *COMPLETION_ONLY_REFUSED}
+    inner = data.get("stream_options")
+    inside = set(inner) - set(StreamOptions.model_fields) if isinstance(inner, Mapping) else set()
+    return set(data) - known | {f"stream_options.{name}" for name in inside}
 
 
 def _too_large(limit: int) -> ApiError:

@@ -25,7 +25,9 @@ class StreamOptions(Body):
 
 
 class KVCacheOptions(Body):
-    """Ours: how large a row this request gets."""
+    """Ours: how large a row this request gets. A misspelled member would pass for a wish that was granted."""
+
+    model_config = ConfigDict(extra="forbid")
 
     budget: int | Literal["full"] | None = None  # slots; None means the server's
     return_kept: bool | Literal["bitmap"] = False  # report which prompt tokens each layer and head kept

@@ -6,7 +6,7 @@ names the field. Defaults are those of the OpenAI API, except that a chat answer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -173,14 +173,17 @@ def _wish(
         )
         return Wish(sampling, max_tokens, _budget(body, facts))
     except ValueError as error:
-        raise _fault(error) from None
+        raise _fault(error, _sent_as(body)) from None
 
 
 def _budget(body: GenerationBody, facts: ModelFacts) -> KVBudget | None:
     """The request's own row size; the server's is the maximum."""
     if body.kv_cache is None or body.kv_cache.budget is None:
         return None
-    budget = resolve_budget(body.kv_cache.budget, facts.max_model_len, facts.engine.snapkv.window_len)
+    given, most = body.kv_cache.budget, facts.engine.budget.capacity
+    if given != "full" and most < facts.max_model_len <= given:  # else it would be told of the window, not of its wish
+        raise ValueError(f"a budget of {given} slots is larger than a row of this engine ({most})")
+    budget = resolve_budget(given, facts.max_model_len, facts.engine.snapkv.window_len)
     facts.engine.check_budget(budget)
     return budget
 
@@ -196,13 +199,30 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _fault(error: ValueError) -> ApiError:
+def _sent_as(body: GenerationBody) -> dict[str, str]:
+    """Names of ``SamplingParams`` that this client has sent under another one."""
+    names = {}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if isinstance(body, ChatBody):
+        names["logprobs"] = "top_logprobs"
+    return names
+
+
+def _fault(error: ValueError, sent_as: Mapping[str, str] | None = None) -> ApiError:
     """The field is the first word of the messages of ``SamplingParams`` and ``check_request``, with few exceptions."""
     message = str(error)
     words = message.split()
+    if sent_as and words[0] in sent_as:
+        words[0] = sent_as[words[0]]
+        message = " ".join(words)
     if words[0].isdigit():  # "17 stop strings given ..."
         words = words[1:]
     param = _PARAM_OF_FIRST_WORDS.get(" ".join(words[:2])) or _PARAM_OF_FIRST_WORDS.get(words[0])
-    if param is None and words[0] in GenerationBody.model_fields.keys() | {"logprobs", "prompt_logprobs"}:
+    if param is None and words[0] in GenerationBody.model_fields.keys() | {
+        "logprobs",
+        "prompt_logprobs",
+        "top_logprobs",
+    }:
         param = words[0].removeprefix("prompt_")
     return bad_value(message, param)

@@ -72,12 +72,16 @@ BAD_CHAT = [
     ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias"),
     ({"messages": HI, "logit_bias": {"4608": 1}}, "logit_bias"),
     ({"messages": HI, "top_logprobs": 3}, "top_logprobs"),
-    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": HI, "best_of": 2}, "best_of"),
+    ({"messages": HI, "tools": TOOLS}, "tools"),  # the template would leave them out
     ({"messages": HI, "logprobs": 1}, "logprobs"),
     ({"messages": HI, "kv_cache": {"budget": 8}}, "kv_cache"),
     ({"messages": HI, "kv_cache": {"budget": 129}}, "kv_cache"),  # the server's is the maximum
     ({"messages": HI, "kv_cache": {"budget": "full"}}, "kv_cache"),
     ({"messages": HI, "kv_cache": {"budget": "half"}}, "kv_cache"),
+    ({"messages": HI, "kv_cache": {"bugdet": 64}}, "kv_cache"),
     ({"messages": HI, "prompt_compression": {"keep": 0.2}}, "prompt_compression"),
     ({"messages": HI, "response_format": {"type": "yaml"}}, "response_format"),
     ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format"),
@@ -135,7 +139,8 @@ def test_bad_chat_values_are_400_and_name_the_field(body: dict[str, Any], param:
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "a", "tool_choice": "required"}, "tool_choice"),
         ({"prompt": "a", "parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"prompt": "a", "max_completion_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"prompt": "a", "top_logprobs": 3}, "top_logprobs"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
@@ -158,6 +163,7 @@ def test_harmless_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixtur
     body = {
         "messages": HI, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "stop": None,
         "prompt_compression": "off", "user": "me", "store": False, "shoe_size": 44, "best_of": None,
+        "stream_options": {"include_obfuscation": False},
     }  # fmt: skip
 
     async def twice() -> None:
@@ -166,7 +172,24 @@ def test_harmless_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixtur
                 assert (await http.post(CHAT, json=body)).status_code == 200
 
     asyncio.run(twice())
-    assert len([record for record in caplog.records if "shoe_size" in record.getMessage()]) == 1
+    for name in ("shoe_size", "stream_options.include_obfuscation"):
+        assert len([record for record in caplog.records if name in record.getMessage()]) == 1, name
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"kv_cache": {"budget": 99_999}}, "a budget of 99999 slots is larger than a row of this engine (128)"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens is 0; it must be a whole number >= 1"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; it must be a whole number from 0 to 20"),
+    ],
+)
+def test_messages_speak_of_what_was_sent(wish: dict[str, Any], message: str) -> None:
+    assert error_of(call(CHAT, {"messages": HI, **wish}), 400)["message"] == message
+
+
+def test_tools_that_no_template_tells_may_be_sent_if_they_are_off() -> None:
+    assert call(CHAT, {"messages": HI, "tools": TOOLS, "tool_choice": "none"}).status_code == 200
 
 
 def test_prompt_too_long() -> None:

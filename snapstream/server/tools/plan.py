@@ -33,8 +33,11 @@ class AnswerPlan:
     has_tools: bool = True  # the template is told of the tools
 
 
-def plan_answer(body: ChatBody, form: CallFormat | None, special: frozenset[str]) -> AnswerPlan:
-    """``form``: what calls look like here, None if nobody knows. ``special``: special tokens of the vocabulary."""
+def plan_answer(
+    body: ChatBody, form: CallFormat | None, special: frozenset[str], *, has_place: bool = True
+) -> AnswerPlan:
+    """``form``: what calls look like here, None if nobody knows. ``special``: special tokens of the vocabulary.
+    ``has_place``: the chat template writes tools into the prompt."""
     wish, answer = read_tools(body), read_response_format(body.response_format)
     if not wish.functions or wish.is_off:
         return AnswerPlan(grammar=answer, has_tools=not wish.is_off)
@@ -44,6 +47,12 @@ def plan_answer(body: ChatBody, form: CallFormat | None, special: frozenset[str]
                 "tool_choice asks for a call, and this server does not know the model's format of calls; "
                 "start it with --tool-parser",
                 "tool_choice",
+            )
+        if not has_place:  # as good as never sent
+            raise bad_value(
+                "tools cannot be had: this model's chat template has no place for them, so the model would not hear "
+                "of them; leave them out, or send tool_choice 'none'",
+                "tools",
             )
         return AnswerPlan(grammar=answer)
     grammar, param = answer, "response_format"
