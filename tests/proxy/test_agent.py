@@ -127,7 +127,7 @@ def test_an_agent_through_the_proxy_in_front_of_our_server() -> None:
     """The proxy's own draft first; then the server's, asked directly. Both count with the target's tokenizer."""
     options = {"extra_body": {"prompt_compression": {"keep": 0.25}}}
     with (
-        process("serve", "--draft", str(TINY_DRAFT_MODEL)) as (_, server),
+        process("serve", "--draft", str(TINY_DRAFT_MODEL), "--tool-parser", "hermes") as (_, server),
         process("proxy", "--upstream", server, "--target", str(TINY_MODEL)) as (_, proxy),
     ):
         client = openai.OpenAI(base_url=f"{proxy}/v1", api_key="none", max_retries=0, timeout=HANG_S)

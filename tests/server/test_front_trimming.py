@@ -132,7 +132,7 @@ def test_parts_and_tool_calls_are_trimmed_as_the_template_takes_them() -> None:
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     body = {"messages": messages, "tools": tools, "prompt_compression": {"keep": 0.5}}
-    answer, engine, _ = ask(CHAT, body, Draft())
+    answer, engine, _ = ask(CHAT, body, Draft(), tool_parser="hermes")
     assert answer.status_code == 200, answer.text
     given, told = seen[0]
     assert given[0]["content"] == f"{LONG}\nb" and given[1]["content"] == "" and told == tools
