@@ -89,6 +89,9 @@ def serve(
     ] = None,
     drain_timeout: Annotated[float, number_option("Seconds that running requests get after SIGTERM.")] = 30.0,
     no_page: Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page at /.")] = False,
+    no_vllm_names: Annotated[
+        bool, typer.Option("--no-vllm-names", help="Metrics under snapstream: only, not also under vllm:.")
+    ] = False,
     no_restart: Annotated[bool, typer.Option("--no-restart", help="Do not restart an engine that died.")] = False,
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Of the log on stderr: a line for each request, never its text.")
@@ -126,6 +129,7 @@ def serve(
         cors_origin or (),
         allowed_host or (),
         has_page=not no_page,
+        has_vllm_names=not no_vllm_names,
         tool_parser=tool_parser,
         prompt_compression=run.default_compression(draft, prompt_keep, prompt_max_tokens, prompt_threshold),
     )

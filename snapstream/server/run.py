@@ -101,6 +101,7 @@ def make_settings(
     allowed_hosts: Sequence[str],
     *,
     has_page: bool = True,
+    has_vllm_names: bool = True,
     tool_parser: ToolParser = "auto",
     prompt_compression: PromptCompression | None = None,
 ) -> ServerSettings:
@@ -114,6 +115,7 @@ def make_settings(
         tool_parser=tool_parser,
         max_requests=most_rows + spec.max_waiting + SPARE_REQUESTS if spec.max_waiting else UNBOUNDED_REQUESTS,
         has_page=has_page,
+        has_vllm_names=has_vllm_names,
         prompt_compression=prompt_compression,
     )
 

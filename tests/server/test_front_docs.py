@@ -7,9 +7,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from snapstream.cli.app import app
 from tests.server.fake_engine import ANSWER
 from tests.server.front_server import Running, running_server
 from tests.waiting import HANG_S
@@ -27,6 +30,13 @@ def server() -> Iterator[Running]:
 def blocks(heading: str, language: str) -> list[str]:
     section = DOC.split(f"\n### {heading}\n")[1].split("\n#")[0]
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+def test_every_option_of_the_command_is_described() -> None:
+    command: Any = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    options = {name for param in command.params for name in param.opts if name.startswith("--")}
+    table = DOC.split("| option | meaning |")[1].split("\n\n")[0]
+    assert options - set(re.findall(r"--[a-z-]+", table)) == set()
 
 
 @pytest.mark.parametrize("block", blocks("openai-python", "python"))

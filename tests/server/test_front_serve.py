@@ -16,11 +16,13 @@ import pytest
 
 from benchmarks.server_process import served
 from snapstream.cli import main
-from snapstream.server.engine_api import EngineDead
+from snapstream.server.engine_api import EngineDead, EngineStats
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.loading import Curtain
 from snapstream.server.messages import EngineSpec
+from snapstream.server.metrics import Metrics
 from snapstream.server.run import ServeOptions, make_settings, serve
+from snapstream.server.settings import ServerSettings
 from tests.server.front_client import frames
 from tests.waiting import HANG_S, until
 
@@ -115,6 +117,15 @@ def test_what_follows_from_the_address_and_the_engine() -> None:
     assert make_settings(spec, "::1", (), (), ()).max_requests > 13
     assert make_settings(replace(spec, max_waiting=0), "::1", (), (), ()).max_requests > 1000
     assert make_settings(replace(spec, max_rows="auto"), "::1", (), (), ()).max_requests > 256
+
+
+def test_no_vllm_names_reaches_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[ServerSettings] = []
+    monkeypatch.setattr("snapstream.server.run.serve", lambda _, given, __: settings.append(given))
+    assert main(["serve"]) == main(["serve", "--no-vllm-names"]) == 0
+    pages = [Metrics(lambda: "m", EngineStats, has_vllm_names=one.has_vllm_names).render() for one in settings]
+    assert [b"\nvllm:" in page for page in pages] == [True, False]
+    assert all(b"\nsnapstream:num_requests_running{" in page for page in pages)
 
 
 def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
