@@ -78,13 +78,14 @@ class Rescorer:
         self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, kept: Tensor | None
     ) -> None:
         """A layer of a prompt was written to its rows: ``keys [G, N, E]``, ``kept [G, C]`` (None: all of them)."""
-        rows = list(entry.rows)
-        self.votes[layer, rows] = 0.0
+        votes: Tensor | None = None
         if kept is not None and queries is not None:
             window = queries[-self._config.num_queries :]
-            self.votes[layer, rows, :, : entry.budget.num_topk] = prompt_votes(
-                window, keys, kept, entry.budget, self._snapkv
-            )
+            votes = prompt_votes(window, keys, kept, entry.budget, self._snapkv)  # [G, K]
+        for row in entry.rows:  # a list of rows as an index would be sent to the device, and waited for
+            own = self.votes[layer, row].zero_()  # [G, C]
+            if votes is not None:
+                own[:, : entry.budget.num_topk] = votes
 
     def admit(self, entry: PrefillEntry, config: RescoringConfig | None) -> None:
         """A prompt has been written to its rows; None, or a budget that selects nothing: they are never refreshed."""

@@ -40,7 +40,8 @@ class Rows:
 
     def refresh(self, row: int, num_tokens: int, ring_start: int) -> None:
         """A row was rescored: its counters are those of a row that holds this much."""
-        self.num_tokens[row], self.ring_start[row] = num_tokens, ring_start
+        self.num_tokens[row].fill_(num_tokens)  # `tensor[row] = number` would wait for a GPU
+        self.ring_start[row].fill_(ring_start)
 
     def slots(self, rows: Tensor) -> Tensor:
         """Slot that the next token of each of ``rows [B]`` is written to: ``layout.slot_of`` on the device."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snapstream.config import EngineConfig, KVBudget, KVDType, ModelConfig, SnapKVConfig
+from snapstream.config import EngineConfig, KVBudget, KVDType, ModelConfig, RescoringConfig, SnapKVConfig
 from snapstream.models.decoder import Decoder
 from snapstream.models.weights import DecoderWeights
 from snapstream.request import SamplingParams
@@ -43,10 +43,10 @@ class Parcels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def runner_on(device: str, kv_dtype: KVDType = "auto") -> ModelRunner:
+def runner_on(device: str, kv_dtype: KVDType = "auto", rescoring: RescoringConfig | None = None) -> ModelRunner:
     config = EngineConfig(
         budget=BUDGET, max_model_len=64, max_rows=6, chunk_len=64, short_len=64, short_reserve=64,
-        snapkv=SnapKVConfig(window_len=4), kv_dtype=kv_dtype,
+        snapkv=SnapKVConfig(window_len=4), kv_dtype=kv_dtype, rescoring=rescoring,
     )  # fmt: skip
     return ModelRunner(Decoder(MODEL, DecoderWeights.empty(MODEL, torch.float32, device)), config)
 
@@ -79,3 +79,21 @@ def test_parcels_do_not_grow_with_the_rows(rows: tuple[int, ...], kv_dtype: KVDT
     with Parcels() as decode:
         runner.submit(StepPlan(step_id=1, decode_rows=rows))
     assert decode.sent == 1  # the row indices
+
+
+def test_a_refresh_sends_nothing() -> None:
+    """Numbers that the host knows go as arguments of launches: an index that is a list would be a parcel, and so would
+    a number that is assigned to one entry."""
+    runner = runner_on("cpu", rescoring=RescoringConfig(every=4, num_queries=4))
+    for tensor in runner.decoder.weights.stored().values():
+        tensor.fill_(0.1)
+    with Parcels() as finish:
+        runner.submit(prefill((0, 3, 5)))
+    assert finish.sent <= 5
+    lengths = []
+    for step in range(6):  # the row is full from the start; it is refreshed once four queries are there
+        with Parcels() as decode:
+            runner.submit(StepPlan(step_id=1 + step, decode_rows=(0, 3, 5)))
+        assert decode.sent == 1  # the row indices
+        lengths.append(int(runner.rows.num_tokens[3]))
+    assert lengths[-1] < lengths[0]  # a refresh sets the row back
