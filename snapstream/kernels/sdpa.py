@@ -1,10 +1,11 @@
 """Prefill attention through PyTorch's fused kernels: flash or cuDNN on a GPU, no matrix of scores.
 
-The T queries of a chunk are the last of N tokens. A chunk that is the whole prompt is plainly causal and one query sees
-every key; between, ``causal_lower_right`` picks a kernel that can align the mask with the last key. ``split`` is the
-other way: keys before the chunk unmasked, the chunk as one causal square, merged by their log-sum-exp; it works with
-kernels that know only the plain causal mask, cuDNN's among them. Extra memory is ``O(T)``, where the reference holds
-``[H, T, N]`` fp32 scores.
+The T queries of a chunk are the last of N tokens. A GPU's flash kernel aligns its causal mask with the last key. It is
+called by its own name: PyTorch's choice among its kernels may prefer cuDNN, which plans every new pair of lengths on
+the host. Elsewhere a chunk that is the whole prompt is plainly causal, one query sees every key, and between
+``causal_lower_right`` aligns the mask. ``split`` is the other way: keys before the chunk unmasked, the chunk as one
+causal square, merged by their log-sum-exp; it works with kernels that know only the plain causal mask, cuDNN's among
+them. Extra memory is ``O(T)``, where the reference holds ``[H, T, N]`` fp32 scores.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 _efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+_cudnn: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -28,21 +30,25 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     num_queries, num_heads, _ = q.shape
     num_kv_heads, num_keys, _ = k.shape
     grouped = num_heads != num_kv_heads
-    queries, keys, values = q.transpose(0, 1)[None], k[None], v[None]  # [1, H, T, E], [1, G, N, E]
-    if num_queries == num_keys:
+    queries, keys, values = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)  # [1, H, T, E], [1, G, N, E]
+    if q.is_cuda:
+        out = flash(queries, keys, values, True)[0]
+    elif num_queries == num_keys:
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
     elif num_queries == 1:
         out = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=grouped)
     else:
         mask = causal_lower_right(num_queries, num_keys)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
-    return out[0].transpose(0, 1)
+    return out.squeeze(0).transpose(0, 1)
 
 
 def split(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
-    """The same through two calls of ``kernel``."""
+    """The same through two calls of ``kernel``; one query sees every key and takes one call."""
     prefix = k.shape[1] - q.shape[0]
     queries = q.transpose(0, 1)[None]
+    if q.shape[0] == 1:
+        return kernel(queries, k[None], v[None], False)[0][0].transpose(0, 1)
     own, own_lse = kernel(queries, k[None, :, prefix:], v[None, :, prefix:], True)
     if prefix == 0:
         return own[0].transpose(0, 1)
@@ -62,13 +68,18 @@ def by_efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """cuDNN's kernel for ``split``; half precision on an NVIDIA GPU."""
-    found: Any = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
+    """cuDNN's kernel for ``split``; half precision on an NVIDIA GPU. It takes no single key, so that is done here."""
+    if k.shape[2] == 1:
+        group = q.shape[1] // k.shape[1]
+        key, value = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [1, H, 1, E]
+        lse = (q.float() * key.float()).sum(-1) * q.shape[-1] ** -0.5  # [1, H, T]
+        return value.expand(q.shape), lse
+    found: Any = _cudnn(q, k, v, None, True, 0.0, is_causal)
     return found[0], found[1].reshape(q.shape[:3])
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """The flash kernel for ``split``; half precision on an NVIDIA GPU."""
+    """The flash kernel; half precision on an NVIDIA GPU. Causal means aligned with the last key."""
     found: Any = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
     return found[0], found[1]
 

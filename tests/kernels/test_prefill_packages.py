@@ -124,6 +124,23 @@ def test_packed_prompts(name: str, module: str, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(got, expected)
 
 
+def test_varlen_of_a_pytorch_that_takes_grouped_heads_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.11 has no word for them, and its kernel needs none."""
+    q, k, v = inputs(8, 8)
+    stand = Stand(k)
+
+    def of_2_11(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
+                window_size: tuple[int, int] = (-1, -1)) -> Tensor:  # fmt: skip
+        return stand.varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size,
+                                 enable_gqa=True)  # fmt: skip
+
+    monkeypatch.setattr(packages, "import_module", lambda name: SimpleNamespace(varlen_attn=of_2_11))
+    assert packages.why_no_torch_varlen() == ""
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    got = packages.torch_varlen(q, k, v, PackedLens(ends, ends, 5, 5))
+    assert torch.equal(got, attend_parts(q, k.transpose(0, 1), v.transpose(0, 1), [0, 3, 8], [0, 3, 8]))
+
+
 def test_varlen_of_an_older_pytorch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packages.why_no_torch_varlen() == ""  # the one installed here
 

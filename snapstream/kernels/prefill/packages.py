@@ -8,7 +8,9 @@ and V through strides, so that the staging pool is passed as it is.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -79,8 +81,13 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
-    """PyTorch's flash kernel for packed prompts; a window of (-1, 0) is its word for causal."""
-    out: Tensor = import_module("torch.nn.attention.varlen").varlen_attn(
+    """PyTorch's flash kernel for packed prompts; a window of (-1, 0) is its word for causal.
+
+    Since 2.12 grouped heads must be announced; before, the kernel takes them as they come.
+    """
+    call = import_module("torch.nn.attention.varlen").varlen_attn
+    announced = {"enable_gqa": q.shape[1] != k.shape[0]} if "enable_gqa" in _parameters(call) else {}
+    out: Tensor = call(
         q,
         k.transpose(0, 1),
         v.transpose(0, 1),
@@ -89,16 +96,22 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
         lens.max_queries,
         lens.max_keys,
         window_size=(-1, 0),
-        enable_gqa=q.shape[1] != k.shape[0],
+        **announced,
     )
     return out
 
 
 def why_no_torch_varlen() -> str:
-    """Empty if this PyTorch can do it for grouped heads."""
+    """Empty if this PyTorch has it with a causal mask that is aligned with the last key."""
     try:
-        parameters = inspect.signature(import_module("torch.nn.attention.varlen").varlen_attn).parameters
+        call = import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:
         return f"PyTorch {torch.__version__} has no attention over packed sequences"
-    missing = [name for name in ("window_size", "enable_gqa") if name not in parameters]
-    return f"varlen_attn of PyTorch {torch.__version__} has no {missing[0]}" if missing else ""
+    has_window = "window_size" in _parameters(call)
+    return "" if has_window else f"varlen_attn of PyTorch {torch.__version__} has no window_size"
+
+
+@lru_cache(maxsize=4)
+def _parameters(call: Callable[..., Any]) -> frozenset[str]:
+    """Names; remembered, because a chunk asks for them in every layer."""
+    return frozenset(inspect.signature(call).parameters)
