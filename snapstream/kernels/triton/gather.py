@@ -12,7 +12,10 @@ from snapstream.kernels.triton.fp8 import saturated
 _TILE = 4096  # elements of K per program
 
 
-@triton.jit(do_not_specialize=["num_kept", "row"])
+# The scales of a layer begin at any multiple of 4 bytes: aligned or not, the same machine code reads its one number.
+@triton.jit(
+    do_not_specialize=["num_kept", "row"], do_not_specialize_on_alignment=["k_scale_ptr", "v_scale_ptr"]
+)  # fmt: skip
 def gather_row_kernel(
     k_ptr, v_ptr, index_ptr, k_row_ptr, v_row_ptr, k_scale_ptr, v_scale_ptr,
     num_kept, row,

@@ -38,7 +38,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     run = InterpretedFunction.run
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        fixed = kernel.kwargs.get("do_not_specialize") or ()
+        settings = (kernel.kwargs.get(key) or () for key in ("do_not_specialize", "do_not_specialize_on_alignment"))
+        fixed = {name for names in settings for name in names}
         named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         kinds = []
         for name, value in sorted(named.items()):
@@ -55,7 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
 def kind_of(value: Any, is_fixed: bool) -> Any:
     """How an argument enters the choice of machine code (Triton 3.6, ``JITFunction``)."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
+        return value.dtype, is_fixed or value.data_ptr() % 16 == 0
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
@@ -73,7 +74,7 @@ def test_no_request_launches_a_kernel_of_a_new_kind(
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (61, 48, 3)]
     sampling = [SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, n=n) for n in (1, 2, 1)]
     with dispatch.forced("triton"), LLM(
-        folder, budget=40, snapkv=SnapKVConfig(window_len=8), max_rows=3, max_model_len=70, chunk_len=32,
+        folder, budget=40, snapkv=SnapKVConfig(window_len=8), max_rows=4, max_model_len=70, chunk_len=32,
         kv_dtype=kv_dtype, progress=False,
     ) as llm:  # fmt: skip
         at_start = set(launched)
