@@ -1,0 +1,78 @@
+"""Captured decode gives eager's tokens, on tapes of operators that stand in for CUDA graphs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
+from snapstream.kernels import dispatch, reference
+from snapstream.llm import LLM
+from snapstream.runner import executors, results
+from snapstream.runner.programs import Capturer
+from snapstream.runner.views import RowsView
+from tests.parity import tape
+from tests.parity.checkpoints import VOCAB, make_model, save
+from tests.parity.test_graph import LENGTHS, params
+
+SETTINGS: dict[str, Any] = {
+    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "snapkv": SnapKVConfig(window_len=8), "max_rows": 5,
+    "max_model_len": 160, "progress": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in LENGTHS]
+
+
+def on_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode of a GPU: its buckets, its view of the rows, and captures."""
+    tape.install(monkeypatch)
+    sizes, to_host = executors.bucket_sizes, results._to_host
+    monkeypatch.setattr(results, "_to_host", lambda field: None if field is None else to_host(field.clone()))  # a copy
+    monkeypatch.setattr(executors, "Compiler", Capturer)
+    monkeypatch.setattr(executors, "CompiledRowsView", RowsView)
+    monkeypatch.setattr(dispatch.cpu_attention, "decode_attention", reference.decode_attention)  # a CPU's reads lengths
+    monkeypatch.setattr(executors, "bucket_sizes", lambda max_rows, _: sizes(max_rows, "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama-gqa-tied", {}), ("llama-dynamic", {}), ("qwen3", {"kv_dtype": "fp8"}),
+        ("qwen3", {"rescoring": RescoringConfig(every=8, num_queries=8)}),
+    ],
+)  # fmt: skip
+def test_tokens_equal_eager(
+    name: str, more: dict[str, Any], prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More prompts than rows, of unlike lengths and sampling: every bucket is replayed, with rows in any order."""
+    folder = save(make_model(name), tmp_path)
+    monkeypatch.setenv("SNAPSTREAM_CACHE", str(tmp_path))
+    with LLM(folder, executor="eager", **SETTINGS, **more) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params())]
+    replayed: list[int] = []
+    replay = tape.Tape.replay
+    monkeypatch.setattr(tape.Tape, "replay", lambda self: (replayed.append(id(self)), replay(self))[1])
+    on_tapes(monkeypatch)
+    with LLM(folder, executor="graph", **SETTINGS, **more) as llm:
+        assert not replayed
+        outputs = llm.generate(prompts, params())
+    assert [output.token_ids for output in outputs] == expected
+    assert len(set(replayed)) >= 6  # forwards of several buckets, and samplers
+
+
+def test_reading_a_number_is_refused_while_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tape can fail: what a capture cannot hold is an error."""
+    import torch
+
+    tape.install(monkeypatch)
+    with pytest.raises(AssertionError, match="read while capturing"):
+        Capturer().make(lambda x: x * float(x.sum()), torch.ones(2))
+    with pytest.raises(AssertionError, match="sent while capturing"):
+        Capturer().make(lambda x: x + torch.tensor([1.0, 2.0]), torch.ones(2))
