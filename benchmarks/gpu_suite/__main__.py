@@ -31,7 +31,7 @@ def sections() -> list[Section]:
         Section("prefill_8b", prompts.prefill("llama_8b", [
             (2048, 2048, 2048), (8192, 8192, 2048), (32_768, 8192, 2048), (131_072 - 8, 8192, 2048)]), 90),
         Section("largest_batch", speed.largest_batch, 60),
-        Section("streams", prompts.streams, 75),
+        Section("streams", prompts.streams, 100),
         *spec_prefill.sections,
         Section("decode_8b_fp8", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], best, "fp8"), 40),
         Section("decode_small", speed.decode("qwen3_06b", [(2048, [1, 8, 64], 8000)], both), 30),
@@ -44,7 +44,7 @@ def sections() -> list[Section]:
             (2048, [1, 64], 8000), (32_768, [1, 16], 131_000)], best), 40),
         Section("prefill_chunks", prompts.prefill("llama_8b", [
             (32_768, 8192, 1024), (131_072 - 8, 8192, 512), (32_768, 8192, 512), (32_768, 8192, 8192)]), 70),
-        Section("decode_compiled", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], ("graph+compile",)), 90),
+        Section("decode_compiled", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], ("graph+compile",)), 200),
     ]  # fmt: skip
     for name in OPTIONAL:
         if importlib.util.find_spec(name) is not None:

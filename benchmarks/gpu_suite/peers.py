@@ -20,7 +20,7 @@ def peers(bench: Bench) -> Figures:
     """Decode at a few batches after a prompt of 2,048 tokens, full cache on both sides; prefill is not counted."""
     decoder = decoder_of(bench, MODEL)
     prompt_len, steps = (64, 16) if bench.is_smoke else (2048, 64)
-    batches = (2,) if bench.is_smoke else (1, 16, 64)
+    batches = (2,) if bench.is_smoke else (1, 64, 16)
     for batch in batches:
         max_len = prompt_len + 256
         runner = make_runner(bench, decoder, max_len, batch, max_len, chunk_len=min(512, prompt_len))
@@ -31,7 +31,9 @@ def peers(bench: Bench) -> Figures:
         bench.device.free()
     model = transformers_model(bench, decoder)
     for batch in batches:
-        yield _static(bench, model, batch, prompt_len, steps)
+        with torch.inference_mode(False):  # as its users run it
+            figure = _static(bench, model, batch, prompt_len, steps)
+        yield figure
 
 
 def continuous(bench: Bench) -> Figures:
@@ -41,11 +43,12 @@ def continuous(bench: Bench) -> Figures:
     model = transformers_model(bench, decoder_of(bench, MODEL))
     bench.forget()
     with torch.inference_mode(False):  # it works in a thread of its own
-        yield _continuous(bench, model, 64, 2048, 64)
+        figure = _continuous(bench, model, 64, 2048, 64)
+    yield figure
 
 
 def transformers_model(bench: Bench, decoder: Decoder) -> Any:
-    """A transformers model whose parameters are the views of our stacks: no second copy."""
+    """A transformers model with a copy of our weights; made on the device, in its dtype."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = decoder.config
@@ -54,52 +57,75 @@ def transformers_model(bench: Bench, decoder: Decoder) -> Any:
         "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim, "intermediate_size": shape.intermediate_size,
     }  # fmt: skip
-    with torch.inference_mode(False):
-        model = LlamaForCausalLM(LlamaConfig(**settings)).to(bench.device.name, bench.device.dtype).eval()
+    with torch.inference_mode(False):  # weights that are inference tensors can be no parameters
+        with torch.device(bench.device.name):
+            model = LlamaForCausalLM._from_config(LlamaConfig(**settings), dtype=bench.device.dtype).eval()
         views = {name: view.detach().clone() for name, view in named_views(shape, decoder.weights).items()}
-        model.load_state_dict(views, assign=True, strict=False)
+        found = model.load_state_dict(views, assign=True, strict=False)
         model.tie_weights()
+    if found.unexpected_keys or set(found.missing_keys) - {"lm_head.weight"}:
+        raise RuntimeError(f"transformers names its weights otherwise: {found}")
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
-def prompt_ids(bench: Bench, batch: int, prompt_len: int, vocab: int) -> torch.Tensor:
-    return torch.tensor([random_prompt(prompt_len, vocab, seed=i) for i in range(batch)], device=bench.device.name)
+def prompt_ids(bench: Bench, batch: int, prompt_len: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    """Random prompts ``[batch, prompt_len]``, others for every ``seed``."""
+    prompts = [random_prompt(prompt_len, vocab, seed=seed * batch + i) for i in range(batch)]
+    return torch.tensor(prompts, device=bench.device.name)
 
 
 def _static(bench: Bench, model: Any, batch: int, prompt_len: int, steps: int) -> dict[str, Any]:
-    """Decode speed as the difference of a long and a short ``generate``, so that prefill drops out."""
+    """Decode speed as the difference of a long and a short ``generate``, so that prefill drops out.
+
+    One cache for all runs: its length is part of what is compiled, and ``generate`` alone makes it as long as each run.
+    """
+    from transformers import CompileConfig, StaticCache
+
     ids = prompt_ids(bench, batch, prompt_len, model.config.vocab_size)
     mask = torch.ones_like(ids)
+    cache = StaticCache(config=model.config, max_cache_len=prompt_len + steps + 8)
+    model.generation_config.compile_config = CompileConfig(dynamic=False) if bench.device.is_cuda else None
 
     def seconds(new_tokens: int) -> float:
+        cache.reset()
         bench.device.sync()
         began = perf_counter()
         with torch.no_grad():
             model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-                           do_sample=False, cache_implementation="static", max_length=None)  # fmt: skip
+                           do_sample=False, past_key_values=cache, max_length=None)  # fmt: skip
         bench.device.sync()
         return perf_counter() - began
 
     began = perf_counter()
     seconds(steps + 2)  # compiles
     first = perf_counter() - began
+    seconds(steps + 2)  # captures what is compiled
     per_step = (seconds(steps + 2) - seconds(2)) / steps
     return {"engine": "transformers static cache + compile", "batch": batch, "tokens_per_s": batch / per_step,
             "step_ms": per_step * 1e3, "first_call_s": first}  # fmt: skip
 
 
 def _continuous(bench: Bench, model: Any, batch: int, prompt_len: int, steps: int) -> dict[str, Any]:
-    """Output tokens per second of its continuous batching, prefill included."""
+    """Output tokens per second of its continuous batching, prefill included; other prompts in every run."""
     from transformers import GenerationConfig
 
-    prompts = prompt_ids(bench, batch, prompt_len, model.config.vocab_size).tolist()
     settings = GenerationConfig(max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
     best = float("inf")
-    for _ in range(2):
+    for run in range(3):  # the first makes the manager and its graphs, the others keep them
+        prompts = prompt_ids(bench, batch, prompt_len, model.config.vocab_size, seed=run).tolist()
+        bench.device.sync()
         began = perf_counter()
-        model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
+        found = model.generate_batch(
+            inputs=prompts, generation_config=settings, progress_bar=False, persistent_manager=True
+        )
         best = min(best, perf_counter() - began)
+        lengths = [len(output.generated_tokens) for output in found.values()]
+        if lengths != [steps] * batch:  # it logs what fails and returns the rest
+            raise RuntimeError(
+                f"{len(lengths)} of {batch} prompts were answered, with {min(lengths, default=0)} tokens"
+            )
+    model.destroy_cached_continuous_batching_manager()
     return {"engine": "transformers continuous batching, prefill included", "batch": batch,
             "tokens_per_s": batch * steps / best, "seconds": best}  # fmt: skip

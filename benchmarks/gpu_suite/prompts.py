@@ -69,15 +69,17 @@ def streams(bench: Bench) -> Figures:
     """Time between tokens of eight running streams, alone and while a 128k prompt is prefilled, by quantum of units."""
     decoder = decoder_of(bench, "llama_8b")
     prompt_len, slots, num_rows = (1300, 64, 3) if bench.is_smoke else (131_072 - 2048, 8192, 9)
-    points: list[tuple[ChunkLen, int]] = [("auto", 0), (512, 32), (2048, 1)]  # the default; the one of a CPU
-    for chunk_len, quantum in points[:1] if bench.is_smoke else points:
+    # Chunk, quantum, seconds at most: the default, which should see the whole prompt; the one of a CPU; large units.
+    points: list[tuple[ChunkLen, int, float]] = [("auto", 0, 45.0), (512, 32, 20.0), (2048, 1, 20.0)]
+    for chunk_len, quantum, limit_s in points[:1] if bench.is_smoke else points:
         cut = resolve_chunking(decoder.config, dtype=bench.device.dtype_name, device=bench.device.name,
                                chunk_len=chunk_len, prefill_quantum=quantum)  # fmt: skip
         runner = make_runner(bench, decoder, slots, num_rows, prompt_len + 1024, cut.chunk_len)
         use_executor(bench, runner, "graph", num_rows)
         config = replace(runner.config, prefill_quantum=quantum, **asdict(cut))
         engine = Engine(runner, config, vocab_size=decoder.config.vocab_size, num_layers=decoder.config.num_layers)
-        endless = SamplingParams(temperature=0.0, max_tokens=1200, ignore_eos=True)
+        num_steps = 1000 if bench.is_smoke else 8000
+        endless = SamplingParams(temperature=0.0, max_tokens=num_steps + 200, ignore_eos=True)
         for i in range(num_rows - 1):
             prompt = tuple(random_prompt(24, decoder.config.vocab_size, seed=i))
             engine.add_request(Request(request_id=f"s{i}", prompt_token_ids=prompt, sampling=endless))
@@ -88,10 +90,11 @@ def streams(bench: Bench) -> Figures:
         end = replace(endless, max_tokens=8)
         output = engine.add_request(Request(request_id="long", prompt_token_ids=long, sampling=end))
         engine.step()
-        busy = _gaps(engine, 1000, 20.0, lambda output=output: bool(output.token_ids))  # type: ignore[misc]
+        busy = _gaps(engine, num_steps, limit_s, lambda output=output: bool(output.token_ids))  # type: ignore[misc]
         yield {"chunk_len": job_chunk_len(cut, prompt_len), "is_default": chunk_len == "auto",
                "quantum_units": quantum or None, "step_work": cut.step_work, "streams": num_rows - 1,
                "prompt_len": prompt_len, "steps_while_prefilling": len(busy),
+               "is_whole_prompt": bool(output.token_ids), "seconds_while_prefilling": sum(busy) / 1e3,
                **{f"idle_p{q}_ms": _percentile(idle, q) for q in (50, 99)},
                **{f"busy_p{q}_ms": _percentile(busy, q) for q in (50, 99)},
                "p99_ratio": _percentile(busy, 99) / _percentile(idle, 99)}  # fmt: skip

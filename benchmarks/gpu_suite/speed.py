@@ -12,6 +12,7 @@ from benchmarks.gpu_suite.suite import Bench, Figures
 from snapstream.cache.layout import num_visible, row_bytes
 from snapstream.config import KVDType, kv_dtype_bytes
 from snapstream.memory import decode_weight_bytes, engine_memory
+from snapstream.models.decoder import Decoder
 
 
 def ceilings(bench: Bench) -> Figures:
@@ -65,20 +66,34 @@ def largest_batch(bench: Bench) -> Figures:
     for slots in (768, 192, 64) if bench.is_smoke else (131_072, 32_768, 8192):
         max_len = prompt + 256
         bench.device.free()
+        bench.device.reset_peak()
         memory = engine_memory(decoder.config, slots, max_len, chunk_len=512, dtype=bench.device.dtype_name,
                                device=bench.device.name)  # fmt: skip
         free = bench.device.free_bytes() + decoder.weights.num_bytes  # the weights are there already
-        batch = min(memory.rows_that_fit(free), 4 if bench.is_smoke else 256)
-        runner = make_runner(bench, decoder, slots, batch, max_len, chunk_len=512)
-        use_executor(bench, runner, "graph", batch)
-        seconds = decode_seconds(bench, runner, batch, prompt, steps=20)
-        figure = {"slots": slots, "prompt_len": prompt, "planned_gib": (
+        planned = min(memory.rows_that_fit(free), 4 if bench.is_smoke else 256)
+        batch, seconds = _most_rows(bench, decoder, slots, max_len, prompt, planned)
+        figure = {"slots": slots, "prompt_len": prompt, "planned_rows": planned, "planned_gib": (
             memory.fixed_bytes + batch * memory.bytes_per_row) / 2**30, "peak_gib": bench.device.peak_bytes() / 2**30,
             **_rates(bench, decoder.config, batch, slots, prompt, seconds)}  # fmt: skip
         first = first or figure["tokens_per_s"]
         yield {**figure, "speedup_over_full": figure["tokens_per_s"] / first}
-        del runner
+
+
+def _most_rows(
+    bench: Bench, decoder: Decoder, slots: int, max_len: int, context: int, planned: int
+) -> tuple[int, float]:
+    """The planned rows, or as many as really fit if the plan was too bold, and the seconds of a decode step."""
+    for batch in (planned, planned - max(1, planned // 20), planned - max(2, planned // 10)):
+        try:
+            runner = make_runner(bench, decoder, slots, batch, max_len, chunk_len=512)
+            use_executor(bench, runner, "graph", batch)
+            return batch, decode_seconds(bench, runner, batch, context, steps=20)
+        except torch.OutOfMemoryError as error:
+            print(f"{batch} rows of {slots} slots: {str(error).splitlines()[0]}", flush=True)
+        runner = None  # type: ignore[assignment]
         bench.device.free()
+        bench.device.reset_peak()
+    raise RuntimeError(f"not even {batch} of {planned} planned rows of {slots} slots fit")
 
 
 def _rates(

@@ -46,7 +46,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Section:
-    """A named generator of figures, and the most seconds it may take."""
+    """A named generator of figures, and the most seconds it may take; with less than half of them it does not start."""
 
     name: str
     run: Callable[[Bench], Figures]
@@ -61,7 +61,7 @@ def run(sections: list[Section], bench: Bench, budget_s: float, out: Path, head:
         left = budget_s - (perf_counter() - began)
         entry: dict[str, Any] = {"figures": [], "error": None, "is_cut": False, "seconds": 0.0}
         result["sections"][section.name] = entry
-        if left <= 5:
+        if left <= max(5.0, section.limit_s / 2):  # a figure that has begun cannot be cut
             entry["is_cut"] = True
             _write(out, result)
             continue

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_suite import __main__ as command
+from benchmarks.gpu_suite import speed
 from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.peers_kvpress import kvpress
 from benchmarks.gpu_suite.suite import Bench, Figures, Section, run
@@ -94,3 +95,32 @@ def test_a_section_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", ["gpu_suite", "--out", str(tmp_path / "o"), "--smoke", "--only", "nonsense"])
     with pytest.raises(SystemExit, match="no section nonsense"):
         command.main()
+
+
+def test_a_section_starts_only_with_half_of_its_time(tmp_path: Path) -> None:
+    """A figure that has begun cannot be cut, and the whole command has a limit of its own."""
+
+    def one(bench: Bench) -> Figures:
+        yield {"a": 1}
+
+    out = tmp_path / "gpu.json"
+    run([Section("long", one, 100), Section("short", one, 50)], Bench(Device("cpu"), True), 40, out, {"name": "x"})
+    found = json.loads(out.read_text())["sections"]
+    assert found["long"]["is_cut"] and not found["long"]["figures"]
+    assert found["short"]["figures"] == [{"a": 1}]
+
+
+def test_the_largest_batch_steps_down_where_the_plan_was_too_bold(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    make = speed.make_runner
+
+    def runner(bench: Bench, decoder: Any, slots: int, batch: int, *rest: Any, **more: Any) -> Any:
+        tried.append(batch)
+        if batch > 3:
+            raise torch.OutOfMemoryError("too much")
+        return make(bench, decoder, slots, batch, *rest, **more)
+
+    monkeypatch.setattr(speed, "make_runner", runner)
+    with torch.inference_mode():
+        figures = list(speed.largest_batch(Bench(Device("cpu"), True)))
+    assert tried[:2] == [4, 3] and {(figure["planned_rows"], figure["batch"]) for figure in figures} == {(4, 3)}
