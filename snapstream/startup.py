@@ -47,11 +47,17 @@ def resolve_executor(executor: Executor | None, device: str) -> Executor:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that this engine does not know or that this machine does not have."""
+    """Refuse a device that this engine does not know, cannot choose or that this machine does not have."""
     import torch
 
     if not isinstance(device, str) or device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
+    _, _, index = device.partition(":")
+    if index not in ("", "0"):  # streams, captures and kernels are made on the current GPU, which is the first
+        raise ValueError(
+            f"device is {device!r}; the engine runs on the first GPU that it sees: "
+            f"set CUDA_VISIBLE_DEVICES={index} and use 'cuda'"
+        )
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # which of the two depends on how torch was built

@@ -56,8 +56,9 @@ def write_slots(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor, scales: Scales | None = None
 ) -> None:
     """Store ``k, v [B, G, E]`` in slot ``slots[b]`` of row ``rows[b]`` of ``[rows+1, G, C, E]``, in place."""
-    if scales is not None:
+    if scales is not None:  # written as bytes: whether an index may be written in FP8 depends on the device
         k, v = (quantise(x, scale[rows][..., None]) for x, scale in zip((k, v), scales, strict=True))
+        k_cache, v_cache, k, v = (x.view(torch.uint8) for x in (k_cache, v_cache, k, v))
     k_cache[rows, :, slots] = k
     v_cache[rows, :, slots] = v
 

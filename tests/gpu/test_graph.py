@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,7 @@ def test_memory_is_what_the_plan_says() -> None:
     runner = make_runner(torch.bfloat16, "graph", max_rows=8)
     model, size = runner.decoder.config, 2**20
     del runner
+    gc.collect()
     torch.cuda.empty_cache()
     slots = 4 * size  # 8 GiB of keys and values per row
     config = EngineConfig(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapstream.kernels import fp8, reference
-from snapstream.kernels.cpu import attention, native
+from snapstream.kernels.cpu import attention, native, ops  # noqa: F401 - registers the operators
 
 needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")
 

@@ -64,7 +64,7 @@ def test_auto_rows_have_a_bound_and_need_room_for_one(free: list[int]) -> None:
 
 def test_executor_by_default_is_the_devices() -> None:
     assert startup.resolve_executor(None, "cpu") == "eager"
-    assert startup.resolve_executor(None, "cuda:1") == "graph"
+    assert startup.resolve_executor(None, "cuda:0") == "graph"
     assert startup.resolve_executor("eager", "cuda") == "eager"
     assert startup.resolve_executor("graph", "cpu") == "graph"
 
@@ -167,3 +167,8 @@ def test_an_unknown_storage_of_rows_is_refused() -> None:
         dataclasses.replace(config(), kv_dtype="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kv_dtype is 'int4'"):
         make_plan(LLAMA_1B, memory_bytes=1, bandwidth=1, kv_dtype="int4")  # type: ignore[arg-type]
+
+
+def test_a_gpu_is_not_chosen_by_its_number() -> None:
+    with pytest.raises(ValueError, match="set CUDA_VISIBLE_DEVICES=2 and use 'cuda'"):
+        startup.check_device("cuda:2")
