@@ -70,8 +70,14 @@ class Capturer:
             for _ in range(_WARM_UPS):
                 work(*inputs)
         torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        graph, is_inference = torch.cuda.CUDAGraph(), torch.is_inference_mode_enabled()
+        # The first capture of a process makes tensors for torch's generator, which every later one writes: made in
+        # inference mode, they would break the captures of anybody who does without.
+        with (
+            torch.inference_mode(False),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+            torch.inference_mode(is_inference),
+        ):
             out = work(*inputs)
 
         def replay(*_: Tensor) -> Out:

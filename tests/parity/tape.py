@@ -60,6 +60,7 @@ class Stream:
 @contextmanager
 def _capture(graph: Tape, *, pool: Any, stream: Stream) -> Iterator[None]:
     assert pool == (0, 1) and isinstance(stream, Stream)
+    assert not torch.is_inference_mode_enabled(), "what torch makes for its generator would be inference tensors"
     with _Recorder(graph), mock.patch.object(Tensor, "tolist", _refused):
         yield
 
