@@ -11,7 +11,8 @@ import pytest
 from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
 from snapstream.kernels import dispatch, reference
 from snapstream.llm import LLM
-from snapstream.runner import executors, results
+from snapstream.request import SamplingParams
+from snapstream.runner import decode_graph, executors, results
 from snapstream.runner.programs import Capturer
 from snapstream.runner.views import RowsView
 from tests.parity import tape
@@ -30,12 +31,22 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in LENGTHS]
 
 
+def sampling() -> list[SamplingParams]:
+    """As in ``test_graph``, and one that asks for all that a captured sampler does."""
+    everything = SamplingParams(
+        max_tokens=15, temperature=0.9, top_p=0.9, top_k=30, min_p=0.02, min_tokens=6, stop_token_ids=list(range(30)),
+        logit_bias={7: 3.0, 120: -2.0}, presence_penalty=0.4, repetition_penalty=1.2, logprobs=3, seed=9,
+    )  # fmt: skip
+    return [everything, *params()[1:]]
+
+
 def on_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode of a GPU: its buckets, its view of the rows, and captures."""
+    """Decode of a GPU: its buckets and samplers, its view of the rows, and captures."""
     tape.install(monkeypatch)
     sizes, to_host = executors.bucket_sizes, results._to_host
     monkeypatch.setattr(results, "_to_host", lambda field: None if field is None else to_host(field.clone()))  # a copy
     monkeypatch.setattr(executors, "Compiler", Capturer)
+    monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", decode_graph.SAMPLERS["cuda"])
     monkeypatch.setattr(executors, "CompiledRowsView", RowsView)
     monkeypatch.setattr(dispatch.cpu_attention, "decode_attention", reference.decode_attention)  # a CPU's reads lengths
     monkeypatch.setattr(executors, "bucket_sizes", lambda max_rows, _: sizes(max_rows, "cuda"))
@@ -55,15 +66,19 @@ def test_tokens_equal_eager(
     folder = save(make_model(name), tmp_path)
     monkeypatch.setenv("SNAPSTREAM_CACHE", str(tmp_path))
     with LLM(folder, executor="eager", **SETTINGS, **more) as llm:
-        expected = [output.token_ids for output in llm.generate(prompts, params())]
+        expected = [(output.token_ids, output.logprobs) for output in llm.generate(prompts, sampling())]
     replayed: list[int] = []
     replay = tape.Tape.replay
     monkeypatch.setattr(tape.Tape, "replay", lambda self: (replayed.append(id(self)), replay(self))[1])
     on_tapes(monkeypatch)
     with LLM(folder, executor="graph", **SETTINGS, **more) as llm:
         assert not replayed
-        outputs = llm.generate(prompts, params())
-    assert [output.token_ids for output in outputs] == expected
+        outputs = llm.generate(prompts, sampling())
+    assert [output.token_ids for output in outputs] == [tokens for tokens, _ in expected]
+    for output, (_, logprobs) in zip(outputs, expected, strict=True):
+        for own, other in zip(output.logprobs or (), logprobs or (), strict=True):
+            assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in own.top] == [token for token, _ in other.top]
     assert len(set(replayed)) >= 6  # forwards of several buckets, and samplers
 
 
