@@ -50,6 +50,7 @@ def seconds(calls: list[Call], device: str) -> float:
             call()
         return math.nan
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # inputs, row indices among them, are made there
     with torch.cuda.stream(stream):
         for call in calls:
             call()  # compiles
