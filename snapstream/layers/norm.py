@@ -31,6 +31,10 @@ class RMSNorm:
             return dispatch.rms_norm(x, self.weight, self.eps)
         return self.fused(x) if x.is_cuda else self.composed(x)
 
+    def of_sum(self, residual: Tensor, x: Tensor | None) -> Tensor:
+        """``residual [T, D] += x`` in place, and the norm of the sum; one launch where kernels are Triton's."""
+        return self(residual) if x is None else dispatch.add_rms_norm(residual, x, self.weight, self.eps)
+
     def fused(self, x: Tensor) -> Tensor:
         """One kernel on a GPU; a weight per head is a second one."""
         shared = self.weight if self.weight.dim() == 1 else None

@@ -40,8 +40,10 @@ class DecoderLayer:
 
     def heads(self, hidden: Tensor) -> Tensor:
         """Heads of q, k and v as they are projected: ``[T, H+2G, E]``."""
-        projected = linear(self.input_norm(hidden), self.weights.qkv, self.weights.qkv_bias)
-        return projected.view(-1, self.num_projected, self.head_dim)
+        return self._projected(self.input_norm(hidden))
+
+    def _projected(self, normed: Tensor) -> Tensor:
+        return linear(normed, self.weights.qkv, self.weights.qkv_bias).view(-1, self.num_projected, self.head_dim)
 
     def rotated(self, heads: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and rotated q ``[T, H, E]`` and k ``[T, G, E]``, and v ``[T, G, E]``, of ``heads [T, H+2G, E]``."""
@@ -58,6 +60,19 @@ class DecoderLayer:
         hidden = add_linear(hidden, attended.flatten(1), weights.o, weights.o_bias)
         inner = swiglu(linear(self.post_norm(hidden), weights.gate_up, weights.gate_up_bias))  # [T, I]
         return add_linear(hidden, inner, weights.down, weights.down_bias)
+
+    def fused(self, index: int, residual: Tensor, pending: Tensor | None, rope: CosSin, view: FusingView) -> Tensor:
+        """The whole layer where kernels are Triton's: each sum is done by the norm that reads it.
+
+        ``pending [T, D]`` is what the layer before has yet to add to ``residual [T, D]``, which changes in place; the
+        result is what this layer has yet to add. A matrix product that adds would copy the residual first.
+        """
+        weights = self.weights
+        heads = self._projected(self.input_norm.of_sum(residual, pending))
+        attended = view.attend_heads(index, heads, *self.head_norm, rope)
+        normed = self.post_norm.of_sum(residual, linear(attended.flatten(1), weights.o, weights.o_bias))
+        inner = swiglu(linear(normed, weights.gate_up, weights.gate_up_bias))  # [T, I]
+        return linear(inner, weights.down, weights.down_bias)
 
 
 class Decoder:
@@ -98,14 +113,28 @@ class Decoder:
     def layer(self, index: int, hidden: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """One whole layer, ``[T, D]`` to ``[T, D]``."""
         layer = self.layers[index]
-        heads = layer.heads(hidden)
-        if isinstance(view, FusingView) and runs_triton(heads):
-            return layer.finish(hidden, view.attend_heads(index, heads, *layer.head_norm, rope))
-        return layer.finish(hidden, view.attend(index, *layer.rotated(heads, rope)))
+        return layer.finish(hidden, view.attend(index, *layer.rotated(layer.heads(hidden), rope)))
+
+    def run(self, hidden: Tensor, rope: CosSin, view: KVView) -> Tensor:
+        """All layers: from what enters layer 0, ``[T, D]``, to scores of the next token ``[T, V]`` fp32.
+
+        ``hidden`` may be overwritten.
+        """
+        if isinstance(view, FusingView) and runs_triton(hidden):
+            pending: Tensor | None = None
+            for index, layer in enumerate(self.layers):
+                pending = layer.fused(index, hidden, pending, rope, view)
+            return self._scores(self.final_norm.of_sum(hidden, pending))
+        for index in range(self.config.num_layers):
+            hidden = self.layer(index, hidden, rope, view)
+        return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token ``[T, V]`` fp32, from the output of the last layer."""
-        return linear(self.final_norm(hidden), self.weights.lm_head).to(torch.float32)
+        return self._scores(self.final_norm(hidden))
+
+    def _scores(self, normed: Tensor) -> Tensor:
+        return linear(normed, self.weights.lm_head).to(torch.float32)
 
 
 def _qk_norm(config: ModelConfig, weights: LayerWeights) -> RMSNorm | None:

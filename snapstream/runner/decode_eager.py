@@ -44,9 +44,7 @@ class EagerDecode:
         view = self._view(self._cache, rows, self._rows.slots(rows), self._rows.lengths(rows), queries)
         hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
         rope = self._decoder.rope(positions, positions + 1)
-        for layer in range(self._decoder.config.num_layers):
-            hidden = self._decoder.layer(layer, hidden, rope, view)
-        return self._decoder.logits(hidden)
+        return self._decoder.run(hidden, rope, view)
 
     def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """Second half: draw a token per row from ``logits [B, V]`` and advance the rows."""

@@ -35,11 +35,12 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise ValueError("RMSNorm needs rows whose elements are contiguous")
     out = x.new_empty(num_rows, size)
+    strides = [size if tensor is None or num_rows == 1 else tensor.stride(0) for tensor in (x, residual)]  # one: any
     if num_rows:
         rms_norm_kernel[(num_rows,)](
             x, x if residual is None else residual, weight, out,
             eps,
-            x.stride(0), size if residual is None else residual.stride(0),
+            *strides,
             SIZE=size, SIZE_PAD=configs.power_of_two(size), HAS_RESIDUAL=residual is not None,
             num_warps=configs.norm_warps(size),
         )  # fmt: skip

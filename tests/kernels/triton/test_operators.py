@@ -105,14 +105,20 @@ def test_the_engine_answers_the_same(tmp_path: Path) -> None:
 
 
 def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norm, rotation and slot of a decode step are one kernel per layer; its halves run in prefill or not at all."""
-    from snapstream.kernels.triton import rope_write
+    """Norm, rotation and slot of a decode step are one kernel per layer; its halves run in prefill or not at all.
+
+    Sums of the residual stream ride on the norms: two per layer and one at the end, but for the first.
+    """
+    from snapstream.kernels.triton import norm, rope_write
 
     calls: Counter[str] = Counter()
-    for name in ("norm_rope_write", "norm_rope", "write_slots"):
-        kernel = getattr(rope_write, name)
+    for module, name in (
+        (rope_write, "norm_rope_write"), (rope_write, "norm_rope"), (rope_write, "write_slots"),
+        (norm, "rms_norm"), (norm, "add_rms_norm"),
+    ):  # fmt: skip
+        kernel = getattr(module, name)
         monkeypatch.setattr(
-            rope_write, name, lambda *args, name=name, kernel=kernel: (calls.update([name]), kernel(*args))[1]
+            module, name, lambda *args, name=name, kernel=kernel: (calls.update([name]), kernel(*args))[1]
         )
     folder = save(make_model("qwen3"), tmp_path)
     with dispatch.forced("triton"), LLM(folder, budget=32, snapkv=SnapKVConfig(window_len=8), max_rows=1,
@@ -123,6 +129,9 @@ def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest
     steps = 3  # the first token is the prefill's
     assert calls["norm_rope_write"] >= steps * layers and calls["norm_rope_write"] % layers == 0
     assert calls["norm_rope"] == layers and calls["write_slots"] == 0
+    decoded = calls["norm_rope_write"] // layers
+    assert calls["add_rms_norm"] == decoded * 2 * layers
+    assert calls["rms_norm"] == decoded + 2 * layers + 1  # the first norm of a step; all norms of the prefill
 
 
 def test_forced_ends_with_its_block() -> None:
