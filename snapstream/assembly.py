@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snapstream.config import EngineConfig, ModelConfig
+from snapstream.draft_memory import DraftMemory, draft_memory
 from snapstream.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from snapstream.spec_prefill.compressor import PromptCompressor
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
@@ -38,6 +41,14 @@ def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
     if backend is None:
         raise ValueError(f"grammar: it needs a fast tokenizer, and this checkpoint has {type(tokenizer).__name__}")
     return str(backend.to_str())
+
+
+def memory_of(compressor: PromptCompressor) -> DraftMemory:
+    """Bytes of a draft that is loaded, on the device where it is."""
+    decoder = compressor.draft.decoder
+    return draft_memory(
+        decoder.config, compressor.scoring, dtype_bytes=decoder.dtype.itemsize, device=decoder.device.type
+    )
 
 
 def build_runner(

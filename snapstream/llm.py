@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer
+from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer, memory_of
 from snapstream.chunking import ChunkLen
 from snapstream.config import (
     DType,
@@ -24,6 +24,7 @@ from snapstream.config import (
     as_count,
 )
 from snapstream.conversation import as_conversation
+from snapstream.draft_memory import DraftMemory
 from snapstream.driver import Driver
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
@@ -69,6 +70,7 @@ class LLM:
     step while rows decode, 0 for the device's default. ``prefill_attention``: name of the kernel that attends prompts,
     or ``"auto"``; ``notes`` say which one it is and why.
     ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
+    ``beside``: a draft that another process has loaded on this device; what it will work with is kept free.
     Raises ValueError for anything that cannot be supported, with the reason.
     """
 
@@ -91,6 +93,7 @@ class LLM:
         max_waiting: int = 0,
         progress: bool = True,
         draft: PromptCompressor | str | Path | None = None,
+        beside: DraftMemory | None = None,
     ) -> None:
         self.model_config = read_model_config(model)
         window = self.model_config.max_position
@@ -121,7 +124,9 @@ class LLM:
             print(*self.notes, sep="\n", file=sys.stderr)
         self.tokenizer = load_tokenizer(Path(model))
         self._trimmer = self._make_trimmer(draft, config)
-        self.config = fit_rows(self.model_config, config, max_rows)  # measures what the draft has left
+        if self._trimmer is not None and self._trimmer.compressor.draft.decoder.device.type == device.split(":")[0]:
+            beside = memory_of(self._trimmer.compressor)
+        self.config = fit_rows(self.model_config, config, max_rows, beside)  # measures what the draft has left
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
         engine = Engine(
             build_runner(Path(model), self.model_config, self.config, self._grammars, progress),

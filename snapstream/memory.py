@@ -3,7 +3,7 @@
 Bytes that do not depend on the number of rows: weights, the staging pool, the temporaries of one prefill chunk and of
 one scoring block, the padding row. Bytes per row: keys and values, the sampler's state, and what one entry of a decode
 batch needs - logits, the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own.
-No torch.
+With hops a layer's queries of all staged tokens are held beside the pool. No torch.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ class PrefillMemory:
     hidden_bytes: int  # residual stream [N, D]
     staging_bytes: int  # K and V [2, G, N, E] of one layer
     transient_bytes: int  # the larger of one chunk's activations and one scoring block
+    query_bytes: int = 0  # with hops: the queries of one layer [N, H, E]
 
     @property
     def total_bytes(self) -> int:
-        return self.hidden_bytes + self.staging_bytes + self.transient_bytes
+        return self.hidden_bytes + self.staging_bytes + self.transient_bytes + self.query_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,14 @@ class EngineMemory:
     state_bytes: int  # the sampler's, of a row
     batch_bytes: int  # of one entry of a decode batch
     max_rows: int
+    query_bytes: int = 0  # with hops: one layer's queries of all tokens of the pool
+    reserved_bytes: int = 0  # what a draft will take on this device
 
     @property
     def fixed_bytes(self) -> int:
         """All that is there without a single row; the padding row is."""
         parts = self.weight_bytes, self.staging_bytes, self.transient_bytes, self.framework_bytes
-        return sum(parts) + self.row_bytes + self.state_bytes
+        return sum(parts) + self.query_bytes + self.reserved_bytes + self.row_bytes + self.state_bytes
 
     @property
     def bytes_per_row(self) -> int:
@@ -109,6 +112,8 @@ class EngineMemory:
             f"{self.max_rows} + 1 rows of {format_bytes(self.row_bytes)}",
             f"{format_bytes(self.staging_bytes)} of staging",
             f"{format_bytes(self.transient_bytes)} of prefill temporaries",
+            *([f"{format_bytes(self.query_bytes)} of queries for hops"] if self.query_bytes else []),
+            *([f"{format_bytes(self.reserved_bytes)} for the draft"] if self.reserved_bytes else []),
             f"{format_bytes(decode + self.framework_bytes)} for decode and the framework",
         ]
         return f"{', '.join(parts[:-1])} and {parts[-1]} need {format_bytes(self.total_bytes)}"
@@ -126,28 +131,36 @@ def prefill_memory(
     chunk_len: int,
     dtype_bytes: int,
     window_len: int = DEFAULT_WINDOW,
+    num_hops: int = 0,
 ) -> PrefillMemory:
     """Peak memory of prefilling one prompt layer by layer; it does not grow with the number of layers."""
     kv_size = config.num_kv_heads * config.head_dim
     keys = min(SCORING_KEYS, prompt_len)
     scoring_bytes = 4 * (window_len * config.num_heads * keys + kv_size * keys)  # fp32 block and its keys
-    scoring_bytes += 4 * 3 * config.num_kv_heads * prompt_len  # scores of all keys: as voted, pooled, carried ahead
+    # Scores of all keys: as voted, pooled, carried ahead; with hops also the sum, the latest votes and their parts.
+    scoring_bytes += 4 * (6 if num_hops else 3) * config.num_kv_heads * prompt_len
     return PrefillMemory(
         hidden_bytes=prompt_len * config.hidden_size * dtype_bytes,
         staging_bytes=prompt_len * 2 * kv_size * dtype_bytes,
         transient_bytes=max(chunk_bytes(config, min(chunk_len, prompt_len), dtype_bytes), scoring_bytes),
+        query_bytes=prompt_len * config.num_heads * config.head_dim * dtype_bytes if num_hops else 0,
     )
 
 
 def engine_memory(
     model: ModelConfig, capacity: int, max_model_len: int, *, max_rows: int = 0, staging_tokens: int = 0,
     chunk_len: int, dtype: str, device: str, window_len: int = DEFAULT_WINDOW, kv_dtype: KVDType = "auto",
-    rescoring: RescoringConfig | None = None,
+    rescoring: RescoringConfig | None = None, num_hops: int = 0, reserved_bytes: int = 0,
 ) -> EngineMemory:  # fmt: skip
-    """Bytes of an engine with rows of ``capacity`` slots; ``staging_tokens`` 0 is ``EngineConfig``'s default pool."""
+    """Bytes of an engine with rows of ``capacity`` slots; ``staging_tokens`` 0 is ``EngineConfig``'s default pool.
+
+    ``reserved_bytes`` are kept free for what is not the engine's.
+    """
     size = DTYPE_BYTES[dtype]
     pool = staging_tokens or max_model_len + EngineConfig.short_reserve
-    prefill = prefill_memory(model, pool, chunk_len=chunk_len, dtype_bytes=size, window_len=window_len)
+    prefill = prefill_memory(
+        model, pool, chunk_len=chunk_len, dtype_bytes=size, window_len=window_len, num_hops=num_hops
+    )
     is_gpu = device.startswith("cuda")
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     activations = (4 * model.hidden_size + 3 * heads + 3 * model.intermediate_size) * size
@@ -164,4 +177,6 @@ def engine_memory(
         state_bytes=sampling_state_bytes(model.vocab_size),
         batch_bytes=2 * batch if is_gpu else batch,
         max_rows=max_rows,
+        query_bytes=prefill.query_bytes,
+        reserved_bytes=reserved_bytes,
     )

@@ -32,6 +32,13 @@ def _short_chunks(plan: Plan) -> str:
     return f" (short prompts: of {plan.short_chunk_len:,})"
 
 
+def _draft_costs(plan: Plan) -> list[tuple[str, str]]:
+    if plan.draft is None:
+        return []
+    weights, working = format_bytes(plan.draft.weight_bytes), format_bytes(plan.draft.working_bytes)
+    return [("draft", f"{weights} of weights, {working} at peak while it scores a text")]
+
+
 def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
     prefill = plan.prefill
     return [
@@ -43,7 +50,13 @@ def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
         ("", f"  {format_bytes(prefill.hidden_bytes)} hidden states"),
         ("", f"  {format_bytes(prefill.staging_bytes)} staging of one layer's keys and values"),
         ("", f"  {format_bytes(prefill.transient_bytes)} temporaries"),
+        *(
+            [("", f"  {format_bytes(prefill.query_bytes)} queries of one layer, for hops")]
+            if prefill.query_bytes
+            else []
+        ),
         ("", f"  (staging all layers would take {format_bytes(plan.all_layers_staging_bytes)})"),
+        *_draft_costs(plan),
         ("device", f"{format_bytes(plan.memory_bytes)}, {plan.bandwidth_bytes_per_s / 1e9:,.0f} GB/s"),
     ]
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from snapstream.chunking import ChunkLen, resolve_chunking
 from snapstream.config import EngineConfig, Executor, KVBudget, ModelConfig, as_count
+from snapstream.draft_memory import DraftMemory
 from snapstream.host_memory import host_memory
 from snapstream.memory import EngineMemory, auto_rows, engine_memory
 from snapstream.sizes import format_bytes
@@ -110,30 +111,38 @@ def check_kv_dtype(config: EngineConfig) -> None:
         )
 
 
-def fit_rows(model: ModelConfig, config: EngineConfig, max_rows: MaxRows) -> EngineConfig:
+def fit_rows(
+    model: ModelConfig, config: EngineConfig, max_rows: MaxRows, draft: DraftMemory | None = None
+) -> EngineConfig:
     """``config`` with as many rows as were asked for, or as fit (``"auto"``, at most 256).
+
+    ``draft`` is loaded already: where the memory is what is free now, only what it works with is still to come.
 
     ValueError with the sum where the memory cannot hold that. On a GPU the memory is what is free now, on a CPU all
     that the machine or its container has (``"auto"``: what is available).
     """
     if max_rows != "auto":
         config = replace(config, max_rows=max_rows)
-    memory = _memory_of(model, config)
     free = _free_bytes(config.device, only_free=max_rows == "auto")
+    reserved = 0
+    if draft is not None:
+        is_counted = config.device.startswith("cuda") or max_rows == "auto"
+        reserved = draft.working_bytes + (0 if is_counted else draft.weight_bytes)
+    memory = _memory_of(model, config, reserved)
     if max_rows == "auto":
         config = replace(config, max_rows=max(auto_rows(memory, free), 1))
-        memory = _memory_of(model, config)
+        memory = _memory_of(model, config, reserved)
     if memory.total_bytes > free:
         what = "this GPU has" if config.device.startswith("cuda") else "this machine has"
         raise ValueError(
             f"{memory.describe()}; {what} {format_bytes(free)}"
             f"{' free' if config.device.startswith('cuda') or max_rows == 'auto' else ''}. "
-            f"Lower max_rows, the budget or max_model_len"
+            f"Lower max_rows, the budget or max_model_len{', or the window of the draft' if reserved else ''}"
         )
     return config
 
 
-def _memory_of(model: ModelConfig, config: EngineConfig) -> EngineMemory:
+def _memory_of(model: ModelConfig, config: EngineConfig, reserved_bytes: int = 0) -> EngineMemory:
     return engine_memory(
         model,
         config.budget.capacity,
@@ -146,6 +155,8 @@ def _memory_of(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         window_len=config.snapkv.window_len,
         kv_dtype=config.kv_dtype,
         rescoring=config.rescoring,
+        num_hops=config.snapkv.num_hops,
+        reserved_bytes=reserved_bytes,
     )
 
 

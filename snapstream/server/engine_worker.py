@@ -165,6 +165,7 @@ def build(spec: EngineSpec) -> LLM:
         prefill_quantum=spec.prefill_quantum,
         prefill_attention=spec.prefill_attention,
         progress=False,
+        beside=spec.beside,
     )
 
 

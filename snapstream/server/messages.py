@@ -25,6 +25,7 @@ from snapstream.config import (
     RescoringConfig,
     SnapKVConfig,
 )
+from snapstream.draft_memory import DraftMemory
 from snapstream.request import FinishReason, Logprob, Request
 from snapstream.server.engine_api import EngineStats, RequestDelta, SampleDelta
 from snapstream.startup import MaxRows
@@ -49,6 +50,7 @@ class EngineSpec:
     prefill_quantum: int = 0
     prefill_attention: PrefillAttentionName = "auto"
     num_threads: int | None = None  # of torch on the CPU; None means its default
+    beside: DraftMemory | None = None  # the front's draft on the same device
 
 
 @dataclass(frozen=True, kw_only=True)

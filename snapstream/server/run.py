@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,10 @@ import uvicorn
 
 from snapstream.assembly import load_tokenizer
 from snapstream.assets import TINY_MODEL
+from snapstream.config import DTYPE_BYTES
+from snapstream.draft_memory import DraftMemory, draft_memory
 from snapstream.memory import MAX_AUTO_ROWS
+from snapstream.models.registry import read_model_config
 from snapstream.server.app import make_app
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.hosts import is_loopback
@@ -32,7 +35,7 @@ from snapstream.server.messages import EngineSpec
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.server.tools.formats import ToolParser
 from snapstream.server.trimming import load_compressor
-from snapstream.spec_prefill.settings import PromptCompression, scoring_of
+from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings, scoring_of
 
 if TYPE_CHECKING:
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -172,7 +175,7 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
         if not settings.api_keys and not is_loopback(options.host):
             log.warning("no API key is set: everyone who can reach %s may use this server", options.host)
         log.info("loading %s", spec.model)
-        engine = EngineProcess(spec, restart=options.restart)
+        engine = EngineProcess(replace(spec, beside=_draft_memory(spec, options)), restart=options.restart)
         curtain = Curtain(settings.retry_after_s)
         server = DrainingServer(_uvicorn_config(curtain, options), curtain, options.drain_timeout_s)
         names = options.names or (Path(spec.model).resolve().name,)
@@ -226,6 +229,17 @@ async def _load_front(
 
     app = make_app(engine, tokenizer, settings, facts, compressor)
     curtain.rise(app, app.state.front)
+
+
+def _draft_memory(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None:
+    """What the engine must leave to the draft. Weights too: they may or may not be there when it measures."""
+    if options.draft is None:
+        return None
+    settings = scoring_of(None, options.draft_window_len) or ScoringSettings()
+    memory = draft_memory(
+        read_model_config(options.draft), settings, dtype_bytes=DTYPE_BYTES[spec.dtype], device=spec.device
+    )
+    return DraftMemory(weight_bytes=0, working_bytes=memory.total_bytes)
 
 
 def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:

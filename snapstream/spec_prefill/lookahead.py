@@ -27,12 +27,9 @@ from snapstream.config import KVBudget, SnapKVConfig
 from snapstream.kernels import dispatch
 from snapstream.models.decoder import Decoder
 from snapstream.spec_prefill.importance import Importance
-from snapstream.spec_prefill.settings import ScoringSettings
+from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings
 
-ROW = KVBudget.of(2048)  # keys="one_layer": the row that the greedy tokens are decoded from
-# Where the host launches kernels for a device, few large products cost less than many small ones.
-CPU_PREFILL_LEN, CPU_WINDOWS = 512, 1
-DEVICE_PREFILL_LEN, DEVICE_WINDOWS = 4096, 4
+ROW = KVBudget.of(ROW_SLOTS)  # keys="one_layer": the row that the greedy tokens are decoded from
 
 Staged = Callable[[int, Tensor, Tensor, Tensor], None]  # layer, last queries [w, H, E], keys and values [G, N, E]
 
@@ -59,7 +56,7 @@ def scores_of_windows(
         for token_ids in windows:
             yield token_scores(decoder, token_ids, settings)
         return
-    size = settings.windows_at_once or (CPU_WINDOWS if decoder.device.type == "cpu" else DEVICE_WINDOWS)
+    size = settings.num_windows(decoder.device.type)
     for first in range(0, len(windows), size):
         group = [torch.tensor(ids, dtype=torch.int64, device=decoder.device) for ids in windows[first : first + size]]
         yield from _score_from_all_layers(decoder, group, settings)
@@ -154,7 +151,7 @@ def _prefill(
     RoPE). Without ``wants_output`` the last layer ends with its keys and queries, and nothing is returned but zeros.
     """
     num_tokens, device = len(ids), decoder.device
-    step = settings.prefill_len or (CPU_PREFILL_LEN if device.type == "cpu" else DEVICE_PREFILL_LEN)
+    step = settings.num_prefill_tokens(device.type)
     positions = torch.arange(num_tokens, device=device)
     seq_lens = (positions + 1).clamp(min=prompt_len)
     hidden = torch.empty(num_tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=device)  # [N, D]

@@ -18,6 +18,10 @@ Snap = Literal["none", "word", "sentence", "line"]
 HandOver = Literal["text", "ids"]
 
 CHUNK_LEN = {"text": 32, "code": 128}  # draft tokens per chunk, as published
+# Where the host launches kernels for a device, few large products cost less than many small ones.
+CPU_PREFILL_LEN, CPU_WINDOWS = 512, 1
+DEVICE_PREFILL_LEN, DEVICE_WINDOWS = 4096, 4
+ROW_SLOTS = 2048  # keys="one_layer": of the row that the greedy tokens are decoded from
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -51,6 +55,14 @@ class ScoringSettings:
             raise ValueError(f"pool_kernel is {self.pool_kernel}; it must be odd")
         check_choice("keys", self.keys, ("all_layers", "one_layer"))
         check_choice("window", self.window, ("overlap", "refuse"))
+
+    def num_windows(self, device_type: str) -> int:
+        """Windows that look ahead together."""
+        return self.windows_at_once or (CPU_WINDOWS if device_type == "cpu" else DEVICE_WINDOWS)
+
+    def num_prefill_tokens(self, device_type: str) -> int:
+        """Tokens per matrix product."""
+        return self.prefill_len or (CPU_PREFILL_LEN if device_type == "cpu" else DEVICE_PREFILL_LEN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,11 @@ class PromptTrimmer:
     def __init__(self, compressor: PromptCompressor, tokenizer: PreTrainedTokenizerBase) -> None:
         self._compressor, self._tokenizer = compressor, tokenizer
 
+    @property
+    def compressor(self) -> PromptCompressor:
+        """The one it was made with."""
+        return self._compressor
+
     def prompt(self, prompt: str | Sequence[int], how: PromptCompression) -> TrimmedPrompt:
         """A plain prompt, as text or as token ids."""
         if how.hand_over == "ids":

@@ -68,7 +68,7 @@ def test_plan_json_from_file_and_folder(config_file: Path, capsys: pytest.Captur
     assert plan["prompt_len"] == 4096
     assert plan["memory_bytes"] == 2**30
     assert plan["prefill"]["total_bytes"] == sum(
-        plan["prefill"][part] for part in ("hidden_bytes", "staging_bytes", "transient_bytes")
+        plan["prefill"][part] for part in ("hidden_bytes", "staging_bytes", "transient_bytes", "query_bytes")
     )
     assert [(row["name"], row["row_bytes"]) for row in plan["rows"]] == [
         ("full", 4096 * 512),
@@ -98,6 +98,20 @@ def test_plan_shows_the_rows_that_auto_would_give_here(
     assert plan["here"] == {"device": "cpu", "free_bytes": 64 * 2**20}
     assert main(["plan", str(config_file)]) == 0
     assert "--max-rows auto gives on this machine now (cpu, 64 MiB free)" in capsys.readouterr().out
+
+
+def test_plan_counts_a_draft(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(config_file), "--budget", "512", "--memory", "64MiB"]
+    assert main([*arguments, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--json", "--draft", str(config_file), "--draft-window-len", "512"]) == 0
+    beside = json.loads(capsys.readouterr().out)
+    assert beside["draft"]["weight_bytes"] == alone["weight_bytes"] and alone["draft"] is None
+    assert beside["rows"][1]["rows_here"] <= alone["rows"][1]["rows_here"]
+    assert main([*arguments, "--draft", str(config_file)]) == 0
+    assert "while it scores a text" in capsys.readouterr().out
+    assert main([*arguments, "--draft-window-len", "512"]) == 2
+    assert "there is no draft" in capsys.readouterr().err
 
 
 def test_plan_cuts_long_prompts_shorter_unless_told(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import ModelConfig
+from snapstream.config import ModelConfig, RescoringConfig, SnapKVConfig
+from snapstream.draft_memory import DraftMemory, draft_memory
 from snapstream.kernels.scores import CHUNK
 from snapstream.memory import FRAMEWORK_BYTES, SCORING_KEYS, prefill_memory
 from snapstream.models.registry import model_config_from_dict
@@ -22,6 +23,7 @@ from snapstream.planning import (
     make_plan,
 )
 from snapstream.runner.staging import StagingPool
+from snapstream.spec_prefill.settings import ScoringSettings
 
 GIB = 2**30
 MIB = 2**20
@@ -241,3 +243,36 @@ def test_report_says_none_where_no_row_fits(llama_8b: ModelConfig) -> None:
     out = io.StringIO()
     print_plan(plan_8b(llama_8b, memory_bytes=8 * GIB, budgets=[4096]), Console(file=out, width=100))
     assert out.getvalue().count("none") == 2
+
+
+def test_rescoring_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None:
+    plain = plan_8b(llama_8b, budgets=[32_768])
+    rescored = plan_8b(llama_8b, budgets=[32_768], rescoring=RescoringConfig(num_queries=64))
+    own = 32 * (64 * 4096 * 2 + 4 * 8 * 32_768)  # layers; queries in bf16, a vote per slot and kv head in fp32
+    assert rescored.rows[1].row_bytes == plain.rows[1].row_bytes + own
+    assert rescored.rows[0] == plain.rows[0]  # a full row has nothing to choose
+    hopped = plan_8b(llama_8b, budgets=[32_768], snapkv=SnapKVConfig(num_hops=1))
+    assert hopped.prefill.query_bytes == 131_072 * 4096 * 2
+    assert hopped.prefill.total_bytes == plain.prefill.total_bytes + hopped.prefill.query_bytes
+    assert hopped.prefill_pool_bytes == plain.prefill_pool_bytes + (131_072 + 4096) * 4096 * 2
+    draft = DraftMemory(weight_bytes=4 * GIB, working_bytes=4 * GIB)
+    assert plan_8b(llama_8b, budgets=[32_768], draft=draft).rows[1].max_rows == plain.rows[1].max_rows - 2
+    out = io.StringIO()
+    print_plan(dataclasses.replace(hopped, draft=draft), Console(file=out, width=100))
+    assert "1 GiB queries of one layer, for hops" in out.getvalue()
+    assert "4 GiB of weights, 4 GiB at peak while it scores a text" in out.getvalue()
+    with pytest.raises(ValueError, match="a ring of 32 slots is too small for rescoring"):
+        plan_8b(llama_8b, budgets=[64], rescoring=RescoringConfig())
+
+
+def test_windows_that_look_ahead_together_are_held_together() -> None:
+    """Qwen3-0.6B in bf16: 112 KiB of K and V per token in 28 layers, four windows of 8,192 on a GPU, one on a CPU."""
+    model = model_config_from_dict({**LLAMA_32_1B, "num_hidden_layers": 28, "head_dim": 128, "hidden_size": 1024,
+                                    "num_attention_heads": 16, "intermediate_size": 3072})  # fmt: skip
+    settings = ScoringSettings(window_len=8192)
+    held = 8192 * 112 * 1024
+    gpu = draft_memory(model, settings, dtype_bytes=2, device="cuda:0")
+    assert 4 * held < gpu.working_bytes < 4.3 * held
+    assert held < draft_memory(model, settings, dtype_bytes=2, device="cpu").working_bytes < 1.2 * held
+    whole = draft_memory(model, ScoringSettings(window="refuse"), dtype_bytes=2, device="cuda")
+    assert 16 * held < whole.working_bytes < 17 * held  # one window of 131,072

@@ -9,6 +9,7 @@ import pytest
 
 from snapstream import startup
 from snapstream.config import EngineConfig, KVBudget
+from snapstream.draft_memory import DraftMemory
 from snapstream.host_memory import HostMemory, host_memory
 from snapstream.kernels.cpu import native
 from snapstream.memory import MAX_AUTO_ROWS
@@ -172,3 +173,21 @@ def test_an_unknown_storage_of_rows_is_refused() -> None:
 def test_a_gpu_is_not_chosen_by_its_number() -> None:
     with pytest.raises(ValueError, match="set CUDA_VISIBLE_DEVICES=2 and use 'cuda'"):
         startup.check_device("cuda:2")
+
+
+@pytest.mark.parametrize(("device", "max_rows"), [("cuda", "auto"), ("cuda", 2), ("cpu", "auto")])
+def test_what_a_draft_works_with_is_kept_free(free: list[int], device: str, max_rows: startup.MaxRows) -> None:
+    """Its weights are loaded already and missing from what is free."""
+    draft = DraftMemory(weight_bytes=10**15, working_bytes=20 * GIB)
+    rows = startup.fit_rows(LLAMA_1B, config(32_768, device), "auto").max_rows
+    fewer = startup.fit_rows(LLAMA_1B, config(32_768, device), "auto", draft).max_rows
+    assert 19 <= rows - fewer <= 20  # of 1 GiB, and what decode needs for each
+    if max_rows != "auto":
+        with pytest.raises(ValueError, match="20 GiB for the draft.*or the window of the draft"):
+            startup.fit_rows(LLAMA_1B, config(32_768, device), rows, draft)
+
+
+def test_a_draft_counts_whole_against_all_of_a_machine(free: list[int]) -> None:
+    draft = DraftMemory(weight_bytes=70 * GIB, working_bytes=10 * GIB)
+    with pytest.raises(ValueError, match="80 GiB for the draft"):
+        startup.fit_rows(LLAMA_1B, config(device="cpu"), 1, draft)

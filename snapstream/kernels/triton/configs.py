@@ -57,7 +57,13 @@ def decode_launch(
     if (query_bytes or dtype_bytes) == 4:  # no tensor cores at full precision: small tiles, or the products spill
         # FP8 rows widen in registers: a second tile in flight would not fit there
         num_stages = 1 if dtype_bytes == 1 else 2
-        launch = Launch(block=32 if head_dim <= 64 else 16, num_warps=4, num_stages=num_stages)
+        num_warps = 8 if head_dim > 192 else 4  # four spill the accumulator of a head of 256
+        launch = Launch(block=32 if head_dim <= 64 else 16, num_warps=num_warps, num_stages=num_stages)
+    elif dtype_bytes == 1:
+        # A tile of bytes is widened in registers: 16 KB of them would take 170 to 250 per thread. 8 KB and one stage
+        # more keep as much in flight (three pairs, 48 KB) in 96 to 180.
+        slots = _TILE_BYTES // 2 // power_of_two(head_dim, 16)
+        launch = Launch(block=min(max(slots, 16), 64), num_warps=4, num_stages=4)
     else:
         slots = _TILE_BYTES // (power_of_two(head_dim, 16) * dtype_bytes)
         launch = Launch(block=min(max(slots, 16), 128), num_warps=4, num_stages=3)
@@ -83,7 +89,8 @@ def split_row(
 def score_launch(head_dim: int, dtype_bytes: int) -> ScoreLaunch:
     """Both passes of the SnapKV scores: 64 keys against up to 128 queries."""
     if dtype_bytes == 4:
-        return ScoreLaunch(block=16, num_warps=4, rows=32 if head_dim <= 128 else 16, window_block=16)
+        # Four warps would hold the products of heads of 128 in all 255 registers; eight need 44.
+        return ScoreLaunch(block=16, num_warps=8, rows=32 if head_dim <= 128 else 16, window_block=16)
     block = 64 if head_dim <= 128 else 32
     return ScoreLaunch(block=block, num_warps=8, num_stages=2, rows=128, window_block=64)
 

@@ -1,0 +1,137 @@
+"""What the engine allocates is what ``plan`` says, in bytes of real tensors: at the start, and at the peak of a prompt.
+
+Llama-3.1-8B on torch's meta device, with the Triton operators' shapes: what a GPU would hold, but for the framework and
+for what a kernel takes inside.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from snapstream.cli.__main__ import main
+from snapstream.config import EngineConfig, KVBudget, ModelConfig, RescoringConfig, SnapKVConfig
+from snapstream.draft_memory import draft_memory
+from snapstream.kernels import dispatch
+from snapstream.kernels.prefill.choice import PrefillAttention
+from snapstream.memory import FRAMEWORK_BYTES, EngineMemory
+from snapstream.models.decoder import Decoder
+from snapstream.models.registry import read_model_config
+from snapstream.models.weights import DecoderWeights
+from snapstream.request import SamplingParams
+from snapstream.runner import model_runner
+from snapstream.runner.model_runner import ModelRunner
+from snapstream.spec_prefill.lookahead import scores_of_windows
+from snapstream.spec_prefill.settings import ScoringSettings
+from snapstream.startup import _memory_of
+from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
+from tests.live import LiveBytes
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14_336, "tie_word_embeddings": False,
+}  # fmt: skip
+CHUNK, ROWS, SLOTS, LENGTH = 2048, 12, 16_384, 32_768
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=1)
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32": {"dtype": "float32"},
+    "fp8": {"kv_dtype": "fp8"},
+    "rescoring": {"rescoring": RescoringConfig(every=40)},
+    "hops": {"snapkv": SnapKVConfig(num_hops=1)},
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return read_model_config(tmp_path)
+
+
+def measured(model: ModelConfig, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Bytes that an engine holds at the start, and the most after a prompt of all tokens and steps of all rows."""
+    monkeypatch.setattr(model_runner, "warm_up_kernels", lambda *_: None)  # the prompt below is all of it
+    with LiveBytes("meta") as live, dispatch.forced("triton"):
+        weights = DecoderWeights.empty(model, getattr(torch, config.dtype), "meta")
+        runner = ModelRunner(Decoder(model, weights), config)
+        runner.prefill_attention = PrefillAttention(
+            "none", lambda q, k, v: q.new_empty(q.shape), packed_name="loop", attend_packed=None, why=""
+        )  # a kernel that returns its result and takes nothing else
+        static = live.now
+        entry = PrefillEntry(request_id="r", token_ids=(5,) * LENGTH, rows=(0,), seeds=(0,), sampling=SAMPLED,
+                             budget=config.budget)  # fmt: skip
+        job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
+        units = UnitRange(0, 0, job.num_units(CHUNK, model.num_layers))
+        runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,)))
+        runner._params = dict.fromkeys(range(ROWS), SAMPLED)
+        runner.submit(StepPlan(step_id=1, decode_rows=tuple(range(ROWS))))
+        if runner._rescorer is not None:
+            with torch.inference_mode():
+                runner._rescorer._refresh(0, runner._rescorer._states[0])
+        peak = live.peak
+        del runner, weights
+        gc.collect()
+    return static, peak
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plan_and_engine_agree(
+    model: ModelConfig, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig(
+        budget=KVBudget.of(SLOTS), max_model_len=LENGTH, max_rows=ROWS, chunk_len=CHUNK, short_len=CHUNK,
+        **{"dtype": "bfloat16", **CASES[case]},
+    )  # fmt: skip
+    static, peak = measured(model, config, monkeypatch)
+    planned = _memory_of(model, replace(config, device="cuda"))
+    at_start = planned.weight_bytes + planned.staging_bytes + (ROWS + 1) * planned.row_bytes
+    assert at_start == pytest.approx(static, rel=1e-3)
+    assert planned.total_bytes - FRAMEWORK_BYTES == pytest.approx(peak, rel=0.03)
+    assert planned.total_bytes - FRAMEWORK_BYTES >= peak  # what is refused at the start never runs out later
+    told = plan_of(planned, case, tmp_path, capsys)
+    assert told["rows"][1]["max_rows"] == ROWS and told["rows"][1]["row_bytes"] == planned.row_bytes
+
+
+def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """``snapstream plan`` for a device that holds just what the engine needs."""
+    options = {"fp32": ["--dtype", "float32"], "fp8": ["--kv-dtype", "fp8"], "hops": ["--hops", "1"],
+               "rescoring": ["--rescore-every", "40"]}  # fmt: skip
+    arguments = ["plan", str(folder), "--json", "--budget", str(SLOTS), "--max-model-len", str(LENGTH)]
+    arguments += ["--chunk-len", str(CHUNK), "--memory", f"{planned.total_bytes}B", *options.get(case, [])]
+    assert main(arguments) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ScoringSettings(window_len=1024, windows_at_once=3, ignore_eos=True),
+        ScoringSettings(window_len=4096, look_ahead=0),
+        ScoringSettings(window_len=8192, keys="one_layer", ignore_eos=True),
+    ],
+    ids=["all layers", "no look-ahead", "one layer"],
+)
+def test_a_draft_takes_what_the_plan_says(settings: ScoringSettings, tmp_path: Path) -> None:
+    small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 99,
+             "intermediate_size": 64, "num_hidden_layers": 12}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | small))
+    model = read_model_config(tmp_path)
+    window = settings.window_len - settings.look_ahead
+    with LiveBytes("cpu") as live, torch.inference_mode():
+        weights = DecoderWeights.random(model, torch.float32, "cpu", seed=0)
+        decoder = Decoder(model, weights)
+        before = live.peak = live.now
+        for _ in scores_of_windows(decoder, [[5] * window] * 3, settings):
+            pass
+    planned = draft_memory(model, settings, dtype_bytes=4, device="cpu")
+    assert planned.weight_bytes == pytest.approx(before, rel=0.01)
+    assert live.peak - before <= planned.working_bytes <= 1.5 * (live.peak - before)
