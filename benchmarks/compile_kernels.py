@@ -4,12 +4,14 @@
 
 The launchers run on tensors without data while their launches are recorded, so what is compiled is what would run:
 same tiles, same specialisation. Numbers come from the machine code (``cuobjdump --dump-resource-usage`` of the copy
-that ships with Triton): ``spill_bytes`` is the local memory of a thread, which these kernels use for nothing else.
+that ships with Triton): ``spill_bytes`` is the local memory of a thread, which these kernels use for nothing else. The
+saved result names the source it was made from; a test fails when a kernel or its cut has changed since.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import subprocess
@@ -17,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +30,9 @@ from torch import Tensor
 from benchmarks.machine import RESULTS, describe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KERNELS = Path(__file__).parents[1] / "snapstream" / "kernels" / "triton"
+COMMON_DIMS = (64, 128)  # of heads: where a spill or more than ``MOST_REGISTERS`` calls for another cut
+MOST_REGISTERS = 200
 FP8_ARCH = 89  # from here on a GPU converts e4m3, which Triton calls fp8e4nv; start-up refuses older ones
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
           torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
@@ -60,6 +66,12 @@ OTHER_DIMS = [
     Shape(name=f"E={dim}", num_heads=8, num_kv_heads=8, head_dim=dim, hidden_size=8 * dim, intermediate_size=16 * dim)
     for dim in (80, 96, 192, 256)
 ]
+
+
+def sources() -> str:
+    """Digest of kernels and cuts, comments and layout left out."""
+    text = "\n".join(ast.unparse(ast.parse(file.read_text())) for file in sorted(KERNELS.glob("*.py")))
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -176,8 +188,10 @@ def launchers(
 
 
 def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
-    """One entry per kernel, shape, dtype and architecture; ``quick`` is the main model in bf16."""
-    cases = [(LLAMA_8B, "bf16")] if quick else [(s, d) for s in [*MODELS, *OTHER_DIMS] for d in DTYPES]
+    """One entry per kernel, shape, dtype and architecture; ``quick`` is bf16 with heads of the common sizes."""
+    cases = (
+        [(LLAMA_8B, "bf16"), (LLAMA_1B, "bf16")] if quick else [(s, d) for s in [*MODELS, *OTHER_DIMS] for d in DTYPES]
+    )
     for shape, dtype, is_fp8 in ((shape, dtype, is_fp8) for shape, dtype in cases for is_fp8 in (False, True)):
         for op, launcher in launchers(shape, DTYPES[dtype], capacity=32768, is_fp8=is_fp8):
             for launch in recorded(launcher):
@@ -186,6 +200,7 @@ def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
                         "op": op,
                         "kernel": launch.kernel.__name__,
                         "shape": shape.name,
+                        "head_dim": shape.head_dim,
                         "dtype": dtype,
                         "rows": "fp8" if is_fp8 else dtype,
                         "arch": f"sm_{arch}",
@@ -195,7 +210,7 @@ def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="the main shape only")
+    parser.add_argument("--quick", action="store_true", help="bf16 and heads of the common sizes only")
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, e.g. 80 90")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/compile/<date>_triton.json")
     args = parser.parse_args()
@@ -209,7 +224,13 @@ def main() -> None:
         print("{kernel:22} {shape:13} {dtype} rows {rows} {arch}: {registers:3} registers, "
               "{spill_bytes} bytes spilled, {shared_bytes} shared, {num_warps} warps".format(**entry),
               file=sys.stderr, flush=True)  # fmt: skip
-    result = {"name": "triton_compile", **describe(), "triton": triton.__version__, "kernels": entries}
+    result = {
+        "name": "triton_compile",
+        **describe(),
+        "triton": triton.__version__,
+        "sources": sources(),
+        "kernels": entries,
+    }
     if args.save:
         folder = RESULTS / "compile"
         folder.mkdir(parents=True, exist_ok=True)

@@ -45,10 +45,19 @@ def test_decode_attention_capacities(capacity: int) -> None:
     checks.check_decode_attention(8, 2, 128, capacity, [*range(len(lengths))], lengths, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("batch", [2, 8, 33, 256])
+@pytest.mark.parametrize("batch", [2, 8, 33, 255, 256])
 def test_decode_attention_batches(batch: int) -> None:
     lengths = [1 + (i * 37) % 600 for i in range(batch)]
     checks.check_decode_attention(8, 2, 128, 600, [*range(batch)], lengths, torch.bfloat16, "cuda")
+
+
+def test_decode_attention_of_a_padded_batch() -> None:
+    checks.check_decode_attention(8, 2, 128, 600, [2, 0, 3, 3, 3], [600, 7, 1, 1, 1], torch.bfloat16, "cuda")
+
+
+def test_strides_and_refusals() -> None:
+    checks.check_decode_attention_strides(14, 2, 128, torch.bfloat16, "cuda")
+    checks.check_refusals("cuda")
 
 
 def test_decode_attention_beyond_two_to_the_31_elements() -> None:
@@ -99,6 +108,10 @@ def test_snapkv_scores(head_dim: int, group_max: bool, over_row: bool, dtype: to
 @pytest.mark.parametrize(("window", "span"), [(1, (0, 8000)), (100, (4, 7990)), (512, (4, 7000)), (16, (7990, 8000))])
 def test_snapkv_scores_windows(window: int, span: tuple[int, int]) -> None:
     checks.check_snapkv_scores(32, 8, 128, window, 8000, span, False, False, torch.bfloat16, "cuda")
+
+
+def test_snapkv_scores_hold_no_probabilities() -> None:
+    checks.check_snapkv_memory(32, 8, 128, 32, 20_000, "cuda")
 
 
 @dtypes

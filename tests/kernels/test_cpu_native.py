@@ -44,6 +44,22 @@ def test_slots_past_the_length_are_never_read() -> None:
     assert torch.equal(out, 3 * q)
 
 
+def test_operators_say_truly_what_they_change_and_return() -> None:
+    caches = torch.randn(2, 2, 4, 2, 9, 16)
+    q, k, v = torch.randn(3, 8, 16).split((4, 2, 2), dim=1)
+    index = torch.tensor([2, 0, 1])
+    scales = torch.rand(2, 2, 4, 2) + 0.5
+    narrow = [cache.to(torch.float8_e4m3fn) for cache in caches]
+    for operator, arguments in (
+        (torch.ops.snapstream.attend_rows_cpu, (q, k, v, *caches, 1, index, index, index + 1)),
+        (torch.ops.snapstream.attend_rows_cpu, (q, k, v, *narrow, 1, index, index, index + 1, *scales)),
+        (torch.ops.snapstream.linear_cpu, (torch.randn(2, 16), torch.randn(32, 16), torch.randn(32))),
+    ):
+        is_fp8 = arguments[3].dtype == torch.float8_e4m3fn if len(arguments) > 3 else False
+        # what compares before and after has no FP8 in torch; the schema is the same one
+        torch.library.opcheck(operator.default, arguments, **({"test_utils": ("test_faketensor",)} if is_fp8 else {}))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize(("num_in", "num_out"), [(16, 16), (48, 80), (256, 4608)])
 def test_linear_equals_torch(tokens: int, num_in: int, num_out: int) -> None:

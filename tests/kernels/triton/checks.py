@@ -6,14 +6,16 @@ real sizes on the device. Places that a kernel must not read hold NaN, places it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
 from snapstream.config import RopeConfig
 from snapstream.kernels import ops, reference
 from snapstream.layers.rope import Rope
+from tests.live import LiveBytes
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm
 NAN = float("nan")
@@ -63,6 +65,48 @@ def check_decode_attention(
         assert torch.equal(alone, got[i : i + 1])
 
 
+def check_decode_attention_strides(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
+) -> None:
+    """As with tensors of their own; the cache of one layer of ``[slot, row, head]``."""
+    torch.manual_seed(head_dim)
+    wide = torch.randn(3, num_heads + 2 * num_kv_heads, head_dim + 8, device=device).to(dtype)
+    q = wide[:, 1 : 1 + num_heads, :head_dim]
+    caches = torch.randn(2, 200, 4, num_kv_heads, head_dim, device=device).to(dtype).permute(0, 2, 3, 1, 4)
+    rows, lengths = torch.tensor([3, 0, 1], device=device), torch.tensor([200, 1, 131], device=device)
+    got = ops.decode_attention(q, *caches, rows, lengths)
+    assert torch.equal(got, ops.decode_attention(q.contiguous(), *caches.contiguous(), rows, lengths))
+    assert_near(got, reference.decode_attention(q.float(), *caches.float(), rows, lengths), dtype)
+
+
+def check_refusals(device: str) -> None:
+    """Kernels that would read the wrong numbers say so instead."""
+    heads = torch.randn(3, 8, 32, device=device)
+    odd, caches = heads[..., ::2], torch.randn(2, 4, 2, 40, 16, device=device)
+    odd_caches = torch.randn(2, 4, 2, 40, 32, device=device)[..., ::2]
+    index, angles = torch.zeros(3, dtype=torch.int64, device=device), torch.randn(3, 1, 16, device=device)
+    even = heads[..., :16].contiguous()
+    kept = torch.zeros(2, 5, dtype=torch.int64, device=device)
+    calls: list[Callable[[], object]] = [
+        lambda: ops.decode_attention(odd[:, :4], *caches, index, index + 1),
+        lambda: ops.decode_attention(even[:, :4], *odd_caches, index, index + 1),
+        lambda: ops.norm_rope_write(odd, None, 1e-6, angles, angles, *caches, index, index),
+        lambda: ops.norm_rope_write(even, None, 1e-6, angles, angles, *odd_caches, index, index),
+        lambda: ops.norm_rope(heads[:, :, :16], None, 1e-6, angles, angles, 2),  # heads of a token lie apart
+        lambda: ops.write_slots(*odd_caches, even[:, 4:6], even[:, 6:], index, index),
+        lambda: ops.write_slots(*caches, odd[:, 4:6], odd[:, 6:], index, index),
+        lambda: ops.rms_norm(odd[:, 0], torch.ones(16, device=device), 1e-6),
+        lambda: ops.add_rms_norm(odd[:, 0], even[:, 0], torch.ones(16, device=device), 1e-6),
+        lambda: ops.swiglu(odd[:, 0]),
+        lambda: ops.snapkv_scores(even[:, :4], odd_caches[0, 0], 37, 0, 30, False, False),
+        lambda: ops.gather_rows(*odd_caches, [0], *caches[:, 0], kept),
+        lambda: ops.gather_rows(*caches, [0], *odd_caches[:, 0], kept),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="contiguous"):
+            call()
+
+
 def check_norm_rope_write(
     num_heads: int, num_kv_heads: int, head_dim: int, num_tokens: int, has_norm: bool, dtype: torch.dtype, device: str
 ) -> None:
@@ -88,6 +132,11 @@ def check_norm_rope_write(
         assert torch.equal(cache[1].isnan(), expected.isnan()) and cache[0].isnan().all()
         assert_near(cache[1].nan_to_num(), expected.nan_to_num(), dtype)
     assert torch.equal(v[1, rows, :, slots], heads[:, -num_kv_heads:])
+    unused = rows.clone().fill_(4)  # entries of the padding row meet in one slot; nobody else's slot is touched
+    padded = torch.full((2, *shape[1:]), NAN, dtype=dtype, device=device)
+    q = ops.norm_rope_write(heads, norm, 1e-6, cos, sin, *padded, unused, slots.clone().fill_(1))
+    assert torch.equal(q, got) and not padded[:, 4, :, 1].isnan().any()
+    assert padded.isnan().sum() == padded.numel() - padded[:, 4, :, 1].numel()
     qk = ops.norm_rope(heads, norm, 1e-6, cos, sin, num_kv_heads)  # the two halves: the same, bit for bit
     assert torch.equal(qk[:, :num_heads], got)
     halves = torch.full((2, *shape[1:]), NAN, dtype=dtype, device=device)
@@ -134,6 +183,17 @@ def check_snapkv_scores(
     assert got.dtype == torch.float32
     # the sums are fp32 whatever the storage; tensor cores round theirs towards zero, and logits enter an exponential
     assert_near(got, want, torch.float32, 4.0 if device == "cpu" else 50.0)
+
+
+def check_snapkv_memory(
+    num_heads: int, num_kv_heads: int, head_dim: int, window: int, num_keys: int, device: str
+) -> None:
+    """What is allocated beside the result is a small part of what the probabilities would be."""
+    queries, keys = torch.randn(window, num_heads, head_dim), torch.randn(num_kv_heads, num_keys, head_dim)
+    queries, keys = queries.to(device), keys.to(device)
+    with LiveBytes(torch.device(device).type) as live:
+        scores = ops.snapkv_scores(queries, keys, num_keys - window, 0, num_keys - window, False, False)
+    assert live.peak - scores.nbytes < window * num_heads * num_keys * 4 / 50
 
 
 def check_gather_rows(

@@ -26,7 +26,7 @@ def test_decode_attention_head_dims(head_dim: int, dtype: torch.dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (6, 2), (20, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (6, 2), (10, 2), (14, 2), (8, 1), (20, 1)])
 def test_decode_attention_groups(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
     checks.check_decode_attention(num_heads, num_kv_heads, 64, 130, [1, 0], [129, 6], dtype, "cpu")
 
@@ -37,14 +37,34 @@ def test_decode_attention_capacities(capacity: int) -> None:
     checks.check_decode_attention(4, 1, 64, capacity, [*range(len(lengths))], lengths, torch.float32, "cpu")
 
 
-def test_decode_attention_of_a_large_batch() -> None:
-    lengths = [1 + (i * 7) % 20 for i in range(256)]
-    checks.check_decode_attention(2, 1, 16, 20, [*range(256)], lengths, torch.float32, "cpu")
+@pytest.mark.parametrize("batch", [3, 33, 255, 256])
+def test_decode_attention_batches(batch: int) -> None:
+    lengths = [1 + (i * 7) % 20 for i in range(batch)]
+    checks.check_decode_attention(2, 1, 16, 20, [*range(batch)], lengths, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("capacity", [20, 300])  # one split, several
+def test_decode_attention_of_a_padded_batch(capacity: int) -> None:
+    """The padding row, one token long, stands in every unused entry of a batch."""
+    rows, lengths = [2, 0, 3, 3, 3], [capacity, 7, 1, 1, 1]
+    checks.check_decode_attention(4, 2, 16, capacity, rows, lengths, torch.float32, "cpu")
+
+
+def test_decode_attention_of_any_strides() -> None:
+    """q as a slice of wider heads; rows whose slots, not heads, lie next to each other."""
+    checks.check_decode_attention_strides(6, 2, 24, torch.float32, "cpu")
+
+
+def test_a_head_dimension_in_pieces_is_refused() -> None:
+    checks.check_refusals("cpu")
 
 
 @dtypes
 @pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (3, 3, 80), (9, 3, 192)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(4, 2, 64), (3, 3, 80), (7, 1, 96), (10, 2, 128), (9, 3, 192), (8, 1, 256)],
+)
 def test_norm_rope_write(num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
     checks.check_norm_rope_write(num_heads, num_kv_heads, head_dim, 12, has_norm, dtype, "cpu")
 
@@ -71,6 +91,8 @@ def test_swiglu(size: int, dtype: torch.dtype) -> None:
         (6, 2, 20, 130, (120, 130)),  # some queries see none
         (4, 4, 1, 70, (0, 69)),
         (8, 1, 70, 150, (10, 140)),  # more pairs than one program holds, and a window longer than a block
+        (5, 1, 9, 90, (3, 80)),
+        (14, 2, 9, 90, (3, 80)),
     ],
 )
 def test_snapkv_scores(
@@ -97,7 +119,14 @@ def test_snapkv_scores_over_several_splits() -> None:
     checks.check_snapkv_scores(2, 1, 16, 8, 4400, (4, 4300), False, False, torch.float32, "cpu")
 
 
+def test_snapkv_scores_hold_no_probabilities() -> None:
+    checks.check_snapkv_memory(8, 2, 16, 16, 400, "cpu")
+
+
 @dtypes
-@pytest.mark.parametrize(("head_dim", "num_tokens", "num_kept"), [(64, 100, 70), (80, 60, 60), (192, 50, 1)])
+@pytest.mark.parametrize(
+    ("head_dim", "num_tokens", "num_kept"),
+    [(64, 100, 70), (80, 60, 60), (96, 70, 33), (128, 40, 39), (192, 50, 1), (256, 40, 17)],
+)
 def test_gather_rows(head_dim: int, num_tokens: int, num_kept: int, dtype: torch.dtype) -> None:
     checks.check_gather_rows(2, head_dim, num_tokens, num_kept, dtype, "cpu")

@@ -21,7 +21,7 @@ dtypes = pytest.mark.parametrize(
 
 
 @dtypes
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 def test_decode_attention(head_dim: int, dtype: torch.dtype) -> None:
     checks_fp8.check_decode_attention(6, 2, head_dim, 150, [150, 1], dtype, "cpu")
 
@@ -31,7 +31,7 @@ def test_decode_attention_over_several_splits() -> None:
 
 
 @dtypes
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), (3, 80)])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), (3, 80), (1, 192)])
 def test_write_slots(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     checks_fp8.check_write_slots(num_kv_heads, head_dim, dtype, "cpu")
 
@@ -44,6 +44,6 @@ def test_norm_rope_write(num_heads: int, num_kv_heads: int, head_dim: int, has_n
 
 
 @dtypes
-@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_gather_rows(head_dim: int, dtype: torch.dtype) -> None:
     checks_fp8.check_gather_rows(2, head_dim, 90, dtype, "cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from snapstream.config import KVBudget, SnapKVConfig
-from snapstream.kernels import dispatch, ops
+from snapstream.kernels import dispatch, fp8, ops
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
 from tests.kernels.triton import interpreter
@@ -45,6 +45,8 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
     staged, index = torch.randn(2, 2, 60, 16), torch.arange(40).expand(2, -1)
     x = torch.randn(3, 32)
     angles = (t["cos"], t["sin"])
+    narrow = [torch.zeros(4, 2, 40, 16, dtype=torch.uint8).view(fp8.DTYPE) for _ in "kv"]
+    scales = torch.rand(2, 4, 2) + 0.5
     calls = [
         (ops.decode_attention, (q, k, v, t["rows"], t["lengths"])),
         (ops.norm_rope_write, (t["heads"], t["norm"], 1e-6, *angles, k, v, t["rows"], t["slots"])),
@@ -55,9 +57,17 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         (ops.swiglu, (x,)),
         (ops.snapkv_scores, (t["heads"][:, :4], staged[0], 57, 4, 50, False, False)),
         (ops.gather_rows, (k, v, [1, 3], *staged, index)),
+        (ops.decode_attention, (q, *narrow, t["rows"], t["lengths"], *scales)),
+        (ops.norm_rope_write, (t["heads"], None, 1e-6, *angles, *narrow, t["rows"], t["slots"], *scales)),
+        (ops.write_slots, (*narrow, t["heads"][:, 4:6], t["heads"][:, 6:], t["rows"], t["slots"], *scales)),
+        (ops.gather_rows, (*narrow, [1, 3], *staged, index, *scales)),
     ]
     for operator, arguments in calls:
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+        is_fp8 = any(isinstance(value, Tensor) and value.dtype == fp8.DTYPE for value in arguments)
+        # what compares before and after has no FP8 in torch; the schema is the same one
+        torch.library.opcheck(operator, arguments, **({"test_utils": ("test_faketensor",)} if is_fp8 else {}))
+    everyone = {value for value in vars(ops).values() if isinstance(value, torch.library.CustomOpDef)}
+    assert everyone == {operator for operator, _ in calls}
 
 
 def test_a_compiled_step_is_one_graph_for_every_batch_content() -> None:

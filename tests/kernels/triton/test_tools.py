@@ -7,9 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
+from typing import Any
 
 import pytest
 
+from benchmarks import compile_kernels
+from benchmarks.machine import RESULTS
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -36,13 +40,30 @@ def test_main_shapes_compile_without_spills() -> None:
     reads_fp8 = {entry["kernel"] for entry in kernels if entry["rows"] == "fp8"}
     assert reads_fp8 >= {"decode_split_kernel", "rope_write_kernel", "write_slots_kernel", "gather_row_kernel"}
     assert {entry["arch"] for entry in kernels if entry["rows"] == "fp8"} == {"sm_90"}
-    for entry in kernels:
-        assert entry["spill_bytes"] == 0, entry
-        assert entry["shared_bytes"] <= SHARED_LIMIT[entry["arch"]], entry
+    assert {entry["head_dim"] for entry in kernels} == set(compile_kernels.COMMON_DIMS)
+    check_limits(kernels)
     for entry in kernels:  # two programs of decode attention share a multiprocessor: configs.py counts on it
         if entry["kernel"] == "decode_split_kernel":
             assert 2 * entry["shared_bytes"] <= SHARED_LIMIT[entry["arch"]], entry
             assert 2 * entry["registers"] * 32 * entry["num_warps"] <= 65536, entry
+
+
+def check_limits(kernels: list[dict[str, Any]]) -> None:
+    for entry in kernels:
+        assert entry["shared_bytes"] <= SHARED_LIMIT[entry["arch"]], entry
+        assert entry["spill_bytes"] == 0, entry
+        if entry["head_dim"] in compile_kernels.COMMON_DIMS:
+            assert entry["registers"] <= compile_kernels.MOST_REGISTERS, entry
+
+
+def test_the_record_is_of_these_kernels() -> None:
+    """All head dimensions and dtypes, too slow to compile here; ``python -m benchmarks.compile_kernels --save``."""
+    newest = max((RESULTS / "compile").glob("*_triton.json"))
+    record = json.loads(newest.read_text())
+    assert record["sources"] == compile_kernels.sources(), f"{newest.name} was made from other kernels"
+    found = {(entry["head_dim"], entry["dtype"], entry["arch"]) for entry in record["kernels"]}
+    assert found == set(product((64, 80, 96, 128, 192, 256), ("bf16", "fp16", "fp32"), ("sm_80", "sm_90")))
+    check_limits(record["kernels"])
 
 
 def test_the_benchmark_runs() -> None:

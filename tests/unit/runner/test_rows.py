@@ -53,3 +53,9 @@ def test_the_padding_row_may_stand_more_than_once() -> None:
         assert all(0 <= slot < 1 for slot in rows.slots(batch).tolist())
         assert rows.lengths(batch).tolist() == [1, 1, 1]
         rows.advance(batch, torch.tensor([3, 3, 3]))
+
+
+def test_every_row_has_a_visible_slot_even_one_that_nobody_owns() -> None:
+    """Kernels need a length of at least 1; unused entries of a batch point at the padding row."""
+    rows = Rows(3, "cpu")
+    assert rows.lengths(torch.arange(4)).tolist() == [1, 1, 1, 1]
