@@ -37,12 +37,14 @@ def prefill(model: str, points: list[tuple[int, int, int]]) -> Callable[[Bench],
             compress_ms = result.prefilled["r"].compression.compress_ms
             figure = {
                 "model": model, "prompt_len": prompt_len, "slots": slots, "chunk_len": chunk_len,
-                "seconds": seconds, "tokens_per_s": prompt_len / seconds, "tflop_per_s": flop / seconds / 1e12,
+                "prefill_s": seconds, "tokens_per_s": prompt_len / seconds, "tflop_per_s": flop / seconds / 1e12,
                 "compress_share": compress_ms / 1e3 / seconds, "extra_gib": extra / 2**30,
                 "staging_gib": runner.staging.num_bytes / 2**30,
             }  # fmt: skip
             if bench.ceilings:
-                figure["mfu_of_measured"] = figure["tflop_per_s"] / bench.ceilings["tflop_per_s"]
+                figure["share_of_measured_products"] = figure["tflop_per_s"] / bench.ceilings["tflop_per_s"]
+            if bench.device.peak_tflop_per_s is not None:
+                figure["mfu"] = figure["tflop_per_s"] / bench.device.peak_tflop_per_s
             yield figure
             del runner
             bench.device.free()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -46,30 +49,67 @@ class Bench:
 
 @dataclass(frozen=True)
 class Section:
-    """A named generator of figures, and the most seconds it may take; with less than half of them it does not start."""
+    """A named generator of figures, the most seconds it may take, and what its figures are, for the JSON.
+
+    With less than half of its seconds left it does not start.
+    """
 
     name: str
     run: Callable[[Bench], Figures]
     limit_s: float
+    about: str = ""
 
 
-def run(sections: list[Section], bench: Bench, budget_s: float, out: Path, head: dict[str, Any]) -> dict[str, Any]:
-    """Run what fits; the file is whole after every figure."""
+class Watchdog:
+    """Ends the process when a figure does not come back in time: the file holds all that came before."""
+
+    def __init__(self, seconds: float, save: Callable[[], None]) -> None:
+        self._save = save
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        self._save()
+        print("time is over; what was running is cut", flush=True)
+        os._exit(1)
+
+
+def run(
+    sections: list[Section], bench: Bench, budget_s: float, out: Path, head: dict[str, Any], grace_s: float = 0.0
+) -> dict[str, Any]:
+    """Run what fits; the file is whole after every figure. With ``grace_s`` a figure may be late by that much."""
     began = perf_counter()
-    result: dict[str, Any] = {**head, "ceilings": bench.ceilings, "sections": {}}
-    for section in sections:
-        left = budget_s - (perf_counter() - began)
-        entry: dict[str, Any] = {"figures": [], "error": None, "is_cut": False, "seconds": 0.0}
-        result["sections"][section.name] = entry
-        if left <= max(5.0, section.limit_s / 2):  # a figure that has begun cannot be cut
-            entry["is_cut"] = True
-            _write(out, result)
-            continue
-        print(f"== {section.name} (at most {min(left, section.limit_s):.0f} s)", flush=True)
-        _run_one(section, bench, min(left, section.limit_s), entry, lambda: _write(out, result))
-        bench.device.free()
+    result: dict[str, Any] = {**head, "ceilings": bench.ceilings, "seconds": 0.0, "sections": {}}
+
+    def cut() -> None:
+        for entry in result["sections"].values():
+            entry["is_cut"] |= entry["is_running"]
         result["seconds"] = perf_counter() - began
         _write(out, result)
+
+    with Watchdog(budget_s + grace_s, cut) if grace_s else nullcontext():
+        for section in sections:
+            left = budget_s - (perf_counter() - began)
+            entry: dict[str, Any] = {"about": section.about, "figures": [], "error": None, "is_cut": False,
+                                     "is_running": False, "seconds": 0.0}  # fmt: skip
+            result["sections"][section.name] = entry
+            if left <= max(5.0, section.limit_s / 2):
+                entry["is_cut"] = True
+                _write(out, result)
+                continue
+            print(f"== {section.name} (at most {min(left, section.limit_s):.0f} s)", flush=True)
+            entry["is_running"] = True
+            _run_one(section, bench, min(left, section.limit_s), entry, lambda: _write(out, result))
+            entry["is_running"] = False
+            bench.device.free()
+            result["seconds"] = perf_counter() - began
+            _write(out, result)
     return result
 
 

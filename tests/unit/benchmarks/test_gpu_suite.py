@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,19 +13,23 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gpu_tables
 from benchmarks.gpu_suite import __main__ as command
 from benchmarks.gpu_suite import speed
 from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.peers_kvpress import kvpress
 from benchmarks.gpu_suite.suite import Bench, Figures, Section, run
+from tests.waiting import HANG_S
 
 # transformers' parts take long to import and to generate; they are run by hand with --smoke.
 QUICK = [
     "decode_8b",
+    "decode_kernel",
     "prefill_8b",
     "largest_batch",
     "streams",
     "spec_prefill",
+    "requests",
     "decode_8b_fp8",
     "decode_small",
     "attention",
@@ -45,6 +50,11 @@ def test_smoke_run_fills_every_section(tmp_path: Path, monkeypatch: pytest.Monke
     assert kinds == {"decode_8b": {"auto"}, "decode_8b_fp8": {"fp8"}}
     (prefill,) = result["sections"]["prefill_8b"]["figures"]
     assert 0 < prefill["compress_share"] < 1
+    assert all(entry["about"] and not entry["is_running"] for entry in result["sections"].values())
+    page = gpu_tables.document(result, out.name)
+    assert all(f"## {name}" in page for name in QUICK)
+    (answers,) = result["sections"]["requests"]["figures"]
+    assert answers["batch"] * answers["output_len"] / answers["seconds"] == pytest.approx(answers["tokens_per_s"])
     assert {figure["executor"] for figure in result["sections"]["decode_8b"]["figures"]} == {"graph", "eager"}
 
 
@@ -89,6 +99,28 @@ def test_a_failing_section_keeps_its_figures_and_its_traceback(tmp_path: Path) -
     run(sections, Bench(Device("cpu"), True), 1, out, {"name": "x"})  # no time: nothing starts
     found = json.loads(out.read_text())["sections"]
     assert all(entry["is_cut"] and not entry["figures"] for entry in found.values())
+
+
+def test_a_figure_that_does_not_come_back_ends_the_run(tmp_path: Path) -> None:
+    """In a process of its own, which ends itself: with the figures so far, within the time that was given."""
+    out = tmp_path / "gpu.json"
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from benchmarks.gpu_suite.device import Device; from benchmarks.gpu_suite.suite import *\n"
+        "def stuck(bench):\n    yield {'a': 1}\n    time.sleep(600)\n"
+        "run([Section('stuck', stuck, 9)], Bench(Device('cpu'), True), 5.5, Path(sys.argv[1]), {'name': 'x'}, 0.5)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 1 and "time is over" in done.stdout
+    result = json.loads(out.read_text())
+    assert result["sections"]["stuck"]["figures"] == [{"a": 1}]
+    assert result["sections"]["stuck"]["is_cut"] and result["seconds"] >= 6
+
+
+def test_all_sections_fit_their_names() -> None:
+    sections = command.sections()
+    assert len({section.name for section in sections}) == len(sections)
+    assert all(section.about for section in sections)
 
 
 def test_a_section_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
