@@ -48,7 +48,7 @@ def _warm_up(graph: GraphDecode, decoder: Decoder, config: EngineConfig, progres
     doing = "Capturing decode"
     marker = None
     if decoder.device.type == "cpu":
-        settings = f"{decoder.config} {config.dtype} {config.max_rows} {config.budget.capacity}"
+        settings = f"{decoder.config} {config.dtype} {config.kv_dtype} {config.max_rows} {config.budget.capacity}"
         if config.rescoring is not None:  # the step also keeps its queries
             settings += f" {config.rescoring.num_queries}"
         key = sha256(settings.encode()).hexdigest()[:16]

@@ -106,12 +106,22 @@ def _no_guards(guards: Any) -> list[bool]:
 
 @contextmanager
 def _inductor_folder(folder: str) -> Iterator[None]:
-    """Torch's own cache of compiled code under ``folder`` for a while, unless the user has chosen a place."""
-    if INDUCTOR_FOLDER in os.environ:
+    """Torch's own cache of compiled code under ``folder`` for a while, unless the user has chosen a place.
+
+    Torch writes its default, a folder under /tmp, into the variable as soon as it looks there: that is nobody's choice,
+    does not last, and others may have made it.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    before = os.environ.get(INDUCTOR_FOLDER)
+    if before is not None and os.path.abspath(before) != os.path.abspath(default_cache_dir()):
         yield
         return
     os.environ[INDUCTOR_FOLDER] = folder
     try:
         yield
     finally:
-        del os.environ[INDUCTOR_FOLDER]
+        if before is None:
+            del os.environ[INDUCTOR_FOLDER]
+        else:
+            os.environ[INDUCTOR_FOLDER] = before

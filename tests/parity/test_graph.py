@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.profiler import ProfilerActivity, profile
 
 from snapstream.config import EngineConfig, KVBudget, SnapKVConfig
+from snapstream.kernels.compile_cache import VARIABLE
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.layers.sampler import Sampled
 from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
@@ -25,6 +29,7 @@ from snapstream.runner import decode_graph
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_graph import GraphDecode, bucket_sizes, covers
 from snapstream.runner.model_runner import ModelRunner
+from snapstream.runner.programs import INDUCTOR_FOLDER, Compiler, _inductor_folder
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -72,6 +77,53 @@ def test_tokens_equal_eager_and_nothing_compiles_later(
         assert dict(counters["stats"]) == compiled
     assert [output.token_ids for output in outputs] == expected
     assert outputs[5].logprobs is not None and len(outputs[5].logprobs[0].top) == 2
+
+
+class _Double:
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * 2 + x
+
+
+@needs_compiler
+def test_what_was_compiled_is_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In our own folder, also after torch has written its default into the variable, as it does when it looks there."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(INDUCTOR_FOLDER, default_cache_dir())
+    x = torch.randn(64)
+
+    def start() -> tuple[int, int]:
+        """Programs that were compiled, and found."""
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.inference_mode():
+            torch.testing.assert_close(Compiler().make(_Double().run, x)(x), torch.relu(x) * 2 + x)
+        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
+
+    assert start() == (1, 0)
+    assert list(tmp_path.glob("compiled-*/inductor/*"))
+    assert start() == (0, 1)
+    assert os.environ[INDUCTOR_FOLDER] == default_cache_dir()
+    monkeypatch.setenv(INDUCTOR_FOLDER, str(tmp_path / "chosen"))
+    with _inductor_folder("ours"):
+        assert os.environ[INDUCTOR_FOLDER] == str(tmp_path / "chosen")
+
+
+@needs_compiler
+def test_a_user_who_waits_is_told_for_what(
+    tmp_path: Path, one_bucket: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(make_model("llama-gqa-tied"), tmp_path / "model")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr("snapstream.runner.executors.Compiler", _Plain)
+
+    def told(**settings: Any) -> str:
+        with LLM(folder, executor="graph", budget=SMALL, snapkv=SNAPKV, max_rows=2, max_model_len=160, **settings):
+            return capsys.readouterr().err
+
+    assert "Compiling decode (first start only)" in told()
+    assert "Loading compiled decode" in told() and "first start" not in told()
+    assert "Compiling decode (first start only)" in told(kv_dtype="fp8")  # other programs
+    assert told(progress=False) == ""
 
 
 @needs_compiler
