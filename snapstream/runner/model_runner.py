@@ -37,7 +37,9 @@ from snapstream.step import JobSpec, StepPlan
 
 logger = logging.getLogger(__name__)
 
-_LOGITS_TOKENS = 256  # prompt log-probabilities are taken for this many tokens at a time: [256, V] fp32
+# Prompt log-probabilities are taken for so many tokens at a time that their logits, in the storage dtype and in fp32,
+# and the softmax stay within what a prefill takes anyway: nothing sets memory aside for them.
+_LOGITS_TOKENS, _LOGITS_BYTES = 256, 64 * 2**20
 
 
 class ModelRunner:
@@ -184,8 +186,9 @@ class ModelRunner:
             return None
         out: list[Logprob | None] = [None]
         first, last = prompt.job_start, prompt.job_start + prompt.prompt_len - 1
-        for start in range(first, last, _LOGITS_TOKENS):
-            stop = min(start + _LOGITS_TOKENS, last)
+        at_once = logits_tokens(self.decoder.config.vocab_size)
+        for start in range(first, last, at_once):
+            stop = min(start + at_once, last)
             logits = self.decoder.logits(job.hidden[start:stop])  # [t, V]
             next_ids = job.token_ids[start + 1 : stop + 1]
             own, top_ids, top_values = prompt_logprobs(logits, next_ids, num_top)
@@ -193,3 +196,8 @@ class ModelRunner:
             for token, value, ids, values in zip(*columns, strict=True):
                 out.append(Logprob(token, value, tuple(zip(ids, values, strict=True))))
         return out
+
+
+def logits_tokens(vocab_size: int) -> int:
+    """Prompt tokens whose logits are there at a time; at most 24 bytes for each token of the vocabulary."""
+    return max(1, min(_LOGITS_TOKENS, _LOGITS_BYTES // (24 * vocab_size)))

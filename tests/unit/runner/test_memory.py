@@ -20,6 +20,7 @@ from snapstream.config import EngineConfig, KVBudget, ModelConfig, RescoringConf
 from snapstream.draft_memory import draft_memory
 from snapstream.kernels import dispatch
 from snapstream.kernels.prefill.choice import PrefillAttention
+from snapstream.layers.logprobs import prompt_logprobs
 from snapstream.memory import FRAMEWORK_BYTES, EngineMemory
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import read_model_config
@@ -109,6 +110,16 @@ def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.Captu
     assert main(arguments) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def test_logits_of_a_prompt_stay_within_what_a_prefill_takes() -> None:
+    vocab = 128_256
+    num_tokens = model_runner.logits_tokens(vocab)
+    with LiveBytes("meta") as live:
+        logits = torch.empty(num_tokens, vocab, dtype=torch.bfloat16, device="meta").to(torch.float32)
+        prompt_logprobs(logits, torch.empty(num_tokens, dtype=torch.int64, device="meta"), 5)
+    assert 2**25 < live.peak <= 2**26 + 2**20
+    assert model_runner.logits_tokens(4608) == 256
 
 
 @pytest.mark.parametrize(
