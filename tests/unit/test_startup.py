@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from snapstream import startup
+from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.draft_memory import DraftMemory
 from snapstream.host_memory import HostMemory, host_memory
 from snapstream.kernels.cpu import native
+from snapstream.llm import LLM
 from snapstream.memory import MAX_AUTO_ROWS
 from snapstream.models.registry import model_config_from_dict
 from snapstream.planning import make_plan
+from snapstream.server.engine_worker import build
+from snapstream.server.messages import EngineSpec
 
 GIB = 2**30
 LLAMA_1B = model_config_from_dict({
@@ -191,3 +196,26 @@ def test_a_draft_counts_whole_against_all_of_a_machine(free: list[int]) -> None:
     draft = DraftMemory(weight_bytes=70 * GIB, working_bytes=10 * GIB)
     with pytest.raises(ValueError, match="80 GiB for the draft"):
         startup.fit_rows(LLAMA_1B, config(device="cpu"), 1, draft)
+
+
+def test_a_draft_of_another_process_is_counted() -> None:
+    """The server's draft lives in front of the engine's process."""
+    beside = DraftMemory(weight_bytes=0, working_bytes=10**18)
+    with pytest.raises(ValueError, match="for the draft"):
+        build(EngineSpec(model=str(TINY_MODEL), beside=beside))
+
+
+def test_an_own_draft_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[DraftMemory | None] = []
+    fit = startup.fit_rows
+
+    def fit_rows(*args: Any) -> EngineConfig:
+        told.append(args[3])
+        return fit(*args)
+
+    monkeypatch.setattr("snapstream.llm.fit_rows", fit_rows)
+    with LLM(TINY_MODEL, draft=TINY_MODEL, progress=False) as llm:
+        weights = llm.engine._runner.decoder.weights.num_bytes  # type: ignore[attr-defined]
+    assert told[0] is not None and told[0].weight_bytes == weights and told[0].working_bytes > 0
+    with LLM(TINY_MODEL, progress=False):
+        assert told[1] is None

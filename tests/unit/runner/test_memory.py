@@ -127,7 +127,7 @@ def test_logits_of_a_prompt_stay_within_what_a_prefill_takes() -> None:
     [
         ScoringSettings(window_len=1024, windows_at_once=3, ignore_eos=True),
         ScoringSettings(window_len=4096, look_ahead=0),
-        ScoringSettings(window_len=8192, keys="one_layer", ignore_eos=True),
+        ScoringSettings(window_len=4096, keys="one_layer", ignore_eos=True),
     ],
     ids=["all layers", "no look-ahead", "one layer"],
 )
