@@ -16,10 +16,12 @@ from snapstream.host_memory import HostMemory, host_memory
 from snapstream.kernels.cpu import native
 from snapstream.llm import LLM
 from snapstream.memory import MAX_AUTO_ROWS
-from snapstream.models.registry import model_config_from_dict
+from snapstream.models.registry import model_config_from_dict, read_model_config
+from snapstream.models.shapes import num_parameters
 from snapstream.planning import make_plan
 from snapstream.server.engine_worker import build
 from snapstream.server.messages import EngineSpec
+from snapstream.server.run import ServeOptions, _draft_memory
 
 GIB = 2**30
 LLAMA_1B = model_config_from_dict({
@@ -219,3 +221,13 @@ def test_an_own_draft_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[0] is not None and told[0].weight_bytes == weights and told[0].working_bytes > 0
     with LLM(TINY_MODEL, progress=False):
         assert told[1] is None
+
+
+def test_a_server_tells_its_engine_of_the_draft() -> None:
+    """All of it, because it may or may not be loaded when the engine measures."""
+    spec = EngineSpec(model=str(TINY_MODEL))
+    assert _draft_memory(spec, ServeOptions()) is None
+    whole, short = (_draft_memory(spec, ServeOptions(draft=TINY_MODEL, draft_window_len=n)) for n in (None, 128))
+    weights = num_parameters(read_model_config(TINY_MODEL)) * 4
+    assert whole is not None and short is not None
+    assert weights < short.working_bytes < whole.working_bytes
