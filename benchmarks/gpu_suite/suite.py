@@ -75,9 +75,11 @@ class Watchdog:
         self._timer.cancel()
 
     def _end(self) -> None:
-        self._save()
-        print("time is over; what was running is cut", flush=True)
-        os._exit(1)
+        try:
+            self._save()
+            print("time is over; what was running is cut", flush=True)
+        finally:  # the file of the last figure is whole, whatever happens here
+            os._exit(1)
 
 
 def run(
@@ -136,6 +138,6 @@ def _run_one(section: Section, bench: Bench, limit_s: float, entry: dict[str, An
 
 
 def _write(out: Path, result: dict[str, Any]) -> None:
-    part = out.with_suffix(".part")
+    part = out.with_suffix(f".part{threading.get_ident()}")  # the watchdog may write beside the section
     part.write_text(json.dumps(result, indent=1) + "\n")
     part.replace(out)
