@@ -52,7 +52,8 @@ def sections() -> list[Section]:
             (2048, [1, 64], 8000), (32_768, [1, 16], 131_000)], best), 40, decode),
         Section("prefill_chunks", prompts.prefill("llama_8b", [
             (32_768, 8192, 1024), (131_072 - 8, 8192, 512), (32_768, 8192, 512), (32_768, 8192, 8192)]), 70, prefill),
-        Section("decode_compiled", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], ("graph+compile",)), 200, decode),
+        Section("decode_compiled", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], ("graph+compile",)), 200,
+                decode),
     ]  # fmt: skip
 
 
