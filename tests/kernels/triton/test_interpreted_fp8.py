@@ -15,13 +15,14 @@ pytestmark = [
 if REASON is None:
     interpreter.mend()
 
-dtypes = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:]
-)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+# Paired, not crossed: see test_interpreted.py.
+DIMS = list(zip([64, 80, 96, 128, 192, 256], DTYPES * 2, strict=True))
+NORMS = [((4, 2, 64), True), ((4, 2, 64), False), ((9, 3, 80), True)]
 
 
-@dtypes
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(("head_dim", "dtype"), [*DIMS, (128, torch.bfloat16)])
 def test_decode_attention(head_dim: int, dtype: torch.dtype) -> None:
     checks_fp8.check_decode_attention(6, 2, head_dim, 150, [150, 1], dtype, "cpu")
 
@@ -37,10 +38,9 @@ def test_write_slots(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> No
 
 
 @dtypes
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (9, 3, 80)])
-def test_norm_rope_write(num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
-    checks_fp8.check_norm_rope_write(num_heads, num_kv_heads, head_dim, has_norm, dtype, "cpu")
+@pytest.mark.parametrize(("heads", "has_norm"), NORMS)
+def test_norm_rope_write(heads: tuple[int, int, int], has_norm: bool, dtype: torch.dtype) -> None:
+    checks_fp8.check_norm_rope_write(*heads, has_norm, dtype, "cpu")
 
 
 @dtypes

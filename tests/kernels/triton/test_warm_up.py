@@ -71,8 +71,8 @@ def test_no_request_launches_a_kernel_of_a_new_kind(
 ) -> None:
     folder = save(make_model("qwen3"), tmp_path)
     rng = random.Random(3)
-    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (61, 48, 3)]
-    sampling = [SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, n=n) for n in (1, 2, 1)]
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (61, 3)]
+    sampling = [SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, n=n) for n in (2, 1)]
     with dispatch.forced("triton"), LLM(
         folder, budget=40, snapkv=SnapKVConfig(window_len=8), max_rows=4, max_model_len=70, chunk_len=32,
         kv_dtype=kv_dtype, progress=False,
