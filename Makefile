@@ -1,4 +1,4 @@
-# make install | demo | test | test-clients | lint | format | clean      (make help)
+# make install | demo | test | test-clients | test-load | lint | format | clean      (make help)
 # Variables: PYTHON (3.11 or newer), PIP_ARGS (e.g. an index with CPU builds of torch), WORKERS (test processes).
 
 PYTHON   ?= python3
@@ -9,11 +9,12 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients
+LOAD    := .venv-load
 
 # One thread per process: the test workers are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-clients lint format clean
+.PHONY: help install demo test test-clients test-load lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -47,6 +48,14 @@ test-clients: $(CLIENTS) ## install real clients (0.8 GB) and run them against a
 
 $(CLIENTS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,clients]'
+	@touch $@
+
+test-load: $(STAMP) $(LOAD)/.installed ## install a load generator apart (it brings torch again) and run it against a server
+	PATH="$(CURDIR)/$(LOAD)/bin:$$PATH" $(BIN)/pytest tests/clients/test_load_generator.py
+
+$(LOAD)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(LOAD)
+	$(LOAD)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[load]'
 	@touch $@
 
 format: $(STAMP) ## apply ruff's fixes and formatting
