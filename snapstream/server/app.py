@@ -21,6 +21,7 @@ from snapstream.server.cors import Cors
 from snapstream.server.engine_api import AsyncEngine
 from snapstream.server.errors import ApiError, bad_value, internal
 from snapstream.server.front import Front
+from snapstream.server.head import HeadAsGet
 from snapstream.server.hosts import HostGuard
 from snapstream.server.openai_routes import openai_routes
 from snapstream.server.other_routes import other_routes
@@ -74,7 +75,8 @@ def make_app(
         )
     if settings.allowed_hosts:
         app.add_middleware(HostGuard, allowed=settings.allowed_hosts)
-    app.add_middleware(RequestId)  # outside of all: refusals carry an id, too
+    app.add_middleware(RequestId)  # outside of the rest: refusals carry an id, too
+    app.add_middleware(HeadAsGet)
     return app
 
 

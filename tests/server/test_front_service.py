@@ -101,6 +101,26 @@ def test_models_version_and_request_id() -> None:
     asyncio.run(run())
 
 
+def test_head_is_get_without_a_body() -> None:
+    """Health checks of proxies ask so."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        async with client(engine, api_keys=("k",)) as http:
+            for path, status in (("/health", 200), ("/metrics", 200), ("/v1/models", 401), ("/nothing", 404)):
+                answer = await http.head(path)
+                assert (answer.status_code, answer.content) == (status, b""), path
+                assert answer.headers["x-request-id"]
+            models = {"url": "/v1/models", "headers": {"Authorization": "Bearer k"}}
+            assert (await http.head(**models)).headers["content-length"] == str(len((await http.get(**models)).content))
+            assert (await http.head("/tokenize")).status_code == 405
+            engine.is_ready = False
+            answer = await http.head("/health")
+            assert (answer.status_code, answer.content) == (503, b"") and answer.headers["retry-after"]
+
+    asyncio.run(run())
+
+
 def test_tokenizer_endpoints() -> None:
     async def run() -> None:
         async with client(FakeEngine()) as http:
