@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,11 @@ from snapstream.cli.options import (
     number_option,
     whole_option,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from snapstream.spec_prefill.compressor import PromptCompressor
 
 UPSTREAM_KEY_VARIABLE = "SNAPSTREAM_UPSTREAM_KEY"
 HELP = """Trim long prompts with a small draft model, in front of any OpenAI-compatible server.
@@ -91,13 +96,12 @@ def proxy(
     set_up("text")
     for name in ("httpx", "httpcore"):  # httpx tells whole URLs, and a query may hold a key
         logging.getLogger(name).setLevel(logging.WARNING)
+    scoring, cut = scoring_of(look_ahead, window_len, no_windows=no_windows), cut_of(chunk_len)
+
+    def load() -> tuple[PromptCompressor, PreTrainedTokenizerBase | None]:
+        folder = draft or TINY_DRAFT_MODEL
+        compressor = load_compressor(folder, threshold=threshold, scoring=scoring, cut=cut, dtype=dtype, device=device)
+        return compressor, run.load_target(target)
+
     with run.bind(options) as listener:  # a taken port fails before anything is loaded
-        compressor = load_compressor(
-            draft or TINY_DRAFT_MODEL,
-            threshold=threshold,
-            scoring=scoring_of(look_ahead, window_len, no_windows=no_windows),
-            cut=cut_of(chunk_len),
-            dtype=dtype,
-            device=device,
-        )
-        run.run_proxy(compressor, run.load_target(target), settings, options, listener)
+        run.run_proxy(load, settings, options, listener)

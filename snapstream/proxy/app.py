@@ -66,11 +66,13 @@ def make_proxy(
     app.state.proxy = proxy
 
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         proxy.need_open()
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
+    @app.head("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         return PlainTextResponse(proxy.metrics.render(), media_type="text/plain; version=0.0.4")
 

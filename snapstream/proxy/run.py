@@ -1,7 +1,9 @@
 """From options to a running proxy: socket, draft, and an orderly end.
 
-Invariant: the socket is bound before the draft is loaded, so a taken port fails at once. The first signal drains: open
-answers go on for at most the drain timeout, new ones get a 503; a second signal ends at once.
+        socket bound -> loading (503) -> ready -> SIGTERM: draining (503, open answers go on) -> ended
+
+Invariant: the socket is bound before the draft is loaded, so a taken port fails at once. Answers that are open at the
+first signal go on for at most the drain timeout; a second signal ends at once.
 """
 
 from __future__ import annotations
@@ -9,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from snapstream.proxy.app import make_proxy
+from snapstream.proxy.app import Proxy, make_proxy
 from snapstream.proxy.settings import ProxySettings
 from snapstream.server.hosts import is_loopback
+from snapstream.server.loading import Curtain
 from snapstream.server.run import LAST_FRAMES_S, DrainingServer, check_place
 
 if TYPE_CHECKING:
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
     from snapstream.spec_prefill.compressor import PromptCompressor
 
 log = logging.getLogger(__name__)
+
+# Reads the draft, and the tokenizer that counts the upstream's tokens if there is one.
+Load = Callable[[], "tuple[PromptCompressor, PreTrainedTokenizerBase | None]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +48,9 @@ class ProxyOptions:
         check_place(self.port, self.drain_timeout_s)
 
 
-def run_proxy(
-    compressor: PromptCompressor,
-    target: PreTrainedTokenizerBase | None,
-    settings: ProxySettings,
-    options: ProxyOptions,
-    listener: socket.socket,
-) -> None:
-    """Serve on ``listener`` until a signal."""
-    asyncio.run(_run(compressor, target, settings, options, listener))
+def run_proxy(load: Load, settings: ProxySettings, options: ProxyOptions, listener: socket.socket) -> None:
+    """Serve on ``listener`` until a signal. What ``load`` raises ends the proxy, and is raised here."""
+    asyncio.run(_run(load, settings, options, listener))
 
 
 def bind(options: ProxyOptions) -> socket.socket:
@@ -70,9 +71,10 @@ def load_target(folder: Path | None) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def uvicorn_config(app: FastAPI) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        lifespan="off",  # the application comes later; _run closes it
         log_config=None,
         access_log=False,  # app.py logs requests
         server_header=False,
@@ -81,16 +83,38 @@ def uvicorn_config(app: FastAPI) -> uvicorn.Config:
     )
 
 
-async def _run(
-    compressor: PromptCompressor,
-    target: PreTrainedTokenizerBase | None,
-    settings: ProxySettings,
-    options: ProxyOptions,
-    listener: socket.socket,
-) -> None:
+async def _run(load: Load, settings: ProxySettings, options: ProxyOptions, listener: socket.socket) -> None:
     if not settings.api_keys and not is_loopback(options.host):
         log.warning("no API key is set: everyone who can reach %s may use this proxy", options.host)
-    app = make_proxy(compressor, target, settings)
+    curtain = Curtain(settings.retry_after_s, "proxy")
+    server = DrainingServer(uvicorn_config(curtain), curtain, options.drain_timeout_s)
     host = f"[{options.host}]" if ":" in options.host else options.host
-    log.info("proxy at http://%s:%d/v1 for %s", host, listener.getsockname()[1], settings.shown)
-    await DrainingServer(uvicorn_config(app), app.state.proxy, options.drain_timeout_s).serve(sockets=[listener])
+    place = f"http://{host}:{listener.getsockname()[1]}"
+    log.info("loading the draft; %s answers 503 until then", place)
+    loading = asyncio.create_task(_load(curtain, load, settings))
+
+    def after_loading(task: asyncio.Task[Proxy]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            server.should_exit = True
+        else:
+            log.info("proxy at %s/v1 for %s", place, settings.shown)
+
+    loading.add_done_callback(after_loading)
+    try:
+        await server.serve(sockets=[listener])
+        if loading.done() and not curtain.is_draining:
+            loading.result()  # what made it end
+    finally:
+        loading.cancel()
+        [proxy] = await asyncio.gather(loading, return_exceptions=True)
+        if isinstance(proxy, Proxy):
+            await proxy.close()
+
+
+async def _load(curtain: Curtain, load: Load, settings: ProxySettings) -> Proxy:
+    """Read the draft, and let the proxy answer."""
+    compressor, target = await asyncio.to_thread(load)
+    app = make_proxy(compressor, target, settings)
+    proxy: Proxy = app.state.proxy
+    curtain.rise(app, proxy)
+    return proxy

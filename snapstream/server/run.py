@@ -29,6 +29,7 @@ from snapstream.memory import MAX_AUTO_ROWS
 from snapstream.models.registry import read_model_config
 from snapstream.server.app import make_app
 from snapstream.server.engine_process import EngineProcess
+from snapstream.server.front import Front
 from snapstream.server.hosts import is_loopback
 from snapstream.server.loading import Curtain, Drainable
 from snapstream.server.messages import EngineSpec
@@ -180,11 +181,9 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
         server = DrainingServer(_uvicorn_config(curtain, options), curtain, options.drain_timeout_s)
         names = options.names or (Path(spec.model).resolve().name,)
         # Both at once: they read their files side by side, and the first that fails ends the server.
-        tasks = [
-            asyncio.create_task(work)
-            for work in (engine.start(), _load_front(curtain, engine, spec, settings, options, names))
-        ]
-        loading = asyncio.gather(*tasks)
+        starting = asyncio.create_task(engine.start())
+        making = asyncio.create_task(_load_front(curtain, engine, spec, settings, options, names))
+        loading = asyncio.gather(starting, making)
         loading.add_done_callback(
             lambda future: _after_loading(future, server, listener, options, names, settings.has_page)
         )
@@ -194,10 +193,11 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
                 loading.result()  # what made it end
         finally:
             await engine.shutdown(0)
-            for task in tasks:
+            for task in (starting, making):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            curtain.close()
+            _, front = await asyncio.gather(starting, making, return_exceptions=True)
+            if isinstance(front, Front):
+                front.close()
 
 
 async def _load_front(
@@ -207,7 +207,7 @@ async def _load_front(
     settings: ServerSettings,
     options: ServeOptions,
     names: tuple[str, ...],
-) -> None:
+) -> Front:
     """Read what the front needs, and let it answer."""
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(spec.model))
     created = int(time.time())
@@ -228,7 +228,9 @@ async def _load_front(
         )
 
     app = make_app(engine, tokenizer, settings, facts, compressor)
-    curtain.rise(app, app.state.front)
+    front: Front = app.state.front
+    curtain.rise(app, front)
+    return front
 
 
 def _draft_memory(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None:
