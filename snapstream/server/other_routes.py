@@ -13,8 +13,22 @@ from snapstream.server import openapi
 from snapstream.server.errors import bad_value
 from snapstream.server.front import Front
 from snapstream.server.openai_routes import body_schema
-from snapstream.server.parsing import check_fields, parse
-from snapstream.server.protocol import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
+from snapstream.server.parsing import (
+    CHAT_ONLY_REFUSED,
+    COMPLETION_ONLY_REFUSED,
+    REFUSED,
+    check_fields,
+    parse,
+    unknown_fields,
+)
+from snapstream.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizePromptBody,
+)
+from snapstream.server.tools.plan import tools_of
 from snapstream.version import __version__
 
 
@@ -56,15 +70,21 @@ def other_routes(front: Front) -> APIRouter:
 
 
 async def _tokenize(front: Front, data: dict[str, Any]) -> Response:
-    check_fields(data, {"chat_template": ()})
+    """As the endpoint that the prompt is for takes it: what that refuses is refused here, too."""
     max_len = front.facts.max_model_len
     body: TokenizeChatBody | TokenizePromptBody
     if "messages" in data:
+        check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
         body = parse(TokenizeChatBody, data)
+        # A whole request of chat may be sent to be counted: what only its answer would need is known, too.
+        front.ignored.note(unknown_fields(TokenizeChatBody, data) & unknown_fields(ChatBody, data))
         front.need_model(body.model)
-        ids = await front.prompts.chat(body, max_len)
+        tools = tools_of(body, front.call_format, has_place=front.tells_tools)
+        ids = await front.prompts.chat(body, max_len, has_tools=not tools.is_off)
     else:
+        check_fields(data, {**REFUSED, **COMPLETION_ONLY_REFUSED})
         body = parse(TokenizePromptBody, data)
+        front.ignored.note(unknown_fields(TokenizePromptBody, data) & unknown_fields(CompletionBody, data))
         front.need_model(body.model)
         has_special = body.add_special_tokens is not False
         ids = await front.prompts.encode(body.prompt, max_len, add_special_tokens=has_special)
@@ -77,6 +97,7 @@ async def _tokenize(front: Front, data: dict[str, Any]) -> Response:
 
 async def _detokenize(front: Front, data: dict[str, Any]) -> Response:
     body = parse(DetokenizeBody, data)
+    front.ignored.note(unknown_fields(DetokenizeBody, data))
     front.need_model(body.model)
     return JSONResponse({"prompt": await front.prompts.decode(body.tokens)})
 

@@ -81,6 +81,8 @@ class TemplateOptions(Body):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None  # "none": the template is not told of the tools
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None  # templates write their own, so the default is no
@@ -92,8 +94,6 @@ class ChatBody(TemplateOptions, GenerationBody):
 
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from snapstream.request import Grammar
 from snapstream.server.errors import bad_value
-from snapstream.server.protocol import ChatBody
+from snapstream.server.protocol import ChatBody, TemplateOptions
 from snapstream.server.tools.forcing import calls_or_answer, forced_calls
 from snapstream.server.tools.formats import CallFormat
 from snapstream.server.tools.parser import ToolCallParser
-from snapstream.server.tools.request import read_response_format, read_tools
+from snapstream.server.tools.request import ToolWish, read_response_format, read_tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,27 +33,35 @@ class AnswerPlan:
     has_tools: bool = True  # the template is told of the tools
 
 
+def tools_of(body: TemplateOptions, form: CallFormat | None, *, has_place: bool) -> ToolWish:
+    """The tools of a conversation, answered or only counted; 400 for those that this model cannot have."""
+    wish = read_tools(body)
+    if not wish.functions or wish.is_off or form is not None:
+        return wish
+    if wish.forced:
+        raise bad_value(
+            "tool_choice asks for a call, and this server does not know the model's format of calls; "
+            "start it with --tool-parser",
+            "tool_choice",
+        )
+    if not has_place:  # as good as never sent
+        raise bad_value(
+            "tools cannot be had: this model's chat template has no place for them, so the model would not hear "
+            "of them; leave them out, or send tool_choice 'none'",
+            "tools",
+        )
+    return wish
+
+
 def plan_answer(
     body: ChatBody, form: CallFormat | None, special: frozenset[str], *, has_place: bool = True
 ) -> AnswerPlan:
     """``form``: what calls look like here, None if nobody knows. ``special``: special tokens of the vocabulary.
     ``has_place``: the chat template writes tools into the prompt."""
-    wish, answer = read_tools(body), read_response_format(body.response_format)
+    wish, answer = tools_of(body, form, has_place=has_place), read_response_format(body.response_format)
     if not wish.functions or wish.is_off:
         return AnswerPlan(grammar=answer, has_tools=not wish.is_off)
     if form is None:
-        if wish.forced:
-            raise bad_value(
-                "tool_choice asks for a call, and this server does not know the model's format of calls; "
-                "start it with --tool-parser",
-                "tool_choice",
-            )
-        if not has_place:  # as good as never sent
-            raise bad_value(
-                "tools cannot be had: this model's chat template has no place for them, so the model would not hear "
-                "of them; leave them out, or send tool_choice 'none'",
-                "tools",
-            )
         return AnswerPlan(grammar=answer)
     grammar, param = answer, "response_format"
     try:

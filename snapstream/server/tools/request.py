@@ -12,7 +12,7 @@ from typing import Any
 
 from snapstream.request import Grammar
 from snapstream.server.errors import bad_value
-from snapstream.server.protocol import ChatBody
+from snapstream.server.protocol import TemplateOptions
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # of functions; nothing in them needs escaping
@@ -42,7 +42,7 @@ class ToolWish:
         return tuple(function.name for function in self.forced or self.functions)
 
 
-def read_tools(body: ChatBody) -> ToolWish:
+def read_tools(body: TemplateOptions) -> ToolWish:
     """400 for tools or a choice that are malformed."""
     tools = body.tools or []
     if len(tools) > MAX_TOOLS:
