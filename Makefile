@@ -44,7 +44,7 @@ test: lint ## lint, then every test
 	$(BIN)/pytest -n $(WORKERS)
 
 test-clients: $(CLIENTS) ## install real clients (0.8 GB) and run them against a server
-	$(BIN)/pytest tests/clients tests/integrations
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/clients tests/integrations
 
 $(CLIENTS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,clients]'
