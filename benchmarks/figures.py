@@ -88,7 +88,7 @@ def peers(figures: dict[str, Any]) -> str:
 def serving(figures: dict[str, Any]) -> str:
     rows = [
         ["output tokens/s", f"{figures['engine_tokens_per_s']:,.0f}", f"{figures['server_tokens_per_s']:,.0f}",
-         f"{figures['throughput_ratio']:.0%}"],
+         f"{figures['throughput_ratio']:.1%}"],
         ["ms to the first token when idle", f"{figures['engine_first_token_ms']:.1f}",
          f"{figures['server_first_token_ms']:.1f}", f"+{figures['first_token_cost_ms']:.1f} ms"],
     ]  # fmt: skip
