@@ -15,14 +15,15 @@ from torch import Tensor
 
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.rescoring import RowState, prompt_votes, refresh_layer, slots_by_age
-from snapstream.config import ModelConfig, RescoringConfig, SnapKVConfig
+from snapstream.cache.spec import KVSpec
+from snapstream.config import RescoringConfig, SnapKVConfig
 from snapstream.runner.rows import Rows
 from snapstream.step import PrefillEntry
 
 
 @dataclass(frozen=True, slots=True)
 class StepQueries:
-    """Where a decode step puts its queries; a ``views.QuerySink``."""
+    """Where a decode step puts its queries; a ``models.views.QuerySink``."""
 
     buffer: Tensor  # [L, rows+1, w, H, E]
     rows: Tensor  # [B]
@@ -37,9 +38,9 @@ class RecentQueries:
     """The last ``num_queries`` decode queries of every row: position p lies in place p mod w."""
 
     def __init__(
-        self, config: ModelConfig, num_rows: int, num_queries: int, dtype: torch.dtype, device: torch.device | str
+        self, spec: KVSpec, num_rows: int, num_queries: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        shape = (config.num_layers, num_rows + 1, num_queries, config.num_heads, config.head_dim)
+        shape = (spec.num_layers, num_rows + 1, num_queries, spec.num_heads, spec.key_dim)
         self.buffer = torch.zeros(shape, dtype=dtype, device=device)  # [L, rows+1, w, H, E]
 
     @property
@@ -50,6 +51,10 @@ class RecentQueries:
     def of_step(self, rows: Tensor, positions: Tensor) -> StepQueries:
         """Where the queries of ``rows [B]`` at ``positions [B]`` go."""
         return StepQueries(self.buffer, rows, positions % self.buffer.shape[2])
+
+    def put(self, layer: int, row: int, position: int, q: Tensor) -> None:
+        """Keep a query ``[H, E]`` that no decode step made: of a prompt's token."""
+        self.buffer[layer, row, position % self.buffer.shape[2]] = q
 
     def last(self, row: int, position: int, count: int) -> Tensor:
         """Queries ``[L, count, H, E]`` of the ``count`` positions before ``position``, oldest first."""
