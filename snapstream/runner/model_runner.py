@@ -72,11 +72,12 @@ class ModelRunner:
         case = Case.of(device, dtype, model.head_dim, model.group_size)
         self.prefill_attention = choose(config.prefill_attention, case)
         logger.info(self.prefill_attention.describe())
-        queries = self._rescorer = None
+        queries = None
+        self.rescorer: Rescorer | None = None
         if config.rescoring is not None:
             queries = RecentQueries(spec, config.max_rows, config.rescoring.num_queries, dtype, device)
-            self._rescorer = Rescorer(self.cache, self.rows, queries, config.snapkv, config.rescoring)
-        self._writer = make_writer(self.cache, config, self._rescorer)
+            self.rescorer = Rescorer(self.cache, self.rows, queries, config.snapkv, config.rescoring)
+        self._writer = make_writer(self.cache, config, self.rescorer)
         self.step_parts = StepParts(
             decoder=decoder, cache=self.cache, rows=self.rows, sampling=self.sampling, config=config, queries=queries
         )
@@ -91,8 +92,8 @@ class ModelRunner:
 
     def use_decode(self, make_decode: MakeDecode, *, progress: bool = False) -> None:
         """Make and warm up another decode step over the same rows; for comparisons of executors."""
-        self._decode = make_decode(self.step_parts)
-        self._decode.warm_up(progress)
+        self.decode = make_decode(self.step_parts)
+        self.decode.warm_up(progress)
 
     @property
     def num_jobs(self) -> int:
@@ -133,10 +134,10 @@ class ModelRunner:
                 del self._jobs[units.job_id]
         if plan.decode_rows:
             params = [self._params[row] for row in plan.decode_rows]
-            if self._rescorer is not None:
-                self._rescorer.before_step(plan.decode_rows)
+            if self.rescorer is not None:
+                self.rescorer.before_step(plan.decode_rows)
             rows = upload(plan.decode_rows, torch.int64, self.decoder.device)
-            copy = step.add_decoded(self._decode.step(rows, SamplingNeeds.of(params)), params)
+            copy = step.add_decoded(self.decode.step(rows, SamplingNeeds.of(params)), params)
             self._grammars.follow(plan.decode_rows, copy, step)
         return step
 

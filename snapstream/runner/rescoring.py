@@ -68,7 +68,7 @@ class Rescorer:
     def __init__(
         self, cache: KVCache, rows: Rows, queries: RecentQueries, snapkv: SnapKVConfig, config: RescoringConfig
     ) -> None:
-        self._cache, self._rows, self._queries = cache, rows, queries
+        self._cache, self._rows, self.queries = cache, rows, queries
         self._snapkv, self._config = snapkv, config
         self._states: dict[int, RowState] = {}
         # [L, rows+1, G, C]: entry i belongs to the i-th slot after the sinks, as far as selected tokens go
@@ -77,7 +77,7 @@ class Rescorer:
     @property
     def num_bytes(self) -> int:
         """Bytes of queries and votes, the padding row's included."""
-        return self._queries.num_bytes + self.votes.nbytes
+        return self.queries.num_bytes + self.votes.nbytes
 
     def keep_votes(
         self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, kept: Tensor | None
@@ -106,12 +106,14 @@ class Rescorer:
             if state is None:
                 continue
             if state.is_due:
-                self._refresh(row, state)
+                self.refresh(row)
             state.fed()
 
-    def _refresh(self, row: int, state: RowState) -> None:
+    def refresh(self, row: int) -> None:
+        """Choose again what an admitted row keeps."""
+        state = self._states[row]
         order = slots_by_age(state, self._cache.k.device)
-        queries = self._queries.last(row, state.position, state.config.num_queries)
+        queries = self.queries.last(row, state.position, state.config.num_queries)
         for layer in range(self._cache.k.shape[0]):
             refresh_layer(self._cache, layer, row, queries[layer], order, self.votes[layer, row], state, self._snapkv)
         state.refreshed()

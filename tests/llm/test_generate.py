@@ -294,7 +294,7 @@ def test_streams_are_refused_before_they_start(llm: LLM) -> None:
 
 
 def test_ctrl_c_inside_a_step_keeps_no_job(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = llm.engine._runner
+    runner = llm.engine.runner
     run_unit, units = PrefillJob.run_unit, 0
 
     def interrupted(job: PrefillJob, unit: int) -> None:
@@ -308,7 +308,7 @@ def test_ctrl_c_inside_a_step_keeps_no_job(llm: LLM, monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT] * 6, GREEDY)
     monkeypatch.undo()
-    assert runner._jobs == {} and llm.engine.rows_free == 4  # type: ignore[attr-defined]
+    assert runner.num_jobs == 0 and llm.engine.rows_free == 4  # type: ignore[attr-defined]
     assert len(llm.generate([PROMPT] * 6, GREEDY)) == 6
 
 
@@ -318,8 +318,8 @@ def test_ctrl_c_inside_a_step_ends_every_stream(llm: LLM, monkeypatch: pytest.Mo
     first, second = llm.stream(PROMPT, GREEDY), llm.stream(PROMPT, GREEDY)
     next(first)
     read = list(next(second).token_ids)
-    runner = llm.engine._runner
-    monkeypatch.setattr(runner._decode, "step", lambda *_: raise_interrupt())  # type: ignore[attr-defined]
+    runner = llm.engine.runner
+    monkeypatch.setattr(runner.decode, "step", lambda *_: raise_interrupt())  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         for _ in first:
             pass
