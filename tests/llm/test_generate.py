@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from snapstream import LLM, KVBudget, SamplingParams
 from snapstream.request import FinishReason
+from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.prefill import PrefillJob
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -294,12 +297,13 @@ def test_streams_are_refused_before_they_start(llm: LLM) -> None:
 
 
 def test_ctrl_c_inside_a_step_keeps_no_job(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = llm.engine._runner
     run_unit, units = PrefillJob.run_unit, 0
+    jobs: weakref.WeakSet[PrefillJob] = weakref.WeakSet()
 
     def interrupted(job: PrefillJob, unit: int) -> None:
         nonlocal units
         units += 1
+        jobs.add(job)
         if units == 2:
             raise KeyboardInterrupt
         run_unit(job, unit)
@@ -308,7 +312,8 @@ def test_ctrl_c_inside_a_step_keeps_no_job(llm: LLM, monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT] * 6, GREEDY)
     monkeypatch.undo()
-    assert runner._jobs == {} and llm.engine.rows_free == 4  # type: ignore[attr-defined]
+    gc.collect()
+    assert units == 2 and not jobs and llm.engine.rows_free == 4
     assert len(llm.generate([PROMPT] * 6, GREEDY)) == 6
 
 
@@ -318,8 +323,7 @@ def test_ctrl_c_inside_a_step_ends_every_stream(llm: LLM, monkeypatch: pytest.Mo
     first, second = llm.stream(PROMPT, GREEDY), llm.stream(PROMPT, GREEDY)
     next(first)
     read = list(next(second).token_ids)
-    runner = llm.engine._runner
-    monkeypatch.setattr(runner._decode, "step", lambda *_: raise_interrupt())  # type: ignore[attr-defined]
+    monkeypatch.setattr(EagerDecode, "step", lambda *_: raise_interrupt())
     with pytest.raises(KeyboardInterrupt):
         for _ in first:
             pass

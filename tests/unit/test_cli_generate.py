@@ -33,6 +33,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
+        pipesize=4096,  # who writes more waits until it is read
         text=True,
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         # A test run in the background may ignore Ctrl-C, and children inherit that.
@@ -215,7 +216,8 @@ def test_rows_and_kernel_may_be_left_to_the_machine_or_named(capsys: pytest.Capt
 
 
 def test_ctrl_c_ends_generate_at_once() -> None:
-    # Hot sampling rarely draws the end token, so the answer is still being written when the signal comes.
+    # Hot sampling rarely draws the end token, and so long an answer fills the pipe: it is still being written when the
+    # signal comes, however fast the machine is.
     process = start(
         "generate", str(TINY), "hello", "--raw", "--temperature", "50", "--seed", "4",
         "--max-tokens", "15000",

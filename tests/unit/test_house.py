@@ -28,9 +28,9 @@ MAX_README_LINES = 130
 
 # Private names of other people's packages, as their dotted access is written, each with why there is no public way.
 FOREIGN_PRIVATES = {
-    "torch.ops.aten._": "operators have no other names: torch calls _scaled_dot_product_* by them itself",
-    "torch._dynamo": "the documented home of compiler settings and resets",
-    "torch._inductor": "the documented home of compiler settings",
+    "os._exit": "its documented name; there is no other way to end a process whose threads hang",
+    "torch.ops.aten._scaled_dot_product_": "attention of one backend has no other name",
+    "torch._inductor.runtime.cache_dir_utils": "says where torch.compile keeps its programs unless it is told",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -204,7 +204,7 @@ NINE = "a, b, c, d, /, e, f, g, *, h, i"
         (foreign_privates, "self.x._y\nself._z\nsuper()._z()\nx.__doc__\nnp.r_", ["self.x._y"]),
         (foreign_privates, "class A:\n  def f(self, other):\n    self._y = other._y", []),
         (foreign_privates, "class A:\n  _y: int = 0\nx._y", []),
-        (foreign_privates, "torch.ops.aten._fused(x)\ntorch._C.x()", ["torch._C"]),
+        (foreign_privates, "torch.ops.aten._scaled_dot_product_x(q)\ntorch._C.x()", ["torch._C"]),
         (foreign_privates, "from a._b import c\nfrom a import _d", ["import of a._b.c", "import of a._d"]),
     ],
 )

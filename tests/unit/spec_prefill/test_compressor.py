@@ -275,8 +275,8 @@ def test_what_a_score_depends_on_is_in_its_key(draft: Draft, compressor: PromptC
         Scorer(draft, CHEAP, CutSettings(snap="line"), 1),
         Scorer(Draft(draft.decoder, draft.tokenizer, "another"), CHEAP, CutSettings(), 1),
     )
-    assert len({scorer._key(candidate) for scorer in scorers}) == len(scorers)
-    assert scorers[0]._key(candidate) != scorers[0]._key(Candidate(text=text, start=0, end=len(text) - 1))
+    assert len({scorer.key(candidate) for scorer in scorers}) == len(scorers)
+    assert scorers[0].key(candidate) != scorers[0].key(Candidate(text=text, start=0, end=len(text) - 1))
 
 
 def test_developer_is_counted_by_the_name_that_the_template_knows() -> None:
