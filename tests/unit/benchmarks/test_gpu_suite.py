@@ -22,6 +22,8 @@ from benchmarks.gpu_suite.peers_kvpress import kvpress
 from benchmarks.gpu_suite.suite import Bench, Figures, Section, run
 from tests.waiting import HANG_S
 
+ROOT = Path(__file__).parents[3]
+
 # transformers' parts take long to import and to generate; they are run by hand with --smoke.
 QUICK = [
     "decode_8b",
@@ -131,7 +133,8 @@ suite.run([suite.Section("stuck", stuck, 9)], bench, 600, Path(sys.argv[1]), {"n
 def test_a_figure_that_does_not_come_back_ends_the_run(tmp_path: Path) -> None:
     """In a process of its own, which ends itself: with the figures so far, when its time and grace are over."""
     out = tmp_path / "gpu.json"
-    done = subprocess.run([sys.executable, "-c", STUCK, str(out)], capture_output=True, text=True, timeout=HANG_S)
+    command = [sys.executable, "-c", STUCK, str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 1 and "at 615\ntime is over" in done.stdout
     result = json.loads(out.read_text())
     assert result["sections"]["stuck"]["figures"] == [{"a": 1}]
