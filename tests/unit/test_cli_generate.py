@@ -191,13 +191,13 @@ def test_generate_refuses_in_one_line(options: list[str], words: list[str], caps
         assert word in captured.err
 
 
-def test_generate_end_to_end() -> None:
-    process = start(
-        "generate", str(TINY), "The key of the box is 4711. " * 40, "--raw", "--budget", "64",
-        "--max-model-len", "2048", "--max-tokens", "3", "--json",
+def test_generate_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(
+        ["generate", str(TINY), "The key of the box is 4711. " * 40, "--raw", "--budget", "64",
+         "--max-model-len", "2048", "--max-tokens", "3", "--json"]
     )  # fmt: skip
-    out, err = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, err
+    out, err = capsys.readouterr()
+    assert code == 0, err
     printed = json.loads(out)
     assert 1 <= printed["output_tokens"] <= 3
     compression = printed["compression"]

@@ -56,7 +56,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
     "statement",
     [
         "from snapstream import SamplingParams, KVBudget, SnapKVConfig, RequestOutput, __version__",
-        "import snapstream.cli, snapstream.planning, snapstream.plan_report, snapstream.cli.generate",
+        "from snapstream.assets import TINY_MODEL; from snapstream.cli import main; main(['plan', str(TINY_MODEL)])",
         "import snapstream.models.registry, snapstream.cache.layout, snapstream.engine.core, snapstream.llm",
     ],
 )
