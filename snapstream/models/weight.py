@@ -1,20 +1,18 @@
 """A matrix of a model as it lies in memory: the seam behind which its numbers may be narrower than those computed with.
 
 A layer asks a ``Weight`` for its product and never sees its storage; a loader asks it for a place to put a checkpoint's
-tensor. ``Dense`` keeps plain numbers. Another width is a class of its own with the product that reads it, and an entry
-in ``WEIGHTS``.
+tensor. ``Dense`` keeps plain numbers. Another width is a class of its own with the product that reads it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapstream.config.registry import Registry
 from snapstream.kernels.bound import Kernels
 
 Index = int | slice | tuple[int | slice, ...]
@@ -107,6 +105,3 @@ class Dense(Weight):
         if size % num_ranks:
             raise ValueError(f"a weight of shape {list(self.shape)} cannot be cut into {num_ranks} along {dim}")
         return Dense(self.data.narrow(dim, rank * (size // num_ranks), size // num_ranks))
-
-
-WEIGHTS: Registry[Any] = Registry("weights", {"dense": Dense})
