@@ -15,6 +15,8 @@ import torch
 
 from snapstream.config import ModelConfig
 from snapstream.kernels import fp8
+from snapstream.kernels.bound import bind
+from snapstream.kernels.rows import LayerRows
 
 _STORED_AT_ONCE = 4096  # tokens that are scaled in fp32 at a time: not more memory than scoring takes
 
@@ -33,6 +35,7 @@ class KVCache:
         shape = (config.num_layers, num_rows + 1, config.num_kv_heads, capacity, config.head_dim)
         self.num_rows = num_rows
         self.capacity = capacity
+        self.kernels = bind(device)
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: so rows begin as zeros.
         self.k = _zeros(shape, dtype, torch.device(device))  # [L, rows+1, G, C, E]
         self.v = _zeros(shape, dtype, torch.device(device))  # [L, rows+1, G, C, E]
@@ -40,6 +43,10 @@ class KVCache:
         self.v_scale: torch.Tensor | None = None
         if dtype == fp8.DTYPE:
             self.k_scale, self.v_scale = (torch.ones(shape[:3], device=device) for _ in "kv")  # [L, rows+1, G] fp32
+
+    def layer(self, layer: int) -> LayerRows:
+        """One layer of all rows, as kernels take it."""
+        return LayerRows(self.k, self.v, layer, self.k_scale, self.v_scale)
 
     def tokens(self, layer: int, row: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the keys and values ``[G, n, E]`` that lie in ``slots [n]`` of a row."""

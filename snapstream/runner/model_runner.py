@@ -67,7 +67,7 @@ class ModelRunner:
         queries = self._rescorer = None
         if config.rescoring is not None:
             queries = RecentQueries(model, config.max_rows, config.rescoring.num_queries, dtype, device)
-            self._rescorer = Rescorer(self.cache, self.rows, queries, config.snapkv, config.rescoring)
+            self._rescorer = Rescorer(self.cache, self.rows, queries, config.rescoring)
         self._decode = make_decode(decoder, self.cache, self.rows, self.sampling, config, progress, queries)
         if runs_triton(self.staging.k):
             warm_up_kernels(decoder, self.cache, self.staging, config, self.prefill_attention)
@@ -120,7 +120,6 @@ class ModelRunner:
             self.decoder,
             self.cache,
             self.staging,
-            self.config.snapkv,
             self.config.chunk_len,
             self.prefill_attention,
             self._rescorer,

@@ -1,7 +1,7 @@
 """A prefill job: packed prompts through the model layer by layer, each layer chunk by chunk.
 
 The invariant: how a job is cut into chunks, packed, or interleaved with decode steps never changes its result, because
-a layer is compressed only when its last chunk has passed, from exact keys and exact observation queries. In the last
+a layer is compressed only when its last chunk has passed, from exact keys and exact queries. In the last
 layer only the last token of each prompt goes on to the MLP: nothing reads the other outputs. ``model_runner.py`` owns
 the jobs; ``cache/compress.py`` writes the rows.
 """
@@ -17,7 +17,6 @@ from torch import Tensor
 from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import SnapKVConfig
 from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.layers.rope import CosSin
@@ -56,7 +55,6 @@ class PrefillJob:
         decoder: Decoder,
         cache: KVCache,
         staging: StagingPool,
-        snapkv: SnapKVConfig,
         chunk_len: int,
         attention: PrefillAttention,
         rescorer: Rescorer | None = None,
@@ -64,7 +62,7 @@ class PrefillJob:
         self.spec = spec
         self._attention = attention
         self._lens: dict[int, PackedLens] = {}  # by chunk; the same in every layer
-        self._decoder, self._cache, self._staging, self._snapkv = decoder, cache, staging, snapkv
+        self._decoder, self._cache, self._staging = decoder, cache, staging
         self._chunk_len, self._rescorer = spec.chunk_len or chunk_len, rescorer
         self._num_chunks = spec.num_chunks(chunk_len)
         self._num_layers = decoder.config.num_layers
@@ -83,7 +81,7 @@ class PrefillJob:
         shape = (decoder.config.num_heads, decoder.config.head_dim)
         for prompt in self.prompts:
             if prompt.wants_queries():
-                w = snapkv.num_queries(prompt.prompt_len)
+                w = prompt.entry.selector.num_queries(prompt.prompt_len)
                 prompt.queries = torch.empty((w, *shape), dtype=staging.k.dtype, device=device)
         self._needs_all_outputs = any(e.sampling.prompt_logprobs is not None for e in spec.entries)
 
@@ -147,13 +145,13 @@ class PrefillJob:
         return self._lens[chunk]
 
     def _keep_queries(self, segments: list[Segment], q: Tensor) -> None:
-        """Copy the last queries of prompts that lie in this chunk (a window may span chunks)."""
+        """Copy the last queries of prompts that lie in this chunk (those that vote may span chunks)."""
         for segment in segments:
             prompt = self.prompts[segment.entry]
             if prompt.queries is None:
                 continue
-            window = prompt.queries.shape[0]
-            offset = segment.prompt_start - (prompt.prompt_len - window)  # of the segment's first token in the window
+            num_queries = prompt.queries.shape[0]
+            offset = segment.prompt_start - (prompt.prompt_len - num_queries)  # of the segment's first among them
             skip = max(0, -offset)
             if skip < segment.length:
                 own = q[segment.chunk_slice][skip:]
@@ -192,7 +190,7 @@ class PrefillJob:
                 values,
                 prompt.queries,
                 prompt.entry.budget,
-                self._snapkv,
+                prompt.entry.selector,
             )
             if self._rescorer is not None:
                 self._rescorer.keep_votes(layer, prompt.entry, prompt.queries, keys, kept)

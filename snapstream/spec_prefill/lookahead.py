@@ -23,7 +23,8 @@ from torch import Tensor
 from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.kernels import dispatch
 from snapstream.models.decoder import Decoder
 from snapstream.spec_prefill.importance import Importance
@@ -113,15 +114,15 @@ def _score_from_all_layers(decoder: Decoder, windows: Sequence[Tensor], settings
 
 def draw_from_row(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> list[int]:
     """Greedy tokens after the prompt, decoded from a compressed row."""
-    prompt_len, snapkv = len(ids), SnapKVConfig()
+    prompt_len, selector = len(ids), SnapKV()
     cache = KVCache(decoder.config, 0, ROW.capacity, decoder.dtype, decoder.device)
 
     def compress(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        write_rows(cache, layer, (0,), keys, values, queries, ROW, snapkv)
+        write_rows(cache, layer, (0,), keys, values, queries, ROW, selector)
 
     storage = _one_layer(decoder, prompt_len)
-    window = min(snapkv.window_len, prompt_len)
-    hidden = _prefill(decoder, ids, prompt_len, lambda layer: storage, window, compress, settings)
+    voters = selector.num_queries(prompt_len)
+    hidden = _prefill(decoder, ids, prompt_len, lambda layer: storage, voters, compress, settings)
     return _decode(decoder, cache, hidden, prompt_len, layout.ring_start(ROW, prompt_len), ROW.capacity, settings)[0]
 
 
