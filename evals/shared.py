@@ -15,7 +15,7 @@ import torch
 
 from evals.forced import ForcedRunner
 from snapstream.cache.compress import write_rows
-from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
+from snapstream.config import KVBudget, RescoringConfig, Selector
 from snapstream.llm import LLM
 from snapstream.request import Request, SamplingParams
 from snapstream.runner.model_runner import ModelRunner
@@ -23,7 +23,7 @@ from snapstream.runner.prefill import PrefillJob
 from snapstream.runner.results import SubmittedStep
 from snapstream.step import JobSpec
 
-Rule = tuple[KVBudget, SnapKVConfig, RescoringConfig | None]
+Rule = tuple[KVBudget, Selector, RescoringConfig | None]
 PROMPTS_AT_ONCE = 2  # whose rows decode together
 
 
@@ -32,14 +32,14 @@ class _SharedJob(PrefillJob):
 
     def __init__(self, runner: SharedRunner, spec: JobSpec) -> None:
         super().__init__(
-            spec, runner.decoder, runner.cache, runner.staging, runner.config.snapkv, runner.config.chunk_len,
+            spec, runner.decoder, runner.cache, runner.staging, runner.config.chunk_len,
             runner.prefill_attention,
             runner._rescorer,
         )  # fmt: skip
         self._rules = runner.rules
         shape = (runner.decoder.config.num_heads, runner.decoder.config.head_dim)
         for prompt in self.prompts:
-            most = max(snapkv.num_queries(prompt.prompt_len) for _, snapkv, _ in self._rules)
+            most = max(selector.num_queries(prompt.prompt_len) for _, selector, _ in self._rules)
             prompt.queries = torch.empty((most, *shape), dtype=runner.staging.k.dtype)
 
     def _compress(self, layer: int) -> None:
@@ -47,13 +47,12 @@ class _SharedJob(PrefillJob):
             place = slice(prompt.staging_start, prompt.staging_start + prompt.prompt_len)
             keys, values = self._staging.k[:, place], self._staging.v[:, place]
             assert prompt.queries is not None
-            for row, (budget, snapkv, rescoring) in zip(prompt.entry.rows, self._rules, strict=True):
-                own = prompt.queries[-snapkv.num_queries(prompt.prompt_len) :]
-                kept = write_rows(self._cache, layer, [row], keys, values, own, budget, snapkv)
+            for row, (budget, selector, rescoring) in zip(prompt.entry.rows, self._rules, strict=True):
+                own = prompt.queries[-selector.num_queries(prompt.prompt_len) :]
+                kept = write_rows(self._cache, layer, [row], keys, values, own, budget, selector)
                 if self._rescorer is not None and rescoring is not None:
-                    entry = replace(prompt.entry, rows=(row,), budget=budget)
-                    window = own[-rescoring.num_queries :]
-                    self._rescorer.keep_votes(layer, entry, window, keys, kept)
+                    entry = replace(prompt.entry, rows=(row,), budget=budget, selector=selector)
+                    self._rescorer.keep_votes(layer, entry, own[-rescoring.num_queries :], keys, kept)
 
 
 class SharedRunner(ModelRunner):
@@ -69,9 +68,10 @@ class SharedRunner(ModelRunner):
         for prompt in job.prompts:
             counters = [self.rows.entry(prompt.prompt_len, prompt.entry.next_position, own) for own, *_ in self.rules]
             self.rows.admit(torch.tensor(prompt.entry.rows), torch.tensor(counters))
-            for row, (budget, _, rescoring) in zip(prompt.entry.rows, self.rules, strict=True):
+            for row, (budget, selector, rescoring) in zip(prompt.entry.rows, self.rules, strict=True):
                 if self._rescorer is not None:
-                    self._rescorer.admit(replace(prompt.entry, rows=(row,), budget=budget), rescoring)
+                    entry = replace(prompt.entry, rows=(row,), budget=budget, selector=selector)
+                    self._rescorer.admit(entry, rescoring)
 
 
 def _widest(configs: Sequence[RescoringConfig | None]) -> RescoringConfig | None:

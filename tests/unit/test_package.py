@@ -39,7 +39,8 @@ def test_unknown_name_is_an_attribute_error() -> None:
     "statement",
     [
         "import snapstream",
-        "from snapstream import SamplingParams, KVBudget, SnapKVConfig, RequestOutput, __version__",
+        "from snapstream import SamplingParams, KVBudget, SnapKV, RequestOutput, __version__",
+        "from snapstream.config import make_selector; make_selector('hops').num_queries(9)",
         "import snapstream.cli, snapstream.planning, snapstream.plan_report, snapstream.cli.generate",
         "import snapstream.models.registry, snapstream.cache.layout, snapstream.engine.core, snapstream.llm",
     ],
