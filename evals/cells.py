@@ -158,11 +158,11 @@ def run_group(cells: Sequence[Cell]) -> None:
     chat, items = items_of(first)
     prompts = [first.arm.prompt(item.prompt_ids, task.max_tokens) for item in items]
     forced = [item.forced_ids for item in items]
-    rules = [(cell.arm.budget, cell.arm.snapkv, cell.arm.rescoring) for cell in cells]
+    rules = [(cell.arm.budget, cell.arm.selector, cell.arm.rescoring) for cell in cells]
     with LLM(
         first.model,
         budget=first.arm.budget,
-        snapkv=first.arm.snapkv,
+        selector=first.arm.selector,
         kv_dtype=first.kv_dtype,
         max_rows=1,
         max_model_len=first.prompt_len + task.max_tokens,

@@ -24,7 +24,9 @@ from evals.chat import Chat
 from evals.tasks.item import TEMPLATE_TOKENS, document_of
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Question
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.hops import Hops
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.llm import LLM
 from snapstream.request import RequestOutput, SamplingParams
 
@@ -90,8 +92,8 @@ def main() -> None:
     params = SamplingParams(max_tokens=32, temperature=0.0, return_kept=True)
     found = {}
     for hops in (0, NUM_HOPS):
-        snapkv = SnapKVConfig(num_hops=hops)
-        with LLM(args.model, budget=budget, snapkv=snapkv, max_model_len=args.prompt_len + 32) as llm:
+        selector = Hops(num_hops=hops) if hops else SnapKV()
+        with LLM(args.model, budget=budget, selector=selector, max_model_len=args.prompt_len + 32) as llm:
             found[hops] = report(prompts, llm.generate([ids for _, ids, _ in prompts], params), budget)
     stored = {"slots": slots, "prompt_len": args.prompt_len, "num_prompts": args.prompts, **describe(), "hops": found}
     path = RESULTS / f"{args.model.name}-{weights_of(args.model)}" / "analysis" / f"chains_{slots}.json"

@@ -17,7 +17,7 @@ from torch import Tensor
 from evals.forced import ForcedRunner
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import EngineConfig, KVBudget, RescoringConfig, SnapKVConfig
+from snapstream.config import EngineConfig, KVBudget, RescoringConfig, Selector
 from snapstream.llm import LLM
 from snapstream.request import Request, SamplingParams
 from snapstream.runner.model_runner import ModelRunner
@@ -26,7 +26,7 @@ from snapstream.runner.row_writer import RowWriter
 from snapstream.runner.rows import Counters, Rows
 from snapstream.step import PrefillEntry
 
-Rule = tuple[KVBudget, SnapKVConfig, RescoringConfig | None]
+Rule = tuple[KVBudget, Selector, RescoringConfig | None]
 PROMPTS_AT_ONCE = 2  # whose rows decode together
 
 
@@ -40,20 +40,20 @@ class SharedWriter(RowWriter):
     def _by_row(self, entry: PrefillEntry) -> Iterator[tuple[PrefillEntry, Rule]]:
         """The entry as if each of its rows were its only one, and the rule of that row."""
         for row, rule in zip(entry.rows, self._rules, strict=True):
-            yield replace(entry, rows=(row,), budget=rule[0]), rule
+            yield replace(entry, rows=(row,), budget=rule[0], selector=rule[1]), rule
 
     def num_queries(self, entry: PrefillEntry) -> int:
         """As many as the rule needs that needs most."""
-        return max(snapkv.num_queries(len(entry.token_ids)) for _, snapkv, _ in self._rules)
+        return max(selector.num_queries(len(entry.token_ids)) for _, selector, _ in self._rules)
 
     def write(
         self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, values: Tensor
     ) -> Tensor | None:
         """Every rule writes its own row."""
         assert queries is not None
-        for own, (budget, snapkv, rescoring) in self._by_row(entry):
-            last = queries[-snapkv.num_queries(keys.shape[1]) :]
-            kept = write_rows(self.cache, layer, own.rows, keys, values, last, budget, snapkv)
+        for own, (budget, selector, rescoring) in self._by_row(entry):
+            last = queries[-selector.num_queries(keys.shape[1]) :]
+            kept = write_rows(self.cache, layer, own.rows, keys, values, last, budget, selector)
             if self.rescorer is not None and rescoring is not None:
                 self.rescorer.keep_votes(layer, own, last[-rescoring.num_queries :], keys, kept)
         return None

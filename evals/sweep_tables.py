@@ -24,7 +24,7 @@ def sweep_table(name: str, model: Path = TINY_MODEL) -> str:
         own = {_point(cell["settings"]): cell for cell in found if cell["settings"]["slots"] == slots}
         lines = []
         for point in sweep.points_of(name, slots):
-            arm = Arm(name=sweep.ARM, slots=slots, budget=point.budget, snapkv=point.snapkv)
+            arm = Arm(name=sweep.ARM, slots=slots, budget=point.budget, selector=point.selector)
             settings = {"budget": asdict(arm.budget), "snapkv": arm.selection}
             line = {task: own.get(_point(settings | {"task": task})) for task in sweep.tasks_of(model)}
             lines.append((point, line))

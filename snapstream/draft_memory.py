@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from snapstream.cache.layout import row_bytes, token_bytes
-from snapstream.config import DEFAULT_WINDOW, ModelConfig
+from snapstream.config import DEFAULT_OBSERVATION, ModelConfig
 from snapstream.memory import SCORING_KEYS, chunk_bytes
 from snapstream.models.shapes import num_parameters
 from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings
@@ -35,7 +35,8 @@ def draft_memory(model: ModelConfig, settings: ScoringSettings, *, dtype_bytes: 
     if settings.look_ahead == 0:
         held, voters = one_layer, settings.num_own_queries
     elif settings.keys == "one_layer":
-        held, voters = one_layer + row_bytes(model, ROW_SLOTS, dtype_bytes), max(settings.look_ahead, DEFAULT_WINDOW)
+        held = one_layer + row_bytes(model, ROW_SLOTS, dtype_bytes)
+        voters = max(settings.look_ahead, DEFAULT_OBSERVATION)
     else:
         num = 1 if settings.window == "refuse" else settings.num_windows(kind)
         held, voters = num * window * token_bytes(model, dtype_bytes), settings.look_ahead

@@ -9,19 +9,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer, memory_of
 from snapstream.chunking import ChunkLen
 from snapstream.config import (
+    DEFAULT_SELECTOR,
     DType,
     EngineConfig,
     Executor,
+    KVBudget,
     KVDType,
     PrefillAttentionName,
     RescoringConfig,
-    SnapKVConfig,
+    Selector,
     as_count,
+    make_selector,
 )
 from snapstream.conversation import as_conversation
 from snapstream.draft_memory import DraftMemory
@@ -56,11 +59,19 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
+class _Row(NamedTuple):
+    """What a call asks of its rows; None means the engine's own."""
+
+    budget: KVBudget | None
+    selector: Selector | None
+
+
 class LLM:
     """A model behind fixed-size rows.
 
-    ``model``: a Hugging Face checkpoint folder. ``budget``: slots per row, ``"full"``, or a ``KVBudget``; ``snapkv``:
-    how the prompt tokens for them are chosen; ``rescoring``: how a full row chooses again, by default never.
+    ``model``: a Hugging Face checkpoint folder. ``budget``: slots per row, ``"full"``, or a ``KVBudget``; ``selector``:
+    how the prompt tokens for them are chosen, a name or a ``Selector``; ``rescoring``: how a full row chooses again, by
+    default never.
     ``max_rows``: requests decoded together, or ``"auto"`` for as many as the free memory holds (at most 256).
     ``executor``: ``"eager"``, or ``"graph"``: decode compiled on a CPU, captured on a GPU; by default graph on a GPU
     and eager on a CPU. ``max_model_len``: prompt + output, by default the model's window.
@@ -79,7 +90,7 @@ class LLM:
         model: str | Path,
         *,
         budget: Budget = DEFAULT_BUDGET,
-        snapkv: SnapKVConfig | None = None,
+        selector: str | Selector = DEFAULT_SELECTOR,
         rescoring: RescoringConfig | None = None,
         dtype: DType = "float32",
         kv_dtype: KVDType = "auto",
@@ -99,12 +110,12 @@ class LLM:
         window = self.model_config.max_position
         if max_model_len is not None and as_count("max_model_len", max_model_len, 1) > window:
             raise ValueError(f"max_model_len is {max_model_len}; the model's window is {window} tokens")
-        snapkv = snapkv or SnapKVConfig()
+        selector = make_selector(selector)
         max_model_len = window if max_model_len is None else max_model_len
         check_device(device)
         config = EngineConfig(
-            budget=resolve_budget(budget, max_model_len, snapkv.window_len),
-            snapkv=snapkv,
+            budget=resolve_budget(budget, max_model_len, selector.observation_len),
+            selector=selector,
             rescoring=rescoring,
             max_model_len=max_model_len,
             max_rows=1 if max_rows == "auto" else max_rows,
@@ -150,17 +161,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         budget: Budget | None = None,
+        selector: str | Selector | None = None,
         prompt_compression: PromptCompression | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt (text, or token ids); one ``SamplingParams`` for all or one each.
 
-        ``budget`` gives these requests smaller rows than the engine's. ``prompt_compression`` lets the draft shorten
+        ``budget`` gives these requests smaller rows than the engine's, ``selector`` another way to fill them (one that
+        needs no more memory than the engine's own). ``prompt_compression`` lets the draft shorten
         the prompts first; ``RequestOutput.trim`` says what it did. Every prompt is checked before any is run: a
         ValueError names the prompt and the limit, and nothing was started.
         """
-        batch = as_prompts(prompts)
+        batch, row = as_prompts(prompts), self._row(budget, selector)
         requests = [
-            self._request(p, s, budget, prompt_compression)
+            self._request(p, s, row, prompt_compression)
             for p, s in zip(batch, as_params(params, len(batch)), strict=True)
         ]
         return self._answer(requests)
@@ -180,16 +193,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         budget: Budget | None = None,
+        selector: str | Selector | None = None,
         prompt_compression: PromptCompression | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template."""
         conversations = as_conversations(messages)
         if prompt_compression is None:
-            return self.generate([self.chat_token_ids(some) for some in conversations], params, budget=budget)
-        trimmer = self._need_trimmer()
+            prompts = [self.chat_token_ids(some) for some in conversations]
+            return self.generate(prompts, params, budget=budget, selector=selector)
+        trimmer, row = self._need_trimmer(), self._row(budget, selector)
         return self._answer(
             [
-                self._trimmed_request(trimmer.chat(some, prompt_compression, self._render_chat), own, budget)
+                self._trimmed_request(trimmer.chat(some, prompt_compression, self._render_chat), own, row)
                 for some, own in zip(conversations, as_params(params, len(conversations)), strict=True)
             ]
         )
@@ -200,6 +215,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         budget: Budget | None = None,
+        selector: str | Selector | None = None,
         prompt_compression: PromptCompression | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield the same ``RequestOutput`` each time it has grown. Closing the iterator aborts the request.
@@ -211,7 +227,7 @@ class LLM:
         if len(batch) != 1:
             raise ValueError(f"stream takes one prompt; {len(batch)} were given")
         (sampling,) = as_params(params, 1)
-        request = self._request(batch[0], sampling, budget, prompt_compression)
+        request = self._request(batch[0], sampling, self._row(budget, selector), prompt_compression)
         self._validate(request)
         return self._driver.stream(request)
 
@@ -264,43 +280,48 @@ class LLM:
             raise ValueError("prompt_compression needs a draft model; make the LLM with draft=...")
         return self._trimmer
 
-    def _trimmed_request(self, trimmed: TrimmedPrompt, params: SamplingParams, budget: Budget | None) -> Request:
+    def _row(self, budget: Budget | None, selector: str | Selector | None) -> _Row:
+        own = None if selector is None else make_selector(selector)
+        if budget is None:
+            return _Row(None, own)
+        observation_len = (own or self.config.selector).observation_len
+        return _Row(resolve_budget(budget, self.config.max_model_len, observation_len), own)
+
+    def _trimmed_request(self, trimmed: TrimmedPrompt, params: SamplingParams, row: _Row) -> Request:
         return self._make_request(
-            trimmed.token_ids, params, budget, text=trimmed.text, positions=trimmed.positions, trim=trimmed.trim
+            trimmed.token_ids, params, row, text=trimmed.text, positions=trimmed.positions, trim=trimmed.trim
         )
 
     def _request(
         self,
         prompt: str | list[int],
         params: SamplingParams,
-        budget: Budget | None,
+        row: _Row,
         compression: PromptCompression | None = None,
     ) -> Request:
         if compression is not None:
-            return self._trimmed_request(self._need_trimmer().prompt(prompt, compression), params, budget)
+            return self._trimmed_request(self._need_trimmer().prompt(prompt, compression), params, row)
         text = prompt if isinstance(prompt, str) else None
         ids: Any = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
-        return self._make_request(ids, params, budget, text=text)
+        return self._make_request(ids, params, row, text=text)
 
     def _make_request(
         self,
         ids: Sequence[int],
         params: SamplingParams,
-        budget: Budget | None,
+        row: _Row,
         *,
         text: str | None = None,
         positions: tuple[int, ...] | None = None,
         trim: Trim | None = None,
     ) -> Request:
-        resolved = None
-        if budget is not None:
-            resolved = resolve_budget(budget, self.config.max_model_len, self.config.snapkv.window_len)
         self._num_requests += 1
         return Request(
             request_id=f"request-{self._num_requests}",
             prompt_token_ids=tuple(ids),
             sampling=params,
-            budget=resolved,
+            budget=row.budget,
+            selector=row.selector,
             prompt=text,
             positions=positions,
             trim=trim,

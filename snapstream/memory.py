@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from snapstream.cache.layout import refresh_bytes, rescoring_bytes, row_bytes, staging_bytes
 from snapstream.config import (
-    DEFAULT_WINDOW,
+    DEFAULT_OBSERVATION,
     DTYPE_BYTES,
     EngineConfig,
     KVDType,
@@ -130,27 +130,27 @@ def prefill_memory(
     *,
     chunk_len: int,
     dtype_bytes: int,
-    window_len: int = DEFAULT_WINDOW,
-    num_hops: int = 0,
+    observation_len: int = DEFAULT_OBSERVATION,
+    needs_all_queries: bool = False,
 ) -> PrefillMemory:
     """Peak memory of prefilling one prompt layer by layer; it does not grow with the number of layers."""
     kv_size = config.num_kv_heads * config.head_dim
     keys = min(SCORING_KEYS, prompt_len)
-    scoring_bytes = 4 * (window_len * config.num_heads * keys + kv_size * keys)  # fp32 block and its keys
+    scoring_bytes = 4 * (observation_len * config.num_heads * keys + kv_size * keys)  # fp32 block and its keys
     # Scores of all keys: as voted, pooled, carried ahead; with hops also the sum, the latest votes and their parts.
-    scoring_bytes += 4 * (6 if num_hops else 3) * config.num_kv_heads * prompt_len
+    scoring_bytes += 4 * (6 if needs_all_queries else 3) * config.num_kv_heads * prompt_len
     return PrefillMemory(
         hidden_bytes=prompt_len * config.hidden_size * dtype_bytes,
         staging_bytes=prompt_len * 2 * kv_size * dtype_bytes,
         transient_bytes=max(chunk_bytes(config, min(chunk_len, prompt_len), dtype_bytes), scoring_bytes),
-        query_bytes=prompt_len * config.num_heads * config.head_dim * dtype_bytes if num_hops else 0,
+        query_bytes=prompt_len * config.num_heads * config.head_dim * dtype_bytes if needs_all_queries else 0,
     )
 
 
 def engine_memory(
     model: ModelConfig, capacity: int, max_model_len: int, *, max_rows: int = 0, staging_tokens: int = 0,
-    chunk_len: int, dtype: str, device: str, window_len: int = DEFAULT_WINDOW, kv_dtype: KVDType = "auto",
-    rescoring: RescoringConfig | None = None, num_hops: int = 0, reserved_bytes: int = 0,
+    chunk_len: int, dtype: str, device: str, observation_len: int = DEFAULT_OBSERVATION, kv_dtype: KVDType = "auto",
+    rescoring: RescoringConfig | None = None, needs_all_queries: bool = False, reserved_bytes: int = 0,
 ) -> EngineMemory:  # fmt: skip
     """Bytes of an engine with rows of ``capacity`` slots; ``staging_tokens`` 0 is ``EngineConfig``'s default pool.
 
@@ -159,8 +159,9 @@ def engine_memory(
     size = DTYPE_BYTES[dtype]
     pool = staging_tokens or max_model_len + EngineConfig.short_reserve
     prefill = prefill_memory(
-        model, pool, chunk_len=chunk_len, dtype_bytes=size, window_len=window_len, num_hops=num_hops
-    )
+        model, pool, chunk_len=chunk_len, dtype_bytes=size, observation_len=observation_len,
+        needs_all_queries=needs_all_queries,
+    )  # fmt: skip
     is_gpu = device.startswith("cuda")
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     activations = (4 * model.hidden_size + 3 * heads + 3 * model.intermediate_size) * size

@@ -7,7 +7,7 @@ Everything follows from the config's integers, so the figures are bounds, not me
 * weights: the shapes of ``models/shapes.py``;
 * a prefill of N tokens: hidden states ``N D``, staging of the one layer in work ``2 N G E``, and the larger
   of one chunk's temporaries, ``T max(D + (8 H + 4 G) E, H E + 4 D + 3 I)``, and one fp32 scoring block,
-  ``window H`` by 4096 keys (``memory.py``); with hops also one layer's queries ``N H E``;
+  ``w H`` by 4096 keys, ``w`` the queries that vote (``memory.py``); with hops also one layer's queries ``N H E``;
 * rows that fit: ``(memory - fixed) / (row + decode of a row)``, as the engine itself counts (``memory.py``): fixed are
   weights, prefill, the padding row, the framework and a draft; prefill is here the pool that the engine allocates
   once, for ``max_model_len`` and a reserve for short prompts;
@@ -26,15 +26,17 @@ from typing import Any
 from snapstream.cache.layout import num_visible, rescoring_bytes, row_bytes, token_bytes
 from snapstream.chunking import ChunkLen, resolve_chunking
 from snapstream.config import (
+    DEFAULT_OBSERVATION,
+    DEFAULT_SELECTOR,
     DEFAULT_SINK,
-    DEFAULT_WINDOW,
     DTYPE_BYTES,
     KVBudget,
     KVDType,
     ModelConfig,
     RescoringConfig,
-    SnapKVConfig,
+    Selector,
     kv_dtype_bytes,
+    make_selector,
 )
 from snapstream.draft_memory import DraftMemory
 from snapstream.engine.pace import job_chunk_len
@@ -102,7 +104,7 @@ class Plan:
 def default_budgets(prompt_len: int) -> tuple[int, ...]:
     """Slots of the default table: 1/2 to 1/16 of the prompt, as far as a budget may be that small."""
     parts = (prompt_len // part for part in DEFAULT_FRACTIONS)
-    return tuple(part for part in parts if part >= DEFAULT_SINK + DEFAULT_WINDOW)
+    return tuple(part for part in parts if part >= DEFAULT_SINK + DEFAULT_OBSERVATION)
 
 
 def _check_len(name: str, value: int, limit: int, of_what: str) -> None:
@@ -122,7 +124,7 @@ def make_plan(
     memory_bytes: int,
     bandwidth: int,
     here: Here | None = None,
-    snapkv: SnapKVConfig | None = None,
+    selector: str | Selector = DEFAULT_SELECTOR,
     rescoring: RescoringConfig | None = None,
     draft: DraftMemory | None = None,
 ) -> Plan:
@@ -131,7 +133,7 @@ def make_plan(
     ``prompt_len`` defaults to the model's window, at most 131,072; ``max_model_len``, the capacity of a full
     row, to ``prompt_len``. ``rescoring`` holds for the rows of budgets; full rows have nothing to choose again.
     """
-    snapkv = snapkv or SnapKVConfig()
+    selector = make_selector(selector)
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
     if prompt_len is None:
@@ -147,8 +149,8 @@ def make_plan(
     chunking = resolve_chunking(config, dtype=dtype, device="cuda", chunk_len=chunk_len)
     own_chunk_len = job_chunk_len(chunking, prompt_len)
     prefill = prefill_memory(
-        config, prompt_len, chunk_len=own_chunk_len, dtype_bytes=size, window_len=snapkv.window_len,
-        num_hops=snapkv.num_hops,
+        config, prompt_len, chunk_len=own_chunk_len, dtype_bytes=size, observation_len=selector.observation_len,
+        needs_all_queries=selector.needs_all_queries,
     )  # fmt: skip
     weights = num_parameters(config) * size
     step_weights = decode_weight_bytes(config, size)
@@ -159,7 +161,7 @@ def make_plan(
         own = resolve_chunking(config, dtype=dtype, device=device, chunk_len=chunk_len).chunk_len
         return engine_memory(
             config, capacity, max_model_len, chunk_len=own, dtype=dtype, device=device, kv_dtype=kv_dtype,
-            window_len=snapkv.window_len, num_hops=snapkv.num_hops, rescoring=rescoring,
+            observation_len=selector.observation_len, needs_all_queries=selector.needs_all_queries, rescoring=rescoring,
             reserved_bytes=0 if draft is None else draft.total_bytes,
         )  # fmt: skip
 
@@ -183,7 +185,10 @@ def make_plan(
         )
 
     of_full = engine(max_model_len, None)
-    rows = [KVBudget.of(capacity, window_len=snapkv.window_len) for capacity in budgets or default_budgets(prompt_len)]
+    rows = [
+        KVBudget.of(capacity, observation_len=selector.observation_len)
+        for capacity in budgets or default_budgets(prompt_len)
+    ]
     if rescoring is not None:
         for budget in rows:
             rescoring.check_budget(budget)

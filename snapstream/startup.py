@@ -23,7 +23,7 @@ FP8_CAPABILITY = (8, 9)  # Ada, Hopper and newer convert e4m3
 DEFAULT_BUDGET = 8192  # slots; what the paper keeps of a 128k prompt
 
 
-def resolve_budget(budget: Budget, max_model_len: int, window_len: int) -> KVBudget:
+def resolve_budget(budget: Budget, max_model_len: int, observation_len: int) -> KVBudget:
     """``"full"``, a number of slots, or a budget. Slots for a whole sequence or more mean full attention."""
     if isinstance(budget, KVBudget):
         return budget
@@ -33,7 +33,7 @@ def resolve_budget(budget: Budget, max_model_len: int, window_len: int) -> KVBud
         raise ValueError(f"budget is {budget!r}; it must be a KVBudget, a number of slots or 'full'")
     if as_count("budget", budget, 1) >= max_model_len:
         return KVBudget.full(max_model_len)
-    return KVBudget.of(budget, window_len=window_len)
+    return KVBudget.of(budget, observation_len=observation_len)
 
 
 def resolve_executor(executor: Executor | None, device: str) -> Executor:
@@ -152,10 +152,10 @@ def _memory_of(model: ModelConfig, config: EngineConfig, reserved_bytes: int = 0
         chunk_len=config.chunk_len,
         dtype=config.dtype,
         device=config.device,
-        window_len=config.snapkv.window_len,
+        observation_len=config.selector.observation_len,
         kv_dtype=config.kv_dtype,
         rescoring=config.rescoring,
-        num_hops=config.snapkv.num_hops,
+        needs_all_queries=config.selector.needs_all_queries,
         reserved_bytes=reserved_bytes,
     )
 

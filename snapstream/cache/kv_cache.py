@@ -46,13 +46,13 @@ class KVCache:
         if dtype == fp8.DTYPE:
             self.k_scale, self.v_scale = (torch.ones(shape[:3], device=device) for _ in "kv")  # [L, rows+1, G] fp32
 
+    def layer(self, layer: int) -> LayerRows:
+        """One layer of all rows, as kernels take it."""
+        return LayerRows(self.k, self.v, layer, self.k_scale, self.v_scale)
+
     def tokens(self, layer: int, row: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the keys and values ``[G, n, E]`` that lie in ``slots [n]`` of a row."""
         return self.k[layer, row].index_select(1, slots), self.v[layer, row].index_select(1, slots)
-
-    def layer(self, index: int) -> LayerRows:
-        """Handle of one layer for kernels."""
-        return LayerRows(self.k, self.v, index, self.k_scale, self.v_scale)
 
     @property
     def padding_row(self) -> int:

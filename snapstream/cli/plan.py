@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from snapstream.cli.options import EngineDType, RescoreEvery, RowDType, parse_chunk_len, parse_rescoring, whole_option
-from snapstream.config import SnapKVConfig
 
 HELP = """What a model costs, from its config.json alone: bytes per row, rows that fit, prefill, speed.
 
@@ -42,7 +41,7 @@ def plan(
     dtype: EngineDType = "bfloat16",
     kv_dtype: RowDType = "auto",
     rescore_every: RescoreEvery = None,
-    hops: Annotated[int, whole_option("Rounds of selection after the window's (SnapKVConfig.num_hops).")] = 0,
+    hops: Annotated[int, whole_option("Rounds of selection after SnapKV's (Hops.num_hops).")] = 0,
     draft: Annotated[
         Path | None, typer.Option(help="Draft on the same device: its config.json, or the folder.")
     ] = None,
@@ -54,7 +53,8 @@ def plan(
     device: Annotated[str, typer.Option(help="Device of this machine that --max-rows auto fills.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (bytes, tokens, tokens/s).")] = False,
 ) -> None:
-    from snapstream.config import DTYPE_BYTES
+    from snapstream.cache.selectors.hops import Hops
+    from snapstream.config import DEFAULT_SELECTOR, DTYPE_BYTES
     from snapstream.draft_memory import draft_memory
     from snapstream.models.registry import read_model_config
     from snapstream.planning import Here, make_plan
@@ -78,7 +78,7 @@ def plan(
         memory_bytes=parse_bytes(memory),
         bandwidth=parse_bandwidth(bandwidth),
         here=Here(device=device, free_bytes=available_bytes(device)),
-        snapkv=SnapKVConfig(num_hops=hops),
+        selector=Hops(num_hops=hops) if hops else DEFAULT_SELECTOR,
         rescoring=parse_rescoring(rescore_every),
         draft=None
         if draft is None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from snapstream.config.cache import KVBudget, RescoringConfig, SnapKVConfig
+from snapstream.config.cache import KVBudget, RescoringConfig
 from snapstream.config.registry import Registry
+from snapstream.config.selector import Selector, make_selector
 from snapstream.config.values import DTYPE_BYTES, DType, KVDType, check, kv_dtype_bytes, set_counts
 
 PrefillAttentionName = Literal[
@@ -34,7 +35,7 @@ class EngineConfig:
 
     budget: KVBudget  # the largest row; a request may ask for a smaller one
     max_model_len: int  # prompt + output of one request
-    snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
+    selector: Selector = field(default_factory=make_selector)  # of requests that name none
     rescoring: RescoringConfig | None = None  # None: what the prompt chose stays for ever, as in the paper
     max_rows: int = 8  # resident requests
     chunk_len: int = 512  # T: tokens of one prefill unit
@@ -71,8 +72,8 @@ class EngineConfig:
         )
         self.check_budget(self.budget)
         check(
-            self.rescoring is None or self.snapkv.selection == "snapkv",
-            f"rescoring needs selection 'snapkv'; it is {self.snapkv.selection!r}",
+            self.rescoring is None or self.selector.can_rescore,
+            f"rescoring needs a selector that can rescore; {self.selector.name!r} cannot",
         )
         check(
             self.rescoring is None or self.budget.num_topk > 0,
@@ -87,14 +88,18 @@ class EngineConfig:
             f"staging_tokens is {self.staging_tokens}; it must be larger than short_reserve ({self.short_reserve})",
         )
 
-    def check_budget(self, budget: KVBudget) -> None:
-        """Refuse a budget in which selection could not keep the window that votes, or that no row can hold."""
+    def check_budget(self, budget: KVBudget, selector: Selector | None = None) -> None:
+        """Refuse a budget in which the tokens that vote could not be kept, or that no row can hold.
+
+        ``selector`` is a request's own; None means the engine's.
+        """
         if budget.num_topk:
-            least = budget.num_sink + self.snapkv.window_len
+            observation_len = (selector or self.selector).observation_len
+            least = budget.num_sink + observation_len
             check(
                 budget.capacity >= least,
-                f"a budget of {budget.capacity} slots is smaller than sinks + observation window "
-                f"({budget.num_sink} + {self.snapkv.window_len} = {least})",
+                f"a budget of {budget.capacity} slots is smaller than sinks + observation_len "
+                f"({budget.num_sink} + {observation_len} = {least})",
             )
         if self.rescoring is not None:
             self.rescoring.check_budget(budget)

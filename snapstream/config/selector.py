@@ -2,7 +2,8 @@
 
 A selector fills the top-k slots of a row, once, when a layer of a prompt has been staged. Methods are classes in
 ``cache/selectors/``, a file each, frozen dataclasses whose fields are their settings; ``SELECTORS`` names them. This
-module is free of torch, so that plans and settings can ask a selector what it will take.
+module is free of torch, and so are the files of the methods until one of them chooses: plans and settings can ask a
+selector what it will take.
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ from snapstream.config.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
+DEFAULT_SELECTOR = "snapkv"
 DEFAULT_OBSERVATION = 32  # voting queries; SnapKV (arXiv 2404.14469) uses 16 to 64
 
 
 class Selector(ABC):
-    """Chooses which prompt tokens a row keeps in its top-k slots, per layer and kv head."""
+    """Chooses which prompt tokens a row keeps in its top-k slots, per layer and kv head.
+
+    Two selectors are equal when their settings are: requests carry them, and they cross the border between processes.
+    """
 
     name: ClassVar[str]  # as in SELECTORS, on the command line and in requests
-    can_rescore: ClassVar[bool] = False  # whether a full row may choose again by the votes of this method
+    can_rescore: ClassVar[bool] = False  # whether a full row may choose again by ``votes`` and ``pool``
     observation_len: int = DEFAULT_OBSERVATION  # the last prompt queries, which vote
 
     def num_queries(self, prompt_len: int) -> int:
         """How many of the last queries of a prompt ``select`` needs; a layer keeps them until it is staged."""
-        return min(self.observation_len, prompt_len)
+        return prompt_len if self.needs_all_queries else min(self.observation_len, prompt_len)
 
     @property
     def needs_all_queries(self) -> bool:
@@ -45,6 +50,18 @@ class Selector(ABC):
         (``kernels/bound.py``). The host must not wait for the device.
         """
 
+    def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Any) -> Tensor:
+        """What ``queries [w, H, E]`` give to the candidates among ``keys [G, N, E]``: ``[G, n]`` fp32, >= 0.
+
+        The queries are those of the last ``w`` keys; they may be fewer or more than ``observation_len``. Votes are
+        summed over the queries. Needed where ``can_rescore``: rescoring remembers them from one refresh to the next.
+        """
+        raise NotImplementedError(f"selector {self.name!r} has no votes; it cannot rescore")
+
+    def pool(self, votes: Tensor) -> Tensor:
+        """``votes [G, n]`` as the best are chosen by them: smoothed along the candidates, or as they are."""
+        return votes
+
 
 SELECTORS: Registry[type[Selector]] = Registry(
     "selector",
@@ -55,7 +72,7 @@ SELECTORS: Registry[type[Selector]] = Registry(
 )
 
 
-def make_selector(selector: str | Selector) -> Selector:
+def make_selector(selector: str | Selector = DEFAULT_SELECTOR) -> Selector:
     """A selector itself, or the one of that name with its default settings. ValueError or TypeError for others."""
     if isinstance(selector, Selector):
         return selector

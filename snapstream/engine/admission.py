@@ -164,5 +164,6 @@ class Admission:
             seeds=tuple(sample.seed for sample in live.samples),
             sampling=live.request.sampling,
             budget=live.budget,
+            selector=live.selector,
             positions=live.request.positions,
         )

@@ -134,6 +134,7 @@ class Engine:
         return LiveRequest(
             request=request,
             budget=request.budget or self._config.budget,
+            selector=request.selector or self._config.selector,
             samples=samples,
             output=RequestOutput(
                 request_id=request.request_id,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from snapstream.config import EngineConfig
+from snapstream.config import EngineConfig, Selector
 from snapstream.request import Request
 
 
@@ -31,8 +31,10 @@ def check_request(request: Request, config: EngineConfig, *, vocab_size: int, ha
         raise ValueError(f"stop strings {stops} given; without a tokenizer only stop_token_ids work")
     if sampling.grammar is not None and not has_tokenizer:
         raise ValueError(f"grammar ({sampling.grammar.kind}) needs the checkpoint's tokenizer, and it has none")
-    if request.budget is not None:
-        config.check_budget(request.budget)
+    if request.selector is not None:
+        _check_selector(request.selector, config)
+    if request.budget is not None or request.selector is not None:
+        config.check_budget(request.budget or config.budget, request.selector)
 
 
 def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> None:
@@ -51,6 +53,23 @@ def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> No
     limit = config.pool_tokens if is_short else config.pool_tokens - config.short_reserve
     if num_prompt > limit:
         raise ValueError(f"a prompt of {num_prompt} tokens can never be staged; the pool takes up to {limit}")
+
+
+def _check_selector(selector: Selector, config: EngineConfig) -> None:
+    """Refuse a selector that needs memory which this engine has not set aside, or cannot do what its rows do."""
+    name, own = selector.name, config.selector
+    if selector.needs_all_queries and not own.needs_all_queries:
+        raise ValueError(
+            f"selector {name!r} needs the queries of a whole prompt, for which this engine has set no memory aside; "
+            f"start the engine with selector {name!r}"
+        )
+    if selector.observation_len > own.observation_len:
+        raise ValueError(
+            f"selector {name!r} lets {selector.observation_len} queries vote; this engine has memory for "
+            f"{own.observation_len}; start the engine with this selector"
+        )
+    if config.rescoring is not None and not selector.can_rescore:
+        raise ValueError(f"selector {name!r} cannot rescore, and this engine does; start the engine without rescoring")
 
 
 def _check_positions(request: Request, positions: tuple[int, ...], config: EngineConfig) -> None:

@@ -139,11 +139,6 @@ def hop_scores(weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, s
     return scores.hop_scores(weights, voters, queries, keys, start, stop)
 
 
-def random_scores(layer: int, num_kv_heads: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """See ``reference.random_scores``."""
-    return reference.random_scores(layer, num_kv_heads, start, stop, device)
-
-
 def gather_rows(
     k_cache: Tensor,
     v_cache: Tensor,

@@ -164,19 +164,6 @@ def carry_ahead(scores: Tensor, half_life: int) -> Tensor:
     return out
 
 
-def random_scores(layer: int, num_kv_heads: int, start: int, stop: int, device: torch.device | str) -> Tensor:
-    """A score in [0, 1) for every candidate that depends on layer, head and position alone: ``[G, stop - start]`` fp32.
-
-    A hash (the finaliser of MurmurHash3 in 32 bits), so that it is the same in every batch and on every device.
-    """
-    position = torch.arange(start, stop, device=device)
-    head = torch.arange(num_kv_heads, device=device)[:, None]
-    word = (position * 0x1E3779B1 + head * 0x05EBCA6B + (layer + 1) * 0x42B2AE35) & 0xFFFFFFFF  # [G, n]
-    for shift, factor in ((16, 0x05EBCA6B), (13, 0x42B2AE35)):  # below 2**31: products fit in 63 bits
-        word = ((word ^ (word >> shift)) * factor) & 0xFFFFFFFF
-    return (word ^ (word >> 16)).bitwise_right_shift(8).float() / 2**24
-
-
 def snapkv_scores(
     queries: Tensor,
     keys: Tensor,
@@ -187,7 +174,7 @@ def snapkv_scores(
     over_row: bool,
     group_max: bool,
 ) -> Tensor:
-    """How much attention the candidates ``[start, stop)`` get from the observation window: ``[G, stop - start]`` fp32.
+    """How much attention the candidates ``[start, stop)`` get from the queries that vote: ``[G, stop - start]`` fp32.
 
     ``queries [w, H, E]`` at positions ``first_query ..``; ``keys [G, N, E]``. The softmax runs over the candidates, or
     with ``over_row`` over every key; a query never sees keys after its own position, and one that sees no candidate

@@ -76,7 +76,7 @@ class ModelRunner:
         self.rescorer: Rescorer | None = None
         if config.rescoring is not None:
             queries = RecentQueries(spec, config.max_rows, config.rescoring.num_queries, dtype, device)
-            self.rescorer = Rescorer(self.cache, self.rows, queries, config.snapkv, config.rescoring)
+            self.rescorer = Rescorer(self.cache, self.rows, queries, config.rescoring)
         self._writer = make_writer(self.cache, config, self.rescorer)
         self.step_parts = StepParts(
             decoder=decoder, cache=self.cache, rows=self.rows, sampling=self.sampling, config=config, queries=queries

@@ -16,7 +16,7 @@ from torch import Tensor
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.rescoring import RowState, prompt_votes, refresh_layer, slots_by_age
 from snapstream.cache.spec import KVSpec
-from snapstream.config import RescoringConfig, SnapKVConfig
+from snapstream.config import RescoringConfig
 from snapstream.runner.rows import Rows
 from snapstream.step import PrefillEntry
 
@@ -65,11 +65,9 @@ class RecentQueries:
 class Rescorer:
     """Refreshes the rows that are due; knows of every row what ``RowState`` holds, and the votes of its tokens."""
 
-    def __init__(
-        self, cache: KVCache, rows: Rows, queries: RecentQueries, snapkv: SnapKVConfig, config: RescoringConfig
-    ) -> None:
+    def __init__(self, cache: KVCache, rows: Rows, queries: RecentQueries, config: RescoringConfig) -> None:
         self._cache, self._rows, self.queries = cache, rows, queries
-        self._snapkv, self._config = snapkv, config
+        self._config = config
         self._states: dict[int, RowState] = {}
         # [L, rows+1, G, C]: entry i belongs to the i-th slot after the sinks, as far as selected tokens go
         self.votes = torch.zeros(cache.k.shape[:-1], dtype=torch.float32, device=cache.k.device)
@@ -85,8 +83,8 @@ class Rescorer:
         """A layer of a prompt was written to its rows: ``keys [G, N, E]``, ``kept [G, C]`` (None: all of them)."""
         votes: Tensor | None = None
         if kept is not None and queries is not None:
-            window = queries[-self._config.num_queries :]
-            votes = prompt_votes(window, keys, kept, entry.budget, self._snapkv)  # [G, K]
+            last = queries[-self._config.num_queries :]
+            votes = prompt_votes(last, keys, kept, entry.budget, entry.selector, self._cache.kernels)  # [G, K]
         for row in entry.rows:  # a list of rows as an index would be sent to the device, and waited for
             own = self.votes[layer, row].zero_()  # [G, C]
             if votes is not None:
@@ -97,7 +95,9 @@ class Rescorer:
         for row in entry.rows:
             self._states.pop(row, None)
             if config is not None and entry.budget.num_topk:
-                self._states[row] = RowState.admitted(entry.budget, config, len(entry.token_ids), entry.next_position)
+                self._states[row] = RowState.admitted(
+                    entry.budget, config, entry.selector, len(entry.token_ids), entry.next_position
+                )
 
     def before_step(self, rows: Sequence[int]) -> None:
         """Refresh those of ``rows`` that are due; the step that follows feeds each of them one token."""
@@ -115,6 +115,6 @@ class Rescorer:
         order = slots_by_age(state, self._cache.k.device)
         queries = self.queries.last(row, state.position, state.config.num_queries)
         for layer in range(self._cache.k.shape[0]):
-            refresh_layer(self._cache, layer, row, queries[layer], order, self.votes[layer, row], state, self._snapkv)
+            refresh_layer(self._cache, layer, row, queries[layer], order, self.votes[layer, row], state)
         state.refreshed()
         self._rows.refresh(row, state.num_tokens, state.ring_start)

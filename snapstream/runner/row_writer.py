@@ -28,7 +28,7 @@ class RowWriter:
         prompt_len = len(entry.token_ids)
         if not layout.candidates(entry.budget, prompt_len):
             return 0
-        return self.config.snapkv.num_queries(prompt_len)
+        return entry.selector.num_queries(prompt_len)
 
     def write(
         self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, values: Tensor
@@ -37,7 +37,7 @@ class RowWriter:
 
         Returns the kept positions ``[G, C]``, None if all were kept.
         """
-        kept = write_rows(self.cache, layer, entry.rows, keys, values, queries, entry.budget, self.config.snapkv)
+        kept = write_rows(self.cache, layer, entry.rows, keys, values, queries, entry.budget, entry.selector)
         if self.rescorer is not None:
             self.rescorer.keep_votes(layer, entry, queries, keys, kept)
         return kept

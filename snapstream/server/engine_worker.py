@@ -152,7 +152,7 @@ def build(spec: EngineSpec) -> LLM:
     return LLM(
         spec.model,
         budget=spec.budget,
-        snapkv=spec.snapkv,
+        selector=spec.selector,
         rescoring=spec.rescoring,
         dtype=spec.dtype,
         kv_dtype=spec.kv_dtype,

@@ -9,12 +9,13 @@ holds no weights but those of a draft. ``engine_worker.py`` and ``engine_child.p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 from snapstream.chunking import ChunkLen
 from snapstream.config import (
+    DEFAULT_SELECTOR,
     DType,
     EngineConfig,
     Executor,
@@ -23,7 +24,7 @@ from snapstream.config import (
     ModelConfig,
     PrefillAttentionName,
     RescoringConfig,
-    SnapKVConfig,
+    Selector,
 )
 from snapstream.draft_memory import DraftMemory
 from snapstream.request import FinishReason, Logprob, Request
@@ -37,7 +38,7 @@ class EngineSpec:
 
     model: str  # checkpoint folder
     budget: KVBudget | int | str = 8192  # the only text is "full"
-    snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
+    selector: str | Selector = DEFAULT_SELECTOR
     rescoring: RescoringConfig | None = None
     dtype: DType = "float32"
     kv_dtype: KVDType = "auto"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, Selector, make_selector
 from snapstream.engine.validate import check_request
 from snapstream.request import Grammar, Request, SamplingParams, Trim
 from snapstream.server.errors import ApiError, bad_value, too_long
@@ -33,6 +33,7 @@ _PARAM_OF_FIRST_WORDS = {
     "a prompt": "prompt",
     "a budget": "kv_cache",
     "budget is": "kv_cache",
+    "selector": "kv_cache.selector",
 }
 
 
@@ -43,6 +44,7 @@ class Wish:
     sampling: SamplingParams
     max_tokens: int | None
     budget: KVBudget | None
+    selector: Selector | None = None
 
 
 def chat_wish(body: ChatBody, facts: ModelFacts, plan: AnswerPlan) -> Wish:
@@ -82,7 +84,14 @@ def make_request(
         raise too_long(len(ids), wish.max_tokens, facts.max_model_len, prompt_param)
     try:
         sampling = wish.sampling if wish.max_tokens is not None else replace(wish.sampling, max_tokens=rest)
-        request = Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling, budget=wish.budget, trim=trim)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            sampling=sampling,
+            budget=wish.budget,
+            selector=wish.selector,
+            trim=trim,
+        )
         check_request(request, facts.engine, vocab_size=facts.vocab_size, has_tokenizer=has_tokenizer)
     except ValueError as error:
         fault = _fault(error)
@@ -171,20 +180,26 @@ def _wish(
             grammar=grammar,
             return_kept=False if body.kv_cache is None else body.kv_cache.return_kept,
         )
-        return Wish(sampling, max_tokens, _budget(body, facts))
+        selector = _selector(body)
+        return Wish(sampling, max_tokens, _budget(body, facts, selector), selector)
     except ValueError as error:
         raise _fault(error, _sent_as(body)) from None
 
 
-def _budget(body: GenerationBody, facts: ModelFacts) -> KVBudget | None:
+def _selector(body: GenerationBody) -> Selector | None:
+    return None if body.kv_cache is None or body.kv_cache.selector is None else make_selector(body.kv_cache.selector)
+
+
+def _budget(body: GenerationBody, facts: ModelFacts, selector: Selector | None) -> KVBudget | None:
     """The request's own row size; the server's is the maximum."""
     if body.kv_cache is None or body.kv_cache.budget is None:
         return None
     given, most = body.kv_cache.budget, facts.engine.budget.capacity
     if given != "full" and most < facts.max_model_len <= given:  # else it would be told of the window, not of its wish
         raise ValueError(f"a budget of {given} slots is larger than a row of this engine ({most})")
-    budget = resolve_budget(given, facts.max_model_len, facts.engine.snapkv.window_len)
-    facts.engine.check_budget(budget)
+    observation_len = (selector or facts.engine.selector).observation_len
+    budget = resolve_budget(given, facts.max_model_len, observation_len)
+    facts.engine.check_budget(budget, selector)
     return budget
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.kernels.prefill.choice import automatic
 from snapstream.models.decoder import Decoder
 from snapstream.models.layer_pass import LayerDone, LayerPass, Outputs, PassTokens
@@ -35,7 +36,7 @@ from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings
 
 ROW = KVBudget.of(ROW_SLOTS)  # keys="one_layer": the row that the greedy tokens are decoded from
 
-SELECTOR = SnapKVConfig()  # and how its tokens are chosen
+SELECTOR = SnapKV()  # and how its tokens are chosen
 
 
 @torch.inference_mode()
@@ -140,9 +141,9 @@ class _Drawing:
         self._hidden.append(_read(self._decoder, ids, len(ids), num_queries, settings, write, "last"))
 
     def draw(self, settings: ScoringSettings) -> list[list[int]]:
-        """Greedy tokens after the prompts, ``look_ahead`` of each, fewer where the draft ends; all but the last are fed.
+        """Greedy tokens after the prompts, ``look_ahead`` of each, fewer where the draft ends.
 
-        A row that has ended is fed on with the others, to no effect.
+        All but the last are fed. A row that has ended is fed on with the others, to no effect.
         """
         device, ends = self._decoder.device, () if settings.ignore_eos else self._decoder.config.eos_token_ids
         rows = torch.arange(len(self._hidden), dtype=torch.int64, device=device)

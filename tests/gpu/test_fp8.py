@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.config import Executor, KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import Executor, KVBudget
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
 from snapstream.startup import FP8_CAPABILITY
@@ -31,7 +32,7 @@ dtypes = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:]
 )
 SETTINGS: dict[str, Any] = {
-    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "snapkv": SnapKVConfig(window_len=8), "max_rows": 4,
+    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "selector": SnapKV(observation_len=8), "max_rows": 4,
     "chunk_len": 32, "max_model_len": 160, "progress": False, "kv_dtype": "fp8",
 }  # fmt: skip
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import EngineConfig, KVBudget, ModelConfig
 from snapstream.kernels import reference, sdpa
 from snapstream.kernels.prefill.choice import choose, problem_of
 from snapstream.kernels.prefill.packages import PackedLens
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 
 SMALL = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 SETTINGS: dict[str, Any] = {
-    "budget": SMALL, "snapkv": SnapKVConfig(window_len=8), "max_rows": 5, "max_model_len": 160, "progress": False,
+    "budget": SMALL, "selector": SnapKV(observation_len=8), "max_rows": 5, "max_model_len": 160, "progress": False,
     "device": "cuda",
 }  # fmt: skip
 

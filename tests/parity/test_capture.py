@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget, RescoringConfig
 from snapstream.kernels import dispatch, reference
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
@@ -19,7 +20,7 @@ from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.test_graph import LENGTHS, params
 
 SETTINGS: dict[str, Any] = {
-    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "snapkv": SnapKVConfig(window_len=8), "max_rows": 5,
+    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "selector": SnapKV(observation_len=8), "max_rows": 5,
     "max_model_len": 160, "progress": False,
 }  # fmt: skip
 

@@ -13,7 +13,8 @@ from evals.chat import Chat
 from evals.score import found
 from evals.tasks import make_items
 from snapstream.assets import TINY_MODEL
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.kernels import dispatch
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.layers.sampling_state import SamplingNeeds
@@ -24,7 +25,7 @@ from tests.kernels.triton import interpreter
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 SETTINGS: dict[str, Any] = {
-    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "snapkv": SnapKVConfig(window_len=8),
+    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "selector": SnapKV(observation_len=8),
     "max_model_len": 160, "progress": False, "kv_dtype": "fp8",
 }  # fmt: skip
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

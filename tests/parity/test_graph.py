@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.profiler import ProfilerActivity, profile
 
-from snapstream.config import EngineConfig, KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import EngineConfig, KVBudget
 from snapstream.kernels.compile_cache import VARIABLE
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
@@ -32,7 +33,7 @@ from tests.parity.checkpoints import VOCAB, make_model, save
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 SMALL = KVBudget(num_sink=2, num_topk=14, num_recent=16)
-SNAPKV = SnapKVConfig(window_len=8)
+SELECTOR = SnapKV(observation_len=8)
 LENGTHS = (70, 5, 120, 33, 18, 1, 90)
 
 
@@ -66,7 +67,7 @@ def test_tokens_equal_eager_and_nothing_compiles_later(
     prompts: list[list[int]], tmp_path: Path, one_bucket: None
 ) -> None:
     folder = save(make_model("qwen3"), tmp_path)
-    settings = {"budget": SMALL, "snapkv": SNAPKV, "max_rows": 3, "max_model_len": 160, "progress": False}
+    settings = {"budget": SMALL, "selector": SELECTOR, "max_rows": 3, "max_model_len": 160, "progress": False}
     with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
         expected = [output.token_ids for output in llm.generate(prompts, params())]
     with LLM(folder, executor="graph", **settings) as llm:  # type: ignore[arg-type]
@@ -115,7 +116,7 @@ def test_a_user_who_waits_is_told_for_what(
     monkeypatch.setattr("snapstream.runner.executors.Compiler", _Plain)
 
     def told(**settings: Any) -> str:
-        with LLM(folder, executor="graph", budget=SMALL, snapkv=SNAPKV, max_rows=2, max_model_len=160, **settings):
+        with LLM(folder, executor="graph", budget=SMALL, selector=SELECTOR, max_rows=2, max_model_len=160, **settings):
             return capsys.readouterr().err
 
     assert "Compiling decode (first start only)" in told()
@@ -129,7 +130,7 @@ def test_logits_equal_eager_in_any_rows(tmp_path: Path, one_bucket: None) -> Non
     folder = save(make_model("qwen3"), tmp_path)
     model = read_model_config(folder)
     decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
-    config = EngineConfig(budget=SMALL, snapkv=SNAPKV, max_model_len=160, max_rows=3, executor="graph")
+    config = EngineConfig(budget=SMALL, selector=SELECTOR, max_model_len=160, max_rows=3, executor="graph")
     runner = ModelRunner(decoder, config)
     assert isinstance(runner.decode, GraphDecode)
     torch.manual_seed(0)
@@ -183,7 +184,7 @@ def test_a_batch_runs_in_the_smallest_bucket_and_padding_harms_nobody(
     maker = _Plain()
     monkeypatch.setattr("snapstream.runner.executors.Compiler", lambda: maker)
     monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda *_: (2, 5))
-    settings = {"budget": SMALL, "snapkv": SNAPKV, "max_rows": 5, "max_model_len": 160, "progress": False}
+    settings = {"budget": SMALL, "selector": SELECTOR, "max_rows": 5, "max_model_len": 160, "progress": False}
     with LLM(folder, dtype=dtype, **settings) as llm:  # type: ignore[arg-type]
         expected = [output.token_ids for output in llm.generate(prompts, params())]
     with LLM(folder, dtype=dtype, executor="graph", **settings) as llm:  # type: ignore[arg-type]
@@ -232,7 +233,7 @@ def test_every_need_of_a_request_is_a_program_on_a_gpu(
     monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda *_: (2, 5))
     monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", decode_graph.SAMPLERS["cuda"])
     folder = save(make_model("llama-gqa-tied"), tmp_path)
-    settings = {"budget": SMALL, "snapkv": SNAPKV, "max_rows": 5, "max_model_len": 160, "progress": False}
+    settings = {"budget": SMALL, "selector": SELECTOR, "max_rows": 5, "max_model_len": 160, "progress": False}
     kinds = [
         *params(),
         SamplingParams(max_tokens=9, temperature=0.9, seed=6, logit_bias={5: 4.0, 9: -100.0}, ignore_eos=True),

@@ -15,6 +15,7 @@ from evals import cells, long_answers, plots, sections, sweep, sweep_tables, tab
 from evals.arms import Arm, make_arm
 from evals.cells import Cell
 from evals.peer_table import peer_table
+from evals.selectors import Variant
 from evals.sweep import ARM, points_of
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
@@ -67,7 +68,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             write(task, make_arm("snapstream", 2048 // part, 2080, 32), base - part)
     write("kv", make_arm("snapstream", 512, 2080, 32), 1.0, prompts=20)  # fewer prompts: not shown
     for i, point in enumerate(points_of("sinks", 256)):
-        write("kv", Arm(name=ARM, slots=256, budget=point.budget, snapkv=point.snapkv), 60.0 + i)
+        write("kv", Arm(name=ARM, slots=256, budget=point.budget, selector=point.selector), 60.0 + i)
     return tmp_path
 
 
@@ -187,7 +188,7 @@ def test_a_peer_stands_beside_what_the_arms_mean_today(stored: Path) -> None:
     write("snapstream", own, 62.0)
     write("snapstream", own, 64.0, prompts=20)
     now = make_arm("snapstream", 512, 2080, 32)
-    write("snapstream", replace(now, snapkv=replace(now.snapkv, pool_kernel=9)), 63.0)  # a default of former days
+    write("snapstream", replace(now, selector=Variant(pool_width=9)), 63.0)  # a default of former days
     fp8 = Cell(model=TINY_MODEL, task="kv", arm=now, prompt_len=2048, num_prompts=300, kv_dtype="fp8")
     fp8.write({"accuracy": 50.0, "standard_error": 1.0, "accuracy_after_first_token": None}, 1.0)
     text = peer_table()

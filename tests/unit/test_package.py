@@ -55,8 +55,9 @@ def test_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "from snapstream import SamplingParams, KVBudget, SnapKVConfig, RequestOutput, __version__",
+        "from snapstream import SamplingParams, KVBudget, SnapKV, RequestOutput, __version__",
         "from snapstream.assets import TINY_MODEL; from snapstream.cli import main; main(['plan', str(TINY_MODEL)])",
+        "from snapstream.config import make_selector; make_selector('hops').num_queries(9)",
         "import snapstream.models.registry, snapstream.cache.layout, snapstream.engine.core, snapstream.llm",
     ],
 )

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.spec import KVSpec
-from snapstream.config import ModelConfig, RescoringConfig, SnapKVConfig
+from snapstream.config import ModelConfig, RescoringConfig
 from snapstream.draft_memory import DraftMemory, draft_memory
 from snapstream.kernels.scores import CHUNK
 from snapstream.memory import FRAMEWORK_BYTES, SCORING_KEYS, prefill_memory
@@ -253,7 +253,7 @@ def test_rescoring_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None:
     own = 32 * (64 * 4096 * 2 + 4 * 8 * 32_768)  # layers; queries in bf16, a vote per slot and kv head in fp32
     assert rescored.rows[1].row_bytes == plain.rows[1].row_bytes + own
     assert rescored.rows[0] == plain.rows[0]  # a full row has nothing to choose
-    hopped = plan_8b(llama_8b, budgets=[32_768], snapkv=SnapKVConfig(num_hops=1))
+    hopped = plan_8b(llama_8b, budgets=[32_768], selector="hops")
     assert hopped.prefill.query_bytes == 131_072 * 4096 * 2
     assert hopped.prefill.total_bytes == plain.prefill.total_bytes + hopped.prefill.query_bytes
     assert hopped.prefill_pool_bytes == plain.prefill_pool_bytes + (131_072 + 4096) * 4096 * 2

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.kernels import dispatch, fp8, ops
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
@@ -105,7 +106,7 @@ def test_the_engine_answers_the_same(tmp_path: Path) -> None:
     budget = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 
     def run() -> list[list[int]]:
-        with LLM(folder, budget=budget, snapkv=SnapKVConfig(window_len=8), max_rows=2, max_model_len=48,
+        with LLM(folder, budget=budget, selector=SnapKV(observation_len=8), max_rows=2, max_model_len=48,
                  progress=False) as llm:  # fmt: skip
             return [output.token_ids for output in llm.generate(prompts, params)]
 
@@ -131,7 +132,7 @@ def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest
             module, name, lambda *args, name=name, kernel=kernel: (calls.update([name]), kernel(*args))[1]
         )
     folder = save(make_model("qwen3"), tmp_path)
-    with dispatch.forced("triton"), LLM(folder, budget=32, snapkv=SnapKVConfig(window_len=8), max_rows=1,
+    with dispatch.forced("triton"), LLM(folder, budget=32, selector=SnapKV(observation_len=8), max_rows=1,
                                         max_model_len=48, progress=False) as llm:  # fmt: skip
         layers = llm.model_config.num_layers
         calls.clear()

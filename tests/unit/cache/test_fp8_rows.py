@@ -8,9 +8,9 @@ import torch
 from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import KVBudget, ModelConfig, SnapKVConfig
+from snapstream.config import KVBudget, ModelConfig
 from snapstream.kernels import fp8
-from tests.unit.cache.test_compress import BUDGET, MODEL, SNAPKV
+from tests.unit.cache.test_compress import BUDGET, MODEL, SELECTOR
 
 
 def caches() -> tuple[KVCache, KVCache]:
@@ -35,7 +35,7 @@ def test_a_row_is_the_fp32_row_within_a_sixteenth(prompt_len: int, budget: KVBud
         torch.randn(2, prompt_len, 4),
     )
     queries = torch.randn(4, 4, 4)
-    kept = [write_rows(cache, 1, (0, 2), keys, values, queries, budget, SNAPKV) for cache in (wide, narrow)]
+    kept = [write_rows(cache, 1, (0, 2), keys, values, queries, budget, SELECTOR) for cache in (wide, narrow)]
     assert kept[0] is kept[1] is None or torch.equal(kept[0], kept[1])  # type: ignore[arg-type]
     for got, want, tokens in zip(meant(narrow, 1), (wide.k[1], wide.v[1]), (keys, values), strict=True):
         bound = want.abs() / 16 + tokens.abs().amax((1, 2))[None, :, None, None] * 2**-16
@@ -48,7 +48,7 @@ def test_scales_are_of_the_whole_prompt_and_of_its_rows_alone() -> None:
     _, cache = caches()
     keys, values = torch.ones(2, 40, 4), torch.ones(2, 40, 4)
     keys[1, 20], values[0, 21] = -1000.0, 5000.0
-    write_rows(cache, 0, (1,), keys, values, None, KVBudget(num_sink=2, num_topk=0, num_recent=6), SnapKVConfig())
+    write_rows(cache, 0, (1,), keys, values, None, KVBudget(num_sink=2, num_topk=0, num_recent=6), SELECTOR)
     assert cache.k_scale is not None and cache.v_scale is not None
     assert torch.equal(cache.k_scale[0, 1], fp8.scale_of(keys)) and cache.k_scale[0, 1, 1] == 8.0
     assert torch.equal(cache.v_scale[0, 1], fp8.scale_of(values)) and cache.v_scale[0, 1, 0] == 64.0
@@ -60,7 +60,7 @@ def test_a_new_owner_brings_new_scales() -> None:
     _, cache = caches()
     for size in (1e4, 1e-4):
         tokens = torch.full((2, 5, 4), size)
-        write_rows(cache, 0, (1,), tokens, tokens, None, BUDGET, SNAPKV)
+        write_rows(cache, 0, (1,), tokens, tokens, None, BUDGET, SELECTOR)
     for got in meant(cache, 0):
         torch.testing.assert_close(got[1, :, :5], tokens, rtol=1 / 16, atol=0)
 

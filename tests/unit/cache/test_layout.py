@@ -101,5 +101,5 @@ def test_negative_or_empty_regions_are_refused(field: str) -> None:
         KVBudget(num_topk=3, num_recent=0)
     with pytest.raises(ValueError, match="num_window is 64; it must be a whole number from 0 to 63"):
         KVBudget.of(256, num_window=64)
-    with pytest.raises(ValueError, match=r"35 slots is smaller than sinks \+ observation window \(4 \+ 32 = 36\)"):
+    with pytest.raises(ValueError, match=r"35 slots is smaller than sinks \+ observation_len \(4 \+ 32 = 36\)"):
         KVBudget.of(35)

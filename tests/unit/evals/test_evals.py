@@ -14,8 +14,10 @@ from evals import sweep
 from evals.arms import ARMS, LONG_ARMS, make_arm
 from evals.cells import Cell
 from evals.score import found, found_after_first, mean_and_error
+from evals.selectors import Random, as_variant
 from snapstream.assets import TINY_MODEL
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.llm import LLM
 
 
@@ -27,7 +29,7 @@ def test_an_arm_spends_the_slots_it_is_given(name: str, slots: int) -> None:
     prompt = arm.prompt(range(2000), 32)
     assert len(prompt) == (slots - 32 if name == "truncation" else 2000)
     assert prompt[0] == 0 and prompt[-1] == 1999
-    assert (arm.snapkv.selection == "random") == (name == "random")
+    assert isinstance(arm.selector, Random) == (name == "random")
 
 
 @pytest.mark.parametrize("name", LONG_ARMS)
@@ -121,18 +123,19 @@ def test_a_new_default_of_the_pooling_leaves_other_cells_valid() -> None:
         cells = []
         for name in ARMS:
             arm = make_arm(name, 512, 2080, 32)
-            other = replace(arm, snapkv=replace(arm.snapkv, **changed))
-            cells.append(Cell(model=sweep.TINY_MODEL, task="kv", arm=other, prompt_len=2048, num_prompts=2))
+            if not isinstance(arm.selector, Random):
+                arm = replace(arm, selector=replace(as_variant(arm.selector), **changed))
+            cells.append(Cell(model=sweep.TINY_MODEL, task="kv", arm=arm, prompt_len=2048, num_prompts=2))
         return [cell.path.name for cell in cells]
 
-    same = [a == b for a, b in zip(names(), names(pool_kernel=29), strict=True)]
+    same = [a == b for a, b in zip(names(), names(pool_width=29), strict=True)]
     assert dict(zip(ARMS, same, strict=True)) == {
         "full": True, "truncation": True, "streaming": True, "random": True, "snapkv": False, "snapstream": False,
         "hops": False,
     }  # fmt: skip
     published = make_arm("snapkv", 512, 2080, 32)
     assert "pool_half_life" not in published.selection  # cells from before the field keep their names
-    assert make_arm("snapstream", 512, 2080, 32).selection["pool_half_life"] == SnapKVConfig().pool_half_life > 0
+    assert make_arm("snapstream", 512, 2080, 32).selection["pool_half_life"] == SnapKV().pool_half_life > 0
 
 
 def test_what_a_peer_measures_is_another_cell() -> None:
@@ -148,7 +151,8 @@ def test_the_settings_of_a_peer_are_written_out() -> None:
     """Its arm must not move with our defaults, and is run beside the peer only."""
     arm = make_arm("as_kvpress", 128, 2080, 32)
     assert arm.budget == KVBudget(num_sink=0, num_topk=32, num_recent=96)
-    assert (arm.snapkv.window_len, arm.snapkv.pool_kernel, arm.snapkv.pooling) == (64, 5, "avg")
+    rule = as_variant(arm.selector)
+    assert (rule.observation_len, rule.pool_width, rule.pooling) == (64, 5, "avg")
     assert {cell.arm.name for cell in evals_run.cells_of(evals_run.parse_args(["--families", "kv"]))} == set(ARMS)
     with pytest.raises(ValueError, match="96 slots leave nothing to select"):
         make_arm("as_kvpress", 96, 2080, 32)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from snapstream.cache.selectors.hops import Hops
 from snapstream.cli.__main__ import main
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, RescoringConfig, SnapKVConfig
+from snapstream.config import EngineConfig, KVBudget, ModelConfig, RescoringConfig
 from snapstream.draft_memory import draft_memory
 from snapstream.kernels import dispatch
 from snapstream.kernels.prefill.choice import PrefillAttention
@@ -47,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
     "fp8": {"kv_dtype": "fp8"},
     "rescoring": {"rescoring": RescoringConfig(every=40)},
-    "hops": {"snapkv": SnapKVConfig(num_hops=1)},
+    "hops": {"selector": Hops(num_hops=1)},
 }
 
 

@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from evals.selectors import Variant
 from snapstream.cache.compress import kept_positions
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.config import KVBudget
+from snapstream.kernels.bound import bind
 
 
 def authors_scores(queries: Tensor, keys: Tensor, window: int, width: int) -> Tensor:
@@ -37,9 +39,10 @@ def test_settings_of_the_authors_give_their_tokens(width: int, window: int) -> N
     num_kept, num_keys, num_heads = 60, 300, 4
     queries, keys = 3 * torch.randn(num_keys, num_heads, 16), torch.randn(num_heads, num_keys, 16)
     budget = KVBudget(num_sink=0, num_topk=num_kept, num_recent=window)
-    config = SnapKVConfig(window_len=window, pool_kernel=width, pooling="avg", pool_half_life=0, softmax_over="row")
-    row = kept_positions(queries[-window:], keys, 0, budget, config)
-    other = kept_positions(queries[-window:], keys, 0, budget, replace(config, softmax_over="candidates"))
+    selector = Variant(observation_len=window, pool_width=width, pooling="avg", pool_half_life=0, softmax_over="row")
+    kernels, candidates_alone = bind("cpu"), replace(selector, softmax_over="candidates")
+    row = kept_positions(queries[-window:], keys, 0, budget, selector, kernels)
+    other = kept_positions(queries[-window:], keys, 0, budget, candidates_alone, kernels)
     num_different = 0
     for head in range(num_heads):
         want = authors_scores(queries[:, head], keys[head], window, width).topk(num_kept).indices
