@@ -15,10 +15,17 @@ from snapstream.cache import layout
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.snapkv import select_positions
 from snapstream.config import KVBudget, SnapKVConfig
-from snapstream.kernels import dispatch
+from snapstream.kernels.bound import Kernels
 
 
-def kept_positions(queries: Tensor | None, keys: Tensor, layer: int, budget: KVBudget, snapkv: SnapKVConfig) -> Tensor:
+def kept_positions(
+    queries: Tensor | None,
+    keys: Tensor,
+    layer: int,
+    budget: KVBudget,
+    snapkv: SnapKVConfig,
+    kernels: Kernels | None = None,
+) -> Tensor:
     """Prompt positions ``[G, C]`` of a compressed row in slot order.
 
     ``keys [G, N, E]`` with N > C; ``queries [w, H, E]`` are the last ``snapkv.num_queries`` of the prompt (None when
@@ -37,6 +44,7 @@ def kept_positions(queries: Tensor | None, keys: Tensor, layer: int, budget: KVB
                 layout.candidates(budget, prompt_len),
                 budget.num_topk,
                 snapkv,
+                kernels,
             )
         )
     end = prompt_len - budget.num_window
@@ -71,6 +79,6 @@ def write_rows(
             for row in rows:
                 cache.store(layer, row, place, keys[:, source], values[:, source])
         return None
-    index = kept_positions(queries, keys, layer, budget, snapkv)
-    dispatch.gather_rows(cache.k[layer], cache.v[layer], rows, keys, values, index, cache.scales(layer))
+    index = kept_positions(queries, keys, layer, budget, snapkv, cache.kernels)
+    cache.kernels.gather_rows(cache.layer(layer), rows, keys, values, index)
     return index

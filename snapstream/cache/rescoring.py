@@ -24,7 +24,7 @@ from snapstream.cache import layout
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.snapkv import pool_scores, select_topk
 from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
-from snapstream.kernels import dispatch
+from snapstream.kernels.bound import Kernels, bind
 
 
 @dataclass(slots=True)
@@ -73,19 +73,21 @@ class RowState:
         self.ring_start = self.budget.capacity - self.budget.num_recent
 
 
-def prompt_votes(queries: Tensor, keys: Tensor, kept: Tensor, budget: KVBudget, snapkv: SnapKVConfig) -> Tensor:
+def prompt_votes(
+    queries: Tensor, keys: Tensor, kept: Tensor, budget: KVBudget, snapkv: SnapKVConfig, kernels: Kernels | None = None
+) -> Tensor:
     """Votes of a prompt's end for the tokens that were selected, per query: ``[G, K]`` fp32 in slot order.
 
     ``queries [w, H, E]`` are its last, ``keys [G, N, E]`` all its keys, ``kept [G, C]`` what ``write_rows`` returned.
     """
     places = layout.candidates(budget, keys.shape[1])
     chosen = kept[:, budget.num_sink : budget.num_sink + budget.num_topk] - places.start
-    return _votes(queries, keys, places, snapkv).gather(1, chosen)
+    return _votes(kernels or bind(keys.device), queries, keys, places, snapkv).gather(1, chosen)
 
 
-def _votes(queries: Tensor, keys: Tensor, candidates: range, snapkv: SnapKVConfig) -> Tensor:
+def _votes(kernels: Kernels, queries: Tensor, keys: Tensor, candidates: range, snapkv: SnapKVConfig) -> Tensor:
     """``snapkv_scores`` of the last tokens of ``keys``, per query: ``[G, n]`` fp32."""
-    scores = dispatch.snapkv_scores(
+    scores = kernels.snapkv_scores(
         queries,
         keys,
         keys.shape[1] - queries.shape[0],
@@ -109,7 +111,7 @@ def slots_by_age(state: RowState, device: torch.device) -> Tensor:
 
 
 def choose(
-    queries: Tensor, keys: Tensor, votes: Tensor, state: RowState, snapkv: SnapKVConfig
+    queries: Tensor, keys: Tensor, votes: Tensor, state: RowState, snapkv: SnapKVConfig, kernels: Kernels | None = None
 ) -> tuple[Tensor, Tensor]:
     """Which tokens of a full row stay, in the order of their new slots, and the votes of the selected ones.
 
@@ -120,7 +122,7 @@ def choose(
     num_kv_heads, capacity, _ = keys.shape
     budget, every = state.budget, state.config.every
     start, stop = budget.num_sink + state.num_window, capacity - budget.num_recent + every
-    fresh = _votes(queries, keys, range(start, stop), snapkv)  # [G, K' + every]
+    fresh = _votes(kernels or bind(keys.device), queries, keys, range(start, stop), snapkv)  # [G, K' + every]
     before = torch.zeros_like(fresh)  # tokens of the ring have no votes yet
     before[:, : votes.shape[1]] = votes
     total = torch.maximum(fresh, before * state.config.memory)
@@ -142,6 +144,6 @@ def refresh_layer(
 ) -> None:
     """Choose again in one layer of a full row; ``order [C]`` is ``slots_by_age``. Row and ``votes [G, C]`` in place."""
     keys, values = cache.tokens(layer, row, order)
-    kept, total = choose(queries, keys, votes[:, : state.num_selected], state, snapkv)
-    dispatch.gather_rows(cache.k[layer], cache.v[layer], [row], keys, values, kept)
+    kept, total = choose(queries, keys, votes[:, : state.num_selected], state, snapkv, cache.kernels)
+    cache.kernels.gather_rows(cache.layer(layer), [row], keys, values, kept)
     votes[:, : total.shape[1]] = total

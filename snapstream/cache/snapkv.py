@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snapstream.config import SnapKVConfig
-from snapstream.kernels import dispatch
+from snapstream.kernels import reference
+from snapstream.kernels.bound import Kernels, bind
 
 MAX_HALVINGS = 32  # a score that halved as often is carried no further
 
@@ -80,6 +81,7 @@ def select_positions(
     candidates: range,
     num_topk: int,
     config: SnapKVConfig,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """Prompt positions ``[G, K]`` to keep, ascending.
 
@@ -88,10 +90,11 @@ def select_positions(
     on layer, head and position alone, and neighbours are not pooled.
     """
     if config.selection == "random":
-        chance = dispatch.random_scores(layer, keys.shape[0], candidates.start, candidates.stop, keys.device)
+        chance = reference.random_scores(layer, keys.shape[0], candidates.start, candidates.stop, keys.device)
         return select_topk(chance, num_topk) + candidates.start
+    kernels = kernels or bind(keys.device)
     window = queries[-config.window_len :]
-    scores = dispatch.snapkv_scores(
+    scores = kernels.snapkv_scores(
         window,
         keys,
         keys.shape[1] - window.shape[0],
@@ -104,18 +107,20 @@ def select_positions(
     if config.num_hops:
         # Half of the slots are the window's, whatever hops find; only what it points at is carried ahead.
         first = select_topk(pooled, -(-num_topk // 2))
-        pooled = pool_centred(_add_hops(scores, queries, keys, candidates, config), config)
+        pooled = pool_centred(_add_hops(kernels, scores, queries, keys, candidates, config), config)
         pooled.scatter_(1, first, float("inf"))
     return select_topk(pooled, num_topk) + candidates.start
 
 
-def _add_hops(scores: Tensor, queries: Tensor, keys: Tensor, candidates: range, config: SnapKVConfig) -> Tensor:
+def _add_hops(
+    kernels: Kernels, scores: Tensor, queries: Tensor, keys: Tensor, candidates: range, config: SnapKVConfig
+) -> Tensor:
     """Votes of the window plus those of every hop, each hop's in proportion to what its voters got; all count alike."""
     total = latest = _normalised(scores)
     for _ in range(config.num_hops):
         voters = select_topk(latest, config.window_len)  # [G, m]; as many as the window has queries
         weights = latest.gather(1, voters)
-        latest = _normalised(dispatch.hop_scores(weights, voters, queries, keys, candidates.start, candidates.stop))
+        latest = _normalised(kernels.hop_scores(weights, voters, queries, keys, candidates.start, candidates.stop))
         total = total + latest
     return total
 

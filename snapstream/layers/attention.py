@@ -2,8 +2,7 @@
 
 A layer never knows whether it prefills or decodes: it hands q, k and v to a view and gets the attended heads
 back. The staging view (prefill) and the rows view (decode) of ``runner/`` implement it; a test needs ten
-lines. A view that is also a ``FusingView`` takes the heads as they were projected where kernels are Triton's: the
-rotation and the write to the cache are then one launch. ``attend`` stays the definition.
+lines. A ``FusingView`` takes the heads as they were projected, so that a kernel may norm, rotate and store them in one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from snapstream.layers.rope import CosSin
+from snapstream.kernels.bound import CosSin, HeadNorm
 
 
 class KVView(Protocol):
@@ -28,8 +27,5 @@ class FusingView(ABC):
     """Can norm, rotate and store the heads of a layer by itself."""
 
     @abstractmethod
-    def attend_heads(self, layer: int, heads: Tensor, head_norm: Tensor | None, eps: float, rope: CosSin) -> Tensor:
-        """``heads [T, H+2G, E]`` (q | k | v) before norm and rotation; returns ``[T, H, E]``.
-
-        ``head_norm [H+G, E]`` and ``eps`` are those of q and k, None where the model has no such norm.
-        """
+    def attend_heads(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+        """``heads [T, H+2G, E]`` (q | k | v) before norm and rotation; returns ``[T, H, E]``."""

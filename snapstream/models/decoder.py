@@ -13,78 +13,76 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import ModelConfig
-from snapstream.kernels.dispatch import add_linear, linear, norm_rope, runs_triton
+from snapstream.kernels.bound import CosSin, HeadNorm, Kernels, bind
 from snapstream.layers.attention import FusingView, KVView
-from snapstream.layers.mlp import swiglu
-from snapstream.layers.norm import RMSNorm
-from snapstream.layers.rope import CosSin, Rope, rotate
+from snapstream.layers.rope import Rope
 from snapstream.models.weights import DecoderWeights, LayerWeights
 
 
 class DecoderLayer:
     """One layer over views of the stacked weights."""
 
-    def __init__(self, config: ModelConfig, weights: LayerWeights) -> None:
-        self.weights = weights
+    def __init__(self, config: ModelConfig, weights: LayerWeights, kernels: Kernels) -> None:
+        self.weights, self.kernels = weights, kernels
+        self.eps = config.rms_norm_eps
         self.num_heads = config.num_heads
         self.num_rotated = config.num_heads + config.num_kv_heads
         self.num_projected = config.num_heads + 2 * config.num_kv_heads
         self.head_dim = config.head_dim
-        self.input_norm = RMSNorm(weights.input_norm, config.rms_norm_eps)
-        self.post_norm = RMSNorm(weights.post_norm, config.rms_norm_eps)
-        self.qk_norm = _qk_norm(config, weights)
-        # As kernels take it: weight [H+G, E] and eps.
-        self.head_norm: tuple[torch.Tensor | None, float] = (
-            (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-        )
+        self.head_norm = _head_norm(config, weights)
 
     def heads(self, hidden: Tensor) -> Tensor:
         """Heads of q, k and v as they are projected: ``[T, H+2G, E]``."""
-        return self._projected(self.input_norm(hidden))
+        return self._projected(self.kernels.rms_norm(hidden, self.weights.input_norm, self.eps))
 
     def _projected(self, normed: Tensor) -> Tensor:
-        return linear(normed, self.weights.qkv, self.weights.qkv_bias).view(-1, self.num_projected, self.head_dim)
+        projected = self.kernels.linear(normed, self.weights.qkv, self.weights.qkv_bias)
+        return projected.view(-1, self.num_projected, self.head_dim)
 
     def rotated(self, heads: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and rotated q ``[T, H, E]`` and k ``[T, G, E]``, and v ``[T, G, E]``, of ``heads [T, H+2G, E]``."""
-        if runs_triton(heads):
-            qk = norm_rope(heads, *self.head_norm, *rope, self.num_projected - self.num_rotated)
-        else:
-            qk = heads[:, : self.num_rotated]  # [T, H+G, E]
-            qk = rotate(qk if self.qk_norm is None else self.qk_norm(qk), rope)
+        qk = self.kernels.norm_rope(heads, self.head_norm, rope, self.num_projected - self.num_rotated)
         return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, self.num_rotated :]
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, each added to the residual stream: ``[T, D]``."""
-        weights = self.weights
-        hidden = add_linear(hidden, attended.flatten(1), weights.o, weights.o_bias)
-        inner = swiglu(linear(self.post_norm(hidden), weights.gate_up, weights.gate_up_bias))  # [T, I]
-        return add_linear(hidden, inner, weights.down, weights.down_bias)
+        weights, kernels = self.weights, self.kernels
+        hidden = kernels.linear(attended.flatten(1), weights.o, weights.o_bias).add_(hidden)
+        normed = kernels.rms_norm(hidden, weights.post_norm, self.eps)
+        return self._mlp(normed).add_(hidden)
 
     def fused(self, index: int, residual: Tensor, pending: Tensor | None, rope: CosSin, view: FusingView) -> Tensor:
-        """The whole layer where kernels are Triton's: each sum is done by the norm that reads it.
+        """The whole layer in a decode step: each sum is done by the norm that reads it.
 
         ``pending [T, D]`` is what the layer before has yet to add to ``residual [T, D]``, which changes in place; the
-        result is what this layer has yet to add. A matrix product that adds would copy the residual first.
+        result is what this layer has yet to add.
         """
-        weights = self.weights
-        heads = self._projected(self.input_norm.of_sum(residual, pending))
-        attended = view.attend_heads(index, heads, *self.head_norm, rope)
-        normed = self.post_norm.of_sum(residual, linear(attended.flatten(1), weights.o, weights.o_bias))
-        inner = swiglu(linear(normed, weights.gate_up, weights.gate_up_bias))  # [T, I]
-        return linear(inner, weights.down, weights.down_bias)
+        weights, kernels = self.weights, self.kernels
+        if pending is None:
+            heads = self.heads(residual)
+        else:
+            heads = self._projected(kernels.add_rms_norm(residual, pending, weights.input_norm, self.eps))
+        attended = view.attend_heads(index, heads, self.head_norm, rope)
+        added = kernels.linear(attended.flatten(1), weights.o, weights.o_bias)
+        return self._mlp(kernels.add_rms_norm(residual, added, weights.post_norm, self.eps))
+
+    def _mlp(self, normed: Tensor) -> Tensor:
+        weights, kernels = self.weights, self.kernels
+        inner = kernels.swiglu(kernels.linear(normed, weights.gate_up, weights.gate_up_bias))  # [T, I]
+        return kernels.linear(inner, weights.down, weights.down_bias)
 
 
 class Decoder:
     """A decoder-only transformer over stacked weights."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels | None = None) -> None:
+        """``kernels`` are by default those that ``bind`` has for the device of the weights."""
         self.config = config
         self.weights = weights
+        self.kernels = kernels or bind(weights.embed.device)
         self.dtype = weights.embed.dtype
         self.device = weights.embed.device
-        self.layers = [DecoderLayer(config, weights.layer(index)) for index in range(config.num_layers)]
-        self.final_norm = RMSNorm(weights.final_norm, config.rms_norm_eps)
+        self.layers = [DecoderLayer(config, weights.layer(index), self.kernels) for index in range(config.num_layers)]
         self._rope = Rope(config.rope, config.head_dim, self.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -115,33 +113,36 @@ class Decoder:
         layer = self.layers[index]
         return layer.finish(hidden, view.attend(index, *layer.rotated(layer.heads(hidden), rope)))
 
-    def run(self, hidden: Tensor, rope: CosSin, view: KVView) -> Tensor:
+    def run(self, hidden: Tensor, rope: CosSin, view: KVView | FusingView) -> Tensor:
         """All layers: from what enters layer 0, ``[T, D]``, to scores of the next token ``[T, V]`` fp32.
 
         ``hidden`` may be overwritten.
         """
-        if isinstance(view, FusingView) and runs_triton(hidden):
-            pending: Tensor | None = None
-            for index, layer in enumerate(self.layers):
-                pending = layer.fused(index, hidden, pending, rope, view)
-            return self._scores(self.final_norm.of_sum(hidden, pending))
-        for index in range(self.config.num_layers):
-            hidden = self.layer(index, hidden, rope, view)
-        return self.logits(hidden)
+        if not isinstance(view, FusingView):
+            for index in range(self.config.num_layers):
+                hidden = self.layer(index, hidden, rope, view)
+            return self.logits(hidden)
+        pending: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            pending = layer.fused(index, hidden, pending, rope, view)
+        assert pending is not None, "a decoder has a layer"
+        return self._scores(
+            self.kernels.add_rms_norm(hidden, pending, self.weights.final_norm, self.config.rms_norm_eps)
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token ``[T, V]`` fp32, from the output of the last layer."""
-        return self._scores(self.final_norm(hidden))
+        return self._scores(self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps))
 
     def _scores(self, normed: Tensor) -> Tensor:
-        return linear(normed, self.weights.lm_head).to(torch.float32)
+        return self.kernels.linear(normed, self.weights.lm_head, None).to(torch.float32)
 
 
-def _qk_norm(config: ModelConfig, weights: LayerWeights) -> RMSNorm | None:
+def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:
     """Head norms of q and k as one norm over ``[T, H+G, E]``, so that both cost one call."""
     if weights.q_norm is None or weights.k_norm is None:
-        return None
+        return HeadNorm(None, 0.0)
     per_head = torch.cat(
         (weights.q_norm.expand(config.num_heads, -1), weights.k_norm.expand(config.num_kv_heads, -1))
     )  # [H+G, E]
-    return RMSNorm(per_head, config.rms_norm_eps)
+    return HeadNorm(per_head, config.rms_norm_eps)

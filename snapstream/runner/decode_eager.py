@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from snapstream.cache.kv_cache import KVCache
+from snapstream.kernels.bound import RowPlaces
 from snapstream.layers.sampler import Sampled, sample
 from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
 from snapstream.models.decoder import Decoder
@@ -18,7 +19,7 @@ from snapstream.runner.views import RowsView
 
 
 class EagerDecode:
-    """Decode step over ``rows [B]`` of the persistent state; ``view`` is how it reaches the cache."""
+    """Decode step over ``rows [B]`` of the persistent state."""
 
     def __init__(
         self,
@@ -26,12 +27,11 @@ class EagerDecode:
         cache: KVCache,
         rows: Rows,
         sampling: SamplingState,
-        view: type[RowsView] = RowsView,
         queries: RecentQueries | None = None,
     ) -> None:
         """``queries`` keeps the last queries of every row, for rescoring; None where rows are not rescored."""
         self._decoder, self._cache, self._rows, self._sampling = decoder, cache, rows, sampling
-        self._view, self._queries = view, queries
+        self._queries = queries
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """Feed each row its last token and draw the next one; ``rows [B]`` int64."""
@@ -41,7 +41,8 @@ class EagerDecode:
         """First half: feed each of ``rows [B]`` its last token; scores of the next ``[B, V]`` fp32."""
         positions = self._rows.next_position[rows]  # [B]
         queries = None if self._queries is None else self._queries.of_step(rows, positions)
-        view = self._view(self._cache, rows, self._rows.slots(rows), self._rows.lengths(rows), queries)
+        places = RowPlaces(rows, self._rows.slots(rows), self._rows.lengths(rows))
+        view = RowsView(self._cache, self._decoder.kernels, places, queries)
         hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
         rope = self._decoder.rope(positions, positions + 1)
         return self._decoder.run(hidden, rope, view)

@@ -12,6 +12,7 @@ from time import perf_counter
 
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import EngineConfig
+from snapstream.kernels.bound import bind
 from snapstream.kernels.compile_cache import compile_folder
 from snapstream.layers.sampling_state import SamplingState
 from snapstream.models.decoder import Decoder
@@ -20,7 +21,6 @@ from snapstream.runner.decode_graph import GraphDecode, bucket_sizes
 from snapstream.runner.programs import Capturer, Compiler, ProgramMaker
 from snapstream.runner.rescoring import RecentQueries
 from snapstream.runner.rows import Rows
-from snapstream.runner.views import CompiledRowsView, RowsView
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ def make_decode(
         return EagerDecode(decoder, cache, rows, sampling, queries=queries)
     is_cuda = decoder.device.type == "cuda"
     maker: ProgramMaker = Capturer() if is_cuda else Compiler()
-    eager = EagerDecode(decoder, cache, rows, sampling, RowsView if is_cuda else CompiledRowsView, queries)
+    if not is_cuda:
+        decoder = Decoder(decoder.config, decoder.weights, bind(decoder.device, "compiled_cpu"))
+    eager = EagerDecode(decoder, cache, rows, sampling, queries)
     buckets = bucket_sizes(config.max_rows, decoder.device.type)
     graph = GraphDecode(eager, maker, buckets, cache.padding_row, decoder.config.vocab_size, decoder.device)
     _warm_up(graph, decoder, config, progress)

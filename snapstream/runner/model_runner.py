@@ -13,10 +13,9 @@ import torch
 from snapstream.cache import layout
 from snapstream.cache.kept import kept_bitmap, selected_positions
 from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.spec import KVSpec
 from snapstream.config import EngineConfig
 from snapstream.grammar import GrammarCompiler
-from snapstream.kernels import fp8
-from snapstream.kernels.dispatch import runs_triton
 from snapstream.kernels.prefill.choice import choose
 from snapstream.kernels.prefill.versions import Case
 from snapstream.layers.logprobs import prompt_logprobs
@@ -56,8 +55,8 @@ class ModelRunner:
         """``grammars`` is needed by requests that bring a grammar, and by no others; ``progress`` shows on stderr."""
         self.decoder, self.config = decoder, config
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
-        kv_dtype = fp8.DTYPE if config.kv_dtype == "fp8" else dtype
-        self.cache = KVCache(model, config.max_rows, config.budget.capacity, kv_dtype, device)
+        spec = KVSpec.of(model, config.dtype, config.kv_dtype)
+        self.cache = KVCache(spec, config.max_rows, config.budget.capacity, device, decoder.kernels)
         self.rows = Rows(config.max_rows, device)
         self.staging = StagingPool(model, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
@@ -69,7 +68,7 @@ class ModelRunner:
             queries = RecentQueries(model, config.max_rows, config.rescoring.num_queries, dtype, device)
             self._rescorer = Rescorer(self.cache, self.rows, queries, config.snapkv, config.rescoring)
         self._decode = make_decode(decoder, self.cache, self.rows, self.sampling, config, progress, queries)
-        if runs_triton(self.staging.k):
+        if decoder.kernels.version == "triton":
             warm_up_kernels(decoder, self.cache, self.staging, config, self.prefill_attention)
             if config.executor == "eager":  # captured decode has run before
                 with torch.inference_mode():

@@ -81,7 +81,7 @@ class Rescorer:
         votes: Tensor | None = None
         if kept is not None and queries is not None:
             window = queries[-self._config.num_queries :]
-            votes = prompt_votes(window, keys, kept, entry.budget, self._snapkv)  # [G, K]
+            votes = prompt_votes(window, keys, kept, entry.budget, self._snapkv, self._cache.kernels)  # [G, K]
         for row in entry.rows:  # a list of rows as an index would be sent to the device, and waited for
             own = self.votes[layer, row].zero_()  # [G, C]
             if votes is not None:

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from snapstream.cache.kv_cache import KVCache
-from snapstream.kernels import dispatch
-from snapstream.kernels.cpu import ops  # noqa: F401 - registers the operator below
+from snapstream.kernels.bound import CosSin, HeadNorm, Kernels, RowPlaces
 from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.layers.attention import FusingView
-from snapstream.layers.rope import CosSin
 
 
 class QuerySink(Protocol):
@@ -96,42 +95,11 @@ class StagingView:
 class RowsView(FusingView):
     """Attention of one new token per row against the row's visible slots."""
 
-    def __init__(
-        self, cache: KVCache, rows: Tensor, slots: Tensor, lengths: Tensor, queries: QuerySink | None = None
-    ) -> None:
+    def __init__(self, cache: KVCache, kernels: Kernels, places: RowPlaces, queries: QuerySink | None = None) -> None:
         """``queries`` keeps what rows will be rescored with; None where they are not."""
-        self._cache, self._queries = cache, queries
-        self._rows, self._slots, self._lengths = rows, slots, lengths  # [B]
+        self._cache, self._kernels, self._places, self._queries = cache, kernels, places, queries
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the token's slot, then attend: ``q [B, H, E]``, ``k, v [B, G, E]`` -> ``[B, H, E]``."""
-        self._keep(layer, q)
-        keys, values, scales = self._cache.k[layer], self._cache.v[layer], self._cache.scales(layer)
-        dispatch.write_slots(keys, values, k, v, self._rows, self._slots, scales)
-        return dispatch.decode_attention(q, keys, values, self._rows, self._lengths, scales)
-
-    def attend_heads(self, layer: int, heads: Tensor, head_norm: Tensor | None, eps: float, rope: CosSin) -> Tensor:
-        """The same from ``heads [B, H+2G, E]`` as projected: norm, rotation and write are one launch."""
-        keys, values, scales = self._cache.k[layer], self._cache.v[layer], self._cache.scales(layer)
-        q = dispatch.norm_rope_write(
-            heads, head_norm, eps, *rope, keys, values, self._rows, self._slots, scales
-        )  # [B, H, E]
-        self._keep(layer, q)
-        return dispatch.decode_attention(q, keys, values, self._rows, self._lengths, scales)
-
-    def _keep(self, layer: int, q: Tensor) -> None:
-        if self._queries is not None:
-            self._queries.put(layer, q)
-
-
-class CompiledRowsView(RowsView):
-    """The same as one operator per layer, which a compiled graph can hold (CPU)."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``RowsView.attend``."""
-        self._keep(layer, q)
-        out: Tensor = torch.ops.snapstream.attend_rows_cpu(
-            q, k, v, self._cache.k, self._cache.v, layer, self._rows, self._slots, self._lengths,
-            self._cache.k_scale, self._cache.v_scale,
-        )  # fmt: skip
-        return out
+    def attend_heads(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+        """Norm, rotate, write the token's slot, then attend: ``heads [B, H+2G, E]`` -> ``[B, H, E]``."""
+        keep = None if self._queries is None else partial(self._queries.put, layer)
+        return self._kernels.attend_rows(heads, norm, rope, self._cache.layer(layer), self._places, keep)

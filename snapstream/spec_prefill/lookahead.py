@@ -16,6 +16,7 @@ Greedy tokens make the scores deterministic: the same draft, text and settings g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,8 +24,10 @@ from torch import Tensor
 from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import KVBudget, SnapKVConfig
-from snapstream.kernels import dispatch
+from snapstream.cache.spec import KVSpec
+from snapstream.config import DType, KVBudget, SnapKVConfig
+from snapstream.kernels.bound import RowPlaces
+from snapstream.kernels.prefill.choice import automatic
 from snapstream.models.decoder import Decoder
 from snapstream.spec_prefill.importance import Importance
 from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings
@@ -87,7 +90,9 @@ def voting_pass(
 def _score_from_all_layers(decoder: Decoder, windows: Sequence[Tensor], settings: ScoringSettings) -> list[Tensor]:
     """Prefill each of ``windows [N]``, decode after all of them at once, then every layer's queries on its keys."""
     config, prompt_len, ahead, num = decoder.config, len(windows[0]), settings.look_ahead, len(windows)
-    cache = KVCache(config, num - 1, prompt_len + ahead, decoder.dtype, decoder.device)  # the padding row is the last
+    cache = KVCache(
+        _spec(decoder), num - 1, prompt_len + ahead, decoder.device, decoder.kernels
+    )  # the padding row, too
     queries = torch.empty(
         (config.num_layers, num, ahead, config.num_heads, config.head_dim), dtype=decoder.dtype, device=decoder.device
     )
@@ -114,7 +119,7 @@ def _score_from_all_layers(decoder: Decoder, windows: Sequence[Tensor], settings
 def draw_from_row(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> list[int]:
     """Greedy tokens after the prompt, decoded from a compressed row."""
     prompt_len, snapkv = len(ids), SnapKVConfig()
-    cache = KVCache(decoder.config, 0, ROW.capacity, decoder.dtype, decoder.device)
+    cache = KVCache(_spec(decoder), 0, ROW.capacity, decoder.device, decoder.kernels)
 
     def compress(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         write_rows(cache, layer, (0,), keys, values, queries, ROW, snapkv)
@@ -123,6 +128,10 @@ def draw_from_row(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> l
     window = min(snapkv.window_len, prompt_len)
     hidden = _prefill(decoder, ids, prompt_len, lambda layer: storage, window, compress, settings)
     return _decode(decoder, cache, hidden, prompt_len, layout.ring_start(ROW, prompt_len), ROW.capacity, settings)[0]
+
+
+def _spec(decoder: Decoder) -> KVSpec:
+    return KVSpec.of(decoder.config, cast(DType, str(decoder.dtype).removeprefix("torch.")))
 
 
 def _one_layer(decoder: Decoder, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -151,6 +160,7 @@ def _prefill(
     RoPE). Without ``wants_output`` the last layer ends with its keys and queries, and nothing is returned but zeros.
     """
     num_tokens, device = len(ids), decoder.device
+    attend = automatic(device, decoder.dtype, decoder.config.head_dim, decoder.config.group_size).attend
     step = settings.num_prefill_tokens(device.type)
     positions = torch.arange(num_tokens, device=device)
     seq_lens = (positions + 1).clamp(min=prompt_len)
@@ -169,10 +179,10 @@ def _prefill(
             if stop > num_tokens - num_queries:
                 tail.append(q[max(0, num_tokens - num_queries - start) :].clone())
             if layer < last_layer:
-                attended = dispatch.prefill_attention(q, keys[:, :stop], values[:, :stop])
+                attended = attend(q, keys[:, :stop], values[:, :stop])
                 hidden[own] = decoder.finish(layer, entering, attended)
             elif wants_output and stop == num_tokens:
-                attended = dispatch.prefill_attention(q[-1:], keys[:, :stop], values[:, :stop])
+                attended = attend(q[-1:], keys[:, :stop], values[:, :stop])
                 output = decoder.finish(layer, entering[-1:], attended)
         staged(layer, torch.cat(tail), keys[:, :num_tokens], values[:, :num_tokens])
     return output
@@ -210,10 +220,10 @@ def _decode(
         rope = decoder.rope(torch.full_like(rows, position), torch.full_like(rows, position + 1))
         hidden = decoder.embed(tokens)
         for layer in range(decoder.config.num_layers):
-            q, k, v = decoder.project(layer, hidden, rope)
-            if queries is not None:
-                queries[layer, :, ahead] = q
-            dispatch.write_slots(cache.k[layer], cache.v[layer], k, v, rows, slots)
-            attended = dispatch.decode_attention(q, cache.k[layer], cache.v[layer], rows, lengths)
+            block = decoder.layers[layer]
+            keep = None if queries is None else queries[layer, :, ahead].copy_
+            attended = decoder.kernels.attend_rows(
+                block.heads(hidden), block.head_norm, rope, cache.layer(layer), RowPlaces(rows, slots, lengths), keep
+            )
             hidden = decoder.finish(layer, hidden, attended)
     return drawn

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.spec import KVSpec
 from snapstream.config import DTYPE_BYTES, EngineConfig, KVBudget, RescoringConfig, SnapKVConfig
+from snapstream.kernels.bound import RowPlaces, bind
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.llm import LLM
 from snapstream.memory import engine_memory
@@ -163,26 +165,24 @@ def test_fp8_rows_are_refused_with_it() -> None:
 
 
 def test_fused_heads_leave_their_queries_too(tmp_path: Path) -> None:
-    """The view's way for Triton kernels, here with the plain ones, keeps what ``attend`` keeps."""
+    """What a rows view keeps are the queries that a prefill would attend with."""
     torch.manual_seed(0)
     folder = save(make_model("qwen3"), tmp_path)
     model = read_model_config(folder)
     decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
     rows, at = torch.tensor([2, 0]), torch.tensor([7, 3])
     hidden, rope = torch.randn(2, model.hidden_size), decoder.rope(at, at + 1)
-    kept = []
-    for fused in (False, True):
-        cache = KVCache(model, 3, 8, torch.float32, "cpu")
+    for version in ("cpu", "torch"):
+        cache = KVCache(KVSpec.of(model, "float32"), 3, 8, "cpu")
         queries = RecentQueries(model, 3, 4, torch.float32, "cpu")
-        view = RowsView(cache, rows, torch.tensor([1, 2]), torch.tensor([2, 3]), queries.of_step(rows, at))
+        places = RowPlaces(rows, torch.tensor([1, 2]), torch.tensor([2, 3]))
+        view = RowsView(cache, bind("cpu", version), places, queries.of_step(rows, at))
         own = decoder.layers[1]
-        if fused:
-            view.attend_heads(1, own.heads(hidden), *own.head_norm, rope)
-        else:
-            view.attend(1, *own.rotated(own.heads(hidden), rope))
-        kept.append(queries.buffer)
-    assert kept[0][1, 2, 3].any() and kept[0][1, 0, 3].any() and not kept[0][1, 1].any()
-    torch.testing.assert_close(kept[0], kept[1])
+        view.attend_heads(1, own.heads(hidden), own.head_norm, rope)
+        q, _, _ = own.rotated(own.heads(hidden), rope)
+        kept = queries.buffer
+        assert not kept[1, 1].any() and kept.count_nonzero() == q.numel()
+        torch.testing.assert_close(kept[1, rows, at % 4], q)
 
 
 @pytest.mark.parametrize("fields", [{"every": 0}, {"num_queries": 0}, {"memory": 1.5}, {"memory": -0.1}])

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.spec import KVSpec
 from snapstream.config import ModelConfig, RescoringConfig, SnapKVConfig
 from snapstream.draft_memory import DraftMemory, draft_memory
 from snapstream.kernels.scores import CHUNK
@@ -215,7 +216,7 @@ def test_plan_agrees_with_what_the_engine_allocates() -> None:
     plan = make_plan(config, dtype="float32", budgets=[64], memory_bytes=10**6, bandwidth=10**9)
     pool = StagingPool(config, plan.prompt_len, torch.float32, "cpu")
     assert plan.prefill.hidden_bytes + plan.prefill.staging_bytes == pool.num_bytes
-    assert KVCache(config, 5, 64, torch.float32, "cpu").num_bytes == 6 * plan.rows[1].row_bytes
+    assert KVCache(KVSpec.of(config, "float32"), 5, 64, "cpu").num_bytes == 6 * plan.rows[1].row_bytes
     assert SCORING_KEYS == CHUNK
 
 

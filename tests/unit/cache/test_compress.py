@@ -7,6 +7,7 @@ import torch
 
 from snapstream.cache.compress import kept_positions, write_rows
 from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.spec import KVSpec
 from snapstream.config import KVBudget, ModelConfig, SnapKVConfig
 
 MODEL = ModelConfig(
@@ -18,7 +19,7 @@ SNAPKV = SnapKVConfig(window_len=4, pool_kernel=3)
 
 
 def _cache() -> KVCache:
-    cache = KVCache(MODEL, num_rows=3, capacity=16, dtype=torch.float32, device="cpu")
+    cache = KVCache(KVSpec.of(MODEL, "float32"), num_rows=3, capacity=16, device="cpu")
     cache.k.fill_(float("nan"))  # poison: a slot that nobody wrote must never be read
     cache.v.fill_(float("nan"))
     return cache
