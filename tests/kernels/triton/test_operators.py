@@ -150,5 +150,5 @@ def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest
     assert calls["norm_rope_write"] >= steps * layers and calls["norm_rope_write"] % layers == 0
     assert calls["norm_rope"] == layers
     decoded = calls["norm_rope_write"] // layers
-    assert calls["add_rms_norm"] == decoded * 2 * layers
-    assert calls["rms_norm"] == decoded + 2 * layers + 1  # the first norm of a step; all norms of the prefill
+    assert calls["add_rms_norm"] == (2 * decoded + 1) * layers  # in a prefill the sum behind a layer stands alone
+    assert calls["rms_norm"] == decoded + layers + 1  # the first of a step; the first of a prefill's layers, its last
