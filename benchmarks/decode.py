@@ -19,7 +19,7 @@ from benchmarks.shapes import llama_folder, random_prompt
 from snapstream.cache.layout import row_bytes
 from snapstream.config import KVBudget
 from snapstream.llm import LLM
-from snapstream.memory import decode_weight_bytes
+from snapstream.plan.memory import decode_weight_bytes
 from snapstream.request import Request, SamplingParams
 
 

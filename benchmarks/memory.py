@@ -38,7 +38,7 @@ def measure(folder: str, prompt_len: int, part: int, chunk_len: int) -> dict[str
     from snapstream.cache.layout import row_bytes
     from snapstream.config import KVBudget
     from snapstream.llm import LLM
-    from snapstream.memory import prefill_memory
+    from snapstream.plan.memory import prefill_memory
     from snapstream.request import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0)

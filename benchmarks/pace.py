@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.gpu_suite.models import FILES
-from snapstream.chunking import resolve_chunking
 from snapstream.engine.pace import LEAST_TOKENS, job_chunk_len
-from snapstream.memory import decode_weight_bytes
 from snapstream.models.registry import model_config_from_dict
+from snapstream.plan.chunking import resolve_chunking
+from snapstream.plan.memory import decode_weight_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer, memory_of
-from snapstream.chunking import ChunkLen
 from snapstream.config import (
     DType,
     EngineConfig,
@@ -23,16 +21,18 @@ from snapstream.config import (
     SnapKVConfig,
     as_count,
 )
-from snapstream.conversation import as_conversation
-from snapstream.draft_memory import DraftMemory
-from snapstream.driver import Driver
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
-from snapstream.inputs import as_conversations, as_params, as_prompts
+from snapstream.engine.driver import Driver
 from snapstream.models.registry import read_model_config
+from snapstream.plan.chunking import ChunkLen
+from snapstream.plan.draft_memory import DraftMemory
 from snapstream.request import Request, RequestOutput, SamplingParams, Trim
+from snapstream.request.conversation import as_conversation
+from snapstream.request.inputs import as_conversations, as_params, as_prompts
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.startup import (
+from snapstream.start.build import build_runner, grammar_compiler, load_tokenizer, memory_of
+from snapstream.start.resolve import (
     DEFAULT_BUDGET,
     Budget,
     MaxRows,

@@ -10,9 +10,9 @@ from benchmarks.gpu_suite.models import GREEDY, decoder_of, make_runner, use_exe
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import random_prompt
-from snapstream.chunking import ChunkLen, resolve_chunking
 from snapstream.engine.core import Engine
 from snapstream.engine.pace import job_chunk_len
+from snapstream.plan.chunking import ChunkLen, resolve_chunking
 from snapstream.request import Request, SamplingParams
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, StepResult, UnitRange

@@ -11,8 +11,8 @@ from benchmarks.gpu_suite.models import decode_seconds, decoder_of, make_runner,
 from benchmarks.gpu_suite.suite import Bench, Figures
 from snapstream.cache.layout import num_visible, row_bytes
 from snapstream.config import KVDType, kv_dtype_bytes
-from snapstream.memory import decode_weight_bytes, engine_memory
 from snapstream.models.decoder import Decoder
+from snapstream.plan.memory import decode_weight_bytes, engine_memory
 
 
 def ceilings(bench: Bench) -> Figures:

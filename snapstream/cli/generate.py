@@ -24,8 +24,8 @@ from snapstream.cli.options import (
     parse_rows,
     whole_option,
 )
+from snapstream.plan.sizes import format_bytes
 from snapstream.request import RequestOutput, SamplingParams
-from snapstream.sizes import format_bytes
 
 if TYPE_CHECKING:
     from snapstream.llm import LLM, Prompt

@@ -10,7 +10,7 @@ import typer
 from snapstream.config import DType, Executor, KVDType, PrefillAttentionName, RescoringConfig
 
 if TYPE_CHECKING:
-    from snapstream.startup import Budget, MaxRows
+    from snapstream.start.resolve import Budget, MaxRows
 
 
 def whole_number(text: str) -> int:
@@ -70,7 +70,7 @@ NoWindows = Annotated[bool, typer.Option("--no-windows", help="Refuse texts that
 
 def parse_budget(text: str | None) -> Budget:
     """``"full"`` or a number of slots; whether a row can be that small is the engine's to say."""
-    from snapstream.startup import DEFAULT_BUDGET
+    from snapstream.start.resolve import DEFAULT_BUDGET
 
     if text is None:
         return DEFAULT_BUDGET

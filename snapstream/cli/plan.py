@@ -55,12 +55,12 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (bytes, tokens, tokens/s).")] = False,
 ) -> None:
     from snapstream.config import DTYPE_BYTES
-    from snapstream.draft_memory import draft_memory
     from snapstream.models.registry import read_model_config
-    from snapstream.planning import Here, make_plan
-    from snapstream.sizes import parse_bandwidth, parse_bytes
+    from snapstream.plan.draft_memory import draft_memory
+    from snapstream.plan.plan import Here, make_plan
+    from snapstream.plan.sizes import parse_bandwidth, parse_bytes
     from snapstream.spec_prefill.settings import ScoringSettings
-    from snapstream.startup import available_bytes, check_device
+    from snapstream.start.resolve import available_bytes, check_device
 
     if draft is None and draft_window_len is not None:
         raise ValueError(f"--draft-window-len is {draft_window_len}, and there is no draft; give one with --draft")
@@ -94,6 +94,6 @@ def plan(
         return
     from rich.console import Console
 
-    from snapstream.plan_report import print_plan
+    from snapstream.plan.report import print_plan
 
     print_plan(result, Console())

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
-from snapstream.chunking import ChunkLen
 from snapstream.config import (
     DType,
     EngineConfig,
@@ -25,10 +24,11 @@ from snapstream.config import (
     RescoringConfig,
     SnapKVConfig,
 )
-from snapstream.draft_memory import DraftMemory
+from snapstream.plan.chunking import ChunkLen
+from snapstream.plan.draft_memory import DraftMemory
 from snapstream.request import FinishReason, Logprob, Request
 from snapstream.server.engine_api import EngineStats, RequestDelta, SampleDelta
-from snapstream.startup import MaxRows
+from snapstream.start.resolve import MaxRows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from snapstream.assembly import load_tokenizer
 from snapstream.assets import TINY_MODEL
 from snapstream.config import DTYPE_BYTES
-from snapstream.draft_memory import DraftMemory, draft_memory
-from snapstream.memory import MAX_AUTO_ROWS
 from snapstream.models.registry import read_model_config
+from snapstream.plan.draft_memory import DraftMemory, draft_memory
+from snapstream.plan.memory import MAX_AUTO_ROWS
 from snapstream.server.app import make_app
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.front import Front
@@ -37,6 +36,7 @@ from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.server.tools.formats import ToolParser
 from snapstream.server.trimming import load_compressor
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings, scoring_of
+from snapstream.start.build import load_tokenizer
 
 if TYPE_CHECKING:
     from snapstream.spec_prefill.compressor import PromptCompressor

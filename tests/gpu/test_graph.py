@@ -17,9 +17,9 @@ from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.kernels.prefill.versions import VERSIONS, Case
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
-from snapstream.memory import engine_memory
 from snapstream.models.decoder import Decoder
 from snapstream.models.weights import DecoderWeights
+from snapstream.plan.memory import engine_memory
 from snapstream.request import SamplingParams
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_graph import GraphDecode

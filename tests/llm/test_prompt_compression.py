@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from snapstream import LLM, PromptCompression, PromptCompressor, SamplingParams, startup
+from snapstream import LLM, PromptCompression, PromptCompressor, SamplingParams
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import make_document
 from snapstream.spec_prefill.draft import Draft
@@ -104,7 +104,7 @@ def test_the_draft_is_there_before_memory_is_measured(monkeypatch: pytest.Monkey
     seen: list[str] = []
     load = Draft.load
     monkeypatch.setattr(Draft, "load", lambda *given, **named: seen.append("draft") or load(*given, **named))
-    monkeypatch.setattr(startup, "_free_bytes", lambda *given, **named: seen.append("memory") or 2**30)
+    monkeypatch.setattr("snapstream.start.resolve._free_bytes", lambda *given, **named: seen.append("memory") or 2**30)
     with LLM(TINY_MODEL, budget=64, max_rows="auto", max_model_len=512, progress=False, draft=TINY_MODEL):
         assert seen == ["draft", "memory"]
 

@@ -13,10 +13,10 @@ from snapstream.cache.kv_cache import KVCache
 from snapstream.config import DTYPE_BYTES, EngineConfig, KVBudget, RescoringConfig, SnapKVConfig
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.llm import LLM
-from snapstream.memory import engine_memory
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
+from snapstream.plan.memory import engine_memory
 from snapstream.request import SamplingParams
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.runner.rescoring import RecentQueries

@@ -40,7 +40,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
     [
         "import snapstream",
         "from snapstream import SamplingParams, KVBudget, SnapKVConfig, RequestOutput, __version__",
-        "import snapstream.cli, snapstream.planning, snapstream.plan_report, snapstream.cli.generate",
+        "import snapstream.cli, snapstream.plan.plan, snapstream.plan.report, snapstream.cli.generate",
         "import snapstream.models.registry, snapstream.cache.layout, snapstream.engine.core, snapstream.llm",
     ],
 )

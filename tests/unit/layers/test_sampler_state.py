@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from snapstream.layers.sampler import adjusted, sample
 from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
-from snapstream.memory import SAMPLING_BYTES, sampling_state_bytes
+from snapstream.plan.memory import SAMPLING_BYTES, sampling_state_bytes
 from snapstream.request import NUM_STOP_IDS, SamplingParams
 
 NUM_ROWS = 7

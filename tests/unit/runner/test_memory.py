@@ -17,20 +17,20 @@ import torch
 
 from snapstream.cli.__main__ import main
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, RescoringConfig, SnapKVConfig
-from snapstream.draft_memory import draft_memory
 from snapstream.kernels import dispatch
 from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.layers.logprobs import prompt_logprobs
-from snapstream.memory import FRAMEWORK_BYTES, EngineMemory
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import read_model_config
 from snapstream.models.weights import DecoderWeights
+from snapstream.plan.draft_memory import draft_memory
+from snapstream.plan.memory import FRAMEWORK_BYTES, EngineMemory
 from snapstream.request import SamplingParams
 from snapstream.runner import model_runner
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.spec_prefill.lookahead import scores_of_windows
 from snapstream.spec_prefill.settings import ScoringSettings
-from snapstream.startup import _memory_of
+from snapstream.start.resolve import _memory_of
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 from tests.live import LiveBytes
 

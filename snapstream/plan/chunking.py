@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from snapstream.config import DTYPE_BYTES, ModelConfig, as_count
-from snapstream.memory import chunk_bytes, decode_weight_bytes
 from snapstream.models.shapes import layer_parameters
+from snapstream.plan.memory import chunk_bytes, decode_weight_bytes
 
 ChunkLen = int | Literal["auto"]
 

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from snapstream import startup
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
-from snapstream.draft_memory import DraftMemory
-from snapstream.host_memory import HostMemory, host_memory
 from snapstream.kernels.cpu import native
 from snapstream.llm import LLM
-from snapstream.memory import MAX_AUTO_ROWS
 from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.models.shapes import num_parameters
-from snapstream.planning import make_plan
+from snapstream.plan.draft_memory import DraftMemory
+from snapstream.plan.host import HostMemory, host_memory
+from snapstream.plan.memory import MAX_AUTO_ROWS
+from snapstream.plan.plan import make_plan
 from snapstream.server.engine_worker import build
 from snapstream.server.messages import EngineSpec
 from snapstream.server.run import ServeOptions, _draft_memory
+from snapstream.start import resolve as startup
 
 GIB = 2**30
 LLAMA_1B = model_config_from_dict({

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from snapstream.cache.layout import num_visible, rescoring_bytes, row_bytes, token_bytes
-from snapstream.chunking import ChunkLen, resolve_chunking
 from snapstream.config import (
     DEFAULT_SINK,
     DEFAULT_WINDOW,
@@ -36,10 +35,18 @@ from snapstream.config import (
     SnapKVConfig,
     kv_dtype_bytes,
 )
-from snapstream.draft_memory import DraftMemory
 from snapstream.engine.pace import job_chunk_len
-from snapstream.memory import EngineMemory, PrefillMemory, auto_rows, decode_weight_bytes, engine_memory, prefill_memory
 from snapstream.models.shapes import num_parameters
+from snapstream.plan.chunking import ChunkLen, resolve_chunking
+from snapstream.plan.draft_memory import DraftMemory
+from snapstream.plan.memory import (
+    EngineMemory,
+    PrefillMemory,
+    auto_rows,
+    decode_weight_bytes,
+    engine_memory,
+    prefill_memory,
+)
 
 MAX_PLANNED_LEN = 131_072  # default prompt length where the model's window is longer
 DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of the prompt

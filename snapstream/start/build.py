@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snapstream.config import EngineConfig, ModelConfig
-from snapstream.draft_memory import DraftMemory, draft_memory
 from snapstream.grammar import GrammarCompiler
+from snapstream.plan.draft_memory import DraftMemory, draft_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,12 +7,13 @@ import dataclasses
 import pytest
 
 from benchmarks.pace import predict
-from snapstream import chunking, startup
-from snapstream.chunking import resolve_chunking
 from snapstream.config import EngineConfig, KVBudget, ModelConfig
 from snapstream.engine.pace import job_chunk_len, unit_work
-from snapstream.memory import chunk_bytes, decode_weight_bytes, prefill_memory
+from snapstream.plan import chunking
+from snapstream.plan.chunking import resolve_chunking
+from snapstream.plan.memory import chunk_bytes, decode_weight_bytes, prefill_memory
 from snapstream.request import SamplingParams
+from snapstream.start import resolve as startup
 from snapstream.step import JobSpec, PrefillEntry
 
 LLAMA_8B = ModelConfig(

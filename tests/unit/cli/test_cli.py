@@ -16,7 +16,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.models.registry import read_model_config
-from snapstream.startup import fit_rows
+from snapstream.start.resolve import fit_rows
 from tests.waiting import HANG_S
 
 SOURCE = Path(snapstream.__file__).parents[1]
@@ -89,7 +89,7 @@ def without_here(plan: dict[str, Any]) -> dict[str, Any]:
 def test_plan_shows_the_rows_that_auto_would_give_here(
     config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("snapstream.startup._free_bytes", lambda device, only_free: 64 * 2**20)
+    monkeypatch.setattr("snapstream.start.resolve._free_bytes", lambda device, only_free: 64 * 2**20)
     assert main(["plan", str(config_file), "--budget", "512", "--dtype", "float32", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     model = read_model_config(config_file)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Literal
 
-from snapstream.chunking import ChunkLen, resolve_chunking
 from snapstream.config import EngineConfig, Executor, KVBudget, ModelConfig, as_count
-from snapstream.draft_memory import DraftMemory
-from snapstream.host_memory import host_memory
-from snapstream.memory import EngineMemory, auto_rows, engine_memory
-from snapstream.sizes import format_bytes
+from snapstream.plan.chunking import ChunkLen, resolve_chunking
+from snapstream.plan.draft_memory import DraftMemory
+from snapstream.plan.host import host_memory
+from snapstream.plan.memory import EngineMemory, auto_rows, engine_memory
+from snapstream.plan.sizes import format_bytes
 
 MaxRows = int | Literal["auto"]
 Budget = KVBudget | int | str  # the only text is "full"

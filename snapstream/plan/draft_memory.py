@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from snapstream.cache.layout import row_bytes, token_bytes
 from snapstream.config import DEFAULT_WINDOW, ModelConfig
-from snapstream.memory import SCORING_KEYS, chunk_bytes
 from snapstream.models.shapes import num_parameters
+from snapstream.plan.memory import SCORING_KEYS, chunk_bytes
 from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings
 
 

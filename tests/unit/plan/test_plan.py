@@ -11,17 +11,17 @@ from rich.console import Console
 
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import ModelConfig, RescoringConfig, SnapKVConfig
-from snapstream.draft_memory import DraftMemory, draft_memory
 from snapstream.kernels.scores import CHUNK
-from snapstream.memory import FRAMEWORK_BYTES, SCORING_KEYS, prefill_memory
 from snapstream.models.registry import model_config_from_dict
-from snapstream.plan_report import print_plan
-from snapstream.planning import (
+from snapstream.plan.draft_memory import DraftMemory, draft_memory
+from snapstream.plan.memory import FRAMEWORK_BYTES, SCORING_KEYS, prefill_memory
+from snapstream.plan.plan import (
     Plan,
     decode_weight_bytes,
     default_budgets,
     make_plan,
 )
+from snapstream.plan.report import print_plan
 from snapstream.runner.staging import StagingPool
 from snapstream.spec_prefill.settings import ScoringSettings
 

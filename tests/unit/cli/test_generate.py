@@ -20,7 +20,7 @@ from snapstream.cli.generate import encode_prompt, read_prompt, stream_answer, s
 from snapstream.cli.options import parse_budget
 from snapstream.config import KVBudget
 from snapstream.request import Compression, FinishReason, RequestOutput, SampleOutput, SamplingParams, Timings
-from snapstream.startup import DEFAULT_BUDGET
+from snapstream.start.resolve import DEFAULT_BUDGET
 from tests.waiting import HANG_S
 
 SOURCE = Path(snapstream.__file__).parents[1]

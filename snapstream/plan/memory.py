@@ -21,8 +21,8 @@ from snapstream.config import (
     kv_dtype_bytes,
 )
 from snapstream.models.shapes import num_parameters
+from snapstream.plan.sizes import format_bytes
 from snapstream.request import MAX_LOGIT_BIAS, NUM_STOP_IDS
-from snapstream.sizes import format_bytes
 
 SCORING_KEYS = 4096  # keys that are scored at a time
 MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
