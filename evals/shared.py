@@ -32,7 +32,7 @@ class _SharedJob(PrefillJob):
 
     def __init__(self, runner: SharedRunner, spec: JobSpec) -> None:
         super().__init__(
-            spec, runner.decoder, runner.cache, runner.staging, runner.config.snapkv, runner.config.chunk_len,
+            spec, runner.decoder, runner.cache, runner.staging, runner.config.snapkv, runner.config.chunking.chunk_len,
             runner.prefill_attention,
             runner._rescorer,
         )  # fmt: skip

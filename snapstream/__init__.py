@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from snapstream.version import __version__
 
 if TYPE_CHECKING:
-    from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
+    from snapstream.config import EngineOptions, KVBudget, RescoringConfig, SnapKVConfig
     from snapstream.llm import LLM
     from snapstream.request import Grammar, RequestOutput, SamplingParams
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "EngineOptions",
     "Grammar",
     "KVBudget",
     "PromptCompression",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "EngineOptions": "snapstream.config",
     "Grammar": "snapstream.request",
     "KVBudget": "snapstream.config",
     "LLM": "snapstream.llm",

@@ -2,8 +2,8 @@
 
 For grouped-query attention that is a key and a value per kv head. For latent attention (DeepSeek) it is one latent for
 all heads: ``num_kv_heads`` is 1 and the values are the first ``value_dim`` numbers of the keys
-(``values_are_keys``), so they take no bytes of their own. Storage (``kv_cache.py``), staging, compression, rescoring and
-``plan`` ask this object; nothing else multiplies heads by sizes.
+(``values_are_keys``), so they take no bytes of their own. Storage (``kv_cache.py``), staging, compression, rescoring
+and ``plan`` ask this object; nothing else multiplies heads by sizes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ class KVSpec:
     def token_size(self) -> int:
         """Numbers that one layer keeps of one token."""
         return self.num_kv_heads * (self.key_dim + (0 if self.values_are_keys else self.value_dim))
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of one token's keys in one layer."""
+        return self.num_kv_heads * self.key_dim
 
     @property
     def number_bytes(self) -> int:

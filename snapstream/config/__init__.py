@@ -1,7 +1,8 @@
 """Every setting of the system as a frozen dataclass, validated once. No torch here.
 
-``cache.py``: what a row holds and how it is chosen; ``model.py``: the shape of a decoder; ``engine.py``: how both are
-run; ``values.py``: dtypes, and how single values are checked.
+``cache.py``: what a row holds and how it is chosen; ``model.py``: the shape of a decoder; ``options.py``: what a user
+may say about an engine; ``engine.py``, ``chunking.py``: what it was decided to be; ``registry.py``: things that are
+chosen by name; ``values.py``: dtypes, and how single values are checked.
 """
 
 from snapstream.config.cache import (
@@ -15,8 +16,10 @@ from snapstream.config.cache import (
     SnapKVConfig,
     SoftmaxOver,
 )
-from snapstream.config.engine import EXECUTORS, EngineConfig, Executor, PrefillAttentionName
+from snapstream.config.chunking import Chunking
+from snapstream.config.engine import EXECUTORS, EngineConfig, PrefillAttentionName
 from snapstream.config.model import ModelConfig, RopeConfig, RopeKind
+from snapstream.config.options import AutoCount, Budget, EngineOptions
 from snapstream.config.values import DTYPE_BYTES, KV_DTYPES, DType, KVDType, as_count, as_number, kv_dtype_bytes
 
 __all__ = [
@@ -25,9 +28,12 @@ __all__ = [
     "DTYPE_BYTES",
     "EXECUTORS",
     "KV_DTYPES",
+    "AutoCount",
+    "Budget",
+    "Chunking",
     "DType",
     "EngineConfig",
-    "Executor",
+    "EngineOptions",
     "GroupReduce",
     "KVBudget",
     "KVDType",

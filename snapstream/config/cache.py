@@ -113,6 +113,11 @@ class SnapKVConfig:
             f"group_reduce is {self.group_reduce!r}; it must be 'sum' or 'max'",
         )
 
+    @property
+    def needs_all_queries(self) -> bool:
+        """True when selection needs the queries of the whole prompt."""
+        return self.num_hops > 0
+
     def num_queries(self, prompt_len: int) -> int:
         """How many of the last queries of a prompt selection needs."""
         return min(self.window_len, prompt_len) if self.num_hops == 0 else prompt_len

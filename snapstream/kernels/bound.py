@@ -1,7 +1,7 @@
 """The functions that a layer and a cache call on one device, bound once when an engine is loaded.
 
-``bind`` makes the object; it is handed to the decoder, the cache and the views, which call its fields and never ask what
-device they are on. ``reference.py`` holds the meaning of every field, in plain PyTorch.
+``bind`` makes the object; it is handed to the decoder, the cache and the views, which call its fields and never ask
+what device they are on. ``reference.py`` holds the meaning of every field, in plain PyTorch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shapes of a decoder's stacked weights, and how many numbers they are. Integer arithmetic only, no torch.
+"""Shapes of a decoder's stacked weights, how many numbers they are, and their bytes. Integer arithmetic only, no torch.
 
 One entry per role, ``[L, out, in]`` where the role repeats in every layer. ``weights.py`` allocates these
 shapes, ``loader.py`` fills them, and ``snapstream plan`` counts their bytes from a config.json alone.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from snapstream.config import ModelConfig
+from snapstream.config import DTYPE_BYTES, ModelConfig
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -50,3 +50,14 @@ def layer_parameters(config: ModelConfig) -> int:
 def num_parameters(config: ModelConfig) -> int:
     """How many numbers a checkpoint of this config holds; a tied embedding counts once."""
     return sum(prod(shape) for shape in weight_shapes(config).values())
+
+
+def weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of the stored weights: the one place that multiplies parameters by a size."""
+    return num_parameters(config) * DTYPE_BYTES[dtype]
+
+
+def decode_weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of the weights that a decode step must read: all but an untied embedding table (a line per row)."""
+    lookup = 0 if config.tie_word_embeddings else prod(weight_shapes(config)["embed"])
+    return weight_bytes(config, dtype) - lookup * DTYPE_BYTES[dtype]

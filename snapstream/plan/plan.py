@@ -14,39 +14,23 @@ Everything follows from the config's integers, so the figures are bounds, not me
 * tokens per second at most: ``B bandwidth / (weights read + B visible row bytes)``. A step reads every weight
   once (an untied embedding table is left out: B lines of it) and the visible slots of every row once.
 
-``plan_report.py`` prints a ``Plan`` for people; ``Plan.as_dict`` is what ``snapstream plan --json`` prints.
+``report.py`` prints a ``Plan`` for people; ``Plan.as_dict`` is what ``snapstream plan --json`` prints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from snapstream.cache.layout import num_visible, rescoring_bytes, row_bytes, token_bytes
-from snapstream.config import (
-    DEFAULT_SINK,
-    DEFAULT_WINDOW,
-    DTYPE_BYTES,
-    KVBudget,
-    KVDType,
-    ModelConfig,
-    RescoringConfig,
-    SnapKVConfig,
-    kv_dtype_bytes,
-)
+from snapstream.cache.layout import num_visible
+from snapstream.cache.spec import KVSpec
+from snapstream.config import DEFAULT_SINK, DEFAULT_WINDOW, EngineOptions, KVBudget, KVDType, ModelConfig
 from snapstream.engine.pace import job_chunk_len
-from snapstream.models.shapes import num_parameters
-from snapstream.plan.chunking import ChunkLen, resolve_chunking
+from snapstream.models.shapes import decode_weight_bytes, num_parameters
 from snapstream.plan.draft_memory import DraftMemory
-from snapstream.plan.memory import (
-    EngineMemory,
-    PrefillMemory,
-    auto_rows,
-    decode_weight_bytes,
-    engine_memory,
-    prefill_memory,
-)
+from snapstream.plan.fit import auto_rows, engine_config, snapkv_of
+from snapstream.plan.memory import EngineMemory, PrefillMemory, engine_memory, prefill_memory
 
 MAX_PLANNED_LEN = 131_072  # default prompt length where the model's window is longer
 DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of the prompt
@@ -58,6 +42,14 @@ class Here:
 
     device: str
     free_bytes: int  # now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The GPU that is planned for, by default one of 80 GiB."""
+
+    memory_bytes: int = 80 * 2**30
+    bandwidth_bytes_per_s: int = 3_350_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,106 +109,119 @@ def _check_len(name: str, value: int, limit: int, of_what: str) -> None:
         raise ValueError(f"{name} is {value}; it must be from 1 to {limit} ({of_what})")
 
 
-def make_plan(
-    config: ModelConfig,
-    *,
-    dtype: str = "bfloat16",
-    kv_dtype: KVDType = "auto",
-    budgets: Sequence[int] = (),
-    prompt_len: int | None = None,
-    max_model_len: int | None = None,
-    chunk_len: ChunkLen = "auto",
-    memory_bytes: int,
-    bandwidth: int,
-    here: Here | None = None,
-    snapkv: SnapKVConfig | None = None,
-    rescoring: RescoringConfig | None = None,
-    draft: DraftMemory | None = None,
-) -> Plan:
-    """Cost of full rows and of each budget (slots); without budgets, of the default table.
+class _Planner:
+    """What the lines of a plan share: a model, options, the lengths of a prompt and of a full row."""
 
-    ``prompt_len`` defaults to the model's window, at most 131,072; ``max_model_len``, the capacity of a full
-    row, to ``prompt_len``. ``rescoring`` holds for the rows of budgets; full rows have nothing to choose again.
-    """
-    snapkv = snapkv or SnapKVConfig()
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
-    if prompt_len is None:
-        prompt_len = min(max_model_len or config.max_position, config.max_position, MAX_PLANNED_LEN)
-    _check_len("prompt_len", prompt_len, config.max_position, "the model's window")
-    if max_model_len is None:
-        max_model_len = prompt_len
-    _check_len("max_model_len", max_model_len, config.max_position, "the model's window")
-    _check_len("prompt_len", prompt_len, max_model_len, "max_model_len")
-    if chunk_len != "auto":
-        _check_len("chunk_len", chunk_len, config.max_position, "the model's window")
-    size, kv_size = DTYPE_BYTES[dtype], kv_dtype_bytes(dtype, kv_dtype)
-    chunking = resolve_chunking(config, dtype=dtype, device="cuda", chunk_len=chunk_len)
-    own_chunk_len = job_chunk_len(chunking, prompt_len)
-    prefill = prefill_memory(
-        config, prompt_len, chunk_len=own_chunk_len, dtype_bytes=size, window_len=snapkv.window_len,
-        num_hops=snapkv.num_hops,
-    )  # fmt: skip
-    weights = num_parameters(config) * size
-    step_weights = decode_weight_bytes(config, size)
+    def __init__(
+        self,
+        model: ModelConfig,
+        options: EngineOptions,
+        prompt_len: int,
+        max_model_len: int,
+        gpu: Device,
+        here: Here | None,
+        draft: DraftMemory | None,
+    ) -> None:
+        self.model, self.options, self.gpu, self.here = model, options, gpu, here
+        self.prompt_len, self.max_model_len = prompt_len, max_model_len
+        self.spec = KVSpec.of(model, options.dtype, options.kv_dtype)
+        self._reserved_bytes = 0 if draft is None else draft.total_bytes
 
-    def engine(  # memory and bandwidth are a GPU's by default
-        capacity: int, rescoring: RescoringConfig | None, device: str = "cuda"
-    ) -> EngineMemory:
-        own = resolve_chunking(config, dtype=dtype, device=device, chunk_len=chunk_len).chunk_len
-        return engine_memory(
-            config, capacity, max_model_len, chunk_len=own, dtype=dtype, device=device, kv_dtype=kv_dtype,
-            window_len=snapkv.window_len, num_hops=snapkv.num_hops, rescoring=rescoring,
-            reserved_bytes=0 if draft is None else draft.total_bytes,
-        )  # fmt: skip
+    def budgets(self, given: Sequence[int]) -> list[KVBudget]:
+        """Of the table's lines but the first."""
+        window_len = snapkv_of(self.options).window_len
+        budgets = [KVBudget.of(slots, window_len=window_len) for slots in given or default_budgets(self.prompt_len)]
+        if self.options.rescoring is not None:
+            for budget in budgets:
+                self.options.rescoring.check_budget(budget)
+        return budgets
 
-    full_bytes = row_bytes(config, max_model_len, kv_size)
+    def memory(self, budget: KVBudget, device: str = "cuda") -> EngineMemory:
+        """Of an engine with such rows, on a GPU by default. Full rows have nothing to rescore."""
+        options = self.options if budget.num_topk else replace(self.options, rescoring=None)
+        config = engine_config(
+            self.model, options, budget, self.max_model_len, device=device, reserved_bytes=self._reserved_bytes
+        )
+        return engine_memory(self.model, config)
 
-    def row_plan(name: str, capacity: int, rescoring: RescoringConfig | None) -> RowPlan:
-        of_row = row_bytes(config, capacity, kv_size) + rescoring_bytes(config, rescoring, capacity, size)
-        visible = num_visible(prompt_len, capacity)
-        read = row_bytes(config, visible, kv_size)
-        max_rows = max(0, engine(capacity, rescoring).rows_that_fit(memory_bytes))
+    def row(self, name: str, budget: KVBudget) -> RowPlan:
+        """A line of the table."""
+        memory, here = self.memory(budget), self.here
+        visible = num_visible(self.prompt_len, budget.capacity)
+        read, weights = self.spec.row_bytes(visible), decode_weight_bytes(self.model, self.options.dtype)
+        max_rows, bandwidth = max(0, memory.rows_that_fit(self.gpu.memory_bytes)), self.gpu.bandwidth_bytes_per_s
         return RowPlan(
             name=name,
-            capacity=capacity,
+            capacity=budget.capacity,
             visible_slots=visible,
-            row_bytes=of_row,
-            full_fraction=of_row / full_bytes,
+            row_bytes=memory.row_bytes,
+            full_fraction=memory.row_bytes / self.spec.row_bytes(self.max_model_len),
             max_rows=max_rows,
-            tokens_per_s_one=bandwidth / (step_weights + read),
-            tokens_per_s_max=max_rows * bandwidth / (step_weights + max_rows * read),
-            rows_here=None if here is None else auto_rows(engine(capacity, rescoring, here.device), here.free_bytes),
+            tokens_per_s_one=bandwidth / (weights + read),
+            tokens_per_s_max=max_rows * bandwidth / (weights + max_rows * read),
+            rows_here=None if here is None else auto_rows(self.memory(budget, here.device), here.free_bytes),
         )
 
-    of_full = engine(max_model_len, None)
-    rows = [KVBudget.of(capacity, window_len=snapkv.window_len) for capacity in budgets or default_budgets(prompt_len)]
-    if rescoring is not None:
-        for budget in rows:
-            rescoring.check_budget(budget)
+
+def _lengths(model: ModelConfig, options: EngineOptions, prompt_len: int | None) -> tuple[int, int]:
+    """Of the prompt, and of a full row."""
+    window, max_model_len = model.max_position, options.max_model_len
+    if prompt_len is None:
+        prompt_len = min(max_model_len or window, window, MAX_PLANNED_LEN)
+    _check_len("prompt_len", prompt_len, window, "the model's window")
+    if max_model_len is None:
+        max_model_len = prompt_len
+    _check_len("max_model_len", max_model_len, window, "the model's window")
+    _check_len("prompt_len", prompt_len, max_model_len, "max_model_len")
+    if options.chunk_len != "auto":
+        _check_len("chunk_len", options.chunk_len, window, "the model's window")
+    return prompt_len, max_model_len
+
+
+def make_plan(
+    model: ModelConfig,
+    options: EngineOptions | None = None,
+    *,
+    budgets: Sequence[int] = (),
+    prompt_len: int | None = None,
+    gpu: Device | None = None,
+    here: Here | None = None,
+    draft: DraftMemory | None = None,
+) -> Plan:
+    """Cost of full rows and of each of ``budgets`` (slots); without budgets, of the default table.
+
+    ``prompt_len`` defaults to the model's window, at most 131,072; ``options.max_model_len``, the capacity of a full
+    row, to ``prompt_len``. The options' own budget, rows and device are not looked at: the lines are for ``gpu``, and
+    beside them for ``here``. Rescoring holds for the rows of budgets; full rows have nothing to choose again.
+    """
+    options, gpu = options or EngineOptions(dtype="bfloat16"), gpu or Device()
+    prompt_len, max_model_len = _lengths(model, options, prompt_len)
+    planner = _Planner(model, options, prompt_len, max_model_len, gpu, here, draft)
+    full = KVBudget.full(max_model_len)
+    chunking = engine_config(model, replace(options, rescoring=None), full, max_model_len, device="cuda").chunking
+    chunk_len = job_chunk_len(chunking, prompt_len)
+    prefill = prefill_memory(model, prompt_len, chunk_len=chunk_len, dtype=options.dtype, snapkv=snapkv_of(options))
+    of_full = planner.memory(full)
     return Plan(
-        architecture=config.architecture,
-        num_parameters=num_parameters(config),
-        dtype=dtype,
-        kv_dtype=kv_dtype,
+        architecture=model.architecture,
+        num_parameters=num_parameters(model),
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
         prompt_len=prompt_len,
         max_model_len=max_model_len,
-        chunk_len=own_chunk_len,
+        chunk_len=chunk_len,
         short_chunk_len=chunking.chunk_len,
         here=here,
-        memory_bytes=memory_bytes,
-        bandwidth_bytes_per_s=bandwidth,
-        weight_bytes=weights,
-        token_bytes=token_bytes(config, kv_size),
+        memory_bytes=gpu.memory_bytes,
+        bandwidth_bytes_per_s=gpu.bandwidth_bytes_per_s,
+        weight_bytes=of_full.weight_bytes,
+        token_bytes=planner.spec.token_bytes(),
         prefill=prefill,
         prefill_pool_bytes=of_full.staging_bytes + of_full.transient_bytes + of_full.query_bytes,
-        all_layers_staging_bytes=config.num_layers * prefill.staging_bytes,
+        all_layers_staging_bytes=model.num_layers * prefill.staging_bytes,
         draft=draft,
         rows=(
-            row_plan("full", max_model_len, None),
-            *(
-                row_plan(str(budget.capacity), budget.capacity, rescoring if budget.num_topk else None)
-                for budget in rows
-            ),
+            planner.row("full", full),
+            *(planner.row(str(budget.capacity), budget) for budget in planner.budgets(budgets)),
         ),
     )

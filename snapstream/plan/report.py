@@ -1,4 +1,4 @@
-"""Prints a ``Plan`` for people: fixed costs, then a line per kind of row. Arithmetic: ``planning.py``."""
+"""Prints a ``Plan`` for people: fixed costs, then a line per kind of row. Arithmetic: ``plan.py``."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import torch
 from snapstream.cache import layout
 from snapstream.cache.kept import kept_bitmap, selected_positions
 from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.spec import KVSpec
 from snapstream.config import EngineConfig
 from snapstream.grammar import GrammarCompiler
 from snapstream.kernels import fp8
@@ -121,7 +122,7 @@ class ModelRunner:
             self.cache,
             self.staging,
             self.config.snapkv,
-            self.config.chunk_len,
+            self.config.chunking.chunk_len,
             self.prefill_attention,
             self._rescorer,
         )
@@ -166,14 +167,14 @@ class ModelRunner:
     def _compression(self, prompt: PromptProgress) -> Compression:
         model, budget = self.decoder.config, prompt.entry.budget
         kept = layout.num_visible(prompt.prompt_len, budget.capacity)
-        size = self.config.kv_bytes
+        spec = KVSpec.of(model, self.config.dtype, self.config.kv_dtype)
         is_bitmap = prompt.entry.sampling.return_kept == "bitmap"
         return Compression(
             prompt_tokens=prompt.prompt_len,
             kept_tokens=kept,
             evicted_tokens=prompt.prompt_len - kept,
-            row_bytes=layout.row_bytes(model, budget.capacity, size),
-            full_bytes=layout.row_bytes(model, prompt.prompt_len, size),
+            row_bytes=spec.row_bytes(budget.capacity),
+            full_bytes=spec.row_bytes(prompt.prompt_len),
             compress_ms=0.0,
             kept_positions=selected_positions(prompt.kept, budget) if prompt.kept and not is_bitmap else None,
             kept_bitmap=kept_bitmap(prompt.kept, prompt.prompt_len) if prompt.kept and is_bitmap else None,

@@ -50,10 +50,10 @@ def warm_up_kernels(
         cache,
         staging,
         config.snapkv,
-        config.chunk_len,
+        config.chunking.chunk_len,
         attention,
     )
-    for unit in range(job.spec.num_chunks(config.chunk_len)):
+    for unit in range(job.spec.num_chunks(config.chunking.chunk_len)):
         job.run_unit(unit)
     decoder.logits(job.last_hidden())
     logger.info("kernels of prefill and compression are ready after %.1f s", perf_counter() - began)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, SnapKVConfig
 from snapstream.kernels import reference
 from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.models.decoder import Decoder
@@ -47,7 +47,11 @@ def rows_after(
 ) -> tuple[Tensor, list[int]]:
     """Keys of all rows and the first tokens, after a job of prompts of these lengths."""
     config = EngineConfig(
-        budget=BUDGET, max_model_len=256, max_rows=len(lengths), chunk_len=chunk_len, snapkv=SnapKVConfig(window_len=8)
+        budget=BUDGET,
+        max_model_len=256,
+        max_rows=len(lengths),
+        chunking=Chunking(chunk_len=chunk_len),
+        snapkv=SnapKVConfig(window_len=8),
     )
     runner = ModelRunner(Decoder(MODEL, DecoderWeights.random(MODEL, torch.float32, "cpu", seed=0)), config)
     runner.prefill_attention = replace(

@@ -116,12 +116,10 @@ def test_what_is_allocated_is_what_is_counted(tmp_path: Path) -> None:
     decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
     config = EngineConfig(budget=budget, snapkv=snapkv, rescoring=rescoring, max_model_len=120, max_rows=3)
     runner = ModelRunner(decoder, config)
-    memory = engine_memory(
-        model, budget.capacity, 120, max_rows=3, chunk_len=16, dtype="float32", device="cpu", rescoring=rescoring
-    )
+    memory = engine_memory(model, config)
     assert runner._rescorer is not None
     assert memory.row_bytes * 4 == runner.cache.num_bytes + runner._rescorer.num_bytes  # the padding row is one of them
-    plain = engine_memory(model, budget.capacity, 120, max_rows=3, chunk_len=16, dtype="float32", device="cpu")
+    plain = engine_memory(model, replace(config, rescoring=None))
     assert plain.row_bytes * 4 == runner.cache.num_bytes
     assert DTYPE_BYTES["float32"] * runner._rescorer._queries.buffer.numel() == runner._rescorer._queries.num_bytes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.spec import KVSpec
 from snapstream.config import KVBudget, ModelConfig, SnapKVConfig
 from snapstream.kernels import fp8
 from tests.unit.cache.test_compress import BUDGET, MODEL, SNAPKV
@@ -66,12 +66,13 @@ def test_a_new_owner_brings_new_scales() -> None:
 
 
 def test_bytes_are_counted_with_the_scales() -> None:
+    narrow = KVSpec.of(MODEL, "float32", "fp8")
     for rows, capacity in ((3, 16), (1, 100)):
         cache = KVCache(MODEL, rows, capacity, fp8.DTYPE, "cpu")
-        assert cache.num_bytes == (rows + 1) * layout.row_bytes(MODEL, capacity, 1)
-        assert layout.row_bytes(MODEL, capacity, 1) == 2 * 2 * 2 * (capacity * 4 + 4)
+        assert cache.num_bytes == (rows + 1) * narrow.row_bytes(capacity)
+        assert narrow.row_bytes(capacity) == 2 * 2 * 2 * (capacity * 4 + 4)
         wide = KVCache(MODEL, rows, capacity, torch.float32, "cpu")
-        assert wide.num_bytes == (rows + 1) * layout.row_bytes(MODEL, capacity, 4)
+        assert wide.num_bytes == (rows + 1) * KVSpec.of(MODEL, "float32").row_bytes(capacity)
 
 
 def test_model_of_the_bytes() -> None:
@@ -79,4 +80,5 @@ def test_model_of_the_bytes() -> None:
         architecture="LlamaForCausalLM", vocab_size=8, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
         head_dim=128, intermediate_size=8, max_position=131072,
     )  # fmt: skip
-    assert layout.row_bytes(llama, 8192, 1) == 2**29 + 32 * 8 * 2 * 4  # half of a bf16 row, and 2 KiB
+    row_bytes = KVSpec.of(llama, "bfloat16", "fp8").row_bytes(8192)
+    assert row_bytes == 2**29 + 32 * 8 * 2 * 4  # half of a bf16 row, and 2 KiB

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from snapstream.cli.__main__ import main
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, RescoringConfig, SnapKVConfig
+from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, RescoringConfig, SnapKVConfig
 from snapstream.kernels import dispatch
 from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.layers.logprobs import prompt_logprobs
@@ -24,13 +24,12 @@ from snapstream.models.decoder import Decoder
 from snapstream.models.registry import read_model_config
 from snapstream.models.weights import DecoderWeights
 from snapstream.plan.draft_memory import draft_memory
-from snapstream.plan.memory import FRAMEWORK_BYTES, EngineMemory
+from snapstream.plan.memory import FRAMEWORK_BYTES, EngineMemory, engine_memory
 from snapstream.request import SamplingParams
 from snapstream.runner import model_runner
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.spec_prefill.lookahead import scores_of_windows
 from snapstream.spec_prefill.settings import ScoringSettings
-from snapstream.start.resolve import _memory_of
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 from tests.live import LiveBytes
 
@@ -47,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
     "fp8": {"kv_dtype": "fp8"},
     "rescoring": {"rescoring": RescoringConfig(every=40)},
-    "hops": {"snapkv": SnapKVConfig(num_hops=1)},
+    "hops": {"snapkv": SnapKVConfig(num_hops=4)},
 }
 
 
@@ -88,11 +87,12 @@ def test_plan_and_engine_agree(
     model: ModelConfig, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = EngineConfig(
-        budget=KVBudget.of(SLOTS), max_model_len=LENGTH, max_rows=ROWS, chunk_len=CHUNK, short_len=CHUNK,
+        budget=KVBudget.of(SLOTS), max_model_len=LENGTH, max_rows=ROWS,
+        chunking=Chunking(chunk_len=CHUNK, short_len=CHUNK),
         **{"dtype": "bfloat16", **CASES[case]},
     )  # fmt: skip
     static, peak = measured(model, config, monkeypatch)
-    planned = _memory_of(model, replace(config, device="cuda"))
+    planned = engine_memory(model, replace(config, device="cuda"))
     at_start = planned.weight_bytes + planned.staging_bytes + (ROWS + 1) * (planned.row_bytes + planned.state_bytes)
     assert at_start == pytest.approx(static, rel=1e-3)
     assert planned.total_bytes - FRAMEWORK_BYTES == pytest.approx(peak, rel=0.03)
@@ -103,7 +103,7 @@ def test_plan_and_engine_agree(
 
 def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """``snapstream plan`` for a device that holds just what the engine needs."""
-    options = {"fp32": ["--dtype", "float32"], "fp8": ["--kv-dtype", "fp8"], "hops": ["--hops", "1"],
+    options = {"fp32": ["--dtype", "float32"], "fp8": ["--kv-dtype", "fp8"], "hops": ["--selector", "hops"],
                "rescoring": ["--rescore-every", "40"]}  # fmt: skip
     arguments = ["plan", str(folder), "--json", "--budget", str(SLOTS), "--max-model-len", str(LENGTH)]
     arguments += ["--chunk-len", str(CHUNK), "--memory", f"{planned.total_bytes}B", *options.get(case, [])]
@@ -143,6 +143,6 @@ def test_a_draft_takes_what_the_plan_says(settings: ScoringSettings, tmp_path: P
         before = live.peak = live.now
         for _ in scores_of_windows(decoder, [[5] * window] * 3, settings):
             pass
-    planned = draft_memory(model, settings, dtype_bytes=4, device="cpu")
+    planned = draft_memory(model, settings, dtype="float32", device="cpu")
     assert planned.weight_bytes == pytest.approx(before, rel=0.01)
     assert live.peak - before <= planned.working_bytes <= 1.5 * (live.peak - before)
