@@ -25,7 +25,8 @@ from evals.score import found, found_after_first, mean_and_error
 from evals.shared import generate_shared
 from evals.tasks import TASKS, Item, make_items
 from snapstream.cache import layout
-from snapstream.config import KVDType, kv_dtype_bytes
+from snapstream.cache.spec import KVSpec
+from snapstream.config import KVDType
 from snapstream.llm import LLM
 
 RESULTS = Path(os.environ.get("EVALS_RESULTS", Path(__file__).parent / "results"))
@@ -179,7 +180,7 @@ def run_group(cells: Sequence[Cell]) -> None:
         counters = {
             "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
             "mean_evicted_tokens": sum(evicted) / len(prompts),
-            "row_bytes": layout.row_bytes(model, capacity, kv_dtype_bytes("float32", cell.kv_dtype)),
+            "row_bytes": KVSpec.of(model, "float32", cell.kv_dtype).row_bytes(capacity),
             "cells_of_this_prefill": len(cells),
         }
         cell.write(judge(chat, items, own) | counters, seconds)

@@ -14,7 +14,7 @@ from snapstream.version import __version__
 if TYPE_CHECKING:
     from snapstream.cache.selectors.hops import Hops
     from snapstream.cache.selectors.snapkv import SnapKV
-    from snapstream.config import KVBudget, RescoringConfig, Selector
+    from snapstream.config import EngineOptions, KVBudget, RescoringConfig, Selector
     from snapstream.llm import LLM
     from snapstream.request import Grammar, RequestOutput, SamplingParams
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "EngineOptions",
     "Grammar",
     "Hops",
     "KVBudget",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "EngineOptions": "snapstream.config",
     "Grammar": "snapstream.request",
     "Hops": "snapstream.cache.selectors.hops",
     "KVBudget": "snapstream.config",

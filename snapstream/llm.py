@@ -11,43 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
-from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer, memory_of
-from snapstream.chunking import ChunkLen
-from snapstream.config import (
-    DEFAULT_SELECTOR,
-    DType,
-    EngineConfig,
-    Executor,
-    KVBudget,
-    KVDType,
-    PrefillAttentionName,
-    RescoringConfig,
-    Selector,
-    as_count,
-    make_selector,
-)
-from snapstream.conversation import as_conversation
-from snapstream.draft_memory import DraftMemory
-from snapstream.driver import Driver
+from snapstream.config import Budget, EngineOptions, KVBudget, Selector, make_selector
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
-from snapstream.inputs import as_conversations, as_params, as_prompts
+from snapstream.engine.driver import Driver
 from snapstream.models.registry import read_model_config
+from snapstream.plan.draft_memory import DraftMemory
 from snapstream.request import Request, RequestOutput, SamplingParams, Trim
+from snapstream.request.conversation import as_conversation
+from snapstream.request.inputs import as_conversations, as_params, as_prompts
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.startup import (
-    DEFAULT_BUDGET,
-    Budget,
-    MaxRows,
-    check_device,
-    check_executor,
-    check_kv_dtype,
-    check_prefill_attention,
-    cut_prefill,
-    fit_rows,
-    resolve_budget,
-    resolve_executor,
-)
+from snapstream.start.build import build_runner, grammar_compiler, load_compressor, load_tokenizer, memory_of
+from snapstream.start.measure import describe_prefill, measure_machine
+from snapstream.start.resolve import resolve, resolve_budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,75 +45,37 @@ class _Row(NamedTuple):
 class LLM:
     """A model behind fixed-size rows.
 
-    ``model``: a Hugging Face checkpoint folder. ``budget``: slots per row, ``"full"``, or a ``KVBudget``; ``selector``:
-    how the prompt tokens for them are chosen, a name or a ``Selector``; ``rescoring``: how a full row chooses again, by
-    default never.
-    ``max_rows``: requests decoded together, or ``"auto"`` for as many as the free memory holds (at most 256).
-    ``executor``: ``"eager"``, or ``"graph"``: decode compiled on a CPU, captured on a GPU; by default graph on a GPU
-    and eager on a CPU. ``max_model_len``: prompt + output, by default the model's window.
-    ``dtype`` holds for weights and rows; with ``kv_dtype="fp8"`` rows are FP8 (e4m3), a byte per number.
-    ``max_waiting`` bounds the queue of an engine that serves; 0 means no bound.
-    ``chunk_len``: tokens of a prefill unit, ``"auto"`` for what suits model and device; ``prefill_quantum``: units per
-    step while rows decode, 0 for the device's default. ``prefill_attention``: name of the kernel that attends prompts,
-    or ``"auto"``; ``notes`` say which one it is and why.
+    ``model``: a Hugging Face checkpoint folder. ``options``: settings of the engine; ``fields``: single settings by
+    their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen by itself.
     ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
     ``beside``: a draft that another process has loaded on this device; what it will work with is kept free.
-    Raises ValueError for anything that cannot be supported, with the reason.
+    Raises ValueError for anything that cannot be supported, with the reason, and TypeError for an unknown setting.
     """
 
     def __init__(
         self,
         model: str | Path,
+        options: EngineOptions | None = None,
         *,
-        budget: Budget = DEFAULT_BUDGET,
-        selector: str | Selector = DEFAULT_SELECTOR,
-        rescoring: RescoringConfig | None = None,
-        dtype: DType = "float32",
-        kv_dtype: KVDType = "auto",
-        device: str = "cpu",
-        executor: Executor | None = None,
-        max_rows: MaxRows = 8,
-        max_model_len: int | None = None,
-        chunk_len: ChunkLen = "auto",
-        prefill_quantum: int = 0,
-        prefill_attention: PrefillAttentionName = "auto",
-        max_waiting: int = 0,
-        progress: bool = True,
         draft: PromptCompressor | str | Path | None = None,
         beside: DraftMemory | None = None,
+        progress: bool = True,
+        **fields: Any,
     ) -> None:
+        self.options = options = EngineOptions.of(options, fields)
         self.model_config = read_model_config(model)
-        window = self.model_config.max_position
-        if max_model_len is not None and as_count("max_model_len", max_model_len, 1) > window:
-            raise ValueError(f"max_model_len is {max_model_len}; the model's window is {window} tokens")
-        selector = make_selector(selector)
-        max_model_len = window if max_model_len is None else max_model_len
-        check_device(device)
-        config = EngineConfig(
-            budget=resolve_budget(budget, max_model_len, selector.observation_len),
-            selector=selector,
-            rescoring=rescoring,
-            max_model_len=max_model_len,
-            max_rows=1 if max_rows == "auto" else max_rows,
-            prefill_quantum=prefill_quantum,
-            max_waiting=max_waiting,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            device=device,
-            executor=resolve_executor(executor, device),
-            prefill_attention=prefill_attention,
-        )
-        check_executor(config)
-        check_kv_dtype(config)
-        self.notes = (check_prefill_attention(self.model_config, config),)
-        config = cut_prefill(self.model_config, config, chunk_len)
+        # Decided before anything is loaded, so that what cannot be is refused at once.
+        self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
+        self.notes = (describe_prefill(self.model_config, self.config),)
         if progress:
             print(*self.notes, sep="\n", file=sys.stderr)
         self.tokenizer = load_tokenizer(Path(model))
-        self._trimmer = self._make_trimmer(draft, config)
-        if self._trimmer is not None and self._trimmer.compressor.draft.decoder.device.type == device.split(":")[0]:
-            beside = memory_of(self._trimmer.compressor)
-        self.config = fit_rows(self.model_config, config, max_rows, beside)  # measures what the draft has left
+        self._trimmer: PromptTrimmer | None = None
+        if draft is not None:
+            self._trimmer = self._make_trimmer(draft)
+            beside = memory_of(self._trimmer.compressor, options.device) or beside
+            # And again by what the draft has left.
+            self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
         engine = Engine(
             build_runner(Path(model), self.model_config, self.config, self._grammars, progress),
@@ -265,15 +203,10 @@ class LLM:
             raise ValueError(f"this checkpoint has no tokenizer, which {purpose} needs; pass token ids")
         return self.tokenizer
 
-    def _make_trimmer(self, draft: PromptCompressor | str | Path | None, config: EngineConfig) -> PromptTrimmer | None:
-        if draft is None:
-            return None
-        from snapstream.spec_prefill.compressor import PromptCompressor
+    def _make_trimmer(self, draft: PromptCompressor | str | Path) -> PromptTrimmer:
         from snapstream.spec_prefill.trimmer import PromptTrimmer
 
-        if not isinstance(draft, PromptCompressor):
-            draft = PromptCompressor(draft, dtype=config.dtype, device=config.device)
-        return PromptTrimmer(draft, self._need_tokenizer("prompt compression"))
+        return PromptTrimmer(load_compressor(draft, self.options), self._need_tokenizer("prompt compression"))
 
     def _need_trimmer(self) -> PromptTrimmer:
         if self._trimmer is None:

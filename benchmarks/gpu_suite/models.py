@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu_suite.suite import Bench
-from snapstream.config import EXECUTORS, EngineConfig, KVBudget, KVDType, ModelConfig
+from snapstream.config import EXECUTORS, Chunking, EngineConfig, KVBudget, KVDType, ModelConfig
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import model_config_from_dict
 from snapstream.request import SamplingParams
@@ -48,17 +48,23 @@ def decoder_of(bench: Bench, name: str) -> Decoder:
     return bench.decoder(name, config_of(bench, name))
 
 
+def engine_config(
+    bench: Bench, slots: int, max_rows: int, max_len: int, chunk_len: int, kv_dtype: KVDType = "auto"
+) -> EngineConfig:
+    """Of rows of ``slots`` slots; all of ``max_len`` means full attention."""
+    budget = KVBudget.full(slots) if slots >= max_len else KVBudget.of(slots)
+    return EngineConfig(
+        budget=budget, max_model_len=max_len, max_rows=max_rows,
+        chunking=Chunking(chunk_len=chunk_len, short_len=chunk_len), short_reserve=chunk_len,
+        dtype=bench.device.dtype_name, device=bench.device.name, executor="eager", kv_dtype=kv_dtype,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
 def make_runner(
     bench: Bench, decoder: Decoder, slots: int, max_rows: int, max_len: int, chunk_len: int, kv_dtype: KVDType = "auto"
 ) -> ModelRunner:
-    """A runner whose rows have ``slots`` slots; all of ``max_len`` means full attention."""
-    budget = KVBudget.full(slots) if slots >= max_len else KVBudget.of(slots)
-    config = EngineConfig(
-        budget=budget, max_model_len=max_len, max_rows=max_rows, chunk_len=chunk_len, short_len=chunk_len,
-        short_reserve=chunk_len, dtype=bench.device.dtype_name, device=bench.device.name, executor="eager",
-        kv_dtype=kv_dtype,
-    )  # type: ignore[arg-type]  # fmt: skip
-    return ModelRunner(decoder, config)
+    """A runner with rows of ``slots`` slots."""
+    return ModelRunner(decoder, engine_config(bench, slots, max_rows, max_len, chunk_len, kv_dtype))
 
 
 class _AsItIs:

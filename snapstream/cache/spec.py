@@ -47,6 +47,11 @@ class KVSpec:
         return self.num_kv_heads * (self.key_dim + (0 if self.values_are_keys else self.value_dim))
 
     @property
+    def key_size(self) -> int:
+        """Numbers of one token's keys in one layer."""
+        return self.num_kv_heads * self.key_dim
+
+    @property
     def number_bytes(self) -> int:
         """Bytes of one staged number."""
         return DTYPE_BYTES[self.dtype]

@@ -1,8 +1,8 @@
 """Every setting of the system as a frozen dataclass, validated once. No torch here.
 
 ``cache.py``: what a row holds; ``selector.py``: how its tokens are chosen; ``model.py``: the shape of a decoder;
-``engine.py``: how all are run; ``registry.py``: names to choose from; ``values.py``: dtypes, and how single values are
-checked.
+``options.py``: what a user may say about an engine; ``engine.py``, ``chunking.py``: what it was decided to be;
+``registry.py``: names to choose from; ``values.py``: dtypes, and how single values are checked.
 """
 
 from snapstream.config.cache import (
@@ -10,8 +10,10 @@ from snapstream.config.cache import (
     KVBudget,
     RescoringConfig,
 )
-from snapstream.config.engine import EXECUTORS, EngineConfig, Executor, PrefillAttentionName
+from snapstream.config.chunking import Chunking
+from snapstream.config.engine import EXECUTORS, EngineConfig, PrefillAttentionName
 from snapstream.config.model import ModelConfig, RopeConfig, RopeKind
+from snapstream.config.options import AutoCount, Budget, EngineOptions
 from snapstream.config.selector import DEFAULT_OBSERVATION, DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
 from snapstream.config.values import DTYPE_BYTES, KV_DTYPES, DType, KVDType, as_count, as_number, kv_dtype_bytes
 
@@ -23,9 +25,12 @@ __all__ = [
     "EXECUTORS",
     "KV_DTYPES",
     "SELECTORS",
+    "AutoCount",
+    "Budget",
+    "Chunking",
     "DType",
     "EngineConfig",
-    "Executor",
+    "EngineOptions",
     "KVBudget",
     "KVDType",
     "ModelConfig",

@@ -1,4 +1,4 @@
-"""Settings of an engine: rows, prefill, numbers, device."""
+"""What an engine was decided to be: rows, prefill, numbers, device. ``options.py`` has what a user may say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from snapstream.config.cache import KVBudget, RescoringConfig
+from snapstream.config.chunking import Chunking
 from snapstream.config.registry import Registry
 from snapstream.config.selector import Selector, make_selector
 from snapstream.config.values import DTYPE_BYTES, DType, KVDType, check, kv_dtype_bytes, set_counts
@@ -21,12 +22,29 @@ PrefillAttentionName = Literal[
     "flash_attn_3",
     "flashinfer",
 ]
+SHORT_RESERVE = 4096  # tokens of the staging pool that only short prompts may use
 # Functions from runner.decode_step.StepParts to a DecodeStep, by name.
 EXECUTORS: Registry[Any] = Registry(
     "executor",
-    {"eager": "snapstream.runner.executors:make_eager", "graph": "snapstream.runner.executors:make_graph"},
+    {
+        "eager": "snapstream.runner.executors:make_eager",
+        "graph": "snapstream.runner.executors:make_graph",
+    },
 )
-Executor = str  # a name in EXECUTORS
+
+
+def check_choices(dtype: str, kv_dtype: KVDType, prefill_attention: str) -> None:
+    """ValueError for a name that is not among those of its setting."""
+    check(
+        isinstance(dtype, str) and dtype in DTYPE_BYTES,
+        f"dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
+    )
+    kv_dtype_bytes(dtype, kv_dtype)
+    names = get_args(PrefillAttentionName)
+    check(
+        prefill_attention in names,
+        f"prefill_attention is {prefill_attention!r}; it must be one of {', '.join(names)}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,38 +56,22 @@ class EngineConfig:
     selector: Selector = field(default_factory=make_selector)  # of requests that name none
     rescoring: RescoringConfig | None = None  # None: what the prompt chose stays for ever, as in the paper
     max_rows: int = 8  # resident requests
-    chunk_len: int = 512  # T: tokens of one prefill unit
-    short_len: int = 512  # prompts up to this length are packed together and may overtake longer ones
+    chunking: Chunking = field(default_factory=Chunking)
     staging_tokens: int = 0  # pool for prompts in prefill; 0 means one longest prompt + reserve
-    short_reserve: int = 4096  # part of the pool that only short prompts may use
-    prefill_quantum: int = 0  # units per step while rows decode; 0 means num_layers (one chunk through the model)
-    # With step_work the units of such a step are counted by their work, in query-key pairs (chunking.py); a token's
-    # matrix products weigh as token_keys keys, and long prompts are cut into units of down to least_chunk_len tokens.
-    step_work: int = 0
-    token_keys: int = 0
-    least_chunk_len: int = 0  # 0: all units have chunk_len tokens
+    short_reserve: int = SHORT_RESERVE
     max_waiting: int = 0  # bound of the queue; 0 means none
     dtype: DType = "float32"  # weights, staging and, unless kv_dtype says otherwise, rows
     kv_dtype: KVDType = "auto"  # rows: as dtype, or FP8 (e4m3) with a scale per layer, row and kv head
     device: str = "cpu"
-    executor: Executor = "eager"
+    executor: str = "eager"  # of EXECUTORS
     prefill_attention: PrefillAttentionName = "auto"  # kernels/prefill/ decides, and refuses what cannot serve
+    reserved_bytes: int = 0  # of the device's memory that a draft will take
 
     def __post_init__(self) -> None:
-        set_counts(self, max_model_len=1, max_rows=1, chunk_len=1, short_len=1)
-        set_counts(self, staging_tokens=0, short_reserve=0, prefill_quantum=0, max_waiting=0)
-        set_counts(self, step_work=0, token_keys=0, least_chunk_len=0)
-        check(
-            isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES,
-            f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
-        )
-        kv_dtype_bytes(self.dtype, self.kv_dtype)
+        set_counts(self, max_model_len=1, max_rows=1)
+        set_counts(self, staging_tokens=0, short_reserve=0, max_waiting=0, reserved_bytes=0)
+        check_choices(self.dtype, self.kv_dtype, self.prefill_attention)
         EXECUTORS.check(self.executor)
-        names = get_args(PrefillAttentionName)
-        check(
-            self.prefill_attention in names,
-            f"prefill_attention is {self.prefill_attention!r}; it must be one of {', '.join(names)}",
-        )
         self.check_budget(self.budget)
         check(
             self.rescoring is None or self.selector.can_rescore,
@@ -112,8 +114,3 @@ class EngineConfig:
     def pool_tokens(self) -> int:
         """Staging pool in tokens."""
         return self.staging_tokens or self.max_model_len + self.short_reserve
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of one number in a row."""
-        return kv_dtype_bytes(self.dtype, self.kv_dtype)

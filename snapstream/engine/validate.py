@@ -49,7 +49,7 @@ def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> No
             f"a prompt of {num_prompt} tokens and max_tokens {max_tokens} make {num_prompt + max_tokens}; "
             f"the limit is {config.max_model_len}"
         )
-    is_short = num_prompt <= config.short_len
+    is_short = num_prompt <= config.chunking.short_len
     limit = config.pool_tokens if is_short else config.pool_tokens - config.short_reserve
     if num_prompt > limit:
         raise ValueError(f"a prompt of {num_prompt} tokens can never be staged; the pool takes up to {limit}")

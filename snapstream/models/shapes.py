@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import prod
 
-from snapstream.config import DTYPE_BYTES, DType, ModelConfig
+from snapstream.config import DTYPE_BYTES, ModelConfig
 from snapstream.models.families import roles_of
 from snapstream.models.roles import stacked_shape
 
@@ -27,12 +27,12 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(prod(shape) for shape in weight_shapes(config).values())
 
 
-def weight_bytes(config: ModelConfig, dtype: DType) -> int:
+def weight_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of all weights in memory."""
     return num_parameters(config) * DTYPE_BYTES[dtype]
 
 
-def decode_weight_bytes(config: ModelConfig, dtype: DType) -> int:
+def decode_weight_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of the weights that a decode step must read: all but an untied embedding table (a line per row)."""
     lookup = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return (num_parameters(config) - lookup) * DTYPE_BYTES[dtype]

@@ -142,7 +142,9 @@ class ModelRunner:
         return step
 
     def _open_job(self, spec: JobSpec) -> PrefillJob:
-        return PrefillJob(spec, self.decoder, self.buffers, self._writer, self.config.chunk_len, self.prefill_attention)
+        return PrefillJob(
+            spec, self.decoder, self.buffers, self._writer, self.config.chunking.chunk_len, self.prefill_attention
+        )
 
     def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
         """Sample the first token of every row of the job and hand the rows to decode."""

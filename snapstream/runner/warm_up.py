@@ -47,8 +47,8 @@ def warm_up_kernels(
         selector=config.selector,
     )
     spec = JobSpec(job_id=-1, staging_start=0, entries=(entry,))
-    job = PrefillJob(spec, decoder, buffers, RowWriter(cache, config), config.chunk_len, attention)
-    for unit in range(job.spec.num_chunks(config.chunk_len)):
+    job = PrefillJob(spec, decoder, buffers, RowWriter(cache, config), config.chunking.chunk_len, attention)
+    for unit in range(job.spec.num_chunks(config.chunking.chunk_len)):
         job.run_unit(unit)
     decoder.logits(job.last_hidden())
     logger.info("kernels of prefill and compression are ready after %.1f s", perf_counter() - began)

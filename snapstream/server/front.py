@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
-from snapstream.assembly import tokenizer_json
 from snapstream.request import Grammar
 from snapstream.server.engine_api import AsyncEngine, EngineDead
 from snapstream.server.errors import ApiError, bad_value
@@ -28,6 +27,7 @@ from snapstream.server.sse import EventStream, until_gone
 from snapstream.server.token_text import TokenText
 from snapstream.server.tools.formats import choose_format
 from snapstream.server.visits import Visit
+from snapstream.start.build import tokenizer_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

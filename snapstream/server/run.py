@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from snapstream.assembly import load_tokenizer
 from snapstream.assets import TINY_MODEL
-from snapstream.config import DTYPE_BYTES
-from snapstream.draft_memory import DraftMemory, draft_memory
-from snapstream.memory import MAX_AUTO_ROWS
 from snapstream.models.registry import read_model_config
+from snapstream.plan.draft_memory import DraftMemory, draft_memory
+from snapstream.plan.fit import MAX_AUTO_ROWS
 from snapstream.server.app import make_app
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.front import Front
@@ -37,6 +35,7 @@ from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.server.tools.formats import ToolParser
 from snapstream.server.trimming import load_compressor
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings, scoring_of
+from snapstream.start.build import load_tokenizer
 
 if TYPE_CHECKING:
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -111,13 +110,14 @@ def make_settings(
 ) -> ServerSettings:
     """What follows for the front from the engine's size and the address. ValueError for a key that is blank."""
     refuse_blank(KEY_VARIABLE)
-    most_rows = MAX_AUTO_ROWS if spec.max_rows == "auto" else spec.max_rows
+    most_rows = MAX_AUTO_ROWS if spec.options.max_rows == "auto" else spec.options.max_rows
+    max_waiting = spec.options.max_waiting
     return ServerSettings(
         api_keys=tuple(api_keys),
         cors_origins=tuple(cors_origins),
         allowed_hosts=answered_hosts(host, allowed_hosts),
         tool_parser=tool_parser,
-        max_requests=most_rows + spec.max_waiting + SPARE_REQUESTS if spec.max_waiting else UNBOUNDED_REQUESTS,
+        max_requests=most_rows + max_waiting + SPARE_REQUESTS if max_waiting else UNBOUNDED_REQUESTS,
         has_page=has_page,
         has_vllm_names=has_vllm_names,
         prompt_compression=prompt_compression,
@@ -239,7 +239,7 @@ def _draft_memory(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None
         return None
     settings = scoring_of(None, options.draft_window_len) or ScoringSettings()
     memory = draft_memory(
-        read_model_config(options.draft), settings, dtype_bytes=DTYPE_BYTES[spec.dtype], device=spec.device
+        read_model_config(options.draft), settings, dtype=spec.options.dtype, device=spec.options.device
     )
     return DraftMemory(weight_bytes=0, working_bytes=memory.total_bytes)
 
@@ -251,8 +251,8 @@ def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:
         options.draft,
         threshold=options.draft_threshold,
         scoring=scoring_of(None, options.draft_window_len),
-        dtype=spec.dtype,
-        device=spec.device,
+        dtype=spec.options.dtype,
+        device=spec.options.device,
     )
 
 

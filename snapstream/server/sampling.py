@@ -17,7 +17,7 @@ from snapstream.server.errors import ApiError, bad_value, too_long
 from snapstream.server.protocol import ChatBody, CompletionBody, GenerationBody
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.server.tools.plan import AnswerPlan
-from snapstream.startup import resolve_budget
+from snapstream.start.resolve import resolve_budget
 
 T = TypeVar("T")
 

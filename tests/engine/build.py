@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from snapstream.config import EngineConfig, KVBudget
+from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
 from snapstream.request import Request, RequestOutput, SamplingParams
@@ -18,16 +18,10 @@ LETTERS = LetterTokenizer()
 
 def config_of(**fields: Any) -> EngineConfig:
     """Chunks of 4 tokens, short prompts up to 4, a window of 100, room in staging for one long prompt."""
-    fields = {
-        "budget": KVBudget.full(100),
-        "max_model_len": 100,
-        "max_rows": 4,
-        "chunk_len": 4,
-        "short_len": 4,
-        "short_reserve": 8,
-        **fields,
-    }
-    return EngineConfig(**fields)
+    cut = {"chunk_len": 4, "short_len": 4}
+    cut |= {name: fields.pop(name) for name in list(fields) if name in Chunking.__dataclass_fields__}
+    sizes = {"budget": KVBudget.full(100), "max_model_len": 100, "max_rows": 4, "short_reserve": 8}
+    return EngineConfig(chunking=Chunking(**cut), **(sizes | fields))
 
 
 def request_of(request_id: str, size: int = 3, **sampling: Any) -> Request:

@@ -19,7 +19,7 @@ from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import Executor, KVBudget
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
-from snapstream.startup import FP8_CAPABILITY
+from snapstream.start.resolve import FP8_CAPABILITY
 from tests.kernels.triton import checks_fp8
 from tests.parity.checkpoints import VOCAB, make_model, save
 

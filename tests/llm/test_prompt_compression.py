@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from snapstream import LLM, PromptCompression, PromptCompressor, SamplingParams, startup
+from snapstream import LLM, PromptCompression, PromptCompressor, SamplingParams
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import make_document
-from snapstream.host_memory import HostMemory
 from snapstream.spec_prefill.draft import Draft
 from snapstream.spec_prefill.protection import Candidate
 from snapstream.spec_prefill.settings import Protection
 from snapstream.spec_prefill.trimmer import body_places, token_ranges
+from snapstream.start import measure
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 SHORT = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -105,10 +105,9 @@ def test_the_draft_is_there_before_memory_is_measured(monkeypatch: pytest.Monkey
     seen: list[str] = []
     load = Draft.load
     monkeypatch.setattr(Draft, "load", lambda *given, **named: seen.append("draft") or load(*given, **named))
-    memory = HostMemory(total=2**40, available=2**30)
-    monkeypatch.setattr(startup, "host_memory", lambda: seen.append("memory") or memory)
+    monkeypatch.setattr(measure, "device_memory", lambda device: seen.append("memory") or (2**30, 2**30))
     with LLM(TINY_MODEL, budget=64, max_rows="auto", max_model_len=512, progress=False, draft=TINY_MODEL):
-        assert seen == ["draft", "memory"]
+        assert seen == ["memory", "draft", "memory"]  # what was wrong without it is refused before it is read
 
 
 def test_refusals(tiny: LLM, llm: LLM) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import EngineConfig, KVBudget, ModelConfig
+from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig
 from snapstream.kernels import reference
 from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.models.decoder import Decoder
@@ -48,7 +48,11 @@ def rows_after(
 ) -> tuple[Tensor, list[int]]:
     """Keys of all rows and the first tokens, after a job of prompts of these lengths."""
     config = EngineConfig(
-        budget=BUDGET, max_model_len=256, max_rows=len(lengths), chunk_len=chunk_len, selector=SnapKV(observation_len=8)
+        budget=BUDGET,
+        max_model_len=256,
+        max_rows=len(lengths),
+        chunking=Chunking(chunk_len=chunk_len),
+        selector=SnapKV(observation_len=8),
     )
     runner = ModelRunner(Decoder(MODEL, DecoderWeights.random(MODEL, torch.float32, "cpu", seed=0)), config)
     runner.prefill_attention = replace(

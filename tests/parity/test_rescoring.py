@@ -15,10 +15,10 @@ from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import DTYPE_BYTES, EngineConfig, KVBudget, RescoringConfig, Selector
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.llm import LLM
-from snapstream.memory import engine_memory
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
+from snapstream.plan.memory import engine_memory
 from snapstream.request import SamplingParams
 from snapstream.runner.model_runner import ModelRunner
 from tests.parity.checkpoints import VOCAB, make_model, save
@@ -116,12 +116,10 @@ def test_what_is_allocated_is_what_is_counted(tmp_path: Path) -> None:
     decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
     config = EngineConfig(budget=budget, selector=selector, rescoring=rescoring, max_model_len=120, max_rows=3)
     runner = ModelRunner(decoder, config)
-    memory = engine_memory(
-        model, budget.capacity, 120, max_rows=3, chunk_len=16, dtype="float32", device="cpu", rescoring=rescoring
-    )
-    assert runner.rescorer is not None
-    assert memory.row_bytes * 4 == runner.cache.num_bytes + runner.rescorer.num_bytes  # the padding row is one of them
-    plain = engine_memory(model, budget.capacity, 120, max_rows=3, chunk_len=16, dtype="float32", device="cpu")
+    memory = engine_memory(model, config)
+    assert runner._rescorer is not None
+    assert memory.row_bytes * 4 == runner.cache.num_bytes + runner._rescorer.num_bytes  # the padding row is one of them
+    plain = engine_memory(model, replace(config, rescoring=None))
     assert plain.row_bytes * 4 == runner.cache.num_bytes
     assert DTYPE_BYTES["float32"] * runner.rescorer.queries.buffer.numel() == runner.rescorer.queries.num_bytes
 

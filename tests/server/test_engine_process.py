@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from benchmarks.server_process import is_running
+from snapstream.config import EngineOptions
 from snapstream.engine.validate import QueueFull
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
@@ -69,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spec(folder: Path) -> EngineSpec:
-    return EngineSpec(model=str(folder), num_threads=1, **SETTINGS)
+    return EngineSpec(model=str(folder), num_threads=1, options=EngineOptions(**SETTINGS))
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +280,7 @@ def test_an_engine_that_cannot_be_built_says_why(folder: Path) -> None:
 
     async def main() -> None:
         with pytest.raises(ValueError, match="max_model_len is 100000"):
-            await EngineProcess(EngineSpec(model=str(folder), max_model_len=100_000)).start()
+            await EngineProcess(EngineSpec(model=str(folder), options=EngineOptions(max_model_len=100_000))).start()
         slow = EngineProcess(EngineSpec(model=str(folder)), load_timeout_s=0.01)
         with pytest.raises(EngineDead, match=r"not ready within 0\.01 s"):
             await slow.start()
@@ -291,11 +292,13 @@ def test_an_engine_that_cannot_be_built_says_why(folder: Path) -> None:
 
 FRONT = """
 import asyncio, multiprocessing, sys
+from snapstream.config import EngineOptions
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.messages import EngineSpec
 
 async def main():
-    engine = EngineProcess(EngineSpec(model=sys.argv[1], budget=64, max_rows=2, max_model_len=512, num_threads=1))
+    options = EngineOptions(budget=64, max_rows=2, max_model_len=512)
+    engine = EngineProcess(EngineSpec(model=sys.argv[1], options=options, num_threads=1))
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)
     if sys.argv[2] == "serving":

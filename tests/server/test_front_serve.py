@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.server_process import served
 from snapstream.cli import main
+from snapstream.config import EngineOptions
 from snapstream.server.engine_api import EngineDead, EngineStats
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.loading import Curtain
@@ -110,13 +111,14 @@ def _must_not_serve(*_: Any) -> None:
 
 
 def test_what_follows_from_the_address_and_the_engine() -> None:
-    spec = EngineSpec(model="m", max_rows=3, max_waiting=10)
+    options = EngineOptions(max_rows=3, max_waiting=10)
+    spec = EngineSpec(model="m", options=options)
     assert make_settings(spec, "127.0.0.1", (), (), ()).allowed_hosts == ("localhost",)
     assert make_settings(spec, "0.0.0.0", (), (), ()).allowed_hosts == ()
     assert make_settings(spec, "::1", (), (), ("my.box",)).allowed_hosts == ("localhost", "my.box")
     assert make_settings(spec, "::1", (), (), ()).max_requests > 13
-    assert make_settings(replace(spec, max_waiting=0), "::1", (), (), ()).max_requests > 1000
-    assert make_settings(replace(spec, max_rows="auto"), "::1", (), (), ()).max_requests > 256
+    assert make_settings(replace(spec, options=replace(options, max_waiting=0)), "::1", (), (), ()).max_requests > 1000
+    assert make_settings(replace(spec, options=replace(options, max_rows="auto")), "::1", (), (), ()).max_requests > 256
 
 
 def test_no_vllm_names_reaches_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.spec import KVSpec
@@ -71,10 +70,10 @@ def test_a_new_owner_brings_new_scales() -> None:
 def test_bytes_are_counted_with_the_scales() -> None:
     for rows, capacity in ((3, 16), (1, 100)):
         cache = KVCache(NARROW, rows, capacity, "cpu")
-        assert cache.num_bytes == (rows + 1) * layout.row_bytes(MODEL, capacity, 1)
-        assert layout.row_bytes(MODEL, capacity, 1) == 2 * 2 * 2 * (capacity * 4 + 4)
+        assert cache.num_bytes == (rows + 1) * NARROW.row_bytes(capacity)
+        assert NARROW.row_bytes(capacity) == 2 * 2 * 2 * (capacity * 4 + 4)
         wide = KVCache(WIDE, rows, capacity, "cpu")
-        assert wide.num_bytes == (rows + 1) * layout.row_bytes(MODEL, capacity, 4)
+        assert wide.num_bytes == (rows + 1) * WIDE.row_bytes(capacity)
 
 
 def test_model_of_the_bytes() -> None:
@@ -82,4 +81,5 @@ def test_model_of_the_bytes() -> None:
         architecture="LlamaForCausalLM", vocab_size=8, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
         head_dim=128, intermediate_size=8, max_position=131072,
     )  # fmt: skip
-    assert layout.row_bytes(llama, 8192, 1) == 2**29 + 32 * 8 * 2 * 4  # half of a bf16 row, and 2 KiB
+    row_bytes = KVSpec.of(llama, "bfloat16", "fp8").row_bytes(8192)
+    assert row_bytes == 2**29 + 32 * 8 * 2 * 4  # half of a bf16 row, and 2 KiB

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from snapstream.config import EngineConfig, KVBudget
+from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.engine.validate import check_request
 from snapstream.request import Request, SamplingParams
 
@@ -12,15 +12,14 @@ CONFIG = EngineConfig(
     budget=KVBudget(num_sink=4, num_topk=60, num_recent=16),
     max_model_len=200,
     max_rows=3,
-    chunk_len=8,
-    short_len=10,
+    chunking=Chunking(chunk_len=8, short_len=10),
     short_reserve=16,
 )
 # Without a reserve the pool may be smaller than the window: only then can a prompt be too long for staging.
 TIGHT = EngineConfig(
     budget=KVBudget.full(200),
     max_model_len=200,
-    short_len=10,
+    chunking=Chunking(short_len=10),
     staging_tokens=50,
     short_reserve=0,
 )

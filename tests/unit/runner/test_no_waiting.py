@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import EngineConfig, KVBudget, KVDType, ModelConfig, RescoringConfig
+from snapstream.config import Chunking, EngineConfig, KVBudget, KVDType, ModelConfig, RescoringConfig
 from snapstream.models.decoder import Decoder
 from snapstream.models.weights import DecoderWeights
 from snapstream.request import SamplingParams
@@ -46,7 +46,7 @@ class Parcels(TorchDispatchMode):
 
 def runner_on(device: str, kv_dtype: KVDType = "auto", rescoring: RescoringConfig | None = None) -> ModelRunner:
     config = EngineConfig(
-        budget=BUDGET, max_model_len=64, max_rows=6, chunk_len=64, short_len=64, short_reserve=64,
+        budget=BUDGET, max_model_len=64, max_rows=6, chunking=Chunking(chunk_len=64, short_len=64), short_reserve=64,
         selector=SnapKV(observation_len=4), kv_dtype=kv_dtype, rescoring=rescoring,
     )  # fmt: skip
     return ModelRunner(Decoder(MODEL, DecoderWeights.empty(MODEL, torch.float32, device)), config)

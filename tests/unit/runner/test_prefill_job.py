@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import EngineConfig, KVBudget, ModelConfig
+from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig
 from snapstream.models.decoder import Decoder
 from snapstream.models.weights import DecoderWeights
 from snapstream.request import SamplingParams
@@ -23,7 +23,7 @@ BUDGET = KVBudget(num_sink=2, num_topk=4, num_recent=8)
 @pytest.fixture
 def runner() -> ModelRunner:
     config = EngineConfig(
-        budget=BUDGET, max_model_len=64, max_rows=2, chunk_len=8, short_len=8, short_reserve=16,
+        budget=BUDGET, max_model_len=64, max_rows=2, chunking=Chunking(chunk_len=8, short_len=8), short_reserve=16,
         selector=SnapKV(observation_len=4),
     )  # fmt: skip
     weights = DecoderWeights.random(MODEL, torch.float32, "cpu", seed=0)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snapstream.config import as_count
-from snapstream.conversation import as_conversation, is_list, named
 from snapstream.request import SamplingParams
+from snapstream.request.conversation import as_conversation, is_list, named
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:

@@ -11,10 +11,13 @@ import pytest
 import snapstream
 from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
-from snapstream.config import EngineConfig, KVBudget
-from snapstream.host_memory import HostMemory
+from snapstream.config import EngineOptions
 from snapstream.models.registry import read_model_config
-from snapstream.startup import fit_rows
+from snapstream.plan.host import HostMemory
+from snapstream.start.measure import measure_machine
+from snapstream.start.resolve import resolve
+
+SOURCE = Path(snapstream.__file__).parents[1]
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -84,12 +87,12 @@ def without_here(plan: dict[str, Any]) -> dict[str, Any]:
 def test_plan_shows_the_rows_that_auto_would_give_here(
     config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("snapstream.startup.host_memory", lambda: HostMemory(total=2**30, available=64 * 2**20))
+    monkeypatch.setattr("snapstream.start.measure.host_memory", lambda: HostMemory(2**30, 64 * 2**20))
     assert main(["plan", str(config_file), "--budget", "512", "--dtype", "float32", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     model = read_model_config(config_file)
-    wanted = EngineConfig(budget=KVBudget.of(512), max_model_len=4096)
-    assert plan["rows"][1]["rows_here"] == fit_rows(model, wanted, "auto").max_rows > 1
+    options = EngineOptions(budget=512, max_rows="auto")
+    assert plan["rows"][1]["rows_here"] == resolve(model, options, measure_machine("cpu")).max_rows > 1
     assert plan["here"] == {"device": "cpu", "free_bytes": 64 * 2**20}
     assert main(["plan", str(config_file)]) == 0
     assert "--max-rows auto gives on this machine now (cpu, 64 MiB free)" in capsys.readouterr().out
@@ -152,8 +155,9 @@ def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--memory", "lots"], ["'lots'", "80GiB"]),
         (["--bandwidth", "-3TB/s"], ["'-3TB/s'", "3.35TB/s"]),
         (["--dtype", "int8"], ["'int8'", "bfloat16"]),
-        (["--chunk-len", "some"], ["chunk-len is 'some'", "'auto'"]),
-        (["--chunk-len", "0"], ["chunk_len is 0", "from 1 to 4096"]),
+        (["--chunk-len", "some"], ["--chunk-len", "'some'", "'auto'"]),
+        (["--chunk-len", "0"], ["chunk_len is 0", ">= 1"]),
+        (["--chunk-len", "4097"], ["chunk_len is 4097", "from 1 to 4096"]),
         (["--device", "tpu"], ["device is 'tpu'"]),
         (["--no-such-option"], ["--no-such-option"]),
     ],
@@ -191,5 +195,5 @@ def test_rescoring_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*command, "60", "--budget", "200"]) == 2
     assert "a ring of 50 slots is too small for rescoring with every=60" in capsys.readouterr().err
     assert main([*command, "0"]) == 2
-    assert "rescore-every is 0; it must be at least 1" in capsys.readouterr().err
+    assert "'--rescore-every': every is 0; it must be a whole number >= 1" in capsys.readouterr().err
     assert main([*command, "8", "--budget", "200"]) == 0

@@ -7,12 +7,13 @@ import dataclasses
 import pytest
 
 from benchmarks.pace import predict
-from snapstream import chunking, startup
-from snapstream.chunking import resolve_chunking
-from snapstream.config import EngineConfig, KVBudget, ModelConfig
+from snapstream.config import Chunking, EngineOptions, KVBudget, ModelConfig, make_selector
 from snapstream.engine.pace import job_chunk_len, unit_work
-from snapstream.memory import chunk_bytes, decode_weight_bytes, prefill_memory
+from snapstream.models.shapes import decode_weight_bytes
+from snapstream.plan.chunking import resolve_chunking
+from snapstream.plan.memory import chunk_bytes, prefill_memory
 from snapstream.request import SamplingParams
+from snapstream.start.resolve import Machine, resolve
 from snapstream.step import JobSpec, PrefillEntry
 
 LLAMA_8B = ModelConfig(
@@ -22,7 +23,7 @@ LLAMA_8B = ModelConfig(
 GIB = 2**30
 
 
-def on_gpu(**given: int) -> chunking.Chunking:
+def on_gpu(**given: int) -> Chunking:
     return resolve_chunking(LLAMA_8B, dtype="bfloat16", device="cuda", **given)  # type: ignore[arg-type]
 
 
@@ -30,15 +31,20 @@ def test_an_8b_model_on_a_gpu() -> None:
     """Counted by hand: a layer has 4096 (4096 + 2 x 1024 + 4096 + 3 x 14336) numbers, a pair costs 4 x 4096 flop."""
     cut = on_gpu()
     assert cut.token_keys == 2 * 4096 * (4096 + 2048 + 4096 + 43_008) // 16_384 == 26_624
-    assert cut.step_work == int(0.8 * 140 * decode_weight_bytes(LLAMA_8B, 2) / 16_384)
-    assert decode_weight_bytes(LLAMA_8B, 2) == pytest.approx(15.0e9, rel=0.01)
+    assert cut.step_work == int(0.8 * 140 * decode_weight_bytes(LLAMA_8B, "bfloat16") / 16_384)
+    assert decode_weight_bytes(LLAMA_8B, "bfloat16") == pytest.approx(15.0e9, rel=0.01)
     assert cut.chunk_len == 2048
-    assert chunk_bytes(LLAMA_8B, 2048, 2) <= 256 * 2**20 < chunk_bytes(LLAMA_8B, 4096, 2)
+    assert chunk_bytes(LLAMA_8B, 2048, "bfloat16") <= 256 * 2**20 < chunk_bytes(LLAMA_8B, 4096, "bfloat16")
 
 
 def test_peak_of_a_128k_prefill_is_under_two_gib() -> None:
     for chunk_len in (2048, job_chunk_len(on_gpu(), 131_072)):
-        assert prefill_memory(LLAMA_8B, 131_072, chunk_len=chunk_len, dtype_bytes=2).total_bytes < 1.8 * GIB
+        assert (
+            prefill_memory(
+                LLAMA_8B, 131_072, chunk_len=chunk_len, dtype="bfloat16", selector=make_selector()
+            ).total_bytes
+            < 1.8 * GIB
+        )
 
 
 @pytest.mark.parametrize(("prompt_len", "chunk_len"), [(24, 2048), (8192, 2048), (32_768, 1024), (131_072, 512)])
@@ -66,10 +72,10 @@ def test_nonsense_is_refused(chunk_len: object) -> None:
 
 
 def test_the_engines_settings_take_all_of_it() -> None:
-    config = EngineConfig(budget=KVBudget.of(8192), max_model_len=131_072, dtype="bfloat16", device="cuda")
-    config = startup.cut_prefill(LLAMA_8B, config, "auto")
-    assert (config.chunk_len, config.short_len, config.least_chunk_len) == (2048, 2048, 512)
-    assert config.step_work == on_gpu().step_work
+    machine = Machine(device="cuda", free_bytes=80 * GIB, total_bytes=80 * GIB)
+    cut = resolve(LLAMA_8B, EngineOptions(dtype="bfloat16", device="cuda"), machine).chunking
+    assert (cut.chunk_len, cut.short_len, cut.least_chunk_len) == (2048, 2048, 512)
+    assert cut == on_gpu()
 
 
 def test_work_of_units() -> None:

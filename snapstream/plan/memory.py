@@ -10,50 +10,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from snapstream.cache.layout import refresh_bytes, rescoring_bytes, row_bytes, staging_bytes
-from snapstream.config import (
-    DEFAULT_OBSERVATION,
-    DTYPE_BYTES,
-    EngineConfig,
-    KVDType,
-    ModelConfig,
-    RescoringConfig,
-    kv_dtype_bytes,
-)
-from snapstream.models.shapes import num_parameters
-from snapstream.request import MAX_LOGIT_BIAS, NUM_STOP_IDS
-from snapstream.sizes import format_bytes
+from snapstream.cache.spec import KVSpec
+from snapstream.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, Selector
+from snapstream.layers.row_state import row_state_bytes
+from snapstream.models.shapes import weight_bytes
+from snapstream.plan.sizes import format_bytes
 
 SCORING_KEYS = 4096  # keys that are scored at a time
-MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
 # Of one batch entry and token of the vocabulary, where top-p looks for its threshold: fp32 logits and scores, keys,
 # integer weights, and the buckets of a histogram.
 SAMPLING_BYTES = 52
 FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: workspaces of the matrix library, kernels, what the allocator cannot fill
 
 
-def decode_weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Weights that a decode step must read: all but an untied embedding table (a line per row)."""
-    lookup = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return (num_parameters(config) - lookup) * dtype_bytes
-
-
-def sampling_state_bytes(vocab_size: int) -> int:
-    """What a row's sampling parameters and counters take (``layers/sampling_state.py``)."""
-    occurrences = vocab_size * (1 + 4)  # seen in the prompt, count in the output
-    allowed = 4 * -(-vocab_size // 32)  # a bit for each token
-    numbers = 1 + 3 * 4 + 7 * 8  # is_greedy; penalties; real parameters, counters and the random stream
-    return occurrences + allowed + MAX_LOGIT_BIAS * (8 + 4) + NUM_STOP_IDS * 8 + numbers
-
-
-def chunk_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
+def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     """Temporaries of a prefill unit of so many tokens."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner = model.hidden_size, model.intermediate_size
+    query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # Projected and rotated heads; the chunk's own keys and values repeated, queries folded, two outputs, their merge.
     attention = hidden + 2 * (query_size + 2 * kv_size) + 6 * query_size
     mlp = query_size + 4 * hidden + 3 * inner  # attended heads, residual, norm and its parts, gate and up, product
-    return num_tokens * max(attention, mlp) * dtype_bytes
+    return num_tokens * max(attention, mlp) * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,65 +96,53 @@ class EngineMemory:
         return f"{', '.join(parts[:-1])} and {parts[-1]} need {format_bytes(self.total_bytes)}"
 
 
-def auto_rows(memory: EngineMemory, free_bytes: int) -> int:
-    """Rows that ``max_rows="auto"`` takes; 0 where not one fits."""
-    return max(0, min(memory.rows_that_fit(free_bytes), MAX_AUTO_ROWS))
-
-
 def prefill_memory(
-    config: ModelConfig,
-    prompt_len: int,
-    *,
-    chunk_len: int,
-    dtype_bytes: int,
-    observation_len: int = DEFAULT_OBSERVATION,
-    needs_all_queries: bool = False,
+    model: ModelConfig, num_tokens: int, *, chunk_len: int, dtype: DType, selector: Selector
 ) -> PrefillMemory:
-    """Peak memory of prefilling one prompt layer by layer; it does not grow with the number of layers."""
-    kv_size = config.num_kv_heads * config.head_dim
-    keys = min(SCORING_KEYS, prompt_len)
-    scoring_bytes = 4 * (observation_len * config.num_heads * keys + kv_size * keys)  # fp32 block and its keys
+    """Peak memory of prefilling ``num_tokens`` tokens layer by layer; it does not grow with the number of layers."""
+    spec = KVSpec.of(model, dtype)
+    keys = min(SCORING_KEYS, num_tokens)
+    scoring_bytes = 4 * (
+        selector.observation_len * spec.num_heads * keys + spec.key_size * keys
+    )  # fp32 block and its keys
     # Scores of all keys: as voted, pooled, carried ahead; with hops also the sum, the latest votes and their parts.
-    scoring_bytes += 4 * (6 if needs_all_queries else 3) * config.num_kv_heads * prompt_len
+    scoring_bytes += 4 * (6 if selector.needs_all_queries else 3) * spec.num_kv_heads * num_tokens
     return PrefillMemory(
-        hidden_bytes=prompt_len * config.hidden_size * dtype_bytes,
-        staging_bytes=prompt_len * 2 * kv_size * dtype_bytes,
-        transient_bytes=max(chunk_bytes(config, min(chunk_len, prompt_len), dtype_bytes), scoring_bytes),
-        query_bytes=prompt_len * config.num_heads * config.head_dim * dtype_bytes if needs_all_queries else 0,
+        hidden_bytes=num_tokens * model.hidden_size * DTYPE_BYTES[dtype],
+        staging_bytes=spec.staging_bytes(num_tokens),
+        transient_bytes=max(chunk_bytes(model, min(chunk_len, num_tokens), dtype), scoring_bytes),
+        query_bytes=spec.query_bytes(num_tokens) if selector.needs_all_queries else 0,
     )
 
 
-def engine_memory(
-    model: ModelConfig, capacity: int, max_model_len: int, *, max_rows: int = 0, staging_tokens: int = 0,
-    chunk_len: int, dtype: str, device: str, observation_len: int = DEFAULT_OBSERVATION, kv_dtype: KVDType = "auto",
-    rescoring: RescoringConfig | None = None, needs_all_queries: bool = False, reserved_bytes: int = 0,
-) -> EngineMemory:  # fmt: skip
-    """Bytes of an engine with rows of ``capacity`` slots; ``staging_tokens`` 0 is ``EngineConfig``'s default pool.
-
-    ``reserved_bytes`` are kept free for what is not the engine's.
-    """
-    size = DTYPE_BYTES[dtype]
-    pool = staging_tokens or max_model_len + EngineConfig.short_reserve
-    prefill = prefill_memory(
-        model, pool, chunk_len=chunk_len, dtype_bytes=size, observation_len=observation_len,
-        needs_all_queries=needs_all_queries,
-    )  # fmt: skip
-    is_gpu = device.startswith("cuda")
+def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """What one entry of a decode batch takes: logits, the sampler's work, activations."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    activations = (4 * model.hidden_size + 3 * heads + 3 * model.intermediate_size) * size
+    activations = (4 * model.hidden_size + 3 * heads + 3 * model.intermediate_size) * DTYPE_BYTES[config.dtype]
     batch = model.vocab_size * SAMPLING_BYTES + activations
-    if kv_dtype == "fp8" and not is_gpu:  # plain PyTorch widens the visible slots of one layer
-        batch += 2 * model.num_kv_heads * model.head_dim * capacity * 4
+    if config.device.startswith("cuda"):
+        return 2 * batch
+    if config.kv_dtype == "fp8":  # plain PyTorch widens the visible slots of one layer
+        batch += KVSpec.of(model, "float32").staging_bytes(config.budget.capacity)
+    return batch
+
+
+def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
+    """Bytes of an engine that was decided to be ``config``."""
+    spec = KVSpec.of(model, config.dtype, config.kv_dtype)
+    capacity = config.budget.capacity
+    prefill = prefill_memory(
+        model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector
+    )
     return EngineMemory(
-        weight_bytes=num_parameters(model) * size,
-        staging_bytes=staging_bytes(model, pool, size),
-        transient_bytes=max(prefill.transient_bytes, refresh_bytes(model, rescoring, capacity, size)),
-        framework_bytes=FRAMEWORK_BYTES if is_gpu else 0,
-        row_bytes=row_bytes(model, capacity, kv_dtype_bytes(dtype, kv_dtype))
-        + rescoring_bytes(model, rescoring, capacity, size),
-        state_bytes=sampling_state_bytes(model.vocab_size),
-        batch_bytes=2 * batch if is_gpu else batch,
-        max_rows=max_rows,
+        weight_bytes=weight_bytes(model, config.dtype),
+        staging_bytes=prefill.hidden_bytes + prefill.staging_bytes,
+        transient_bytes=max(prefill.transient_bytes, spec.refresh_bytes(config.rescoring, capacity)),
+        framework_bytes=FRAMEWORK_BYTES if config.device.startswith("cuda") else 0,
+        row_bytes=spec.row_bytes(capacity) + spec.rescoring_bytes(config.rescoring, capacity),
+        state_bytes=row_state_bytes(model.vocab_size),
+        batch_bytes=batch_bytes(model, config),
+        max_rows=config.max_rows,
         query_bytes=prefill.query_bytes,
-        reserved_bytes=reserved_bytes,
+        reserved_bytes=config.reserved_bytes,
     )

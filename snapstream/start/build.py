@@ -6,11 +6,11 @@ torch and transformers are imported by the functions that need them, so that imp
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from snapstream.config import EngineConfig, ModelConfig
-from snapstream.draft_memory import DraftMemory, draft_memory
+from snapstream.config import DType, EngineConfig, EngineOptions, ModelConfig
 from snapstream.grammar import GrammarCompiler
+from snapstream.plan.draft_memory import DraftMemory, draft_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,12 +43,22 @@ def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(backend.to_str())
 
 
-def memory_of(compressor: PromptCompressor) -> DraftMemory:
-    """Bytes of a draft that is loaded, on the device where it is."""
+def load_compressor(draft: PromptCompressor | str | Path, options: EngineOptions) -> PromptCompressor:
+    """A draft that is loaded already, or one from its folder, in the engine's numbers and on its device."""
+    from snapstream.spec_prefill.compressor import PromptCompressor
+
+    if isinstance(draft, PromptCompressor):
+        return draft
+    return PromptCompressor(draft, dtype=options.dtype, device=options.device)
+
+
+def memory_of(compressor: PromptCompressor, device: str) -> DraftMemory | None:
+    """Bytes of a draft that is loaded; None where it is on another device."""
     decoder = compressor.draft.decoder
-    return draft_memory(
-        decoder.config, compressor.scoring, dtype_bytes=decoder.dtype.itemsize, device=decoder.device.type
-    )
+    if decoder.device.type != device.split(":")[0]:
+        return None
+    dtype = cast(DType, str(decoder.dtype).removeprefix("torch."))
+    return draft_memory(decoder.config, compressor.scoring, dtype=dtype, device=decoder.device.type)
 
 
 def build_runner(

@@ -17,10 +17,7 @@ import pytest
 import snapstream
 from snapstream.cli import main
 from snapstream.cli.generate import encode_prompt, read_prompt, stream_answer, summary
-from snapstream.cli.options import parse_budget
-from snapstream.config import KVBudget
 from snapstream.request import Compression, FinishReason, RequestOutput, SampleOutput, SamplingParams, Timings
-from snapstream.startup import DEFAULT_BUDGET
 from tests.waiting import HANG_S
 
 SOURCE = Path(snapstream.__file__).parents[1]
@@ -145,13 +142,6 @@ def test_two_prompts_or_none_are_refused() -> None:
         read_prompt(None, None, terminal)
 
 
-def test_parse_budget() -> None:
-    assert (parse_budget("full"), parse_budget("4096"), parse_budget(None)) == ("full", 4096, DEFAULT_BUDGET)
-    assert KVBudget.of(DEFAULT_BUDGET).capacity == DEFAULT_BUDGET
-    with pytest.raises(ValueError, match="budget is 'half'.*'full'"):
-        parse_budget("half")
-
-
 def test_chat_follows_the_checkpoint_unless_told() -> None:
     with_template: Any = FakeLLM([], chat_template="{{ messages }}")
     without: Any = FakeLLM([])
@@ -172,10 +162,10 @@ def test_chat_follows_the_checkpoint_unless_told() -> None:
         (["hi", "--max-tokens", "0"], ["max_tokens is 0", ">= 1"]),
         (["hi", "--temperature", "nan"], ["temperature is nan", "0 to 100"]),
         (["hi", "--temperature", "warm"], ["--temperature", "'warm' is not a number"]),
-        (["hi", "--budget", "half"], ["budget is 'half'", "full"]),
+        (["hi", "--budget", "half"], ["--budget", "'half'", "full"]),
         (["hi", "--budget", "12"], ["budget of 12", "36"]),
         (["hi", "--max-rows", "0"], ["max_rows is 0", ">= 1"]),
-        (["hi", "--max-rows", "most"], ["max-rows is 'most'", "'auto'"]),
+        (["hi", "--max-rows", "most"], ["--max-rows", "'most'", "'auto'"]),
         (["hi", "--prefill-attention", "quick"], ["'quick'", "sdpa_flash"]),
         (["hi", "--prefill-attention", "sdpa_flash"], ["'sdpa_flash' cannot be used", "NVIDIA GPU", "cpu"]),
         (["hi", "--file", "x"], ["not both"]),

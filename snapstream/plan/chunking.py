@@ -16,14 +16,9 @@ The constants are those of an H200 and predictions; ``docs/gpu.md`` has the arit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-from snapstream.config import DTYPE_BYTES, ModelConfig, as_count
-from snapstream.memory import chunk_bytes, decode_weight_bytes
-from snapstream.models.shapes import layer_parameters
-
-ChunkLen = int | Literal["auto"]
+from snapstream.config import AutoCount, Chunking, ModelConfig, as_count
+from snapstream.models.shapes import decode_weight_bytes, layer_parameters
+from snapstream.plan.memory import chunk_bytes
 
 CPU_CHUNK_LEN = 512
 LEAST_CHUNK_LEN, MOST_CHUNK_LEN = 512, 4096  # at most what is reserved for short prompts
@@ -32,39 +27,32 @@ FLOP_PER_BYTE = 140  # 55 % of 989 TFLOP/s of products over 80 % of 4.8 TB/s of 
 STEP_SHARE = 0.8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunking:
-    """The fields of ``EngineConfig`` that say how prefill is cut."""
-
-    chunk_len: int
-    least_chunk_len: int
-    step_work: int
-    token_keys: int
-
-
 def resolve_chunking(
-    model: ModelConfig, *, dtype: str, device: str, chunk_len: ChunkLen = "auto", prefill_quantum: int = 0
+    model: ModelConfig, *, dtype: str, device: str, chunk_len: AutoCount = "auto", prefill_quantum: int = 0
 ) -> Chunking:
     """Defaults of the device; a number given as ``chunk_len`` holds for every prompt, as ``prefill_quantum`` for every
-    step. ValueError for anything else.
+    step. Prompts that fit one unit are short. ValueError for anything else.
     """
     if chunk_len != "auto":
         as_count("chunk_len", chunk_len, 1)
     if not device.startswith("cuda"):
         size = CPU_CHUNK_LEN if chunk_len == "auto" else chunk_len
-        return Chunking(chunk_len=size, least_chunk_len=0, step_work=0, token_keys=0)
+        return Chunking(chunk_len=size, short_len=size, prefill_quantum=prefill_quantum)
     pair_flop = 4 * model.num_heads * model.head_dim
-    weight_bytes = decode_weight_bytes(model, DTYPE_BYTES[dtype])
+    size = _largest_chunk(model, dtype) if chunk_len == "auto" else chunk_len
+    step_work = int(STEP_SHARE * FLOP_PER_BYTE * decode_weight_bytes(model, dtype) / pair_flop)
     return Chunking(
-        chunk_len=_largest_chunk(model, dtype) if chunk_len == "auto" else chunk_len,
-        least_chunk_len=LEAST_CHUNK_LEN if chunk_len == "auto" else 0,
-        step_work=0 if prefill_quantum else int(STEP_SHARE * FLOP_PER_BYTE * weight_bytes / pair_flop),
+        chunk_len=size,
+        short_len=size,
+        prefill_quantum=prefill_quantum,
+        step_work=0 if prefill_quantum else step_work,
         token_keys=2 * layer_parameters(model) // pair_flop,
+        least_chunk_len=LEAST_CHUNK_LEN if chunk_len == "auto" else 0,
     )
 
 
 def _largest_chunk(model: ModelConfig, dtype: str) -> int:
     size = MOST_CHUNK_LEN
-    while size > LEAST_CHUNK_LEN and chunk_bytes(model, size, DTYPE_BYTES[dtype]) > MOST_TRANSIENT_BYTES:
+    while size > LEAST_CHUNK_LEN and chunk_bytes(model, size, dtype) > MOST_TRANSIENT_BYTES:
         size //= 2
     return size

@@ -1,12 +1,12 @@
-"""Prints a ``Plan`` for people: fixed costs, then a line per kind of row. Arithmetic: ``planning.py``."""
+"""Prints a ``Plan`` for people: fixed costs, then a line per kind of row. Arithmetic: ``plan.py``."""
 
 from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
 
-from snapstream.planning import Plan, RowPlan
-from snapstream.sizes import format_bytes
+from snapstream.plan.plan import Plan, RowPlan
+from snapstream.plan.sizes import format_bytes
 
 
 def _format_rate(rate: float) -> str:

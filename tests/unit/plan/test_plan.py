@@ -11,19 +11,15 @@ from rich.console import Console
 
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.spec import KVSpec
-from snapstream.config import ModelConfig, RescoringConfig
-from snapstream.draft_memory import DraftMemory, draft_memory
+from snapstream.config import EngineOptions, ModelConfig, RescoringConfig
 from snapstream.kernels.scores import CHUNK
-from snapstream.memory import FRAMEWORK_BYTES, SCORING_KEYS, prefill_memory
 from snapstream.models.registry import model_config_from_dict
+from snapstream.models.shapes import decode_weight_bytes
 from snapstream.models.staging import StagingBuffers
-from snapstream.plan_report import print_plan
-from snapstream.planning import (
-    Plan,
-    decode_weight_bytes,
-    default_budgets,
-    make_plan,
-)
+from snapstream.plan.draft_memory import DraftMemory, draft_memory
+from snapstream.plan.memory import FRAMEWORK_BYTES, SCORING_KEYS, prefill_memory
+from snapstream.plan.plan import Device, Plan, default_budgets, make_plan
+from snapstream.plan.report import print_plan
 from snapstream.spec_prefill.settings import ScoringSettings
 
 GIB = 2**30
@@ -72,8 +68,11 @@ def llama_8b() -> ModelConfig:
 
 
 def plan_8b(config: ModelConfig, **changes: object) -> Plan:
-    settings: dict[str, object] = {"memory_bytes": 80 * GIB, "bandwidth": 3_350_000_000_000}
-    return make_plan(config, **(settings | changes))  # type: ignore[arg-type]
+    """For 80 GiB at 3.35 TB/s; ``changes`` are settings of the engine, or arguments of ``make_plan``."""
+    said = {name: changes.pop(name) for name in list(changes) if name in EngineOptions.__dataclass_fields__}
+    gpu = Device(memory_bytes=changes.pop("memory_bytes", 80 * GIB))  # type: ignore[arg-type]
+    options = EngineOptions.of(EngineOptions(dtype="bfloat16"), said)
+    return make_plan(config, options, gpu=gpu, **changes)  # type: ignore[arg-type]
 
 
 def test_rows_of_llama_8b(llama_8b: ModelConfig) -> None:
@@ -109,7 +108,7 @@ def test_prefill_of_llama_8b(llama_8b: ModelConfig) -> None:
 
 
 def test_scoring_sets_the_temporaries_of_short_chunks(llama_8b: ModelConfig) -> None:
-    memory = prefill_memory(llama_8b, 131_072, chunk_len=64, dtype_bytes=2)
+    memory = prefill_memory(llama_8b, 131_072, chunk_len=64, dtype="bfloat16")
     block = 32 * 32 * 4096  # window x heads x keys
     keys = 8 * 128 * 4096
     scores = 3 * 8 * 131_072  # as voted, pooled, one pass of carrying ahead
@@ -118,7 +117,7 @@ def test_scoring_sets_the_temporaries_of_short_chunks(llama_8b: ModelConfig) -> 
 
 def test_prefill_memory_does_not_grow_with_layers(llama_8b: ModelConfig) -> None:
     deep = dataclasses.replace(llama_8b, num_layers=3 * llama_8b.num_layers)
-    sizes = [prefill_memory(c, 32_768, chunk_len=512, dtype_bytes=2) for c in (llama_8b, deep)]
+    sizes = [prefill_memory(c, 32_768, chunk_len=512, dtype="bfloat16") for c in (llama_8b, deep)]
     assert sizes[0] == sizes[1]
 
 
@@ -160,9 +159,9 @@ def test_short_prompt_reads_only_its_own_slots(llama_8b: ModelConfig) -> None:
 
 def test_tied_embedding_is_read_in_full() -> None:
     config = model_config_from_dict(LLAMA_32_1B)
-    assert decode_weight_bytes(config, 2) == 1_235_814_400 * 2
+    assert decode_weight_bytes(config, "bfloat16") == 1_235_814_400 * 2
     untied = dataclasses.replace(config, tie_word_embeddings=False)
-    assert decode_weight_bytes(untied, 2) == 1_235_814_400 * 2
+    assert decode_weight_bytes(untied, "bfloat16") == 1_235_814_400 * 2
 
 
 def test_default_budgets_stop_at_the_smallest_possible() -> None:
@@ -186,8 +185,9 @@ def test_default_prompt_is_the_window_up_to_a_limit(llama_8b: ModelConfig) -> No
         ({"prompt_len": 0}, ("prompt_len is 0", "from 1")),
         ({"max_model_len": 200_000}, ("max_model_len is 200000", "131072")),
         ({"prompt_len": 4097, "max_model_len": 4096}, ("prompt_len is 4097", "4096")),
-        ({"max_model_len": 0}, ("is 0", "from 1")),
-        ({"chunk_len": -1}, ("chunk_len is -1", "from 1")),
+        ({"max_model_len": 0}, ("max_model_len is 0", ">= 1")),
+        ({"chunk_len": -1}, ("chunk_len is -1", ">= 1")),
+        ({"chunk_len": 131_073}, ("chunk_len is 131073", "from 1 to 131072")),
         ({"dtype": "int8"}, ("dtype is 'int8'", "bfloat16")),
         ({"budgets": [35]}, ("budget of 35", "36")),
     ],
@@ -213,7 +213,7 @@ def test_plan_agrees_with_what_the_engine_allocates() -> None:
         intermediate_size=96,
         max_position=512,
     )
-    plan = make_plan(config, dtype="float32", budgets=[64], memory_bytes=10**6, bandwidth=10**9)
+    plan = make_plan(config, EngineOptions(), budgets=[64])
     spec = KVSpec.of(config, "float32")
     buffers = StagingBuffers(spec, config.hidden_size, plan.prompt_len, torch.float32, "cpu")
     assert plan.prefill.hidden_bytes + plan.prefill.staging_bytes == buffers.num_bytes
@@ -273,8 +273,8 @@ def test_windows_that_look_ahead_together_are_held_together() -> None:
                                     "num_attention_heads": 16, "intermediate_size": 3072})  # fmt: skip
     settings = ScoringSettings(window_len=8192)
     held = 8192 * 112 * 1024
-    gpu = draft_memory(model, settings, dtype_bytes=2, device="cuda:0")
+    gpu = draft_memory(model, settings, dtype="bfloat16", device="cuda:0")
     assert 4 * held < gpu.working_bytes < 4.3 * held
-    assert held < draft_memory(model, settings, dtype_bytes=2, device="cpu").working_bytes < 1.2 * held
-    whole = draft_memory(model, ScoringSettings(window="refuse"), dtype_bytes=2, device="cuda")
+    assert held < draft_memory(model, settings, dtype="bfloat16", device="cpu").working_bytes < 1.2 * held
+    whole = draft_memory(model, ScoringSettings(window="refuse"), dtype="bfloat16", device="cuda")
     assert 16 * held < whole.working_bytes < 17 * held  # one window of 131,072
