@@ -17,15 +17,10 @@ from typing import Any
 
 from benchmarks.gpu_wanted import WANTED, Result
 from benchmarks.machine import RESULTS
+from figures.markdown import table
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "gpu-results.md"
 HEAD = ("device", "memory_gib", "torch", "cuda", "cudnn", "commit", "date", "command", "seconds")
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join(lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows])
 
 
 def shown(value: Any) -> str:

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.compile_kernels import LLAMA_8B, MODELS, Shape
-from benchmarks.machine import RESULTS, describe
+from benchmarks.machine import RESULTS
+from figures.machine import describe
 
 Call = Callable[[], object]
 _CACHE_BYTES = 256 * 2**20  # four times the L2 of an H200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from evals import tables
 from evals.tasks import TASKS
+from figures.markdown import table
 
 ENGINES = {"snapstream": "this engine", "kvpress": "kvpress"}
 # Source, arm, name: what resembles each other stands together.
@@ -28,7 +29,7 @@ def _asked(cell: tables.Result) -> tuple[str, int]:
 
 def peer_table() -> str:
     """Task by task, both engines; ValueError if the peer was not measured."""
-    stored = [tables.read(path) for path in sorted(tables.folder().glob("*.json"))]
+    stored = tables.records()
     lines: dict[tuple[str, str, int], dict[str, tables.Result]] = {}
     theirs = [cell for cell in stored if cell["settings"]["source"] == "kvpress"]
     if not theirs:
@@ -63,4 +64,4 @@ def peer_table() -> str:
                 shown += line.values()
     versions = ", ".join(sorted({cell["result"]["peer_version"] for cell in theirs}))
     note = f"{tables.note_of(shown)} Full attention of both on the same prompts. {versions}."
-    return f"{note}\n\n{tables.table(['engine', 'cache', 'slots', *names], rows)}"
+    return f"{note}\n\n{table(['engine', 'cache', 'slots', *names], rows)}"

@@ -1,18 +1,22 @@
-"""Which table stands in which section of the documents, and the cells of which model it is made of."""
+"""What the sections of the documents that begin with ``<!-- figures: NAME -->`` show of stored cells."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from evals import sweep, sweep_tables, tables
+from evals import plots, sweep, sweep_tables, tables
+from evals.compression_table import compression_table, settings_table
+from evals.long_answers import rescoring_table
 from evals.peer_table import peer_table
+from figures.markdown import link
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
 DRAFT = "draft_"  # sections of the second model (Qwen3, another tokenizer): are results one model's accident?
 
-SECTIONS: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[[], str]] = {
     "accuracy": tables.accuracy,
+    "accuracy_short": lambda: tables.accuracy(tables.SHORT),
     "accuracy_tasks": tables.tasks_table,
     "accuracy_by_position": lambda: tables.by_position(TINY_DRAFT_MODEL),  # the first model cannot recite
     "accuracy_peers": peer_table,
@@ -25,7 +29,28 @@ SECTIONS: dict[str, Callable[[], str]] = {
        for name in sweep.SWEEPS},
 }  # fmt: skip
 
+# Tables that name their sources themselves.
+WITH_SOURCE: dict[str, Callable[[], str]] = {
+    "prompt_compression": compression_table, "prompt_compression_settings": settings_table,
+    "rescoring": rescoring_table,
+}  # fmt: skip
+NAMES = {*TABLES, *WITH_SOURCE, *plots.PLOTS}
+
 
 def model_of(section: str) -> Path:
     """The model whose cells a section shows."""
     return TINY_DRAFT_MODEL if section.startswith(DRAFT) or section == "accuracy_by_position" else TINY_MODEL
+
+
+def section(name: str, document: Path, plot_folder: Path) -> str:
+    """Markdown of a table with its source, or of a plot in ``plot_folder``; ValueError if nothing was measured."""
+    if name in plots.PLOTS:
+        plots.PLOTS[name].panels()
+        return f"![{plots.PLOTS[name].text}]({link(plot_folder / f'{name}.svg', document)})\n"
+    if name in WITH_SOURCE:
+        return WITH_SOURCE[name]() + "\n"
+    model = model_of(name)
+    text, folder = TABLES[name](), tables.folder(model)
+    source = tables.source(model, "fp8" if name == "accuracy_fp8" else "auto")
+    where = f"evals/results/{folder.name}"
+    return f"{text}\n\n<sub>{source}; [{where}]({link(folder, document)})</sub>\n"
