@@ -131,11 +131,6 @@ def judge(chat: Chat, items: list[Item], answers: list[list[int]]) -> dict[str, 
     return result
 
 
-def run_cell(cell: Cell) -> None:
-    """Ask every prompt of the cell, greedily, and store its result with the counters that prove what ran."""
-    run_group([cell])
-
-
 def group(cells: Sequence[Cell]) -> list[list[Cell]]:
     """Cells that see the same prompts, which one prefill can serve; truncation has prompts of its own."""
     groups: dict[Any, list[Cell]] = {}
