@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_tables gpu.json           keeps the JSON, writes the document
     python -m benchmarks.gpu_tables gpu.json --print   prints the document only
 
-First what was wanted, what was measured and whether it was reached; then every section as it stands in the JSON. A
-figure that is missing is named as missing, never left out. Needs no GPU.
+The document begins with the goals, the measured values and whether each goal was reached; then it has every section of
+the JSON. It names a missing figure as missing and never leaves it out. Needs no GPU.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def whole_prompts() -> dict[str, Cell]:
 
 
 def below(cell: Cell, whole: dict[str, Cell]) -> bool:
-    """Whether a draft's cell keeps less than was wanted of the whole prompt's accuracy."""
+    """Whether a draft's cell keeps less than ``WANTED`` of the whole prompt's accuracy."""
     own, family = cell["settings"]["arm"], cell["settings"]["family"]
     least = WANTED * whole[family]["result"]["accuracy"] if family in whole else 0.0
     return own in DRAFTS and bool(cell["result"]["accuracy"] < least)

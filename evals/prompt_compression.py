@@ -34,7 +34,7 @@ from snapstream.request import SamplingParams
 from snapstream.spec_prefill.spans import Span
 
 RESULTS = Path(__file__).parent / "results" / "prompt_compression.jsonl"
-# Of documents whose answering sentences are known, as far as the shipped model can do them (full attention >= 80 %).
+# Documents whose answering sentences are known, and that the shipped model can answer (full attention >= 80 %).
 FAMILIES = (
     "single_words", "multi_number", "kv", "multi_uuid", "passkey", "number_string", "paraphrase", "variable",
 )  # fmt: skip

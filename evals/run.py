@@ -30,7 +30,7 @@ from snapstream.config import KV_DTYPES
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """All cells of a run, task by task because arms share prompts.
 
-    An arm that does not fit a budget (a long answer) has no cell there, and that is said.
+    An arm that does not fit a budget (a long answer) has no cell there; stderr names it.
     """
     cells = []
     sizes = [("full", args.prompt_len)] if "full" in args.arms else []

@@ -15,7 +15,8 @@ LEFT, RIGHT, TOP, BOTTOM = 0.45, 0.12, 0.28, 0.45  # margins of a panel, inches
 HEIGHT = 2.1  # of a panel with its margins, inches
 LEGEND_LINE = 0.2  # inches
 STYLE = {
-    "svg.hashsalt": "snapstream", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 8.0,
+    "svg.hashsalt": "snapstream", "svg.fonttype": "none",
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 8.0,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
     "grid.linewidth": 0.6, "axes.axisbelow": True, "axes.edgecolor": "#888888", "axes.linewidth": 0.6,
     "xtick.major.width": 0.6, "ytick.major.width": 0.6,

@@ -1,4 +1,4 @@
-"""What the README says is run: its Python block, its commands, its request to the server, and the figures it shows."""
+"""What the README and docs/python.md say is run: Python blocks, commands, the request to the server, and figures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from snapstream.assets import TINY_MODEL
 from snapstream.cli.app import app
 
 TEXT = README.read_text()
+PYTHON = (README.parent / "docs" / "python.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def test_it_is_short_and_says_first_what_has_not_run() -> None:
@@ -37,6 +38,12 @@ def test_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "Compression(prompt_tokens=" in capsys.readouterr().out
 
 
+def test_python_block_of_the_reference_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = blocks("python", PYTHON)
+    exec(block.replace("path/to/Llama-3.2-1B-Instruct", str(TINY_MODEL)), {})
+    assert capsys.readouterr().out.count("\n") >= 2
+
+
 def test_the_server_answers_the_request_as_they_stand_here(tmp_path: Path) -> None:
     serve, request = blocks("bash")
     program, command, model, *options = shlex.split(serve)
@@ -51,9 +58,14 @@ def test_the_server_answers_the_request_as_they_stand_here(tmp_path: Path) -> No
 
 
 def test_named_commands_are_there() -> None:
-    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     named = set(re.findall(r"`snapstream\s(\w+)", TEXT)) | {shlex.split(blocks("bash")[0])[1]}
-    assert {"serve", "generate", "plan", "compress", "proxy"} <= named <= known
+    assert {"serve", "generate", "plan", "compress", "proxy"} <= named <= set(commands)
+    lines = [shlex.split(line, comments=True) for line in blocks("sh", PYTHON)[0].splitlines()]
+    assert {line[1] for line in lines} == set(commands)
+    for _, command, *words in lines:
+        known = {option for parameter in commands[command].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, command
 
 
 def test_named_files_and_folders_exist() -> None:
