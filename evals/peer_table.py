@@ -27,11 +27,15 @@ def _asked(cell: tables.Result) -> tuple[str, int]:
     return cell["settings"]["task"], cell["settings"]["num_prompts"]
 
 
+def peer_cells() -> list[tables.Result]:
+    """What was measured with the peer."""
+    return [cell for cell in tables.records() if cell["settings"]["source"] == "kvpress"]
+
+
 def peer_table() -> str:
     """Task by task, both engines; ValueError if the peer was not measured."""
-    stored = tables.records()
+    stored, theirs = tables.records(), peer_cells()
     lines: dict[tuple[str, str, int], dict[str, tables.Result]] = {}
-    theirs = [cell for cell in stored if cell["settings"]["source"] == "kvpress"]
     if not theirs:
         raise ValueError("not measured; run python -m evals.peers_kvpress")
     longest = max(cell["settings"]["prompt_len"] for cell in theirs)

@@ -8,7 +8,7 @@ from pathlib import Path
 from evals import plots, sweep, sweep_tables, tables
 from evals.compression_table import compression_table, settings_table
 from evals.long_answers import rescoring_table
-from evals.peer_table import peer_table
+from evals.peer_table import peer_cells, peer_table
 from figures.markdown import link
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
@@ -22,7 +22,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy_peers": peer_table,
     "accuracy_fp8": tables.fp8_table,
     "accuracy_goals": sweep_tables.goals,
-    "chains": sweep_tables.chains,
     f"{DRAFT}accuracy_tasks": lambda: tables.tasks_table(TINY_DRAFT_MODEL),
     **{f"sweep_{name}": (lambda name=name: sweep_tables.sweep_table(name)) for name in sweep.SWEEPS},
     **{f"{DRAFT}sweep_{name}": (lambda name=name: sweep_tables.sweep_table(name, TINY_DRAFT_MODEL))
@@ -32,7 +31,7 @@ TABLES: dict[str, Callable[[], str]] = {
 # Tables that name their sources themselves.
 WITH_SOURCE: dict[str, Callable[[], str]] = {
     "prompt_compression": compression_table, "prompt_compression_settings": settings_table,
-    "rescoring": rescoring_table,
+    "rescoring": rescoring_table, "chains": sweep_tables.chains,
 }  # fmt: skip
 NAMES = {*TABLES, *WITH_SOURCE, *plots.PLOTS}
 
@@ -42,6 +41,16 @@ def model_of(section: str) -> Path:
     return TINY_DRAFT_MODEL if section.startswith(DRAFT) or section == "accuracy_by_position" else TINY_MODEL
 
 
+def cells_of(section: str) -> list[tables.Result]:
+    """The stored cells that a table is made of."""
+    model = model_of(section)
+    if "sweep_" in section:
+        return [cell for cell in tables.cells(model) if cell["settings"]["arm"] == sweep.ARM]
+    if section == "accuracy_peers":
+        return [*tables.arm_cells(), *peer_cells()]
+    return tables.arm_cells("fp8" if section == "accuracy_fp8" else "auto", model)
+
+
 def section(name: str, document: Path, plot_folder: Path) -> str:
     """Markdown of a table with its source, or of a plot in ``plot_folder``; ValueError if nothing was measured."""
     if name in plots.PLOTS:
@@ -49,8 +58,6 @@ def section(name: str, document: Path, plot_folder: Path) -> str:
         return f"![{plots.PLOTS[name].text}]({link(plot_folder / f'{name}.svg', document)})\n"
     if name in WITH_SOURCE:
         return WITH_SOURCE[name]() + "\n"
-    model = model_of(name)
-    text, folder = TABLES[name](), tables.folder(model)
-    source = tables.source(model, "fp8" if name == "accuracy_fp8" else "auto")
-    where = f"evals/results/{folder.name}"
-    return f"{text}\n\n<sub>{source}; [{where}]({link(folder, document)})</sub>\n"
+    text, folder = TABLES[name](), tables.folder(model_of(name))
+    where = f"[evals/results/{folder.name}]({link(folder, document)})"
+    return f"{text}\n\n<sub>{tables.source(cells_of(name))}; {where}</sub>\n"

@@ -90,7 +90,8 @@ def chains() -> str:
     stored = list(store.read(evals_cells.RESULTS / "chains.jsonl").values())
     if not stored:
         raise ValueError("not measured; run python -m evals.chains")
-    settings, by_hops = stored[-1]["settings"], stored[-1]["result"]["hops"]
+    record = stored[-1]
+    settings, by_hops = record["settings"], record["result"]["hops"]
     rows, kept = [], []
     for hops, found in by_hops.items():
         rows.append([hops, *(f"{value:.1f}" for value in found["accuracy_by_links"].values())])
@@ -102,7 +103,8 @@ def chains() -> str:
     return (
         f"Accuracy in points by the length of the chain, {settings['slots']} of {settings['prompt_len']:,} slots:\n\n"
         f"{table(heads, rows)}\n\nTokens of each link that the row kept, in percent, by layer and kv head:\n\n"
-        f"{table(['hops', 'link', *layers], kept)}"
+        f"{table(['hops', 'link', *layers], kept)}\n\n"
+        f"<sub>{record['device']}; torch {record['torch']}; commit {record['commit']}; `{record['command']}`</sub>"
     )
 
 

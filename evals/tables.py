@@ -250,9 +250,8 @@ def devices(found: Sequence[Result]) -> str:
     return "; ".join(sorted({cell["device"] for cell in found}))
 
 
-def source(model: Path = TINY_MODEL, kv_dtype: str = "auto") -> str:
+def source(found: Sequence[Result]) -> str:
     """One line on where the numbers come from; cells were run at many commits, so each names its own."""
-    shown = [cell for cell in cells(model) if cell["settings"].get("kv_dtype", "auto") == kv_dtype]
-    versions = ", ".join(sorted({cell["torch"] for cell in shown}))
-    modules = ", ".join(f"`{module}`" for module in sorted({" ".join(cell["command"].split()[:3]) for cell in shown}))
-    return f"{devices(shown)}; torch {versions}; {modules}; every record names its device, commit and whole command"
+    versions = ", ".join(sorted({cell["torch"] for cell in found}))
+    modules = ", ".join(f"`{module}`" for module in sorted({" ".join(cell["command"].split()[:3]) for cell in found}))
+    return f"{devices(found)}; torch {versions}; {modules}; every record names its device, commit and whole command"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evals import cells, long_answers, plots, store, sweep, sweep_tables, tables
+from evals import cells, long_answers, plots, sections, store, sweep, sweep_tables, tables
 from evals.arms import Arm, make_arm
 from evals.cells import Cell
 from evals.peer_table import peer_table
@@ -128,7 +128,7 @@ def test_tasks_out_of_reach_are_named_and_only_there(stored: Path) -> None:
 
 
 def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> None:
-    before = tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), tables.source()
+    before = tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), sections.cells_of("accuracy")
     with pytest.raises(ValueError, match="python -m evals.run --kv-dtype fp8"):
         tables.fp8_table()
     cell = Cell(
@@ -147,8 +147,8 @@ def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> N
     record = other.read()
     assert record is not None
     store.append(other.path, record | {"device": "another machine"})
-    assert (tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), tables.source()) == before
-    assert tables.source(kv_dtype="fp8").startswith("another machine")
+    assert (tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), sections.cells_of("accuracy")) == before
+    assert sections.section("accuracy_fp8", DOCS, documents.PLOTS).rpartition("<sub>")[2].startswith("another machine")
 
 
 def test_long_answers_compare_arms_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
