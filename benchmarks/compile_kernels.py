@@ -27,7 +27,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.machine import RESULTS, describe
+from benchmarks.machine import RESULTS
+from figures.machine import describe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = Path(__file__).parents[1] / "snapstream" / "kernels" / "triton"

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.compile_kernels import LLAMA_8B, MODELS, Shape
-from benchmarks.machine import RESULTS, describe
+from benchmarks.machine import RESULTS
+from figures.machine import describe
 from snapstream.kernels.rows import HeadNorm, LayerRows
 
 Call = Callable[[], object]

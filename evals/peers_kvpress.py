@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from evals.arms import Arm, make_arm
-from evals.cells import Cell, group, items_of, judge
+from evals.cells import Cell, group, items_of, judge, not_stored
 from evals.selectors import AS_KVPRESS
 from evals.tasks import TASKS
 from snapstream.assets import TINY_MODEL
@@ -233,7 +233,7 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True).eval()
     cells = cells_of(args)
-    for some in group([cell for cell in cells if not cell.path.exists()]):
+    for some in group(not_stored(cells)):
         run_group(model, some)
     for cell in cells:
         stored = cell.read()
