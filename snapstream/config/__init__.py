@@ -2,7 +2,8 @@
 
 ``cache.py``: what a row holds and how it is chosen; ``model.py``: the shape of a decoder; ``options.py``: what a user
 may say about an engine; ``engine.py``, ``chunking.py``: what it was decided to be; ``settings.py``: what both have;
-``registry.py``: things that are chosen by name; ``selector.py``: what a selection method is; ``values.py``: dtypes, and how single values are checked.
+``registry.py``: things that are chosen by name; ``selector.py``: what a selection method is; ``values.py``: dtypes, and
+how single values are checked.
 """
 
 from snapstream.config.cache import (

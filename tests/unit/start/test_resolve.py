@@ -182,3 +182,11 @@ def test_a_server_tells_its_engine_of_the_draft() -> None:
     weights = weight_bytes(read_model_config(TINY_MODEL), "float32")
     assert whole is not None and short is not None
     assert weights < short.working_bytes < whole.working_bytes
+
+
+def test_an_llm_takes_options_and_single_fields_in_their_place() -> None:
+    with LLM(TINY_MODEL, EngineOptions(budget=128, max_rows=2), budget=64, selector="hops", progress=False) as llm:
+        assert (llm.config.budget.capacity, llm.config.max_rows) == (64, 2)
+        assert llm.config.snapkv.needs_all_queries
+    with pytest.raises(TypeError, match="max_row is no setting of an engine"):
+        LLM(TINY_MODEL, max_row=3)
