@@ -18,8 +18,8 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.layers.sampler import Sampled
+from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.programs import Program, ProgramMaker
 
