@@ -87,7 +87,8 @@ def as_command(function: Command) -> Command:
 def _flags_of(settings: Any, shown: Flags) -> list[inspect.Parameter]:
     hints = get_type_hints(settings, include_extras=True)
     flags = []
-    for own in fields(settings):
+    own_first = sorted(fields(settings), key=lambda own: own.name not in settings.__annotations__)  # then the inherited
+    for own in own_first:
         is_told = get_origin(hints[own.name]) is Annotated
         if own.name in shown.without or not (is_told or "help" in own.metadata):
             continue

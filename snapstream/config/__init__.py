@@ -2,7 +2,8 @@
 
 ``cache.py``: what a row holds; ``selector.py``: how its tokens are chosen; ``model.py``: the shape of a decoder;
 ``options.py``: what a user may say about an engine; ``engine.py``, ``chunking.py``: what it was decided to be;
-``registry.py``: names to choose from; ``values.py``: dtypes, and how single values are checked.
+``settings.py``: what both have; ``registry.py``: names to choose from; ``values.py``: dtypes, and how single values are
+checked.
 """
 
 from snapstream.config.cache import (
@@ -11,10 +12,11 @@ from snapstream.config.cache import (
     RescoringConfig,
 )
 from snapstream.config.chunking import Chunking
-from snapstream.config.engine import EXECUTORS, EngineConfig, PrefillAttentionName
+from snapstream.config.engine import EXECUTORS, EngineConfig
 from snapstream.config.model import ModelConfig, RopeConfig, RopeKind
 from snapstream.config.options import AutoCount, Budget, EngineOptions
 from snapstream.config.selector import DEFAULT_OBSERVATION, DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
+from snapstream.config.settings import PrefillAttentionName, Settings
 from snapstream.config.values import DTYPE_BYTES, KV_DTYPES, DType, KVDType, as_count, as_number, kv_dtype_bytes
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "RopeConfig",
     "RopeKind",
     "Selector",
+    "Settings",
     "as_count",
     "as_number",
     "kv_dtype_bytes",

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
-from snapstream.config.cache import KVBudget, RescoringConfig
+from snapstream.config.cache import KVBudget
 from snapstream.config.chunking import Chunking
 from snapstream.config.registry import Registry
 from snapstream.config.selector import Selector, make_selector
-from snapstream.config.values import DTYPE_BYTES, DType, KVDType, check, kv_dtype_bytes, set_counts
+from snapstream.config.settings import Settings
+from snapstream.config.values import check, set_counts
 
-PrefillAttentionName = Literal[
-    "auto",
-    "reference",
-    "cpu",
-    "sdpa_flash",
-    "sdpa_cudnn",
-    "sdpa_efficient",
-    "flash_attn",
-    "flash_attn_3",
-    "flashinfer",
-]
 SHORT_RESERVE = 4096  # tokens of the staging pool that only short prompts may use
 # Functions from runner.decode_step.StepParts to a DecodeStep, by name.
 EXECUTORS: Registry[Any] = Registry(
@@ -33,44 +23,24 @@ EXECUTORS: Registry[Any] = Registry(
 )
 
 
-def check_choices(dtype: str, kv_dtype: KVDType, prefill_attention: str) -> None:
-    """ValueError for a name that is not among those of its setting."""
-    check(
-        isinstance(dtype, str) and dtype in DTYPE_BYTES,
-        f"dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
-    )
-    kv_dtype_bytes(dtype, kv_dtype)
-    names = get_args(PrefillAttentionName)
-    check(
-        prefill_attention in names,
-        f"prefill_attention is {prefill_attention!r}; it must be one of {', '.join(names)}",
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Settings):
     """What the scheduler and the runner agree on. All lengths in tokens."""
 
     budget: KVBudget  # the largest row; a request may ask for a smaller one
     max_model_len: int  # prompt + output of one request
     selector: Selector = field(default_factory=make_selector)  # of requests that name none
-    rescoring: RescoringConfig | None = None  # None: what the prompt chose stays for ever, as in the paper
     max_rows: int = 8  # resident requests
     chunking: Chunking = field(default_factory=Chunking)
     staging_tokens: int = 0  # pool for prompts in prefill; 0 means one longest prompt + reserve
     short_reserve: int = SHORT_RESERVE
-    max_waiting: int = 0  # bound of the queue; 0 means none
-    dtype: DType = "float32"  # weights, staging and, unless kv_dtype says otherwise, rows
-    kv_dtype: KVDType = "auto"  # rows: as dtype, or FP8 (e4m3) with a scale per layer, row and kv head
     device: str = "cpu"
     executor: str = "eager"  # of EXECUTORS
-    prefill_attention: PrefillAttentionName = "auto"  # kernels/prefill/ decides, and refuses what cannot serve
     reserved_bytes: int = 0  # of the device's memory that a draft will take
 
     def __post_init__(self) -> None:
-        set_counts(self, max_model_len=1, max_rows=1)
-        set_counts(self, staging_tokens=0, short_reserve=0, max_waiting=0, reserved_bytes=0)
-        check_choices(self.dtype, self.kv_dtype, self.prefill_attention)
+        super().__post_init__()
+        set_counts(self, max_model_len=1, max_rows=1, staging_tokens=0, short_reserve=0, reserved_bytes=0)
         EXECUTORS.check(self.executor)
         self.check_budget(self.budget)
         check(

@@ -1,19 +1,21 @@
 """What a user may say about an engine. The command line, the server and ``LLM`` carry this object as it is.
 
 A field is a setting: its default, and in its metadata the words and the form of its flag, which ``cli/flags.py`` reads.
-``start/resolve.py`` makes an ``EngineConfig`` of it; nothing else needs to know a setting but the place that uses it.
+``start/resolve.py`` makes an ``EngineConfig`` of it. Here stand the settings about which something is decided;
+``settings.py`` has those that an engine takes as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
-from snapstream.config.cache import KVBudget, RescoringConfig
-from snapstream.config.engine import EXECUTORS, PrefillAttentionName, check_choices
+from snapstream.config.cache import KVBudget
+from snapstream.config.engine import EXECUTORS
 from snapstream.config.selector import DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
-from snapstream.config.values import DType, KVDType, as_count, check, set_counts
+from snapstream.config.settings import Settings, setting
+from snapstream.config.values import as_count, check, set_counts
 
 Budget = KVBudget | int | str  # the only text is "full"
 AutoCount = int | Literal["auto"]
@@ -31,26 +33,8 @@ def _count_or(word: str) -> Callable[[str], int | str]:
     return parse
 
 
-def _rescoring(text: str) -> RescoringConfig:
-    return RescoringConfig(every=_whole(text))
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a whole number") from None
-
-
-def setting(
-    default: Any, help_text: str, *, metavar: str = "", flag: str = "", parse: Callable[[str], Any] | None = None
-) -> Any:
-    """A field with a flag: ``--NAME METAVAR``, or ``flag``; ``parse`` reads its text, by default by the type."""
-    return field(default=default, metadata={"help": help_text, "metavar": metavar, "flag": flag, "parse": parse})
-
-
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class EngineOptions(Settings):
     """Settings of an engine; lengths in tokens. ValueError for what no engine could be."""
 
     budget: Budget = setting(
@@ -62,15 +46,6 @@ class EngineOptions:
     selector: str | Selector = setting(
         DEFAULT_SELECTOR, "Method that chooses what a row keeps.", metavar="|".join(SELECTORS.names)
     )
-    rescoring: RescoringConfig | None = setting(
-        None,
-        "A full row chooses again what it keeps, every N tokens. Default: never.",
-        metavar="N",
-        flag="--rescore-every",
-        parse=_rescoring,
-    )
-    dtype: DType = setting("float32", "Of weights and rows.")
-    kv_dtype: KVDType = setting("auto", "Of rows: auto is that of --dtype, fp8 a byte per number (e4m3, with scales).")
     device: str = setting("cpu", "Where the engine runs.", metavar="cpu|cuda")
     executor: str | None = setting(
         None,
@@ -88,19 +63,15 @@ class EngineOptions:
         parse=_count_or("auto"),
     )
     prefill_quantum: int = setting(0, "Units of prefill per step while rows decode. 0: what suits the device.")
-    prefill_attention: PrefillAttentionName = setting(
-        "auto", "Kernel that attends prompts; auto: by a table, and the start says which.", metavar="NAME"
-    )
-    max_waiting: int = setting(0, "Requests that may wait; more are refused. 0: no bound.")
 
     def __post_init__(self) -> None:
-        set_counts(self, prefill_quantum=0, max_waiting=0)
+        super().__post_init__()
+        set_counts(self, prefill_quantum=0)
         for name in ("max_rows", "chunk_len"):
             if getattr(self, name) != "auto":
                 object.__setattr__(self, name, as_count(name, getattr(self, name), 1))
         if self.max_model_len is not None:
             set_counts(self, max_model_len=1)
-        check_choices(self.dtype, self.kv_dtype, self.prefill_attention)
         if self.executor is not None:
             EXECUTORS.check(self.executor)
         make_selector(self.selector)

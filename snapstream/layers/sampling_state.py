@@ -18,6 +18,7 @@ from torch import Tensor
 from snapstream.layers.row_state import (
     FIELDS,
     LISTS,
+    LOGPROB_SIZES,
     NOBODY,
     NewRow,
     Number,
@@ -28,7 +29,7 @@ from snapstream.layers.row_state import (
 from snapstream.layers.upload import upload
 from snapstream.request import NUM_STOP_IDS, SamplingParams
 
-__all__ = ["MAX_VOCAB", "NewRow", "SamplingNeeds", "SamplingState"]
+__all__ = ["LOGPROB_SIZES", "MAX_VOCAB", "NewRow", "SamplingNeeds", "SamplingState"]
 
 MAX_VOCAB = 2**20  # V x the weight of the likeliest token must fit an int64, see sampler.WEIGHT_ONE
 _WHOLE = tuple(field for field in FIELDS if not field.kind.startswith("float"))

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from snapstream.config import AutoCount, EngineConfig, EngineOptions, KVBudget, ModelConfig, make_selector
+from dataclasses import fields
+
+from snapstream.config import AutoCount, EngineConfig, EngineOptions, KVBudget, ModelConfig, Settings, make_selector
 from snapstream.plan.chunking import resolve_chunking
 from snapstream.plan.memory import EngineMemory, engine_memory
 
@@ -30,26 +32,20 @@ def engine_config(
     reserved_bytes: int = 0,
 ) -> EngineConfig:
     """All that follows from the options once budget and window are known. ValueError where they contradict."""
+    kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
+    chunking = resolve_chunking(
+        model, dtype=options.dtype, device=device, chunk_len=options.chunk_len, prefill_quantum=options.prefill_quantum
+    )
     return EngineConfig(
         budget=budget,
         max_model_len=max_model_len,
         selector=make_selector(options.selector),
-        rescoring=options.rescoring,
         max_rows=max_rows,
-        chunking=resolve_chunking(
-            model,
-            dtype=options.dtype,
-            device=device,
-            chunk_len=options.chunk_len,
-            prefill_quantum=options.prefill_quantum,
-        ),
-        max_waiting=options.max_waiting,
-        dtype=options.dtype,
-        kv_dtype=options.kv_dtype,
+        chunking=chunking,
         device=device,
         executor=options.executor or default_executor(device),
-        prefill_attention=options.prefill_attention,
         reserved_bytes=reserved_bytes,
+        **kept,
     )
 
 

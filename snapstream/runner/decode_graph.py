@@ -22,8 +22,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from snapstream.layers.row_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.layers.sampler import Sampled
+from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_step import StepParts
 from snapstream.runner.programs import Program, ProgramMaker

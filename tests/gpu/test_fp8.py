@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import Executor, KVBudget
+from snapstream.config import KVBudget
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
 from snapstream.start.resolve import FP8_CAPABILITY
@@ -65,7 +65,7 @@ def test_what_is_stored(head_dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("executor", ["eager", "graph"])
-def test_tokens_equal_those_of_the_cpu(executor: Executor, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_tokens_equal_those_of_the_cpu(executor: str, prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model("qwen3"), tmp_path)
     found = []
     for device, how in (("cpu", "eager"), ("cuda", executor)):
@@ -78,7 +78,7 @@ def test_tokens_equal_those_of_the_cpu(executor: Executor, prompts: list[list[in
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("executor", ["eager", "graph"])
 def test_nothing_is_compiled_after_the_start(
-    kv_dtype: str, executor: Executor, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kv_dtype: str, executor: str, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import triton
 

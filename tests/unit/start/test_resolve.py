@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from snapstream.assets import TINY_MODEL
-from snapstream.config import AutoCount, EngineConfig, EngineOptions
+from snapstream.config import AutoCount, EngineConfig, EngineOptions, RescoringConfig, Settings
 from snapstream.kernels.cpu import native
 from snapstream.llm import LLM
 from snapstream.models.registry import model_config_from_dict, read_model_config
@@ -67,6 +67,13 @@ def test_auto_rows_have_a_bound_and_need_room_for_one() -> None:
     assert decided(replace(H100, free_bytes=10**15)).max_rows == MAX_AUTO_ROWS
     with pytest.raises(ValueError, match=r"2.30 GiB of weights, 1 \+ 1 rows .* 3 GiB free"):
         decided(replace(H100, free_bytes=3 * GIB))
+
+
+def test_what_is_taken_as_it_is_said_arrives() -> None:
+    said = {"rescoring": RescoringConfig(), "dtype": "float16", "prefill_attention": "sdpa_flash", "max_waiting": 5}
+    found = decided(**said)
+    assert {name: getattr(found, name) for name in said} == said
+    assert {field.name for field in fields(Settings)} == said.keys() | {"kv_dtype"}  # which rescoring excludes
 
 
 def test_full_attention_is_a_row_of_the_window() -> None:
@@ -175,3 +182,11 @@ def test_a_server_tells_its_engine_of_the_draft() -> None:
     weights = weight_bytes(read_model_config(TINY_MODEL), "float32")
     assert whole is not None and short is not None
     assert weights < short.working_bytes < whole.working_bytes
+
+
+def test_an_llm_takes_options_and_single_fields_in_their_place() -> None:
+    with LLM(TINY_MODEL, EngineOptions(budget=128, max_rows=2), budget=64, selector="hops", progress=False) as llm:
+        assert (llm.config.budget.capacity, llm.config.max_rows) == (64, 2)
+        assert llm.config.snapkv.needs_all_queries
+    with pytest.raises(TypeError, match="max_row is no setting of an engine"):
+        LLM(TINY_MODEL, max_row=3)
