@@ -69,7 +69,7 @@ def measured(model: ModelConfig, config: EngineConfig, monkeypatch: pytest.Monke
         )  # a kernel that returns its result and takes nothing else
         static = live.now
         entry = PrefillEntry(request_id="r", token_ids=(5,) * LENGTH, rows=(0,), seeds=(0,), sampling=SAMPLED,
-                             budget=config.budget)  # fmt: skip
+                             budget=config.budget, selector=config.selector)  # fmt: skip
         job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
         units = UnitRange(0, 0, job.num_units(CHUNK, model.num_layers))
         runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,)))

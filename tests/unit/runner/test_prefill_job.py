@@ -18,13 +18,14 @@ MODEL = ModelConfig(
     head_dim=4, intermediate_size=24, max_position=64,
 )  # fmt: skip
 BUDGET = KVBudget(num_sink=2, num_topk=4, num_recent=8)
+SELECTOR = SnapKV(observation_len=4)
 
 
 @pytest.fixture
 def runner() -> ModelRunner:
     config = EngineConfig(
         budget=BUDGET, max_model_len=64, max_rows=2, chunk_len=8, short_len=8, short_reserve=16,
-        selector=SnapKV(observation_len=4),
+        selector=SELECTOR,
     )  # fmt: skip
     weights = DecoderWeights.random(MODEL, torch.float32, "cpu", seed=0)
     return ModelRunner(Decoder(MODEL, weights), config)
@@ -38,6 +39,7 @@ def entry(length: int, row: int, sampling: SamplingParams | None = None) -> Pref
         seeds=(row,),
         sampling=sampling or SamplingParams(temperature=0.0),
         budget=BUDGET,
+        selector=SELECTOR,
     )
 
 
