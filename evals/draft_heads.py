@@ -60,7 +60,8 @@ def head_scores(
         fed, count = torch.cat((ids, ids.new_tensor(drawn[:-1]))), len(drawn)
     group, found = draft.decoder.config.group_size, dict[str, Importance]()
 
-    def vote(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    def vote(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        assert queries is not None
         for head in range(queries.shape[1]):
             own = queries[:, head : head + 1], keys[head // group : head // group + 1, : len(ids)]
             for name in (f"{layer}.{head}", f"{layer}", "all"):

@@ -32,14 +32,14 @@ def prefill(model: str, points: list[tuple[int, int, int]]) -> Callable[[Bench],
                 is_first = False
             allocated = bench.device.reset_peak()
             seconds, result = prefill_once(bench, runner, prompt_len)
-            extra = bench.device.peak_bytes() - allocated + runner.staging.num_bytes
+            extra = bench.device.peak_bytes() - allocated + runner.buffers.num_bytes
             flop = prefill_flop(config, prompt_len)
             compress_ms = result.prefilled["r"].compression.compress_ms
             figure = {
                 "model": model, "prompt_len": prompt_len, "slots": slots, "chunk_len": chunk_len,
                 "prefill_s": seconds, "tokens_per_s": prompt_len / seconds, "tflop_per_s": flop / seconds / 1e12,
                 "compress_share": compress_ms / 1e3 / seconds, "extra_gib": extra / 2**30,
-                "staging_gib": runner.staging.num_bytes / 2**30,
+                "staging_gib": runner.buffers.num_bytes / 2**30,
             }  # fmt: skip
             if bench.ceilings:
                 figure["share_of_measured_products"] = figure["tflop_per_s"] / bench.ceilings["tflop_per_s"]

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from snapstream.config import ModelConfig
+from snapstream.cache.spec import KVSpec
 from snapstream.kernels import fp8
-from snapstream.kernels.bound import bind
+from snapstream.kernels.bound import Kernels, bind
 from snapstream.kernels.rows import LayerRows
 
 _STORED_AT_ONCE = 4096  # tokens that are scaled in fp32 at a time: not more memory than scoring takes
@@ -26,16 +26,18 @@ class KVCache:
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: KVSpec,
         num_rows: int,
         capacity: int,
-        dtype: torch.dtype,
         device: torch.device | str,
+        kernels: Kernels | None = None,
     ) -> None:
-        shape = (config.num_layers, num_rows + 1, config.num_kv_heads, capacity, config.head_dim)
+        shape = (spec.num_layers, num_rows + 1, spec.num_kv_heads, capacity, spec.key_dim)
+        dtype = fp8.DTYPE if spec.kv_dtype == "fp8" else getattr(torch, spec.dtype)
+        self.spec = spec
+        self.kernels = bind(device) if kernels is None else kernels
         self.num_rows = num_rows
         self.capacity = capacity
-        self.kernels = bind(device)
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: so rows begin as zeros.
         self.k = _zeros(shape, dtype, torch.device(device))  # [L, rows+1, G, C, E]
         self.v = _zeros(shape, dtype, torch.device(device))  # [L, rows+1, G, C, E]

@@ -2,8 +2,8 @@
 
 For grouped-query attention that is a key and a value per kv head. For latent attention (DeepSeek) it is one latent for
 all heads: ``num_kv_heads`` is 1 and the values are the first ``value_dim`` numbers of the keys
-(``values_are_keys``), so they take no bytes of their own. Storage (``kv_cache.py``), staging, compression, rescoring and
-``plan`` ask this object; nothing else multiplies heads by sizes.
+(``values_are_keys``), so they take no bytes of their own. Storage (``kv_cache.py``), staging, compression, rescoring
+and ``plan`` ask this object; nothing else multiplies heads by sizes.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from snapstream.config.cache import KVBudget, RescoringConfig
+from snapstream.config.registry import Registry
 from snapstream.config.selector import Selector, make_selector
 from snapstream.config.values import DTYPE_BYTES, DType, KVDType, check, kv_dtype_bytes, set_counts
 
-Executor = Literal["eager", "graph"]
 PrefillAttentionName = Literal[
     "auto",
     "reference",
@@ -21,7 +21,12 @@ PrefillAttentionName = Literal[
     "flash_attn_3",
     "flashinfer",
 ]
-EXECUTORS: tuple[Executor, ...] = ("eager", "graph")
+# Functions from runner.decode_step.StepParts to a DecodeStep, by name.
+EXECUTORS: Registry[Any] = Registry(
+    "executor",
+    {"eager": "snapstream.runner.executors:make_eager", "graph": "snapstream.runner.executors:make_graph"},
+)
+Executor = str  # a name in EXECUTORS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,7 @@ class EngineConfig:
             f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
         )
         kv_dtype_bytes(self.dtype, self.kv_dtype)
-        check(self.executor in EXECUTORS, f"executor is {self.executor!r}; it must be {' or '.join(EXECUTORS)}")
+        EXECUTORS.check(self.executor)
         names = get_args(PrefillAttentionName)
         check(
             self.prefill_attention in names,

@@ -62,6 +62,10 @@ class Kernels:
     snapkv_scores: ScoreKernel
     hop_scores: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
 
+    def sum_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """``residual [T, D] += x`` in place unless there is no ``x``, and the norm of the sum."""
+        return self.rms_norm(residual, weight, eps) if x is None else self.add_rms_norm(residual, x, weight, eps)
+
 
 def bind(device: torch.device | str, version: KernelVersion | None = None) -> Kernels:
     """The kernels of a device: by default Triton's on an NVIDIA GPU that has it, those of ``cpu/`` on a CPU."""

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import RopeConfig
-
-CosSin = tuple[Tensor, Tensor]
+from snapstream.kernels.bound import CosSin
 
 
 def _default_frequencies(theta: float, head_dim: int) -> Tensor:

@@ -17,9 +17,10 @@ from snapstream.cache.kv_cache import KVCache
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.models.decoder import Decoder
+from snapstream.models.staging import StagingBuffers
 from snapstream.request import SamplingParams
 from snapstream.runner.prefill import PrefillJob
-from snapstream.runner.staging import StagingPool
+from snapstream.runner.row_writer import RowWriter
 from snapstream.step import JobSpec, PrefillEntry
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ _MORE = 19  # prompt tokens beside those that vote: more than the budget holds
 
 @torch.inference_mode()
 def warm_up_kernels(
-    decoder: Decoder, cache: KVCache, staging: StagingPool, config: EngineConfig, attention: PrefillAttention
+    decoder: Decoder, cache: KVCache, buffers: StagingBuffers, config: EngineConfig, attention: PrefillAttention
 ) -> None:
     """Run a prompt of ``observation_len + 19`` tokens through the first layer; writes to the padding row alone."""
     began = perf_counter()
@@ -45,14 +46,8 @@ def warm_up_kernels(
         budget=_BUDGET,
         selector=config.selector,
     )
-    job = PrefillJob(
-        JobSpec(job_id=-1, staging_start=0, entries=(entry,)),
-        decoder,
-        cache,
-        staging,
-        config.chunk_len,
-        attention,
-    )
+    spec = JobSpec(job_id=-1, staging_start=0, entries=(entry,))
+    job = PrefillJob(spec, decoder, buffers, RowWriter(cache, config), config.chunk_len, attention)
     for unit in range(job.spec.num_chunks(config.chunk_len)):
         job.run_unit(unit)
     decoder.logits(job.last_hidden())

@@ -8,7 +8,7 @@ from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
 from snapstream.request import Request, RequestOutput, SamplingParams
-from snapstream.step import PrefillEntry
+from snapstream.step import PrefillEntry, Runner
 from tests.engine.alone import EOS, VOCAB_SIZE, LetterTokenizer
 from tests.engine.fake_runner import FakeRunner
 
@@ -42,10 +42,12 @@ def engine_of(
     tokenizer: Tokenizer | None = LETTERS,
     random: Random | None = None,
     clock: Callable[[], float] | None = None,
+    around: Callable[[FakeRunner], Runner] = lambda runner: runner,
 ) -> tuple[Engine, FakeRunner]:
     """``scripts`` gives, by request id, the tokens to be drawn; past its end, and by default, it is 1 ("a").
 
-    For the strict runner a script is the whole of a sample: it ends with the last scripted token.
+    For the strict runner a script is the whole of a sample: it ends with the last scripted token. ``around`` puts
+    another runner between it and the engine.
     """
     config, scripts = config or config_of(), scripts or {}
 
@@ -58,7 +60,7 @@ def engine_of(
 
     runner = FakeRunner(config, NUM_LAYERS, draw, length_of)
     engine = Engine(
-        runner,
+        around(runner),
         config,
         vocab_size=VOCAB_SIZE,
         num_layers=NUM_LAYERS,

@@ -2,7 +2,7 @@
 
 Independent of slots, rings, staging, chunks and kernels: per layer and kv head it keeps a list of (position, key,
 value) and forgets by the rule in words - sinks and selected tokens stay, of the rest the oldest goes when the row is
-full. Only the decoder's two halves of a layer, which have a parity test of their own, are shared with the package.
+full. Only the decoder's layers, which have a parity test of their own, are shared with the package.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from evals.selectors import Random, Variant, as_variant
 from snapstream.config import KVBudget, RescoringConfig, Selector
+from snapstream.kernels.bound import CosSin, HeadNorm
 from snapstream.models.decoder import Decoder
+from tests.parity.heads import split
 from tests.unit.cache import row_by_lists
 
 Cell = tuple[int, Tensor, Tensor]  # position, key [E], value [E]
@@ -27,6 +29,34 @@ def attend(q: Tensor, cells: list[list[Cell]], last: int) -> Tensor:
         keys, values = torch.stack([c[1] for c in seen]), torch.stack([c[2] for c in seen])
         out.append(((keys @ q[head]) / q.shape[1] ** 0.5).softmax(-1) @ values)
     return torch.stack(out)
+
+
+class _Prompt:
+    """The view of a layer that a whole prompt passes."""
+
+    def __init__(self, cells: list[list[Cell]]) -> None:
+        self.cells = cells
+
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+        q, k, v = split(heads, norm, rope, len(self.cells))
+        self.queries, self.keys = q, k
+        for head, own in enumerate(self.cells):
+            own.extend((p, k[p, head], v[p, head]) for p in range(len(q)))
+        return torch.stack([attend(q[p], self.cells, p) for p in range(len(q))])
+
+
+class _Token:
+    """The view of a layer that one decoded token passes."""
+
+    def __init__(self, engine: ListsEngine, layer: int, position: int) -> None:
+        self.engine, self.layer, self.position = engine, layer, position
+
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+        cells = self.engine.cells[self.layer]
+        q, k, v = split(heads, norm, rope, len(cells))
+        self.engine.queries[self.layer].append(q[0])
+        self.engine.store(self.layer, self.position, k[0], v[0])
+        return attend(q[0], cells, self.position)[None]
 
 
 class ListsEngine:
@@ -53,13 +83,9 @@ class ListsEngine:
         positions = torch.arange(len(prompt))
         rope = self.decoder.rope(positions, torch.full_like(positions, len(prompt)))
         for layer in range(self.decoder.config.num_layers):
-            q, k, v = self.decoder.project(layer, hidden, rope)
-            cells = self.cells[layer]
-            for head, own in enumerate(cells):
-                own.extend((p, k[p, head], v[p, head]) for p in range(len(prompt)))
-            attended = torch.stack([attend(q[p], cells, p) for p in range(len(prompt))])
-            hidden = self.decoder.finish(layer, hidden, attended)
-            self._compress(layer, q, k, len(prompt))
+            view = _Prompt(self.cells[layer])
+            hidden = self.decoder.layer(layer, hidden, rope, view)
+            self._compress(layer, view.queries, view.keys, len(prompt))
         tokens, logprobs = [], []
         for position in range(len(prompt), len(prompt) + count):
             scores = self.decoder.logits(hidden[-1:])[0].log_softmax(-1)
@@ -110,15 +136,16 @@ class ListsEngine:
         for layer in range(self.decoder.config.num_layers):
             if self.rescoring is not None and len(self.queries[layer]) >= self.rescoring.num_queries:
                 self._rescore(layer, self.rescoring)
-            q, k, v = self.decoder.project(layer, hidden, rope)
-            self.queries[layer].append(q[0])
-            for head, own in enumerate(self.cells[layer]):
-                if len(own) == self.budget.capacity:
-                    movable = [cell for cell in own if cell[0] not in self.frozen[layer][head]]
-                    own.remove(min(movable, key=lambda cell: cell[0]))
-                own.append((position, k[0, head], v[0, head]))
-            hidden = self.decoder.finish(layer, hidden, attend(q[0], self.cells[layer], position)[None])
+            hidden = self.decoder.layer(layer, hidden, rope, _Token(self, layer, position))
         return hidden
+
+    def store(self, layer: int, position: int, k: Tensor, v: Tensor) -> None:
+        """A decoded token's ``k, v [G, E]``; of what may move the oldest goes when the row is full."""
+        for head, own in enumerate(self.cells[layer]):
+            if len(own) == self.budget.capacity:
+                movable = [cell for cell in own if cell[0] not in self.frozen[layer][head]]
+                own.remove(min(movable, key=lambda cell: cell[0]))
+            own.append((position, k[head], v[head]))
 
     def _rescore(self, layer: int, rescoring: RescoringConfig) -> None:
         """A full row: what is neither sink, window nor among the newest is voted on, and ``every`` of it go."""

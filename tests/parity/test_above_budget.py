@@ -49,7 +49,7 @@ def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Pat
         folder, budget=budget, selector=selector, max_rows=3, chunk_len=16, max_model_len=96, progress=False
     ) as llm:
         outputs = llm.generate(prompts, params)
-        decoder = llm.engine._runner.decoder  # type: ignore[attr-defined]
+        decoder = llm.engine.runner.decoder  # type: ignore[attr-defined]
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens, logprobs = ListsEngine(decoder, budget, selector).generate(prompt, 20)
         assert output.token_ids == tokens

@@ -15,7 +15,6 @@ from snapstream.llm import LLM
 from snapstream.request import SamplingParams
 from snapstream.runner import decode_graph, executors, results
 from snapstream.runner.programs import Capturer
-from snapstream.runner.views import RowsView
 from tests.parity import tape
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.test_graph import LENGTHS, params
@@ -42,13 +41,12 @@ def sampling() -> list[SamplingParams]:
 
 
 def on_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode of a GPU: its buckets and samplers, its view of the rows, and captures."""
+    """Decode of a GPU: its buckets and samplers, and captures."""
     tape.install(monkeypatch)
     sizes, to_host = executors.bucket_sizes, results._to_host
     monkeypatch.setattr(results, "_to_host", lambda field: None if field is None else to_host(field.clone()))  # a copy
     monkeypatch.setattr(executors, "Compiler", Capturer)
     monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", decode_graph.SAMPLERS["cuda"])
-    monkeypatch.setattr(executors, "CompiledRowsView", RowsView)
     monkeypatch.setattr(dispatch.cpu_attention, "decode_attention", reference.decode_attention)  # a CPU's reads lengths
     monkeypatch.setattr(executors, "bucket_sizes", lambda max_rows, _: sizes(max_rows, "cuda"))
 

@@ -80,7 +80,7 @@ def test_the_response_counts_a_quarter_of_the_bytes(folder: Path, prompts: list[
     wide, narrow = (answers(folder, prompts[:1], max_rows=1, kv_dtype=kind)[0].compression for kind in ("auto", "fp8"))
     assert wide is not None and narrow is not None
     with LLM(folder, max_rows=1, **SETTINGS) as llm:
-        model, cache = llm.model_config, llm.engine._runner.cache  # type: ignore[attr-defined]
+        model, cache = llm.model_config, llm.engine.runner.cache  # type: ignore[attr-defined]
         assert cache.k.dtype == torch.float8_e4m3fn and cache.num_bytes == 2 * narrow.row_bytes
     scales = 2 * model.num_layers * model.num_kv_heads * 4
     assert narrow.row_bytes == wide.row_bytes // 4 + scales and narrow.full_bytes == wide.full_bytes // 4 + scales

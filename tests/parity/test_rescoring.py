@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from evals.selectors import Random, Variant
-from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.selectors.hops import Hops
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import DTYPE_BYTES, EngineConfig, KVBudget, RescoringConfig, Selector
@@ -22,8 +21,6 @@ from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
 from snapstream.request import SamplingParams
 from snapstream.runner.model_runner import ModelRunner
-from snapstream.runner.rescoring import RecentQueries
-from snapstream.runner.views import RowsView
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.lists_engine import ListsEngine
 
@@ -68,7 +65,7 @@ def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Pat
         progress=False,
     ) as llm:  # fmt: skip
         outputs = llm.generate(prompts(case), PARAMS)
-        decoder = llm.engine._runner.decoder  # type: ignore[attr-defined]
+        decoder = llm.engine.runner.decoder  # type: ignore[attr-defined]
     for prompt, output in zip(prompts(case), outputs, strict=True):
         lists = ListsEngine(decoder, budget, selector, rescoring)
         tokens, logprobs = lists.generate(prompt, COUNT)
@@ -122,11 +119,11 @@ def test_what_is_allocated_is_what_is_counted(tmp_path: Path) -> None:
     memory = engine_memory(
         model, budget.capacity, 120, max_rows=3, chunk_len=16, dtype="float32", device="cpu", rescoring=rescoring
     )
-    assert runner._rescorer is not None
-    assert memory.row_bytes * 4 == runner.cache.num_bytes + runner._rescorer.num_bytes  # the padding row is one of them
+    assert runner.rescorer is not None
+    assert memory.row_bytes * 4 == runner.cache.num_bytes + runner.rescorer.num_bytes  # the padding row is one of them
     plain = engine_memory(model, budget.capacity, 120, max_rows=3, chunk_len=16, dtype="float32", device="cpu")
     assert plain.row_bytes * 4 == runner.cache.num_bytes
-    assert DTYPE_BYTES["float32"] * runner._rescorer._queries.buffer.numel() == runner._rescorer._queries.num_bytes
+    assert DTYPE_BYTES["float32"] * runner.rescorer.queries.buffer.numel() == runner.rescorer.queries.num_bytes
 
 
 def test_without_it_nothing_is_kept(tmp_path: Path) -> None:
@@ -135,7 +132,7 @@ def test_without_it_nothing_is_kept(tmp_path: Path) -> None:
     model = read_model_config(folder)
     decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
     runner = ModelRunner(decoder, EngineConfig(budget=budget, selector=selector, max_model_len=120))
-    assert runner._rescorer is None
+    assert runner.rescorer is None
 
 
 @pytest.mark.parametrize(
@@ -161,29 +158,6 @@ def test_fp8_rows_are_refused_with_it() -> None:
     budget, selector, rescoring = CASES[0]
     with pytest.raises(ValueError, match="kv_dtype"):
         EngineConfig(budget=budget, selector=selector, rescoring=rescoring, max_model_len=120, kv_dtype="fp8")
-
-
-def test_fused_heads_leave_their_queries_too(tmp_path: Path) -> None:
-    """The view's way for Triton kernels, here with the plain ones, keeps what ``attend`` keeps."""
-    torch.manual_seed(0)
-    folder = save(make_model("qwen3"), tmp_path)
-    model = read_model_config(folder)
-    decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
-    rows, at = torch.tensor([2, 0]), torch.tensor([7, 3])
-    hidden, rope = torch.randn(2, model.hidden_size), decoder.rope(at, at + 1)
-    kept = []
-    for fused in (False, True):
-        cache = KVCache(model, 3, 8, torch.float32, "cpu")
-        queries = RecentQueries(model, 3, 4, torch.float32, "cpu")
-        view = RowsView(cache, rows, torch.tensor([1, 2]), torch.tensor([2, 3]), queries.of_step(rows, at))
-        own = decoder.layers[1]
-        if fused:
-            view.attend_heads(1, own.heads(hidden), *own.head_norm, rope)
-        else:
-            view.attend(1, *own.rotated(own.heads(hidden), rope))
-        kept.append(queries.buffer)
-    assert kept[0][1, 2, 3].any() and kept[0][1, 0, 3].any() and not kept[0][1, 1].any()
-    torch.testing.assert_close(kept[0], kept[1])
 
 
 @pytest.mark.parametrize("fields", [{"every": 0}, {"num_queries": 0}, {"memory": 1.5}, {"memory": -0.1}])

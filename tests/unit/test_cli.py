@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,9 @@ import snapstream
 from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
 from snapstream.config import EngineConfig, KVBudget
+from snapstream.host_memory import HostMemory
 from snapstream.models.registry import read_model_config
 from snapstream.startup import fit_rows
-from tests.waiting import HANG_S
-
-SOURCE = Path(snapstream.__file__).parents[1]
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -89,7 +84,7 @@ def without_here(plan: dict[str, Any]) -> dict[str, Any]:
 def test_plan_shows_the_rows_that_auto_would_give_here(
     config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("snapstream.startup._free_bytes", lambda device, only_free: 64 * 2**20)
+    monkeypatch.setattr("snapstream.startup.host_memory", lambda: HostMemory(total=2**30, available=64 * 2**20))
     assert main(["plan", str(config_file), "--budget", "512", "--dtype", "float32", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     model = read_model_config(config_file)
@@ -188,17 +183,6 @@ def test_plan_refuses_configs_in_one_line(
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
     assert word in err
-
-
-def test_plan_never_imports_torch(config_file: Path) -> None:
-    code = (
-        "import sys; from snapstream.cli import main; "
-        f"code = main(['plan', {str(config_file)!r}]); "
-        "sys.exit(code or 10 * ('torch' in sys.modules))"
-    )
-    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_rescoring_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> None:

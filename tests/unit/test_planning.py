@@ -10,11 +10,13 @@ import torch
 from rich.console import Console
 
 from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.spec import KVSpec
 from snapstream.config import ModelConfig, RescoringConfig
 from snapstream.draft_memory import DraftMemory, draft_memory
 from snapstream.kernels.scores import CHUNK
 from snapstream.memory import FRAMEWORK_BYTES, SCORING_KEYS, prefill_memory
 from snapstream.models.registry import model_config_from_dict
+from snapstream.models.staging import StagingBuffers
 from snapstream.plan_report import print_plan
 from snapstream.planning import (
     Plan,
@@ -22,7 +24,6 @@ from snapstream.planning import (
     default_budgets,
     make_plan,
 )
-from snapstream.runner.staging import StagingPool
 from snapstream.spec_prefill.settings import ScoringSettings
 
 GIB = 2**30
@@ -213,9 +214,10 @@ def test_plan_agrees_with_what_the_engine_allocates() -> None:
         max_position=512,
     )
     plan = make_plan(config, dtype="float32", budgets=[64], memory_bytes=10**6, bandwidth=10**9)
-    pool = StagingPool(config, plan.prompt_len, torch.float32, "cpu")
-    assert plan.prefill.hidden_bytes + plan.prefill.staging_bytes == pool.num_bytes
-    assert KVCache(config, 5, 64, torch.float32, "cpu").num_bytes == 6 * plan.rows[1].row_bytes
+    spec = KVSpec.of(config, "float32")
+    buffers = StagingBuffers(spec, config.hidden_size, plan.prompt_len, torch.float32, "cpu")
+    assert plan.prefill.hidden_bytes + plan.prefill.staging_bytes == buffers.num_bytes
+    assert KVCache(spec, 5, 64, "cpu").num_bytes == 6 * plan.rows[1].row_bytes
     assert SCORING_KEYS == CHUNK
 
 

@@ -36,7 +36,8 @@ LLAMA_1B = model_config_from_dict({
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A machine with as many bytes as the list's only entry."""
     size = [80 * GIB]
-    monkeypatch.setattr(startup, "_free_bytes", lambda device, only_free: size[0])
+    monkeypatch.setattr(startup, "host_memory", lambda: HostMemory(total=size[0], available=size[0]))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (size[0], size[0]))
     return size
 
 
@@ -216,8 +217,8 @@ def test_an_own_draft_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return fit(*args)
 
     monkeypatch.setattr("snapstream.llm.fit_rows", fit_rows)
-    with LLM(TINY_MODEL, draft=TINY_MODEL, progress=False) as llm:
-        weights = llm.engine._runner.decoder.weights.num_bytes  # type: ignore[attr-defined]
+    with LLM(TINY_MODEL, draft=TINY_MODEL, progress=False):
+        weights = num_parameters(read_model_config(TINY_MODEL)) * 4
     assert told[0] is not None and told[0].weight_bytes == weights and told[0].working_bytes > 0
     with LLM(TINY_MODEL, progress=False):
         assert told[1] is None

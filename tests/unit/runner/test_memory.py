@@ -73,11 +73,11 @@ def measured(model: ModelConfig, config: EngineConfig, monkeypatch: pytest.Monke
         job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
         units = UnitRange(0, 0, job.num_units(CHUNK, model.num_layers))
         runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,)))
-        runner._params = dict.fromkeys(range(ROWS), SAMPLED)
+        runner.occupy(range(ROWS), LENGTH, SAMPLED)
         runner.submit(StepPlan(step_id=1, decode_rows=tuple(range(ROWS))))
-        if runner._rescorer is not None:
+        if runner.rescorer is not None:
             with torch.inference_mode():
-                runner._rescorer._refresh(0, runner._rescorer._states[0])
+                runner.rescorer.refresh(0)
         peak = live.peak
         del runner, weights
         gc.collect()
