@@ -1,48 +1,33 @@
 """The functions that a layer and a cache call on one device, bound once when an engine is loaded.
 
-``bind`` makes the object; it is handed to the decoder, the cache and the views, which call its fields and never ask what
-device they are on. ``reference.py`` holds the meaning of every field, in plain PyTorch.
+``bind`` makes the object; it is handed to the decoder, the cache and the views, which call its fields and never ask
+what device they are on. ``reference.py`` holds the meaning of every field, in plain PyTorch.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from snapstream.kernels import dispatch, reference
-from snapstream.kernels.rows import LayerRows
+from snapstream.kernels import plain, reference, scores
+from snapstream.kernels.cpu import attention, compiled
+from snapstream.kernels.cpu.norm import Norms
+from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
+
+__all__ = ["CosSin", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "RowPlaces", "bind", "has_triton"]
 
 KernelVersion = Literal["triton", "cpu", "compiled_cpu", "torch"]
-
-
-class HeadNorm(NamedTuple):
-    """Norm of the heads of q and k before the rotation; no weight where a model has none."""
-
-    weight: Tensor | None  # [H+G, E]
-    eps: float
-
-
-class RowPlaces(NamedTuple):
-    """Where the tokens of a decode step go, and what they see."""
-
-    rows: Tensor  # [B] int64
-    slots: Tensor  # [B] int64: where each row's new token is written
-    lengths: Tensor  # [B] int64: visible slots once it is
 
 
 class ScoreKernel(Protocol):
     def __call__(
         self, queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool
     ) -> Tensor: ...
-
-
-CosSin = tuple[Tensor, Tensor]  # [T, 1, E] fp32 each, the minus of the rotation in the sine
-Keep = Callable[[Tensor], None]  # takes the rotated queries [B, H, E] of a decode step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,41 +53,100 @@ class Kernels:
 
 
 def bind(device: torch.device | str, version: KernelVersion | None = None) -> Kernels:
-    """The kernels of a device: by default Triton's on an NVIDIA GPU that has it, those of ``cpu/`` on a CPU."""
-    del device, version
+    """The kernels of a device: by default Triton's on an NVIDIA GPU that has it, those of ``cpu/`` on a CPU.
 
-    def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
-        return dispatch.norm_rope(heads, norm.weight, norm.eps, *rope, num_kv_heads)
+    ``"compiled_cpu"`` is for the decode step that ``torch.compile`` compiles on a CPU; ``"torch"`` runs anywhere.
+    ``"triton"`` on other devices needs Triton's interpreter. ValueError for a version that cannot be had here.
+    """
+    kind = torch.device(device).type
+    version = version or _default(kind)
+    if version in ("cpu", "compiled_cpu") and kind not in ("cpu", "meta"):
+        raise ValueError(f"kernels {version!r} run on a CPU, and the device is {device}")
+    match version:
+        case "triton":
+            return _triton()
+        case "cpu":
+            return _cpu()
+        case "compiled_cpu":
+            return _compiled_cpu()
+        case "torch":
+            return _torch()
+    raise ValueError(f"kernels are {version!r}; they must be one of {', '.join(get_args(KernelVersion))}")
 
-    def attend_rows(
-        heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, places: RowPlaces, keep: Keep | None
-    ) -> Tensor:
-        num_kv_heads = cache.k.shape[1]
-        qk, v = norm_rope(heads, norm, rope, num_kv_heads), heads[:, -num_kv_heads:]
-        q, k = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:]
-        if keep is not None:
-            keep(q)
-        dispatch.write_slots(cache.k, cache.v, k, v, places.rows, places.slots, cache.scales)
-        return dispatch.decode_attention(q, cache.k, cache.v, places.rows, places.lengths, cache.scales)
 
-    def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
-        dispatch.gather_rows(cache.k, cache.v, rows, keys, values, index, cache.scales)
+def has_triton() -> bool:
+    """True where Triton is installed beside a PyTorch for NVIDIA GPUs; it is not imported."""
+    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return dispatch.linear(x, weight, bias)
+def _default(kind: str) -> KernelVersion:
+    if kind == "cuda":
+        return "triton" if has_triton() else "torch"
+    return "cpu" if kind == "cpu" else "torch"
 
+
+def _torch() -> Kernels:
+    return Kernels(
+        version="torch",
+        linear=reference.linear,
+        rms_norm=plain.rms_norm,
+        add_rms_norm=plain.add_rms_norm,
+        swiglu=plain.swiglu,
+        norm_rope=plain.norm_rope,
+        attend_rows=plain.rows_attention(plain.norm_rope, reference.decode_attention),
+        gather_rows=reference.gather_rows,
+        snapkv_scores=scores.snapkv_scores,
+        hop_scores=scores.hop_scores,
+    )
+
+
+def _cpu() -> Kernels:
+    norms = Norms(remembers=True)
     return Kernels(
         version="cpu",
-        linear=linear,
-        rms_norm=rms_norm,
-        add_rms_norm=reference.add_rms_norm,
-        swiglu=dispatch.swiglu,
-        norm_rope=norm_rope,
-        attend_rows=attend_rows,
-        gather_rows=gather_rows,
-        snapkv_scores=dispatch.snapkv_scores,
-        hop_scores=dispatch.hop_scores,
+        linear=reference.linear,
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
+        swiglu=plain.swiglu,
+        norm_rope=norms.norm_rope,
+        attend_rows=plain.rows_attention(norms.norm_rope, attention.decode_attention),
+        gather_rows=reference.gather_rows,
+        snapkv_scores=scores.snapkv_scores,
+        hop_scores=scores.hop_scores,
+    )
+
+
+def _compiled_cpu() -> Kernels:
+    return Kernels(
+        version="compiled_cpu",
+        linear=compiled.linear,
+        rms_norm=compiled.NORMS.rms_norm,
+        add_rms_norm=compiled.NORMS.add_rms_norm,
+        swiglu=plain.swiglu,
+        norm_rope=compiled.NORMS.norm_rope,
+        attend_rows=compiled.attend_rows,
+        gather_rows=reference.gather_rows,
+        snapkv_scores=scores.snapkv_scores,
+        hop_scores=scores.hop_scores,
+    )
+
+
+def _triton() -> Kernels:
+    if not has_triton():
+        raise ValueError("kernels 'triton' need Triton, which is not installed for this PyTorch")
+    from snapstream.kernels.triton import attention as triton_attention
+    from snapstream.kernels.triton import gather, norm, rope_write, swiglu
+    from snapstream.kernels.triton import scores as triton_scores
+
+    return Kernels(
+        version="triton",
+        linear=reference.linear,
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        swiglu=swiglu.swiglu,
+        norm_rope=rope_write.norm_rope,
+        attend_rows=triton_attention.attend_rows,
+        gather_rows=gather.gather_rows,
+        snapkv_scores=triton_scores.snapkv_scores,
+        hop_scores=scores.hop_scores,
     )

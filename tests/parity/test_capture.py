@@ -10,8 +10,9 @@ import pytest
 
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget, RescoringConfig
-from snapstream.kernels import dispatch, reference
+from snapstream.kernels.bound import bind
 from snapstream.llm import LLM
+from snapstream.models import decoder
 from snapstream.request import SamplingParams
 from snapstream.runner import decode_graph, executors, results
 from snapstream.runner.programs import Capturer
@@ -47,7 +48,8 @@ def on_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "_to_host", lambda field: None if field is None else to_host(field.clone()))  # a copy
     monkeypatch.setattr(executors, "Compiler", Capturer)
     monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", decode_graph.SAMPLERS["cuda"])
-    monkeypatch.setattr(dispatch.cpu_attention, "decode_attention", reference.decode_attention)  # a CPU's reads lengths
+    for module in (decoder, executors):  # a CPU's kernels read lengths on the host
+        monkeypatch.setattr(module, "bind", lambda device, version=None: bind(device, "torch"))
     monkeypatch.setattr(executors, "bucket_sizes", lambda max_rows, _: sizes(max_rows, "cuda"))
 
 

@@ -15,7 +15,6 @@ from evals.tasks import make_items
 from snapstream.assets import TINY_MODEL
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget
-from snapstream.kernels import dispatch
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
@@ -61,13 +60,13 @@ def test_graph_equals_eager(folder: Path, prompts: list[list[int]], monkeypatch:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(interpreter.why_not() is not None, reason=str(interpreter.why_not()))
-def test_triton_equals_plain(folder: Path, prompts: list[list[int]]) -> None:
+def test_triton_equals_plain(folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter.mend()
     short = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     some = [prompts[1], prompts[2]]
     want = tokens(answers(folder, some, short, max_rows=2, max_model_len=48))
-    with dispatch.forced("triton"):
-        assert tokens(answers(folder, some, short, max_rows=2, max_model_len=48)) == want
+    interpreter.bind_triton(monkeypatch)
+    assert tokens(answers(folder, some, short, max_rows=2, max_model_len=48)) == want
 
 
 def test_chunks_and_neighbours_change_nothing(folder: Path, prompts: list[list[int]]) -> None:

@@ -8,6 +8,7 @@ import torch
 from evals.selectors import Variant
 from snapstream.cache.compress import kept_positions, write_rows
 from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.spec import KVSpec
 from snapstream.config import KVBudget, ModelConfig
 from snapstream.kernels.bound import bind
 
@@ -21,7 +22,7 @@ KERNELS = bind("cpu")
 
 
 def _cache() -> KVCache:
-    cache = KVCache(MODEL, num_rows=3, capacity=16, dtype=torch.float32, device="cpu")
+    cache = KVCache(KVSpec.of(MODEL, "float32"), num_rows=3, capacity=16, device="cpu")
     cache.k.fill_(float("nan"))  # poison: a slot that nobody wrote must never be read
     cache.v.fill_(float("nan"))
     return cache

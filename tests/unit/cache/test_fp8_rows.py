@@ -8,13 +8,16 @@ import torch
 from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
+from snapstream.cache.spec import KVSpec
 from snapstream.config import KVBudget, ModelConfig
 from snapstream.kernels import fp8
 from tests.unit.cache.test_compress import BUDGET, MODEL, SELECTOR
 
+WIDE, NARROW = KVSpec.of(MODEL, "float32"), KVSpec.of(MODEL, "float32", "fp8")
+
 
 def caches() -> tuple[KVCache, KVCache]:
-    return KVCache(MODEL, 3, 16, torch.float32, "cpu"), KVCache(MODEL, 3, 16, fp8.DTYPE, "cpu")
+    return KVCache(WIDE, 3, 16, "cpu"), KVCache(NARROW, 3, 16, "cpu")
 
 
 def meant(cache: KVCache, layer: int) -> list[torch.Tensor]:
@@ -67,10 +70,10 @@ def test_a_new_owner_brings_new_scales() -> None:
 
 def test_bytes_are_counted_with_the_scales() -> None:
     for rows, capacity in ((3, 16), (1, 100)):
-        cache = KVCache(MODEL, rows, capacity, fp8.DTYPE, "cpu")
+        cache = KVCache(NARROW, rows, capacity, "cpu")
         assert cache.num_bytes == (rows + 1) * layout.row_bytes(MODEL, capacity, 1)
         assert layout.row_bytes(MODEL, capacity, 1) == 2 * 2 * 2 * (capacity * 4 + 4)
-        wide = KVCache(MODEL, rows, capacity, torch.float32, "cpu")
+        wide = KVCache(WIDE, rows, capacity, "cpu")
         assert wide.num_bytes == (rows + 1) * layout.row_bytes(MODEL, capacity, 4)
 
 

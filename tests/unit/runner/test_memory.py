@@ -19,7 +19,7 @@ from snapstream.cache.selectors.hops import Hops
 from snapstream.cli.__main__ import main
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, RescoringConfig
 from snapstream.draft_memory import draft_memory
-from snapstream.kernels import dispatch
+from snapstream.kernels.bound import bind
 from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.layers.logprobs import prompt_logprobs
 from snapstream.memory import FRAMEWORK_BYTES, EngineMemory
@@ -61,9 +61,9 @@ def model(tmp_path: Path) -> ModelConfig:
 def measured(model: ModelConfig, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Bytes that an engine holds at the start, and the most after a prompt of all tokens and steps of all rows."""
     monkeypatch.setattr(model_runner, "warm_up_kernels", lambda *_: None)  # the prompt below is all of it
-    with LiveBytes("meta") as live, dispatch.forced("triton"):
+    with LiveBytes("meta") as live:
         weights = DecoderWeights.empty(model, getattr(torch, config.dtype), "meta")
-        runner = ModelRunner(Decoder(model, weights), config)
+        runner = ModelRunner(Decoder(model, weights, bind("meta", "triton")), config)
         runner.prefill_attention = PrefillAttention(
             "none", lambda q, k, v: q.new_empty(q.shape), packed_name="loop", attend_packed=None, why=""
         )  # a kernel that returns its result and takes nothing else
