@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from snapstream.cache.selectors.hops import Hops, select_halves, votes_of_rounds
+from snapstream.cache.selectors.hops import Hops, votes_of_rounds
 from snapstream.cache.selectors.pooling import carry_ahead, pool_max
 from snapstream.cache.selectors.snapkv import POOL_WIDTH, SnapKV
 from snapstream.cache.selectors.topk import select_topk
@@ -74,8 +74,9 @@ class Variant(Selector):
         votes = self.votes(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
         if self.num_hops == 0:
             return select_topk(self.pool(votes), num_topk) + candidates.start
+        first = select_topk(self.pool(votes), -(-num_topk // 2))
         total = votes_of_rounds(votes, queries, keys, candidates, self.num_hops, self.observation_len, kernels)
-        return select_halves(self.pool(votes), self._centred(total), num_topk) + candidates.start
+        return select_topk(self._centred(total).scatter_(1, first, float("inf")), num_topk) + candidates.start
 
     def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Kernels) -> Tensor:
         return kernels.snapkv_scores(

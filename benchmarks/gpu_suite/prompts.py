@@ -57,7 +57,7 @@ def prefill_once(bench: Bench, runner: ModelRunner, prompt_len: int) -> tuple[fl
     config = runner.decoder.config
     entry = PrefillEntry(
         request_id="r", token_ids=tuple(random_prompt(prompt_len, config.vocab_size)), rows=(0,), seeds=(0,),
-        sampling=GREEDY, budget=runner.config.budget,
+        sampling=GREEDY, budget=runner.config.budget, selector=runner.config.selector,
     )  # fmt: skip
     job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
     units = UnitRange(0, 0, job.num_units(runner.config.chunking.chunk_len, config.num_layers))

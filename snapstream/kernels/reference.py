@@ -161,7 +161,7 @@ def hop_scores(weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, s
 def carry_ahead(scores: Tensor, half_life: int) -> Tensor:
     """``scores [G, n]``, >= 0, each carried to all candidates after it: halved every ``half_life`` tokens, best kept.
 
-    A morphological dilation with a kernel on one side. Ours: the window points at a key, its answer stands behind it.
+    A morphological dilation with a kernel on one side. Ours: a question points at a key, its answer stands behind it.
     """
     out = scores.clone()
     for distance in range(1, scores.shape[1]):
@@ -183,7 +183,7 @@ def snapkv_scores(
 
     ``queries [w, H, E]`` at positions ``first_query ..``; ``keys [G, N, E]``. The softmax runs over the candidates, or
     with ``over_row`` over every key; a query never sees keys after its own position, and one that sees no candidate
-    casts no vote. Summed over the window, then summed (``group_max``: maximum) over the heads of a group.
+    casts no vote. Summed over the queries, then summed (``group_max``: maximum) over the heads of a group.
     """
     num_queries, num_heads, head_dim = queries.shape
     num_kv_heads, num_keys, _ = keys.shape

@@ -87,7 +87,7 @@ def make_runner(dtype: torch.dtype, executor: str, max_rows: int = 12) -> ModelR
 def prefill(runner: ModelRunner, rows: tuple[int, ...], length: int, job_id: int, sampling: SamplingParams) -> StepPlan:
     entry = PrefillEntry(
         request_id=f"r{job_id}", token_ids=tuple(3 + i % 31_000 for i in range(length)), rows=rows, seeds=rows,
-        sampling=sampling, budget=runner.config.budget,
+        sampling=sampling, budget=runner.config.budget, selector=runner.config.selector,
     )  # fmt: skip
     job = JobSpec(job_id=job_id, staging_start=0, entries=(entry,))
     units = UnitRange(job_id, 0, job.num_units(runner.config.chunking.chunk_len, runner.decoder.config.num_layers))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from snapstream.cache.selectors.hops import Hops
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget
 from snapstream.llm import LLM
@@ -105,3 +106,24 @@ def test_requests_with_budgets_of_their_own_share_a_batch(folder: Path, prompts:
         expected = [o.token_ids for o in llm.generate(prompts, want)]
     with LLM(folder, budget="full", selector=SELECTOR, max_model_len=160, max_rows=4, progress=False) as llm:
         assert [o.token_ids for o in llm.generate(prompts, want, budget=small)] == expected
+
+
+def test_requests_with_selectors_of_their_own_share_a_batch(folder: Path, prompts: list[list[int]]) -> None:
+    """Each prompt is kept by its own request's method, whatever the engine's is and whoever shares its job."""
+    want = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, return_kept=True)
+    selectors = [SnapKV(observation_len=8), Hops(observation_len=8, num_hops=2), SnapKV(observation_len=3)]
+    settings = {"budget": BUDGET, "max_model_len": 160, "max_rows": 4, "progress": False}
+    alone = []
+    for selector in selectors:
+        with LLM(folder, selector=selector, **settings) as llm:  # type: ignore[arg-type]
+            alone.append(llm.generate(prompts, want))
+    with LLM(folder, selector=selectors[1], **settings) as llm:  # type: ignore[arg-type]
+        streams = [llm.stream(p, want, selector=selectors[i % 3]) for i, p in enumerate(prompts)]
+        together = [list(stream)[-1] for stream in streams]
+    for i, output in enumerate(together):
+        expected = alone[i % 3][i]
+        assert output.compression is not None and expected.compression is not None
+        assert output.compression.kept_positions == expected.compression.kept_positions, i
+        assert output.token_ids == expected.token_ids, i
+    kept = [outputs[2].compression for outputs in alone]
+    assert len({some.kept_positions for some in kept if some is not None}) == 3, "the methods keep the same tokens"

@@ -24,6 +24,7 @@ MODEL = ModelConfig(
     head_dim=8, intermediate_size=48, max_position=256, qk_norm=True, eos_token_ids=(2,),
 )  # fmt: skip
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
+SELECTOR = SnapKV(observation_len=8)
 
 
 class Packed:
@@ -61,7 +62,7 @@ def rows_after(
     entries = tuple(
         PrefillEntry(
             request_id=f"r{i}", token_ids=tuple((7 * i + 3 * j) % 80 + 3 for j in range(n)), rows=(i,), seeds=(i,),
-            sampling=SamplingParams(temperature=0.0), budget=BUDGET,
+            sampling=SamplingParams(temperature=0.0), budget=BUDGET, selector=SELECTOR,
         )
         for i, n in enumerate(lengths)
     )  # fmt: skip

@@ -129,7 +129,7 @@ def first_tokens(decoder: Decoder) -> list[int]:
     config = EngineConfig(budget=KVBudget.full(80), max_model_len=80, max_rows=1)
     runner = ModelRunner(decoder, config)
     entry = PrefillEntry(request_id="r", token_ids=tuple(PROMPT), rows=(0,), seeds=(0,), sampling=GREEDY,
-                         budget=config.budget)  # fmt: skip
+                         budget=config.budget, selector=config.selector)  # fmt: skip
     job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
     units = UnitRange(0, 0, decoder.config.num_layers)
     prefilled = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result().prefilled["r"]

@@ -41,21 +41,13 @@ class Hops(SnapKV):
         self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Kernels
     ) -> Tensor:
         from snapstream.cache.selectors.pooling import pool_max
+        from snapstream.cache.selectors.topk import select_topk
 
         votes = self.votes(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
+        first = select_topk(self.pool(votes), -(-num_topk // 2))  # [G, K / 2]; only these are carried ahead
         total = votes_of_rounds(votes, queries, keys, candidates, self.num_hops, self.observation_len, kernels)
-        return select_halves(self.pool(votes), pool_max(total, POOL_WIDTH), num_topk) + candidates.start
-
-
-def select_halves(first: Tensor, second: Tensor, num_topk: int) -> Tensor:
-    """Indices ``[G, K]``, ascending: half of them, rounded up, the best of ``first [G, n]``, the rest of ``second``.
-
-    Writes to ``second``.
-    """
-    from snapstream.cache.selectors.topk import select_topk
-
-    own = select_topk(first, -(-num_topk // 2))
-    return select_topk(second.scatter_(1, own, float("inf")), num_topk)
+        best = pool_max(total, POOL_WIDTH).scatter_(1, first, float("inf"))
+        return select_topk(best, num_topk) + candidates.start
 
 
 def votes_of_rounds(

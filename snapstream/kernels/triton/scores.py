@@ -1,7 +1,7 @@
 """SnapKV scores in two passes over the staged keys; probabilities never reach memory.
 
 Pass 1 finds the log-sum-exp of every observation query over a constant number of keys per program, the partial results
-are merged in key order, pass 2 makes the products again and adds up the probabilities of window and group. Twice the
+are merged in key order, pass 2 makes the products again and adds up the probabilities of queries and group. Twice the
 keys is all that is read; how keys are cut depends on their number alone, so chunking a prompt cannot change a score.
 """
 
@@ -25,7 +25,7 @@ def window_lse_kernel(
 ):  # fmt: skip
     """Log-sum-exp (base 2) of ``ROWS`` (head, query) pairs over one split of the keys ``[low, high)``."""
     split, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    pair = part * ROWS + tl.arange(0, ROWS)  # head of the group x query of the window
+    pair = part * ROWS + tl.arange(0, ROWS)  # head of the group x query that votes
     query = pair % WINDOW
     is_pair = pair < GROUP * WINDOW
     dim = tl.arange(0, HEAD_PAD)
@@ -62,7 +62,7 @@ def votes_kernel(
     WINDOW: tl.constexpr, WINDOW_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUP_MAX: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scores of ``BLOCK`` candidates of one kv head: probabilities summed over the window, merged over the group."""
+    """Scores of ``BLOCK`` candidates of one kv head: probabilities summed over the queries, merged over the group."""
     kv_head = tl.program_id(1)
     token = start + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, HEAD_PAD)

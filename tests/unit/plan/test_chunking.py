@@ -83,8 +83,10 @@ def test_work_of_units() -> None:
     cut = dataclasses.replace(on_gpu(), token_keys=1000)
 
     def job(num_tokens: int) -> JobSpec:
-        entry = PrefillEntry(request_id="r", token_ids=(1,) * num_tokens, rows=(0,), seeds=(0,),
-                             sampling=SamplingParams(), budget=KVBudget.full(9000))  # fmt: skip
+        entry = PrefillEntry(
+            request_id="r", token_ids=(1,) * num_tokens, rows=(0,), seeds=(0,), sampling=SamplingParams(),
+            budget=KVBudget.full(9000), selector=make_selector(),
+        )  # fmt: skip
         return JobSpec(job_id=0, staging_start=0, entries=(entry,))
 
     works = [unit_work(cut, job(5000), unit) for unit in range(6)]

@@ -26,6 +26,7 @@ MODEL = ModelConfig(
     head_dim=4, intermediate_size=24, max_position=64, qk_norm=True, eos_token_ids=(2,),
 )  # fmt: skip
 BUDGET = KVBudget(num_sink=2, num_topk=4, num_recent=8)
+SELECTOR = SnapKV(observation_len=4)
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=1, logprobs=2, min_tokens=2)
 EVERYTHING = replace(SAMPLED, logit_bias={5: 1.0}, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.2)
 
@@ -54,7 +55,13 @@ def runner_on(device: str, kv_dtype: KVDType = "auto", rescoring: RescoringConfi
 
 def prefill(rows: tuple[int, ...], step_id: int = 0, sampling: SamplingParams = SAMPLED) -> StepPlan:
     entry = PrefillEntry(
-        request_id="r", token_ids=tuple(range(3, 30)), rows=rows, seeds=rows, sampling=sampling, budget=BUDGET
+        request_id="r",
+        token_ids=tuple(range(3, 30)),
+        rows=rows,
+        seeds=rows,
+        sampling=sampling,
+        budget=BUDGET,
+        selector=SELECTOR,
     )
     job = JobSpec(job_id=step_id, staging_start=0, entries=(entry,))
     return StepPlan(step_id=step_id, opened_jobs=(job,), units=(UnitRange(step_id, 0, MODEL.num_layers),))

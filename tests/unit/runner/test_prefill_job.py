@@ -18,6 +18,7 @@ MODEL = ModelConfig(
     head_dim=4, intermediate_size=24, max_position=64,
 )  # fmt: skip
 BUDGET = KVBudget(num_sink=2, num_topk=4, num_recent=8)
+SELECTOR = SnapKV(observation_len=4)
 
 
 @pytest.fixture
@@ -38,6 +39,7 @@ def entry(length: int, row: int, sampling: SamplingParams | None = None) -> Pref
         seeds=(row,),
         sampling=sampling or SamplingParams(temperature=0.0),
         budget=BUDGET,
+        selector=SELECTOR,
     )
 
 
