@@ -57,10 +57,13 @@ def build_runner(
     """Load the weights and put a runner around them."""
     import torch
 
+    from snapstream.kernels.bound import bind
     from snapstream.models.decoder import Decoder
     from snapstream.models.loader import load_weights
     from snapstream.runner.model_runner import ModelRunner
 
     dtype = getattr(torch, config.dtype)
     weights = load_weights(folder, model, dtype, config.device, progress)
-    return ModelRunner(Decoder(model, weights), config, grammars, progress=progress)
+    stacks = (weights.qkv, weights.o, weights.gate_up, weights.down, weights.lm_head[None])
+    kernels = bind(config.device).tuned([weight for stack in stacks for weight in stack], config.max_rows)
+    return ModelRunner(Decoder(model, weights, kernels), config, grammars, progress=progress)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from snapstream.kernels import plain, reference, scores
-from snapstream.kernels.cpu import attention, compiled
+from snapstream.kernels.cpu import attention, compiled, trial
 from snapstream.kernels.cpu.norm import Norms
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 
@@ -46,6 +46,15 @@ class Kernels:
     gather_rows: Callable[[LayerRows, Sequence[int], Tensor, Tensor, Tensor], None]  # rows, keys, values, index [G, n]
     snapkv_scores: ScoreKernel
     hop_scores: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+
+    def tuned(self, weights: Sequence[Tensor], max_tokens: int) -> Kernels:
+        """These kernels with the fastest way here to multiply up to ``max_tokens`` tokens with ``weights [O, D]``.
+
+        Plain calls on a CPU have several; a trial of under a second at load finds it. Other versions stay as they are.
+        """
+        if self.version != "cpu":
+            return self
+        return replace(self, linear=trial.tuned_linear(weights, max_tokens))
 
 
 def bind(device: torch.device | str, version: KernelVersion | None = None) -> Kernels:
