@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from snapstream.kernels import plain, reference, scores
-from snapstream.kernels.cpu import attention, compiled
+from snapstream.kernels.cpu import attention, compiled, trial
 from snapstream.kernels.cpu.norm import Norms
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 
@@ -50,6 +50,15 @@ class Kernels:
     def sum_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """``residual [T, D] += x`` in place unless there is no ``x``, and the norm of the sum."""
         return self.rms_norm(residual, weight, eps) if x is None else self.add_rms_norm(residual, x, weight, eps)
+
+    def tuned(self, weights: Sequence[Tensor], max_tokens: int) -> Kernels:
+        """These kernels with the fastest way here to multiply up to ``max_tokens`` tokens with ``weights [O, D]``.
+
+        Plain calls on a CPU have several; a trial of under a second at load finds it. Other versions stay as they are.
+        """
+        if self.version != "cpu":
+            return self
+        return replace(self, linear=trial.tuned_linear(weights, max_tokens))
 
 
 def bind(device: torch.device | str, version: KernelVersion | None = None) -> Kernels:

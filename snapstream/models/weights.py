@@ -83,6 +83,13 @@ class DecoderWeights:
         return {name: self.matrices[name].dense() if name in self.matrices else self.vectors[name]
                 for name in roles_of(self.config)}  # fmt: skip
 
+    def factors(self) -> list[Tensor]:
+        """The dense matrices ``[out, in]`` that a step multiplies with, of every layer and the output embedding."""
+        names = [name for name, role in roles_of(self.config).items() if role.per_layer and role.is_matrix]
+        weights = [*(self.matrices[name] for name in names), self.lm_head]
+        stacks = [weight.data for weight in weights if isinstance(weight, Dense)]
+        return [matrix for stack in stacks for matrix in stack.reshape(-1, *stack.shape[-2:])]
+
     def fill(self, role: str, place: tuple[Place, ...], numbers: Tensor) -> None:
         """Store a checkpoint tensor in its place of a role."""
         if role in self.matrices:

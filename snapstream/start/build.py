@@ -67,10 +67,12 @@ def build_runner(
     """Load the weights and put a runner around them."""
     import torch
 
+    from snapstream.kernels.bound import bind
     from snapstream.models.decoder import Decoder
     from snapstream.models.loader import load_weights
     from snapstream.runner.model_runner import ModelRunner
 
     dtype = getattr(torch, config.dtype)
     weights = load_weights(folder, model, dtype, config.device, progress)
-    return ModelRunner(Decoder(model, weights), config, grammars, progress=progress)
+    kernels = bind(config.device).tuned(weights.factors(), config.max_rows)
+    return ModelRunner(Decoder(model, weights, kernels), config, grammars, progress=progress)

@@ -10,6 +10,7 @@ import pytest
 
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget, RescoringConfig
+from snapstream.kernels import bound
 from snapstream.kernels.bound import bind
 from snapstream.llm import LLM
 from snapstream.models import decoder
@@ -48,7 +49,7 @@ def on_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "_to_host", lambda field: None if field is None else to_host(field.clone()))  # a copy
     monkeypatch.setattr(executors, "Compiler", Capturer)
     monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", decode_graph.SAMPLERS["cuda"])
-    for module in (decoder, executors):  # a CPU's kernels read lengths on the host
+    for module in (bound, decoder, executors):  # a CPU's kernels read lengths on the host
         monkeypatch.setattr(module, "bind", lambda device, version=None: bind(device, "torch"))
     monkeypatch.setattr(executors, "bucket_sizes", lambda max_rows, _: sizes(max_rows, "cuda"))
 

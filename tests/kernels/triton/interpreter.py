@@ -36,7 +36,8 @@ def why_not() -> str | None:
 
 def bind_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let decoders that a test loads take the Triton kernels, on any device."""
-    monkeypatch.setattr("snapstream.models.decoder.bind", lambda device: bind(device, "triton"))
+    for module in ("snapstream.models.decoder", "snapstream.kernels.bound"):
+        monkeypatch.setattr(f"{module}.bind", lambda device: bind(device, "triton"))
 
 
 def mend() -> None:
