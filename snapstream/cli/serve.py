@@ -105,8 +105,11 @@ def serve(
         raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
     from snapstream.assets import TINY_MODEL
     from snapstream.server import logs
-    from snapstream.server.engine_api import EngineDead
-    from snapstream.server.messages import EngineSpec
+    from snapstream.server.engine.api import EngineDead
+    from snapstream.server.engine.messages import EngineSpec
+    from snapstream.server.http.auth import KEY_VARIABLE, refuse_blank
+    from snapstream.server.http.hosts import answered_hosts
+    from snapstream.server.settings import ServerSettings
 
     logs.set_up(log_format)
     spec = EngineSpec(
@@ -122,12 +125,12 @@ def serve(
         max_model_len=max_model_len,
         max_waiting=max_waiting,
     )
-    settings = run.make_settings(
-        spec,
-        host,
-        api_key or (),
-        cors_origin or (),
-        allowed_host or (),
+    refuse_blank(KEY_VARIABLE)
+    settings = ServerSettings(
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=answered_hosts(host, allowed_host or ()),
+        max_requests=run.most_requests(spec.max_rows, spec.max_waiting),
         has_page=not no_page,
         has_vllm_names=not no_vllm_names,
         tool_parser=tool_parser,

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -28,25 +25,24 @@ from snapstream.draft_memory import DraftMemory, draft_memory
 from snapstream.memory import MAX_AUTO_ROWS
 from snapstream.models.registry import read_model_config
 from snapstream.server.app import make_app
-from snapstream.server.engine_process import EngineProcess
-from snapstream.server.front import Front
-from snapstream.server.hosts import is_loopback
-from snapstream.server.loading import Curtain, Drainable
-from snapstream.server.messages import EngineSpec
+from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.process import EngineProcess
+from snapstream.server.http.draining import LAST_FRAMES_S, DrainingServer, check_place
+from snapstream.server.http.hosts import is_loopback
+from snapstream.server.http.loading import Curtain
+from snapstream.server.http.trimming import load_compressor
+from snapstream.server.openai.front import Front
 from snapstream.server.settings import ModelFacts, ServerSettings
-from snapstream.server.tools.formats import ToolParser
-from snapstream.server.trimming import load_compressor
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings, scoring_of
+from snapstream.startup import MaxRows
 
 if TYPE_CHECKING:
     from snapstream.spec_prefill.compressor import PromptCompressor
 
 log = logging.getLogger(__name__)
 
-KEY_VARIABLE = "SNAPSTREAM_API_KEY"
 SPARE_REQUESTS = 64  # read and tokenized while the engine's queue is full
 UNBOUNDED_REQUESTS = 4096  # where the engine's queue has no bound, the front still needs one
-LAST_FRAMES_S = 5  # for error frames to leave after draining
 KEEP_ALIVE_S = 75  # of an idle connection: longer than proxies and clients keep theirs, so that they close first
 
 
@@ -78,50 +74,10 @@ class ServeOptions:
                 raise ValueError(f"{file} is not a file")
 
 
-def check_place(port: int, drain_timeout_s: float) -> None:
-    """ValueError for a port that is none, or a drain without an end."""
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port is {port}; it must be a number from 0 to 65535")
-    if not 0 <= drain_timeout_s < 86400:
-        raise ValueError(f"the drain timeout is {drain_timeout_s} s; it must be from 0 to 86400")
-
-
-def refuse_blank(variable: str) -> None:
-    """ValueError for a key in the environment that is blank: typer takes it for none, and all would be let in."""
-    if not os.environ.get(variable, "unset").strip():
-        raise ValueError(f"{variable} is set but blank; give it a key, or unset it to serve without")
-
-
-def answered_hosts(host: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Names in Host headers to answer to at the address ``host``; none means any."""
-    return ("localhost", *allowed) if allowed or is_loopback(host) else ()
-
-
-def make_settings(
-    spec: EngineSpec,
-    host: str,
-    api_keys: Sequence[str],
-    cors_origins: Sequence[str],
-    allowed_hosts: Sequence[str],
-    *,
-    has_page: bool = True,
-    has_vllm_names: bool = True,
-    tool_parser: ToolParser = "auto",
-    prompt_compression: PromptCompression | None = None,
-) -> ServerSettings:
-    """What follows for the front from the engine's size and the address. ValueError for a key that is blank."""
-    refuse_blank(KEY_VARIABLE)
-    most_rows = MAX_AUTO_ROWS if spec.max_rows == "auto" else spec.max_rows
-    return ServerSettings(
-        api_keys=tuple(api_keys),
-        cors_origins=tuple(cors_origins),
-        allowed_hosts=answered_hosts(host, allowed_hosts),
-        tool_parser=tool_parser,
-        max_requests=most_rows + spec.max_waiting + SPARE_REQUESTS if spec.max_waiting else UNBOUNDED_REQUESTS,
-        has_page=has_page,
-        has_vllm_names=has_vllm_names,
-        prompt_compression=prompt_compression,
-    )
+def most_requests(max_rows: MaxRows, max_waiting: int) -> int:
+    """HTTP requests that may be open at once beside an engine of this size; ``max_waiting`` 0 means no bound there."""
+    rows = MAX_AUTO_ROWS if max_rows == "auto" else max_rows
+    return rows + max_waiting + SPARE_REQUESTS if max_waiting else UNBOUNDED_REQUESTS
 
 
 def default_compression(
@@ -138,36 +94,6 @@ def default_compression(
 def serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> None:
     """Serve until a signal. ValueError or OSError: it cannot be served like this. EngineDead: loading it failed."""
     asyncio.run(_serve(spec, settings, options))
-
-
-class DrainingServer(uvicorn.Server):
-    """uvicorn, except that the first signal drains: it goes on answering until ``front`` has let its streams go."""
-
-    def __init__(self, config: uvicorn.Config, front: Drainable, drain_timeout_s: float) -> None:
-        super().__init__(config)
-        self._front = front
-        self._drain_timeout_s = drain_timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._draining: asyncio.Task[None] | None = None
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called in a signal handler: between any two instructions of the loop's thread."""
-        if self._front.is_draining:
-            # Not through uvicorn's own handler: it would raise the signal again before the engine is shut down.
-            self.should_exit = self.force_exit = True
-            return
-        self._front.is_draining = True
-        self._loop.call_soon_threadsafe(self._start_drain)
-
-    def _start_drain(self) -> None:
-        log.info("draining for at most %g s; a second signal ends at once", self._drain_timeout_s)
-        self._draining = asyncio.create_task(self._drain())
-
-    async def _drain(self) -> None:
-        try:
-            await self._front.drain(self._drain_timeout_s)
-        finally:
-            self.should_exit = True
 
 
 async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> None:

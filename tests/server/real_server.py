@@ -13,7 +13,7 @@ import uvicorn
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
 from snapstream.server.app import make_app
-from snapstream.server.local_engine import LocalEngine
+from snapstream.server.engine.local import LocalEngine
 from snapstream.server.settings import ModelFacts, ServerSettings
 from tests.waiting import HANG_S
 

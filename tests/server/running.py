@@ -10,7 +10,7 @@ from typing import Any
 
 from snapstream.llm import LLM
 from snapstream.request import Compression, FinishReason, Request, SamplingParams, Timings
-from snapstream.server.engine_api import AsyncEngine, EngineStats
+from snapstream.server.engine.api import AsyncEngine, EngineStats
 from tests.llm.conftest import write_checkpoint
 from tests.waiting import until_async
 

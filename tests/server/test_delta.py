@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapstream.request import Compression, FinishReason, Logprob, RequestOutput, SampleOutput, Timings
-from snapstream.server.delta import DeltaTracker
-from snapstream.server.engine_api import RequestDelta, SampleDelta
-from snapstream.server.messages import Deltas
+from snapstream.server.engine.api import RequestDelta, SampleDelta
+from snapstream.server.engine.delta import DeltaTracker
+from snapstream.server.engine.messages import Deltas
 
 COMPRESSION = Compression(
     prompt_tokens=9, kept_tokens=5, evicted_tokens=4, row_bytes=10, full_bytes=18, compress_ms=1.5

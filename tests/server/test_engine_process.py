@@ -24,9 +24,9 @@ from benchmarks.server_process import is_running
 from snapstream.engine.validate import QueueFull
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
-from snapstream.server.engine_api import EngineDead
-from snapstream.server.engine_process import EngineProcess
-from snapstream.server.messages import EngineSpec
+from snapstream.server.engine.api import EngineDead
+from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.process import EngineProcess
 from snapstream.server.metrics import Metrics
 from tests.server.running import (
     BUDGET,
@@ -291,8 +291,8 @@ def test_an_engine_that_cannot_be_built_says_why(folder: Path) -> None:
 
 FRONT = """
 import asyncio, multiprocessing, sys
-from snapstream.server.engine_process import EngineProcess
-from snapstream.server.messages import EngineSpec
+from snapstream.server.engine.process import EngineProcess
+from snapstream.server.engine.messages import EngineSpec
 
 async def main():
     engine = EngineProcess(EngineSpec(model=sys.argv[1], budget=64, max_rows=2, max_model_len=512, num_threads=1))

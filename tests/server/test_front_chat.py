@@ -165,7 +165,7 @@ def test_parts_roles_and_continuation() -> None:
 
 
 def test_special_tokens_are_added_to_a_conversation_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from snapstream.server import prompts
+    from snapstream.server.openai import prompts
 
     given: list[bool] = []
     encode = prompts._encode

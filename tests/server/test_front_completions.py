@@ -136,7 +136,7 @@ def test_no_more_prompts_are_submitted_than_there_are_rows() -> None:
 
 def test_a_prompt_that_waits_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     from snapstream.engine.validate import QueueFull
-    from snapstream.server import generation
+    from snapstream.server.openai import generation
 
     monkeypatch.setattr(generation, "RETRY_S", 0.02)
     monkeypatch.setattr(generation, "MAX_RETRY_S", 0.08)
@@ -164,7 +164,7 @@ def test_max_completion_tokens_is_the_newer_name() -> None:
 
 
 def test_large_echoes_are_the_same_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from snapstream.server import answers, prompts
+    from snapstream.server.openai import answers, prompts
 
     plain = complete(echo=True, logprobs=2, max_tokens=2)
     offload, num_offloaded = prompts.Prompts.offload, 0

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from snapstream.engine.validate import QueueFull
-from snapstream.server.engine_api import EngineDead
+from snapstream.server.engine.api import EngineDead
 from snapstream.server.settings import ServerSettings
 from tests.server.fake_engine import FACTS, FakeEngine
 from tests.server.front_client import HI, JSON, client
@@ -201,7 +201,7 @@ def test_prompt_too_long() -> None:
 
 
 def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from snapstream.server import prompts
+    from snapstream.server.openai import prompts
 
     def encode(*_: Any) -> Any:
         raise AssertionError("the tokenizer was asked")
@@ -228,8 +228,8 @@ def test_texts_that_cannot_fit_are_refused_without_tokenizing(monkeypatch: pytes
 
 
 def test_id_lists_that_cannot_fit_are_refused_by_their_length_alone() -> None:
-    from snapstream.server.errors import ApiError
-    from snapstream.server.prompts import as_prompts
+    from snapstream.server.http.errors import ApiError
+    from snapstream.server.openai.prompts import as_prompts
 
     class Unread(list[int]):
         def __iter__(self) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapstream.server.protocol import ChatBody, CompletionBody
+from snapstream.server.openai.protocol import ChatBody, CompletionBody
 from tests.server.fake_engine import FakeEngine
 from tests.server.front_client import HI, JSON, client
 from tests.server.test_front_errors import error_of

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ import pytest
 
 from benchmarks.server_process import served
 from snapstream.cli import main
-from snapstream.server.engine_api import EngineDead, EngineStats
-from snapstream.server.engine_process import EngineProcess
-from snapstream.server.loading import Curtain
-from snapstream.server.messages import EngineSpec
+from snapstream.server.engine.api import EngineDead, EngineStats
+from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.process import EngineProcess
+from snapstream.server.http.loading import Curtain
 from snapstream.server.metrics import Metrics
-from snapstream.server.run import ServeOptions, make_settings, serve
+from snapstream.server.run import ServeOptions, serve
 from snapstream.server.settings import ServerSettings
 from tests.server.front_client import frames
 from tests.waiting import HANG_S, until
@@ -109,14 +108,16 @@ def _must_not_serve(*_: Any) -> None:
     raise AssertionError("the server was started")
 
 
-def test_what_follows_from_the_address_and_the_engine() -> None:
-    spec = EngineSpec(model="m", max_rows=3, max_waiting=10)
-    assert make_settings(spec, "127.0.0.1", (), (), ()).allowed_hosts == ("localhost",)
-    assert make_settings(spec, "0.0.0.0", (), (), ()).allowed_hosts == ()
-    assert make_settings(spec, "::1", (), (), ("my.box",)).allowed_hosts == ("localhost", "my.box")
-    assert make_settings(spec, "::1", (), (), ()).max_requests > 13
-    assert make_settings(replace(spec, max_waiting=0), "::1", (), (), ()).max_requests > 1000
-    assert make_settings(replace(spec, max_rows="auto"), "::1", (), (), ()).max_requests > 256
+def test_what_follows_from_the_address_and_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[ServerSettings] = []
+    monkeypatch.setattr("snapstream.server.run.serve", lambda _, settings, __: given.append(settings))
+    for options in ([], ["--host", "0.0.0.0"], ["--host", "::1", "--allowed-host", "my.box"]):
+        assert main(["serve", *options]) == 0
+    assert [settings.allowed_hosts for settings in given] == [("localhost",), (), ("localhost", "my.box")]
+    given.clear()
+    for rows, waiting in (("3", "10"), ("3", "0"), ("auto", "10")):
+        assert main(["serve", "--max-rows", rows, "--max-waiting", waiting]) == 0
+    assert [settings.max_requests > least for settings, least in zip(given, (13, 1000, 256), strict=True)] == [True] * 3
 
 
 def test_no_vllm_names_reaches_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +153,7 @@ def test_an_open_server_on_a_network_is_warned_about(
     monkeypatch.setattr(EngineProcess, "start", start)
     spec = EngineSpec(model=str(tmp_path))  # without a tokenizer
     with pytest.raises(ValueError, match="no such model"):
-        serve(spec, make_settings(spec, host, keys, (), ()), ServeOptions(host=host, port=0))
+        serve(spec, ServerSettings(api_keys=keys), ServeOptions(host=host, port=0))
     assert len([record for record in caplog.records if "no API key" in record.getMessage()]) == count
 
 
@@ -175,7 +176,7 @@ def test_503_while_anything_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     def run() -> None:
         spec = EngineSpec(model=str(tmp_path))
         try:
-            serve(spec, make_settings(spec, "127.0.0.1", (), (), ()), ServeOptions(port=port))
+            serve(spec, ServerSettings(), ServeOptions(port=port))
         except ValueError as error:
             ended.append(str(error))
 

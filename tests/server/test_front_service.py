@@ -10,7 +10,7 @@ import pytest
 
 from snapstream.engine.validate import QueueFull
 from snapstream.server.app import make_app
-from snapstream.server.engine_api import EngineDead
+from snapstream.server.engine.api import EngineDead
 from snapstream.server.logs import TextFormatter
 from snapstream.server.settings import ServerSettings
 from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer

@@ -15,7 +15,7 @@ import pytest
 
 from snapstream.assets import TINY_DRAFT_MODEL
 from snapstream.cli import main
-from snapstream.server.trimming import Trimmer
+from snapstream.server.http.trimming import Trimmer
 from snapstream.spec_prefill.settings import PromptCompression
 from tests.proxy.upstream import CUT, FakeDraft
 from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from snapstream.llm import LLM
-from snapstream.server.engine_api import EngineDead
-from snapstream.server.local_engine import LocalEngine
+from snapstream.server.engine.api import EngineDead
+from snapstream.server.engine.local import LocalEngine
 from tests.server.running import (
     LONG,
     SETTINGS,

@@ -14,12 +14,13 @@ import httpx
 import pytest
 
 from snapstream.cli import main
-from snapstream.server.page_routes import FOLDER, INDEX, page_files
+from snapstream.server.page.routes import FOLDER, INDEX, page_files
 from tests.server import front_client
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
 from tests.server.front_client import client
 
-TEXTS = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+FILES = [path for path in FOLDER.iterdir() if path.is_file() and path.suffix != ".py"]
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in FILES}
 SCRIPTS = {name: text for name, text in TEXTS.items() if name.endswith(".js")}
 
 
@@ -66,7 +67,14 @@ def test_files_are_asked_for_again_but_sent_once() -> None:
 
 def test_nothing_else_lies_under_the_page() -> None:
     async def look(http: httpx.AsyncClient) -> None:
-        for path in ("/page/", "/page/other.js", "/page/..%2Fpage_routes.py", "/page/%2e%2e/app.py", "/index.html"):
+        for path in (
+            "/page/",
+            "/page/other.js",
+            "/page/routes.py",
+            "/page/..%2Fapp.py",
+            "/page/%2e%2e/app.py",
+            "/index.html",
+        ):
             response = await http.get(path)
             assert response.status_code == 404 and response.json()["error"], path
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from snapstream.server.tools.formats import FORMATS, HERMES, LLAMA3, CallFormat, choose_format
-from snapstream.server.tools.parser import CallPiece, CallStart, Content, Event, ToolCallParser
+from snapstream.server.openai.tools.formats import FORMATS, HERMES, LLAMA3, CallFormat, choose_format
+from snapstream.server.openai.tools.parser import CallPiece, CallStart, Content, Event, ToolCallParser
 
 NAMES = ("get", "put_all")
 Whole = tuple[str, list[tuple[str, str]]]  # content, calls as (name, arguments)

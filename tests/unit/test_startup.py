@@ -19,8 +19,8 @@ from snapstream.memory import MAX_AUTO_ROWS
 from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.models.shapes import num_parameters
 from snapstream.planning import make_plan
-from snapstream.server.engine_worker import build
-from snapstream.server.messages import EngineSpec
+from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.worker import build
 from snapstream.server.run import ServeOptions, _draft_memory
 
 GIB = 2**30
