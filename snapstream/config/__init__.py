@@ -17,7 +17,16 @@ from snapstream.config.cache import (
 )
 from snapstream.config.engine import EXECUTORS, EngineConfig, Executor, PrefillAttentionName
 from snapstream.config.model import ModelConfig, RopeConfig, RopeKind
-from snapstream.config.values import DTYPE_BYTES, KV_DTYPES, DType, KVDType, as_count, as_number, kv_dtype_bytes
+from snapstream.config.values import (
+    DTYPE_BYTES,
+    KV_DTYPES,
+    DType,
+    InvalidValue,
+    KVDType,
+    as_count,
+    as_number,
+    kv_dtype_bytes,
+)
 
 __all__ = [
     "DEFAULT_SINK",
@@ -29,6 +38,7 @@ __all__ = [
     "EngineConfig",
     "Executor",
     "GroupReduce",
+    "InvalidValue",
     "KVBudget",
     "KVDType",
     "ModelConfig",

@@ -6,13 +6,13 @@ names the field. Defaults are those of the OpenAI API, except that a chat answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from snapstream.config import KVBudget
+from snapstream.config import InvalidValue, KVBudget, as_count
 from snapstream.engine.validate import check_request
-from snapstream.request import Grammar, Request, SamplingParams, Trim
+from snapstream.request import MAX_LOGPROBS, Grammar, Request, SamplingParams, Trim
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.openai.errors import too_long
 from snapstream.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
@@ -24,16 +24,13 @@ T = TypeVar("T")
 
 COMPLETION_MAX_TOKENS = 16  # the OpenAI API's own default for /v1/completions
 
-_PARAM_OF_FIRST_WORDS = {
-    "stop string": "stop",
-    "stop strings": "stop",
-    "stop token": "stop_token_ids",
-    "logit_bias": "logit_bias",
-    "prompt token": "prompt",
-    "the prompt": "prompt",
-    "a prompt": "prompt",
-    "a budget": "kv_cache",
-    "budget is": "kv_cache",
+# Fields of ``Request`` and ``SamplingParams`` that the API knows by another name.
+_API_NAMES = {
+    "budget": "kv_cache",
+    "grammar": "response_format",
+    "include_stop": "include_stop_str_in_output",
+    "prompt_logprobs": "logprobs",
+    "return_kept": "kv_cache",
 }
 
 
@@ -50,6 +47,10 @@ def chat_wish(body: ChatBody, facts: ModelFacts, plan: AnswerPlan) -> Wish:
     top = body.top_logprobs
     if top and not body.logprobs:
         raise bad_value("top_logprobs needs logprobs to be true", "top_logprobs")
+    try:
+        as_count("top_logprobs", top or 0, 0, MAX_LOGPROBS)  # ``SamplingParams`` would speak of logprobs
+    except ValueError as error:
+        raise _fault(error) from None
     if plan.shows_special and body.skip_special_tokens is None:
         body = body.model_copy(update={"skip_special_tokens": False})
     logprobs = (top or 0) if body.logprobs else None
@@ -86,9 +87,7 @@ def make_request(
         request = Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling, budget=wish.budget, trim=trim)
         check_request(request, facts.engine, vocab_size=facts.vocab_size, has_tokenizer=has_tokenizer)
     except ValueError as error:
-        fault = _fault(error)
-        fault.param = prompt_param if fault.param == "prompt" else fault.param
-        raise fault from None
+        raise _fault(error, prompt_param) from None
     return request
 
 
@@ -148,6 +147,8 @@ def _wish(
 ) -> Wish:
     params = SamplingParams()  # for its defaults
     try:
+        if body.max_completion_tokens is not None and max_tokens is not None:  # refused by the name it was sent under
+            as_count("max_completion_tokens", max_tokens, 1)
         sampling = SamplingParams(
             n=_or(body.n, params.n),
             # Without a limit the rest of the window is taken later; min_tokens must pass until then.
@@ -172,9 +173,9 @@ def _wish(
             grammar=grammar,
             return_kept=False if body.kv_cache is None else body.kv_cache.return_kept,
         )
-        return Wish(sampling, max_tokens, _budget(body, facts))
     except ValueError as error:
-        raise _fault(error, _sent_as(body)) from None
+        raise _fault(error) from None
+    return Wish(sampling, max_tokens, _budget(body, facts))
 
 
 def _budget(body: GenerationBody, facts: ModelFacts) -> KVBudget | None:
@@ -182,10 +183,14 @@ def _budget(body: GenerationBody, facts: ModelFacts) -> KVBudget | None:
     if body.kv_cache is None or body.kv_cache.budget is None:
         return None
     given, most = body.kv_cache.budget, facts.engine.budget.capacity
-    if given != "full" and most < facts.max_model_len <= given:  # else it would be told of the window, not of its wish
-        raise ValueError(f"a budget of {given} slots is larger than a row of this engine ({most})")
-    budget = resolve_budget(given, facts.max_model_len, facts.engine.snapkv.window_len)
-    facts.engine.check_budget(budget)
+    # Else it would be told of the window, not of its wish.
+    if given != "full" and most < facts.max_model_len <= given:
+        raise bad_value(f"a budget of {given} slots is larger than a row of this engine ({most})", "kv_cache")
+    try:
+        budget = resolve_budget(given, facts.max_model_len, facts.engine.snapkv.window_len)
+        facts.engine.check_budget(budget)
+    except ValueError as error:
+        raise bad_value(str(error), "kv_cache") from None
     return budget
 
 
@@ -193,37 +198,16 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     try:
         return {int(token): bias for token, bias in given.items()} if given else None
     except ValueError:
-        raise ValueError("logit_bias has a key that is not a token id") from None
+        raise InvalidValue("logit_bias has a key that is not a token id", "logit_bias") from None
 
 
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _sent_as(body: GenerationBody) -> dict[str, str]:
-    """Names of ``SamplingParams`` that this client has sent under another one."""
-    names = {}
-    if body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    if isinstance(body, ChatBody):
-        names["logprobs"] = "top_logprobs"
-    return names
-
-
-def _fault(error: ValueError, sent_as: Mapping[str, str] | None = None) -> ApiError:
-    """The field is the first word of the messages of ``SamplingParams`` and ``check_request``, with few exceptions."""
-    message = str(error)
-    words = message.split()
-    if sent_as and words[0] in sent_as:
-        words[0] = sent_as[words[0]]
-        message = " ".join(words)
-    if words[0].isdigit():  # "17 stop strings given ..."
-        words = words[1:]
-    param = _PARAM_OF_FIRST_WORDS.get(" ".join(words[:2])) or _PARAM_OF_FIRST_WORDS.get(words[0])
-    if param is None and words[0] in GenerationBody.model_fields.keys() | {
-        "logprobs",
-        "prompt_logprobs",
-        "top_logprobs",
-    }:
-        param = words[0].removeprefix("prompt_")
-    return bad_value(message, param)
+def _fault(error: ValueError, prompt_param: str | None = None) -> ApiError:
+    """A refusal of ``SamplingParams`` or ``check_request``, with the name that the API has for the field at fault."""
+    field = error.field if isinstance(error, InvalidValue) else None
+    if field in ("prompt_token_ids", "positions"):
+        return bad_value(str(error), prompt_param)
+    return bad_value(str(error), None if field is None else _API_NAMES.get(field, field))
