@@ -109,6 +109,11 @@ class Proxy(Gate):
             compressor, target, max_waiting=settings.max_waiting, retry_after_s=settings.retry_after_s
         )
 
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait for the draft, the one that it reads included."""
+        return self._trimmer.num_waiting
+
     async def answer(self, request: Request, trim: Trim | None) -> Response:
         """Pass a request on, its prompt trimmed by ``trim`` if it has one."""
         visit = ProxyVisit(self.visits, uuid4().hex, request.url.path, self.metrics)

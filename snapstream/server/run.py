@@ -102,7 +102,7 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
         if not settings.api_keys and not is_loopback(options.host):
             log.warning("no API key is set: everyone who can reach %s may use this server", options.host)
         log.info("loading %s", spec.model)
-        engine = EngineProcess(replace(spec, beside=_draft_memory(spec, options)), restart=options.restart)
+        engine = EngineProcess(replace(spec, beside=memory_beside(spec, options)), restart=options.restart)
         curtain = Curtain(settings.retry_after_s)
         server = DrainingServer(_uvicorn_config(curtain, options), curtain, options.drain_timeout_s)
         names = options.names or (Path(spec.model).resolve().name,)
@@ -159,7 +159,7 @@ async def _load_front(
     return front
 
 
-def _draft_memory(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None:
+def memory_beside(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None:
     """What the engine must leave to the draft. Weights too: they may or may not be there when it measures."""
     if options.draft is None:
         return None

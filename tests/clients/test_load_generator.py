@@ -22,7 +22,7 @@ from benchmarks.server_process import ServerProcess
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
-from tests.server.test_front_docs import PRINTED, blocks
+from tests.server.test_docs import PRINTED, blocks
 from tests.waiting import HANG_S, until
 
 SEARCHED = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

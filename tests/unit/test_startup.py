@@ -21,7 +21,7 @@ from snapstream.models.shapes import num_parameters
 from snapstream.planning import make_plan
 from snapstream.server.engine.messages import EngineSpec
 from snapstream.server.engine.worker import build
-from snapstream.server.run import ServeOptions, _draft_memory
+from snapstream.server.run import ServeOptions, memory_beside
 
 GIB = 2**30
 LLAMA_1B = model_config_from_dict({
@@ -226,8 +226,8 @@ def test_an_own_draft_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_tells_its_engine_of_the_draft() -> None:
     """All of it, because it may or may not be loaded when the engine measures."""
     spec = EngineSpec(model=str(TINY_MODEL))
-    assert _draft_memory(spec, ServeOptions()) is None
-    whole, short = (_draft_memory(spec, ServeOptions(draft=TINY_MODEL, draft_window_len=n)) for n in (None, 128))
+    assert memory_beside(spec, ServeOptions()) is None
+    whole, short = (memory_beside(spec, ServeOptions(draft=TINY_MODEL, draft_window_len=n)) for n in (None, 128))
     weights = num_parameters(read_model_config(TINY_MODEL)) * 4
     assert whole is not None and short is not None
     assert weights < short.working_bytes < whole.working_bytes

@@ -54,6 +54,12 @@ class GrammarGate:
         self._lock = Lock()  # of the three above: the pool's thread starts a process that close() must not miss
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-gate")
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process that tries grammars; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
     async def check(self, grammar: Grammar, vocab_size: int) -> None:
         """ValueError, with the reason, for a grammar that the engine must not get; QueueFull if too many wait."""
         digest = sha256(f"{grammar.kind} {grammar.strict} {grammar.text}".encode(errors="surrogatepass")).digest()

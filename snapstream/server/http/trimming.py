@@ -87,6 +87,11 @@ class Trimmer:
         self._turn = asyncio.Lock()  # not the thread's own queue: who leaves would stay in it, prompt and all
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft")
 
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait for the draft, the one that it reads included."""
+        return self._num_waiting
+
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -85,6 +85,11 @@ class PromptTrims:
     def has_draft(self) -> bool:
         return self._trimmer is not None
 
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait for the draft, the one that it reads included."""
+        return 0 if self._trimmer is None else self._trimmer.num_waiting
+
     def close(self) -> None:
         if self._trimmer is not None:
             self._trimmer.close()

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from tests.server.page_driver import figure, load_example, send
-from tests.server.tiny_server import TinyServer
+from tests.server.page.driver import figure, load_example, send
+from tests.server.page.tiny_server import TinyServer
 from tests.waiting import HANG_S
 
 MARKED = "wanted => Math.abs(Number(document.querySelector('.text .marked')?.dataset.token) - wanted) < 20"

@@ -1,6 +1,6 @@
 """The chat page in a real browser: with the shipped model where answers matter, with the fake engine for faults.
 
-``test_page_row.py`` has what it shows of an answer's row.
+``test_row.py`` has what it shows of an answer's row.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from snapstream.engine.validate import QueueFull
 from tests.server import front_server
 from tests.server.fake_engine import tokenizer
 from tests.server.front_server import Running, running_server
-from tests.server.page_driver import figure, load_example, send
-from tests.server.tiny_server import TinyServer
+from tests.server.page.driver import figure, load_example, send
+from tests.server.page.tiny_server import TinyServer
 from tests.waiting import until
 
 LONG_TEXT = "word " * 600

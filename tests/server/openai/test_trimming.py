@@ -7,6 +7,8 @@ one.
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from snapstream.server.http.trimming import Trimmer
 from snapstream.spec_prefill.settings import PromptCompression
 from tests.proxy.upstream import CUT, FakeDraft
 from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
-from tests.server.front_client import HI, app_of, client, frames
+from tests.server.front_client import HI, client, frames
 from tests.waiting import until_async
 
 LONG = " ".join(f"word{i}" for i in range(40))
@@ -220,16 +222,20 @@ def test_waiting_for_the_draft_is_bounded_and_does_not_hold_up_others() -> None:
         async with client(FakeEngine(), draft, max_draft_waiting=2) as http:
             body = {"messages": user(LONG), "prompt_compression": {"keep": 0.5}}
             waiting = [asyncio.create_task(http.post(CHAT, json=body)) for _ in range(2)]
-            trimmer = app_of(http).state.front.trims._trimmer
-            await until_async(lambda: trimmer._num_waiting == 2)
+            trims = http.front.trims
+            await until_async(lambda: trims.num_waiting == 2)
             full = await http.post(CHAT, json=body)
             assert full.status_code == 429 and full.headers["retry-after"] == "1"
             assert (await http.post(CHAT, json={"messages": HI})).status_code == 200  # the loop is free
             draft.gate.set()
             assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
-            assert trimmer._num_waiting == 0
+            assert trims.num_waiting == 0
 
     asyncio.run(run())
+
+
+class Text(str):
+    """A prompt whose life can be watched."""
 
 
 def test_who_leaves_while_waiting_is_not_read_and_makes_room() -> None:
@@ -240,18 +246,24 @@ def test_who_leaves_while_waiting_is_not_read_and_makes_room() -> None:
         first = asyncio.create_task(trimmer.text(LONG, HALVED))
         await until_async(lambda: draft.num_calls == 1)
         for _ in range(5):  # more than may wait at once
-            second = asyncio.create_task(trimmer.text(LONG, HALVED))
-            await asyncio.sleep(0.01)
-            assert trimmer._num_waiting == 2
+            prompt = Text(LONG)
+            held = weakref.ref(prompt)
+            second = asyncio.create_task(trimmer.text(prompt, HALVED))
+            del prompt
+            await until_async(lambda: trimmer.num_waiting == 2)
             second.cancel()
             await asyncio.gather(second, return_exceptions=True)
-            assert trimmer._num_waiting == 1 and trimmer._thread._work_queue.qsize() == 0
+            del second
+            for _ in range(3):  # turns in which the loop lets go of the task
+                await asyncio.sleep(0)
+            gc.collect()
+            assert trimmer.num_waiting == 1 and held() is None, "nothing keeps the prompt"
         first.cancel()  # the draft reads it already: it counts until that has ended
         await asyncio.gather(first, return_exceptions=True)
-        assert trimmer._num_waiting == 1
+        assert trimmer.num_waiting == 1
         draft.gate.set()
         assert (await trimmer.text(LONG, HALVED))[0] == HALF
-        assert draft.num_calls == 2 and trimmer._num_waiting == 0
+        assert draft.num_calls == 2 and trimmer.num_waiting == 0
         trimmer.close()
 
     asyncio.run(run())

@@ -16,7 +16,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.server.real_server import real_server
+from tests.server.openai.real_server import real_server
 
 HI: Any = [{"role": "user", "content": "Describe a colour as JSON."}]
 
@@ -230,7 +230,7 @@ def test_side_by_side(url: str) -> None:
 
 
 def test_the_example_of_the_documentation(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
     block = text.split("\n## Structured answers\n")[1].split("```python\n")[1].split("```")[0]
     printed = "http://127.0.0.1:8000/v1"
     assert printed in block

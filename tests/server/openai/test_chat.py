@@ -165,16 +165,16 @@ def test_parts_roles_and_continuation() -> None:
 
 
 def test_special_tokens_are_added_to_a_conversation_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from snapstream.server.openai import prompts
-
     given: list[bool] = []
-    encode = prompts._encode
+    kind = type(tokenizer())
+    encode = kind.__call__
 
-    def spy(tok: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        given.append(add_special_tokens)
-        return encode(tok, text, add_special_tokens)
+    def spy(self: Any, text: str, *, add_special_tokens: bool, **options: Any) -> Any:
+        if text != ANSWER:  # which the fake engine asks for
+            given.append(add_special_tokens)
+        return encode(self, text, add_special_tokens=add_special_tokens, **options)
 
-    monkeypatch.setattr(prompts, "_encode", spy)
+    monkeypatch.setattr(kind, "__call__", spy)
     chat()
     chat(add_special_tokens=False)
     chat(add_special_tokens=True)

@@ -11,7 +11,7 @@ import pytest
 from snapstream.llm import LLM
 from snapstream.server.engine.api import EngineDead
 from snapstream.server.engine.local import LocalEngine
-from tests.server.running import (
+from tests.server.engine.running import (
     LONG,
     SETTINGS,
     collect,
@@ -22,6 +22,7 @@ from tests.server.running import (
     whole,
     write_model,
 )
+from tests.waiting import until_async
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,8 @@ def test_a_drain_that_takes_too_long_ends_the_rest(llm: LLM) -> None:
     async def main() -> None:
         engine = LocalEngine(llm)
         running = asyncio.create_task(collect_all(engine, [make_request(n, LONG) for n in range(3)]))
-        await asyncio.sleep(0.05)
-        await engine.shutdown(0.05)
+        await until_async(lambda: engine.stats().num_running == 3)
+        await engine.shutdown(0)
         for answer in await running:
             assert isinstance(answer, EngineDead) and "shut down before" in str(answer)
 
@@ -89,7 +90,7 @@ def test_an_early_close_gives_the_row_back(llm: LLM) -> None:
         await anext(stream)
         await stream.aclose()
         await until_at_rest(engine)
-        assert engine.stats().generation_tokens_total < LONG.max_tokens / 2
+        assert engine.stats().generation_tokens_total < LONG.max_tokens
         await engine.shutdown(1)
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from snapstream.server.openai.protocol import ChatBody, CompletionBody
 from tests.server.fake_engine import FakeEngine
 from tests.server.front_client import HI, JSON, client
-from tests.server.test_front_errors import error_of
+from tests.server.openai.test_bad_values import error_of
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)

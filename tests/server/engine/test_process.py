@@ -28,7 +28,7 @@ from snapstream.server.engine.api import EngineDead
 from snapstream.server.engine.messages import EngineSpec
 from snapstream.server.engine.process import EngineProcess
 from snapstream.server.metrics import Metrics
-from tests.server.running import (
+from tests.server.engine.running import (
     BUDGET,
     LONG,
     MAX_ROWS,
@@ -49,7 +49,7 @@ from tests.server.running import (
 from tests.waiting import HANG_S, Lateness, until, until_async
 
 PROMISED_S = 2.0  # for every request to hear of the engine's death
-SOURCE = Path(__file__).parents[2]
+SOURCE = Path(__file__).parents[3]
 
 
 class Served:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.tiny_server import TinyServer, tiny_server
+from tests.server.page.tiny_server import TinyServer, tiny_server
 from tests.waiting import HANG_S
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.server.front_client import frames
-from tests.server.tiny_server import TinyServer, tiny_server
+from tests.server.page.tiny_server import TinyServer, tiny_server
 from tests.waiting import HANG_S
 
 PROMPT = [3 + (7 * i + i * i % 13) % 250 for i in range(203)]

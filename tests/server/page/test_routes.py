@@ -1,4 +1,4 @@
-"""The chat page's files and what they are served with; the browser's side is in ``test_page_browser.py``."""
+"""The chat page's files and what they are served with; the browser's side is in ``test_browser.py``."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_everything_that_takes_input_has_a_name() -> None:
 
 
 def test_the_files_are_part_of_the_package() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
     assert "server/page/*" in project["tool"]["setuptools"]["package-data"]["snapstream"]
 
 
@@ -183,7 +183,7 @@ def test_an_example_needs_admission(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run() -> None:
         async with client(FakeEngine(), max_requests=1) as http:
-            front = front_client.app_of(http).state.front
+            front = front_client.http.front
             asked = {"tokens": 400}
             front.visits.enter()
             response = await http.get("/v1/page/example", params=asked)
