@@ -20,14 +20,8 @@ from tests.server.engine.running import (
     make_request,
     until_at_rest,
     whole,
-    write_model,
 )
 from tests.waiting import until_async
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("local"))
 
 
 @pytest.fixture
