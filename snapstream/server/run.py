@@ -187,7 +187,7 @@ def _uvicorn_config(app: Curtain, options: ServeOptions) -> uvicorn.Config:
         app,
         lifespan="off",  # the application comes later; _serve closes it
         log_config=None,
-        access_log=False,  # front.py logs requests, with their ids
+        access_log=False,  # visits log themselves, with their ids
         server_header=False,
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,

@@ -114,7 +114,7 @@ class Answer:
         return to_json({**head, "choices": choices, "usage": self.usage, "snapstream": self.facts})
 
     async def chunks(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a streamed answer; ``sse.py`` frames them."""
+        """The chunks of a streamed answer; ``http/sse.py`` frames them."""
         async with aclosing(steps):
             async for prompt, delta in steps:
                 chunks = [self._chunk(index) for index in await self._take(prompt, delta)]
