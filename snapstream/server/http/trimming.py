@@ -3,7 +3,7 @@
 The draft runs in one thread of its own, one prompt at a time: it would only compete with itself. Invariant: callers
 that wait for it are bounded in number; one more gets a 429, nothing piles up. One that leaves while it waits is never
 read; one that leaves while the draft reads is counted until that has ended. ``snapstream.spec_prefill`` decides what is
-kept; The server's API and the proxy call this.
+kept. The server's API and the proxy call this.
 """
 
 from __future__ import annotations

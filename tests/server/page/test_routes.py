@@ -183,7 +183,7 @@ def test_an_example_needs_admission(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run() -> None:
         async with client(FakeEngine(), max_requests=1) as http:
-            front = front_client.http.front
+            front = http.front
             asked = {"tokens": 400}
             front.visits.enter()
             response = await http.get("/v1/page/example", params=asked)
