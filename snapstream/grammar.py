@@ -2,7 +2,7 @@
 
 The library is llguidance (the extra ``serve`` has it), imported on first use. It bounds the work of a grammar by
 counting operations, not seconds, and a few hostile schemas escape its counts: whoever takes grammars from strangers
-tries them in a process that can be ended first (``server/grammar_gate.py``).
+tries them in a process that can be ended first (``server/engine/grammar_gate.py``).
 
 Invariant: a matcher never raises for what a grammar or a model does; it says that nothing can follow, and why. No torch
 here: masks are numpy words, bit ``t % 32`` of word ``t // 32`` for token t. ``runner/grammars.py`` has the rows.

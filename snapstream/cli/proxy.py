@@ -71,9 +71,10 @@ def proxy(
     import logging
 
     from snapstream.proxy.settings import ProxySettings
+    from snapstream.server.http.auth import KEY_VARIABLE, refuse_blank
+    from snapstream.server.http.hosts import answered_hosts
+    from snapstream.server.http.trimming import load_compressor
     from snapstream.server.logs import set_up
-    from snapstream.server.run import KEY_VARIABLE, answered_hosts, refuse_blank
-    from snapstream.server.trimming import load_compressor
     from snapstream.spec_prefill.settings import PromptCompression, cut_of, scoring_of
 
     keep = flags.keep

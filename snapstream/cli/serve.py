@@ -103,17 +103,19 @@ def serve(
         raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
     from snapstream.assets import TINY_MODEL
     from snapstream.server import logs
-    from snapstream.server.engine_api import EngineDead
-    from snapstream.server.messages import EngineSpec
+    from snapstream.server.engine.api import EngineDead
+    from snapstream.server.engine.messages import EngineSpec
+    from snapstream.server.http.auth import KEY_VARIABLE, refuse_blank
+    from snapstream.server.http.hosts import answered_hosts
+    from snapstream.server.settings import ServerSettings
 
     logs.set_up(flags.log_format)
-    spec = EngineSpec(model=str(model or TINY_MODEL), options=engine)
-    settings = run.make_settings(
-        spec,
-        flags.host,
-        flags.api_key or (),
-        flags.cors_origin or (),
-        flags.allowed_host or (),
+    refuse_blank(KEY_VARIABLE)
+    settings = ServerSettings(
+        api_keys=tuple(flags.api_key or ()),
+        cors_origins=tuple(flags.cors_origin or ()),
+        allowed_hosts=answered_hosts(flags.host, flags.allowed_host or ()),
+        max_requests=run.most_requests(engine.max_rows, engine.max_waiting),
         has_page=not flags.no_page,
         has_vllm_names=not flags.no_vllm_names,
         tool_parser=flags.tool_parser,
@@ -121,6 +123,7 @@ def serve(
             trim.draft, trim.prompt_keep, trim.prompt_max_tokens, trim.prompt_threshold
         ),
     )
+    spec = EngineSpec(model=str(model or TINY_MODEL), options=engine)
     options = run.ServeOptions(
         host=flags.host,
         port=flags.port,

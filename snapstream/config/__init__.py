@@ -17,7 +17,16 @@ from snapstream.config.model import ModelConfig, RopeConfig, RopeKind
 from snapstream.config.options import AutoCount, Budget, EngineOptions
 from snapstream.config.selector import DEFAULT_OBSERVATION, DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
 from snapstream.config.settings import PrefillAttentionName, Settings
-from snapstream.config.values import DTYPE_BYTES, KV_DTYPES, DType, KVDType, as_count, as_number, kv_dtype_bytes
+from snapstream.config.values import (
+    DTYPE_BYTES,
+    KV_DTYPES,
+    DType,
+    InvalidValue,
+    KVDType,
+    as_count,
+    as_number,
+    kv_dtype_bytes,
+)
 
 __all__ = [
     "DEFAULT_OBSERVATION",
@@ -33,6 +42,7 @@ __all__ = [
     "DType",
     "EngineConfig",
     "EngineOptions",
+    "InvalidValue",
     "KVBudget",
     "KVDType",
     "ModelConfig",

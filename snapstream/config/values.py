@@ -13,31 +13,42 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPES: tuple[KVDType, ...] = ("auto", "fp8")
 
 
+class InvalidValue(ValueError):
+    """A value that is refused. ``field``: the setting or parameter that holds it, whatever the message begins with."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 def check(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
 
-def as_count(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """``value`` as an int, numpy's included; ValueError unless it is a whole number from ``low`` to ``high``."""
+def as_count(name: str, value: Any, low: int, high: int | None = None, *, field: str | None = None) -> int:
+    """``value`` as an int, numpy's included; InvalidValue unless it is a whole number from ``low`` to ``high``.
+
+    ``field``: where the value stands, if that is not its ``name``.
+    """
     limit = f"from {low} to {high}" if high is not None else f">= {low}"
     try:
         count = index(value)
     except TypeError:
         count = None
     if count is None or isinstance(value, bool) or count < low or (high is not None and count > high):
-        raise ValueError(f"{name} is {value!r}; it must be a whole number {limit}")
+        raise InvalidValue(f"{name} is {value!r}; it must be a whole number {limit}", field or name)
     return count
 
 
-def as_number(name: str, value: Any, low: float, high: float) -> float:
-    """``value`` as a float; ValueError unless it is a finite number from ``low`` to ``high``."""
+def as_number(name: str, value: Any, low: float, high: float, *, field: str | None = None) -> float:
+    """``value`` as a float; InvalidValue unless it is a finite number from ``low`` to ``high``. ``field`` as above."""
     try:
         number = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not (math.isfinite(number) and low <= number <= high):
-        raise ValueError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+        raise InvalidValue(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}", field or name)
     return number
 
 

@@ -25,14 +25,13 @@ from snapstream.proxy.bodies import Trimmed, trim_chat, trim_completion
 from snapstream.proxy.forward import PassedOn, Upstream, make_client
 from snapstream.proxy.metrics import ProxyMetrics
 from snapstream.proxy.settings import ProxySettings
-from snapstream.server.app import add_error_handlers
-from snapstream.server.auth import BearerAuth
-from snapstream.server.errors import ApiError, bad_value
-from snapstream.server.gate import Gate
-from snapstream.server.hosts import HostGuard
-from snapstream.server.sse import until_gone
-from snapstream.server.trimming import FIELD, Trimmer
-from snapstream.server.visits import Visit, Visits
+from snapstream.server.http.auth import BearerAuth
+from snapstream.server.http.errors import ApiError, add_error_handlers, bad_value
+from snapstream.server.http.gate import Gate
+from snapstream.server.http.hosts import HostGuard
+from snapstream.server.http.sse import until_gone
+from snapstream.server.http.trimming import FIELD, Trimmer
+from snapstream.server.http.visits import Visit, Visits
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.version import __version__
 
@@ -110,6 +109,11 @@ class Proxy(Gate):
             compressor, target, max_waiting=settings.max_waiting, retry_after_s=settings.retry_after_s
         )
 
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait for the draft, the one that it reads included."""
+        return self._trimmer.num_waiting
+
     async def answer(self, request: Request, trim: Trim | None) -> Response:
         """Pass a request on, its prompt trimmed by ``trim`` if it has one."""
         visit = ProxyVisit(self.visits, uuid4().hex, request.url.path, self.metrics)
@@ -185,7 +189,7 @@ class ProxyVisit(Visit):
         self._metrics.open.set(self.visits.num_open)
         self._metrics.count_answer(status)
 
-    def _fields(self, status: int, how: str) -> dict[str, Any]:
+    def fields(self, status: int, how: str) -> dict[str, Any]:
         return {
             "request": self.request_id,
             "path": self.path,

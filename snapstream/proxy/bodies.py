@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from snapstream.server.errors import bad_value
-from snapstream.server.trimming import FIELD, Trimmer, parse_wish
+from snapstream.server.http.errors import bad_value
+from snapstream.server.http.trimming import FIELD, Trimmer, parse_wish
 from snapstream.spec_prefill.settings import PromptCompression
 
 if TYPE_CHECKING:

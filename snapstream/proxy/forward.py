@@ -1,7 +1,7 @@
 """Passes a request on and its answer back, byte by byte: the proxy reads no stream and rewrites no answer.
 
-Invariant: whatever happens upstream, the client gets an answer in the shape of ``server/errors.py``, or, once a stream
-has begun, a frame that says so; and when the client leaves, the upstream request is closed at once.
+Invariant: whatever happens upstream, the client gets an answer in the shape of ``server/http/errors.py``, or, once a
+stream has begun, a frame that says so; and when the client leaves, the upstream request is closed at once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from snapstream.proxy.settings import ProxySettings
-from snapstream.server.errors import ApiError, bad_value
-from snapstream.server.sse import DONE, ClientGone, frame, until_gone
+from snapstream.server.http.errors import ApiError, bad_value
+from snapstream.server.http.sse import DONE, ClientGone, frame, until_gone
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from starlette.types import ASGIApp
 
 from snapstream.proxy.app import Proxy, make_proxy
 from snapstream.proxy.settings import ProxySettings
-from snapstream.server.hosts import is_loopback
-from snapstream.server.loading import Curtain
-from snapstream.server.run import LAST_FRAMES_S, DrainingServer, check_place
+from snapstream.server.http.draining import LAST_FRAMES_S, DrainingServer, check_place
+from snapstream.server.http.hosts import is_loopback
+from snapstream.server.http.loading import Curtain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

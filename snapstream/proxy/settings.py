@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from snapstream.config import as_count, as_number
-from snapstream.server.settings import check_hosts, check_keys
+from snapstream.server.http.auth import check_keys
+from snapstream.server.http.hosts import check_hosts
 from snapstream.spec_prefill.settings import PromptCompression
 
 MIB = 2**20

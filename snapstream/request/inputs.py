@@ -55,4 +55,4 @@ def _plain(value: Any) -> Any:
 def _as_ids(value: Any, name: str) -> list[int]:
     if not is_list(value):
         raise ValueError(f"{name} is {named(value)}; it must be a text or a list of token ids")
-    return [as_count(f"{name}: token id", token, 0) for token in value]
+    return [as_count(f"{name}: token id", token, 0, field="prompts") for token in value]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from snapstream.config import as_count, as_number
+from snapstream.config import InvalidValue, as_count, as_number
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 32
@@ -35,7 +35,7 @@ _NUMBERS: tuple[tuple[str, float, float], ...] = (
 
 def _as_tuple(name: str, values: Sequence[Any] | None) -> tuple[Any, ...]:
     if values is not None and not isinstance(values, Sequence):
-        raise ValueError(f"{name} is {values!r}; it must be a list")
+        raise InvalidValue(f"{name} is {values!r}; it must be a list", name)
     return tuple(values or ())
 
 
@@ -118,7 +118,7 @@ class SamplingParams:
         for name, least, most in _NUMBERS:
             self._set(name, as_number(name, getattr(self, name), least, most))
         if self.top_p == 0.0:
-            raise ValueError("top_p is 0; it must be a number in (0, 1]")
+            raise InvalidValue("top_p is 0; it must be a number in (0, 1]", "top_p")
         self._set("top_k", max(self.top_k, 0))
         for name, lowest, highest in (("seed", -(2**63), 2**63 - 1), ("logprobs", 0, MAX_LOGPROBS),
                                       ("prompt_logprobs", 0, MAX_LOGPROBS)):  # fmt: skip
@@ -126,11 +126,15 @@ class SamplingParams:
                 self._set(name, as_count(name, getattr(self, name), lowest, highest))
         for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+                raise InvalidValue(f"{name} is {getattr(self, name)!r}; it must be True or False", name)
         if not isinstance(self.return_kept, bool) and self.return_kept != "bitmap":
-            raise ValueError(f"return_kept is {self.return_kept!r}; it must be True, False or 'bitmap'")
+            raise InvalidValue(
+                f"return_kept is {self.return_kept!r}; it must be True, False or 'bitmap'", "return_kept"
+            )
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise ValueError(f"grammar is {self.grammar!r}; it must be a Grammar, e.g. Grammar.json_schema({{...}})")
+            raise InvalidValue(
+                f"grammar is {self.grammar!r}; it must be a Grammar, e.g. Grammar.json_schema({{...}})", "grammar"
+            )
         self._check_stops()
         self._check_bias()
 
@@ -141,25 +145,30 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         if len(stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"{len(stop)} stop strings given; the limit is {MAX_STOP_STRINGS}")
+            raise InvalidValue(f"{len(stop)} stop strings given; the limit is {MAX_STOP_STRINGS}", "stop")
         for text in stop:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop string {text!r} is not a non-empty string")
+                raise InvalidValue(f"stop string {text!r} is not a non-empty string", "stop")
         if len(ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(f"{len(ids)} stop token ids given; the limit is {MAX_STOP_TOKEN_IDS}")
+            message = f"{len(ids)} stop token ids given; the limit is {MAX_STOP_TOKEN_IDS}"
+            raise InvalidValue(message, "stop_token_ids")
         self._set("stop", stop)
-        self._set("stop_token_ids", tuple(as_count("stop token id", token, 0) for token in ids))
+        checked = tuple(as_count("stop token id", token, 0, field="stop_token_ids") for token in ids)
+        self._set("stop_token_ids", checked)
 
     def _check_bias(self) -> None:
         if not self.logit_bias:
             self._set("logit_bias", None)
             return
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers")
+            raise InvalidValue(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers", "logit_bias")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}")
+            message = f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}"
+            raise InvalidValue(message, "logit_bias")
         bias = {
-            as_count("logit_bias token id", token, 0): as_number(f"logit_bias of token {token}", value, -100.0, 100.0)
+            as_count("logit_bias token id", token, 0, field="logit_bias"): as_number(
+                f"logit_bias of token {token}", value, -100.0, 100.0, field="logit_bias"
+            )
             for token, value in self.logit_bias.items()
         }
         self._set("logit_bias", bias)

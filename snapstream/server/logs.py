@@ -1,8 +1,8 @@
 """Log lines for people (``text``) or for machines (``json``), on stderr, from one set-up at the start of a server.
 
 A record may carry ``fields`` (``extra={"fields": {...}}``): text shows them as ``name=value``, JSON as members of their
-own. Invariant: every record is one line, and no prompt or answer is ever part of one. ``visits.py`` writes the line of
-each request.
+own. Invariant: every record is one line, and no prompt or answer is ever part of one. ``http/visits.py`` writes
+the line of each request.
 """
 
 from __future__ import annotations

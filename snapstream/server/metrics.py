@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.samples import Sample
 
 from snapstream.request import FinishReason
-from snapstream.server.engine_api import EngineStats, RequestDelta
+from snapstream.server.engine.api import EngineStats, RequestDelta
 
 OURS, THEIRS = "snapstream:", "vllm:"
 ALIASED = frozenset(

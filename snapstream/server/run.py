@@ -10,30 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from snapstream.assets import TINY_MODEL
+from snapstream.config import AutoCount
 from snapstream.models.registry import read_model_config
 from snapstream.plan.draft_memory import DraftMemory, draft_memory
 from snapstream.plan.fit import MAX_AUTO_ROWS
 from snapstream.server.app import make_app
-from snapstream.server.engine_process import EngineProcess
-from snapstream.server.front import Front
-from snapstream.server.hosts import is_loopback
-from snapstream.server.loading import Curtain, Drainable
-from snapstream.server.messages import EngineSpec
+from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.process import EngineProcess
+from snapstream.server.http.draining import LAST_FRAMES_S, DrainingServer, check_place
+from snapstream.server.http.hosts import is_loopback
+from snapstream.server.http.loading import Curtain
+from snapstream.server.http.trimming import load_compressor
+from snapstream.server.openai.front import Front
 from snapstream.server.settings import ModelFacts, ServerSettings
-from snapstream.server.tools.formats import ToolParser
-from snapstream.server.trimming import load_compressor
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings, scoring_of
 from snapstream.start.build import load_tokenizer
 
@@ -42,10 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEY_VARIABLE = "SNAPSTREAM_API_KEY"
 SPARE_REQUESTS = 64  # read and tokenized while the engine's queue is full
 UNBOUNDED_REQUESTS = 4096  # where the engine's queue has no bound, the front still needs one
-LAST_FRAMES_S = 5  # for error frames to leave after draining
 KEEP_ALIVE_S = 75  # of an idle connection: longer than proxies and clients keep theirs, so that they close first
 
 
@@ -77,51 +73,10 @@ class ServeOptions:
                 raise ValueError(f"{file} is not a file")
 
 
-def check_place(port: int, drain_timeout_s: float) -> None:
-    """ValueError for a port that is none, or a drain without an end."""
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port is {port}; it must be a number from 0 to 65535")
-    if not 0 <= drain_timeout_s < 86400:
-        raise ValueError(f"the drain timeout is {drain_timeout_s} s; it must be from 0 to 86400")
-
-
-def refuse_blank(variable: str) -> None:
-    """ValueError for a key in the environment that is blank: typer takes it for none, and all would be let in."""
-    if not os.environ.get(variable, "unset").strip():
-        raise ValueError(f"{variable} is set but blank; give it a key, or unset it to serve without")
-
-
-def answered_hosts(host: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Names in Host headers to answer to at the address ``host``; none means any."""
-    return ("localhost", *allowed) if allowed or is_loopback(host) else ()
-
-
-def make_settings(
-    spec: EngineSpec,
-    host: str,
-    api_keys: Sequence[str],
-    cors_origins: Sequence[str],
-    allowed_hosts: Sequence[str],
-    *,
-    has_page: bool = True,
-    has_vllm_names: bool = True,
-    tool_parser: ToolParser = "auto",
-    prompt_compression: PromptCompression | None = None,
-) -> ServerSettings:
-    """What follows for the front from the engine's size and the address. ValueError for a key that is blank."""
-    refuse_blank(KEY_VARIABLE)
-    most_rows = MAX_AUTO_ROWS if spec.options.max_rows == "auto" else spec.options.max_rows
-    max_waiting = spec.options.max_waiting
-    return ServerSettings(
-        api_keys=tuple(api_keys),
-        cors_origins=tuple(cors_origins),
-        allowed_hosts=answered_hosts(host, allowed_hosts),
-        tool_parser=tool_parser,
-        max_requests=most_rows + max_waiting + SPARE_REQUESTS if max_waiting else UNBOUNDED_REQUESTS,
-        has_page=has_page,
-        has_vllm_names=has_vllm_names,
-        prompt_compression=prompt_compression,
-    )
+def most_requests(max_rows: AutoCount, max_waiting: int) -> int:
+    """HTTP requests that may be open at once beside an engine of this size; ``max_waiting`` 0 means no bound there."""
+    rows = MAX_AUTO_ROWS if max_rows == "auto" else max_rows
+    return rows + max_waiting + SPARE_REQUESTS if max_waiting else UNBOUNDED_REQUESTS
 
 
 def default_compression(
@@ -140,43 +95,13 @@ def serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> 
     asyncio.run(_serve(spec, settings, options))
 
 
-class DrainingServer(uvicorn.Server):
-    """uvicorn, except that the first signal drains: it goes on answering until ``front`` has let its streams go."""
-
-    def __init__(self, config: uvicorn.Config, front: Drainable, drain_timeout_s: float) -> None:
-        super().__init__(config)
-        self._front = front
-        self._drain_timeout_s = drain_timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._draining: asyncio.Task[None] | None = None
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called in a signal handler: between any two instructions of the loop's thread."""
-        if self._front.is_draining:
-            # Not through uvicorn's own handler: it would raise the signal again before the engine is shut down.
-            self.should_exit = self.force_exit = True
-            return
-        self._front.is_draining = True
-        self._loop.call_soon_threadsafe(self._start_drain)
-
-    def _start_drain(self) -> None:
-        log.info("draining for at most %g s; a second signal ends at once", self._drain_timeout_s)
-        self._draining = asyncio.create_task(self._drain())
-
-    async def _drain(self) -> None:
-        try:
-            await self._front.drain(self._drain_timeout_s)
-        finally:
-            self.should_exit = True
-
-
 async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> None:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family, backlog=2048) as listener:
         if not settings.api_keys and not is_loopback(options.host):
             log.warning("no API key is set: everyone who can reach %s may use this server", options.host)
         log.info("loading %s", spec.model)
-        engine = EngineProcess(replace(spec, beside=_draft_memory(spec, options)), restart=options.restart)
+        engine = EngineProcess(replace(spec, beside=memory_beside(spec, options)), restart=options.restart)
         curtain = Curtain(settings.retry_after_s)
         server = DrainingServer(_uvicorn_config(curtain, options), curtain, options.drain_timeout_s)
         names = options.names or (Path(spec.model).resolve().name,)
@@ -233,7 +158,7 @@ async def _load_front(
     return front
 
 
-def _draft_memory(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None:
+def memory_beside(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None:
     """What the engine must leave to the draft. Weights too: they may or may not be there when it measures."""
     if options.draft is None:
         return None
@@ -261,7 +186,7 @@ def _uvicorn_config(app: Curtain, options: ServeOptions) -> uvicorn.Config:
         app,
         lifespan="off",  # the application comes later; _serve closes it
         log_config=None,
-        access_log=False,  # front.py logs requests, with their ids
+        access_log=False,  # visits log themselves, with their ids
         server_header=False,
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,

@@ -6,14 +6,17 @@ Invariant: every limit a caller can run into has a number here or in ``EngineCon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from snapstream.config import EngineConfig
-from snapstream.server.tools.formats import ToolParser
+from snapstream.server.http.auth import check_keys
+from snapstream.server.http.hosts import check_hosts
 from snapstream.spec_prefill.settings import PromptCompression
 
 MIB = 2**20
+
+ToolParser = Literal["auto", "llama3_json", "hermes", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +59,6 @@ class ServerSettings:
         for origin in self.cors_origins:
             if not origin.startswith(("http://", "https://")) or "*" in origin or origin.endswith("/"):
                 raise ValueError(f"CORS origin {origin!r} is not of the form scheme://host[:port], without wildcards")
-
-
-def check_keys(keys: Sequence[str]) -> None:
-    """ValueError for a key that no client could send, or that every client sends."""
-    for key in keys:
-        if not key or not key.isascii() or not key.isprintable() or key != key.strip():
-            raise ValueError("an API key is empty, not printable ASCII, or has spaces around it")
-
-
-def check_hosts(hosts: Sequence[str]) -> None:
-    """ValueError for what can never equal the name in a Host header."""
-    for host in hosts:
-        if not host or "/" in host or "*" in host or ":" in host:
-            raise ValueError(f"allowed host {host!r} is not a name without port and wildcards")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.server_process import ServerProcess
 from tests.clients.test_lm_eval import CHOICE, DOCS
-from tests.server.test_front_docs import PRINTED, blocks
+from tests.server.test_docs import PRINTED, blocks
 from tests.waiting import HANG_S
 
 LM_EVAL = Path(sys.executable).with_name("lm_eval")

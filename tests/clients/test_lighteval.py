@@ -19,6 +19,7 @@ from benchmarks.server_process import ServerProcess
 from evals.lighteval_suites import write_local_task
 from snapstream.assets.documents import make_document
 from snapstream.llm import LLM
+from tests.waiting import HANG_S
 
 ENVIRONMENT = Path(os.environ.get("LIGHTEVAL", "/nonexistent"))
 pytestmark = pytest.mark.skipif(
@@ -51,7 +52,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder, env=environment(folder))
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=HANG_S, cwd=folder, env=environment(folder)
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.server_process import ServerProcess
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, until, until_async
 
 HI: Any = [{"role": "user", "content": "hi"}]
 PROMPTS = ["Once upon a time", "The report was signed by", "word " * 900, "A"]
@@ -114,7 +114,7 @@ def test_a_timeout_and_an_abort_free_the_row(server: ServerProcess) -> None:
     async def cancelled() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
             task = asyncio.create_task(api.completions.create(prompt="Once", **endless))
-            await asyncio.sleep(0.3)
+            await until_async(lambda: gauges(server)["rows_used"] == 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -17,6 +17,7 @@ from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.proxy.app import make_proxy
 from snapstream.proxy.settings import ProxySettings
 from snapstream.spec_prefill.compressor import PromptCompressor
+from snapstream.spec_prefill.draft import Draft
 from snapstream.spec_prefill.settings import PromptCompression
 from tests.proxy.agent import AGAIN, SYSTEM, TASK, TOOLS, output, transcript
 from tests.proxy.test_cli import process
@@ -29,17 +30,17 @@ FIRST = 6  # tool outputs of the first request; the last of them stays as it is
 
 
 @pytest.fixture(scope="module")
-def draft() -> PromptCompressor:
-    return PromptCompressor(TINY_DRAFT_MODEL)
+def draft() -> Draft:
+    return Draft.load(TINY_DRAFT_MODEL)
 
 
 @pytest.fixture
-def recorded(draft: PromptCompressor) -> Iterator[tuple[openai.OpenAI, Seen]]:
+def recorded(draft: Draft) -> Iterator[tuple[openai.OpenAI, Seen]]:
+    """A proxy whose draft remembers nothing yet, and what reached its upstream."""
     seen = Seen()
-    draft._scorer._cache.clear()
     with on_socket(make_upstream(seen)) as upstream:
         settings = ProxySettings(upstream=upstream, wish=KEEP)
-        with on_socket(make_proxy(draft, None, settings)) as url:
+        with on_socket(make_proxy(PromptCompressor(draft), None, settings)) as url:
             yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG_S), seen
 
 
@@ -85,12 +86,12 @@ def test_what_an_agent_needs_arrives_verbatim_and_old_outputs_shortened(
 
 
 def test_the_next_turn_reads_only_what_is_new(
-    recorded: tuple[openai.OpenAI, Seen], draft: PromptCompressor, monkeypatch: pytest.MonkeyPatch
+    recorded: tuple[openai.OpenAI, Seen], draft: Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, seen = recorded
     read: list[str] = []
-    score = draft._scorer._score
-    monkeypatch.setattr(draft._scorer, "_score", lambda one: (read.append(one.text), score(one))[1])
+    reads = draft.read
+    monkeypatch.setattr(draft, "read", lambda text, **around: (read.append(text), reads(text, **around))[1])
     _, first = ask(client, transcript(FIRST))  # scores all outputs but the last
     assert len(read) == FIRST - 1
     _, second = ask(client, transcript(FIRST + 1))  # one more has aged

@@ -16,7 +16,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.detokenizer import TextStream
 from snapstream.request import Compression, FinishReason, Logprob, Request, Timings
-from snapstream.server.engine_api import EngineDead, EngineStats, RequestDelta, SampleDelta
+from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta, SampleDelta
 from snapstream.server.settings import ModelFacts
 from snapstream.start.build import load_tokenizer
 

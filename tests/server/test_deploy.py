@@ -18,8 +18,8 @@ import yaml
 
 from snapstream.cli import main
 from snapstream.kernels.compile_cache import VARIABLE
-from snapstream.server.engine_api import EngineStats
-from snapstream.server.engine_process import STOP_S
+from snapstream.server.engine.api import EngineStats
+from snapstream.server.engine.process import STOP_S
 from snapstream.server.metrics import Metrics
 from snapstream.server.run import LAST_FRAMES_S
 from tests.waiting import HANG_S

@@ -1,7 +1,6 @@
 """Signals to a server under load: the engine is killed, the server is told to end, the server is killed.
 
-Limits are wide, because the machine that runs the tests may be busy; what they bound takes tenths of a second. What
-must still run when a signal comes runs for seconds.
+Nothing here depends on how fast the machine is: an engine that must not answer yet is stopped (SIGSTOP) meanwhile.
 """
 
 from __future__ import annotations
@@ -10,25 +9,24 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import httpx
 
 from benchmarks.server_process import ServerProcess, is_running, served
-from tests.waiting import HANG_S, Lateness, until
+from snapstream.assets import TINY_MODEL
+from tests.waiting import HANG_S, until
 
 ROWS = 3
 OPTIONS = ["--max-rows", str(ROWS), "--budget", "128"]
-ANSWER_S = 5.0  # for every client to hear of the engine's death; 2 s are promised
 PROMPTS = ["Once upon a time", "The report", "word " * 300, "A key"]
 SHORT: dict[str, Any] = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
-BLOCKING: dict[str, Any] = {**SHORT, "max_tokens": 2000}
 LONG: dict[str, Any] = {**SHORT, "max_tokens": 12_000}
-DRAIN_S = 3  # time enough to be told that the server drains
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,6 @@ class Outcome:
     status: int
     text: str
     error: str | None  # its code
-    seconds: float  # from the beginning of the test's last signal, see ``Load``
 
 
 class Load:
@@ -44,21 +41,19 @@ class Load:
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self.http = http
-        self.signalled_at = time.monotonic()
 
     async def ask(self, prompt: str, fields: dict[str, Any], *, stream: bool) -> Outcome:
         body = {"prompt": prompt, "stream": stream, **fields}
         response = await self.http.post("/v1/completions", json=body)
-        seconds = time.monotonic() - self.signalled_at
         if response.status_code != 200:
-            return Outcome(response.status_code, "", response.json()["error"]["code"], seconds)
+            return Outcome(response.status_code, "", response.json()["error"]["code"])
         if not stream:
-            return Outcome(200, response.json()["choices"][0]["text"], None, seconds)
+            return Outcome(200, response.json()["choices"][0]["text"], None)
         *frames, done = [part.removeprefix("data: ") for part in response.text.split("\n\n")[:-1]]
         assert done == "[DONE]", "a stream ends as one, whatever happened"
         chunks = [json.loads(frame) for frame in frames]
         error = chunks.pop()["error"]["code"] if "error" in chunks[-1] else None
-        return Outcome(200, "".join(chunk["choices"][0]["text"] for chunk in chunks), error, seconds)
+        return Outcome(200, "".join(chunk["choices"][0]["text"] for chunk in chunks), error)
 
     def start(self, fields: dict[str, Any], numbers: Sequence[int]) -> list[asyncio.Task[Outcome]]:
         return [asyncio.create_task(self.ask(PROMPTS[i % len(PROMPTS)], fields, stream=i % 2 == 0)) for i in numbers]
@@ -83,9 +78,10 @@ class Load:
     async def health(self) -> int:
         return (await self.http.get("/health")).status_code
 
-    def signal(self, pid: int, number: signal.Signals) -> None:
-        self.signalled_at = time.monotonic()
-        os.kill(pid, number)
+    async def until_health_is(self, status: int) -> None:
+        async with asyncio.timeout(HANG_S):
+            while await self.health() != status:
+                await asyncio.sleep(0.02)
 
 
 def run(server: ServerProcess, work: Any) -> None:
@@ -98,7 +94,9 @@ def run(server: ServerProcess, work: Any) -> None:
 
 
 def test_a_killed_engine_costs_running_requests_and_a_drain_none(tmp_path: Path) -> None:
-    with served([*OPTIONS, "--drain-timeout", str(HANG_S)], tmp_path / "log") as server:
+    model = Path(copytree(TINY_MODEL, tmp_path / "tiny"))
+    weights, aside = model / "model.safetensors", tmp_path / "aside"
+    with served([str(model), *OPTIONS, "--drain-timeout", str(HANG_S)], tmp_path / "log") as server:
 
         async def work(load: Load) -> None:
             alone = [await load.ask(prompt, SHORT, stream=False) for prompt in PROMPTS]
@@ -109,53 +107,58 @@ def test_a_killed_engine_costs_running_requests_and_a_drain_none(tmp_path: Path)
             await load.until_taken(12)
             while (await load.gauges())["generation_tokens_total"] < before + 20 * ROWS:
                 await asyncio.sleep(0.02)
-            with Lateness() as late:
-                load.signal(old_pid, signal.SIGKILL)
-                outcomes = await asyncio.gather(*running)
+            weights.rename(aside)  # the engine cannot come back before this is undone
+            os.kill(old_pid, signal.SIGKILL)
+            outcomes = await asyncio.gather(*running)
             assert [outcome.error for outcome in outcomes] == ["engine_unavailable"] * 12
             assert {outcome.status for outcome in outcomes} == {200, 503}, "streams that ran, and the rest"
-            assert max(outcome.seconds for outcome in outcomes) < late.allowed(ANSWER_S)
             assert await load.health() == 503
             refused = await load.ask("a", SHORT, stream=False)
             assert (refused.status, refused.error) == (503, "engine_unavailable")
-            while await load.health() != 200:
-                assert time.monotonic() - load.signalled_at < HANG_S
-                await asyncio.sleep(0.05)
+            aside.rename(weights)
+            await load.until_health_is(200)
             assert server.engine_pid != old_pid and not is_running(old_pid)
             again = await asyncio.gather(*load.start(SHORT, range(12)))
             assert [outcome.text for outcome in again] == [outcome.text for outcome in alone] * 3
-            assert (await load.gauges())["engine_restarts_total"] == 1
+            assert (await load.gauges())["engine_restarts_total"] >= 1
             await load.until_at_rest()
 
-            outcomes = await drain(load, server, BLOCKING)
+            blockers, running = await fill(load)
+            os.kill(server.engine_pid, signal.SIGSTOP)
+            os.kill(server.pid, signal.SIGTERM)
+            await load.until_health_is(503)
+            assert (await load.ask("a", SHORT, stream=True)).status == 503, "new work is refused"
+            for blocker in blockers:
+                blocker.cancel()
+            os.kill(server.engine_pid, signal.SIGCONT)
+            outcomes = await asyncio.gather(*running)
             assert all(outcome.error is None for outcome in outcomes), "what was taken is answered, the queue included"
-            assert [outcome.text for outcome in outcomes[ROWS:]] == [alone[i % len(alone)].text for i in range(9)]
+            assert [outcome.text for outcome in outcomes] == [alone[i % len(alone)].text for i in range(9)]
 
         run(server, work)
         assert server.process.wait(HANG_S) == 0
 
 
-async def drain(load: Load, server: ServerProcess, blockers_ask: dict[str, Any]) -> list[Outcome]:
-    """SIGTERM while all rows are taken and the queue holds nine requests."""
-    blockers = load.start(blockers_ask, range(ROWS))
+async def fill(load: Load) -> tuple[list[asyncio.Task[Outcome]], list[asyncio.Task[Outcome]]]:
+    """Requests that take all rows, and nine in the queue."""
+    blockers = load.start(LONG, range(ROWS))
     await load.until_taken(ROWS)
-    running = load.start(SHORT, range(9))
+    waiting = load.start(SHORT, range(9))
     await load.until_taken(ROWS + 9)
-    load.signal(server.pid, signal.SIGTERM)
-    while await load.health() == 200:
-        assert time.monotonic() - load.signalled_at < HANG_S
-    assert (await load.ask("a", SHORT, stream=True)).status == 503, "new work is refused"
-    return await asyncio.gather(*blockers, *running)
+    return blockers, waiting
 
 
 def test_a_drain_that_takes_too_long_ends_the_rest_with_an_error(tmp_path: Path) -> None:
-    with served([*OPTIONS, "--drain-timeout", str(DRAIN_S)], tmp_path / "log") as server:
+    with served([*OPTIONS, "--drain-timeout", "0.5"], tmp_path / "log") as server:
 
         async def work(load: Load) -> None:
-            with Lateness() as late:
-                outcomes = await drain(load, server, LONG)
+            blockers, waiting = await fill(load)
+            os.kill(server.engine_pid, signal.SIGSTOP)  # nothing ends in time, however fast the machine is
+            os.kill(server.pid, signal.SIGTERM)
+            outcomes = await asyncio.gather(*blockers, *waiting)
             assert [outcome.error for outcome in outcomes] == ["engine_unavailable"] * (ROWS + 9)
-            assert max(outcome.seconds for outcome in outcomes) < late.allowed(DRAIN_S + ANSWER_S)
+            with suppress(ProcessLookupError):  # the server may have lost its patience with it
+                os.kill(server.engine_pid, signal.SIGCONT)
 
         run(server, work)
         assert server.process.wait(HANG_S) == 0
@@ -168,7 +171,7 @@ def test_a_killed_server_leaves_no_engine_behind(tmp_path: Path) -> None:
         async def work(load: Load) -> None:
             running = load.start(LONG, range(6))
             await load.until_taken(6)
-            load.signal(server.pid, signal.SIGKILL)
+            os.kill(server.pid, signal.SIGKILL)
             outcomes = await asyncio.gather(*running, return_exceptions=True)
             assert all(isinstance(outcome, httpx.HTTPError) for outcome in outcomes), outcomes
 

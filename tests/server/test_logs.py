@@ -55,7 +55,7 @@ def test_the_line_of_a_request(stream: bool) -> None:
     out = StringIO()
     handler = logging.StreamHandler(out)
     handler.setFormatter(JsonFormatter())
-    logger = logging.getLogger("snapstream.server.visits")
+    logger = logging.getLogger("snapstream.server.http.visits")
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel(logging.INFO)

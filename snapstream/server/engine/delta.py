@@ -1,0 +1,77 @@
+"""From answers that grow to what is new in them: remembers, per sample, how much was already sent.
+
+Invariant: the deltas of a request, put together, are its ``RequestOutput``, and nothing is sent twice. Compression and
+prompt log-probabilities go with the first token, timings with the last delta.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from snapstream.request import RequestOutput, SampleOutput
+from snapstream.server.engine.api import RequestDelta, SampleDelta
+
+
+@dataclass(slots=True)
+class _SampleSent:
+    """How much of one sample has gone out."""
+
+    num_chars: int = 0
+    num_tokens: int = 0
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class _RequestSent:
+    samples: list[_SampleSent]
+    has_facts: bool = False  # compression and prompt log-probabilities
+
+
+class DeltaTracker:
+    """The deltas of all live requests; a finished request is forgotten."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, _RequestSent] = {}
+
+    def take(self, output: RequestOutput) -> RequestDelta:
+        """What ``output`` gained since it was last given."""
+        request_id, is_finished = output.request_id, output.is_finished
+        sent = self._sent.get(request_id)
+        if sent is None:
+            sent = self._sent[request_id] = _RequestSent([_SampleSent() for _ in output.samples])
+        gains = map(_gain, output.samples, sent.samples)
+        samples = tuple([gain for gain in gains if gain is not None])
+        if is_finished:
+            del self._sent[request_id]
+        if sent.has_facts and not is_finished:
+            return RequestDelta(request_id=request_id, samples=samples)
+        is_first = not sent.has_facts and any(one.num_tokens for one in sent.samples)
+        sent.has_facts = sent.has_facts or is_first
+        prompt_logprobs = output.prompt_logprobs if is_first else None
+        return RequestDelta(
+            request_id=request_id,
+            samples=samples,
+            is_finished=is_finished,
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+            compression=output.compression if is_first else None,
+            timings=replace(output.timings) if is_finished else None,  # the engine's own object changes
+        )
+
+
+def _gain(sample: SampleOutput, sent: _SampleSent) -> SampleDelta | None:
+    """What one sample gained; None if nothing."""
+    text, token_ids = sample.text[sent.num_chars :], tuple(sample.token_ids[sent.num_tokens :])
+    ends_now = sample.finish_reason is not None and not sent.is_over
+    if not (text or token_ids or ends_now):
+        return None
+    logprobs = None if sample.logprobs is None else tuple(sample.logprobs[sent.num_tokens :])
+    sent.num_chars, sent.num_tokens = len(sample.text), len(sample.token_ids)
+    sent.is_over = sent.is_over or ends_now
+    return SampleDelta(
+        index=sample.index,
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=sample.finish_reason if ends_now else None,
+        stop_reason=sample.stop_reason if ends_now else None,
+    )

@@ -1,0 +1,71 @@
+"""Gauges and totals: counted beside the engine, kept over its restarts.
+
+Invariant: totals never shrink. What an engine counted after its last report is lost when it is killed; that is at most
+``worker.STATS_INTERVAL_S`` of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from snapstream.engine.core import Engine
+from snapstream.server.engine.api import EngineStats, RequestDelta
+
+
+class StatsCounter:
+    """Totals of one engine since its start."""
+
+    def __init__(self) -> None:
+        self._totals = EngineStats()
+
+    def count(self, deltas: Iterable[RequestDelta]) -> None:
+        num_prompt = num_output = num_evicted = num_compressed = 0
+        compress_ms = 0.0
+        for delta in deltas:
+            num_output += sum(len(sample.token_ids) for sample in delta.samples)
+            done = delta.compression
+            if done is None:
+                continue
+            num_prompt += done.prompt_tokens
+            num_evicted += done.evicted_tokens
+            if done.evicted_tokens:  # else the row holds the whole prompt: nothing was chosen
+                num_compressed += 1
+                compress_ms += done.compress_ms
+        self._totals = add_totals(
+            EngineStats(
+                prompt_tokens_total=num_prompt,
+                generation_tokens_total=num_output,
+                evicted_tokens_total=num_evicted,
+                compressions_total=num_compressed,
+                compression_seconds_total=compress_ms / 1e3,
+            ),
+            self._totals,
+        )
+
+    def stats(self, engine: Engine, rows_total: int) -> EngineStats:
+        return replace(
+            self._totals,
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            rows_free=engine.rows_free,
+            rows_total=rows_total,
+        )
+
+
+def without_gauges(stats: EngineStats) -> EngineStats:
+    """What is left to tell of an engine that is gone: totals, but no rows and no requests."""
+    return replace(stats, num_running=0, num_waiting=0, rows_free=0, rows_total=0)
+
+
+def add_totals(stats: EngineStats, earlier: EngineStats) -> EngineStats:
+    """``stats`` with the totals of ``earlier`` on top; gauges are those of ``stats``."""
+    return replace(
+        stats,
+        prompt_tokens_total=stats.prompt_tokens_total + earlier.prompt_tokens_total,
+        generation_tokens_total=stats.generation_tokens_total + earlier.generation_tokens_total,
+        evicted_tokens_total=stats.evicted_tokens_total + earlier.evicted_tokens_total,
+        compressions_total=stats.compressions_total + earlier.compressions_total,
+        compression_seconds_total=stats.compression_seconds_total + earlier.compression_seconds_total,
+        restarts_total=stats.restarts_total + earlier.restarts_total,
+    )

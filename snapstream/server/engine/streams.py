@@ -1,0 +1,84 @@
+"""Where the deltas of running requests go: one queue per request, on the event loop.
+
+Invariant: a request is held from its submission until the engine has said that it ended (or is dead), also when its
+reader has left. So an id is not used twice, a late delta finds nobody else, and idle means that no row is in use.
+Used from the loop's thread only. ``process.py`` and ``local.py`` feed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from snapstream.engine.validate import QueueFull
+from snapstream.request import Request
+from snapstream.server.engine.api import EngineDead, RequestDelta
+from snapstream.server.engine.messages import Abort, Deltas, Refused, Submit, ToEngine
+
+Stream = asyncio.Queue[RequestDelta | Exception]
+Send = Callable[[ToEngine], None]
+
+
+class RequestStreams:
+    """Running requests by id; None for one whose reader has left."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Stream | None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def run(self, request: Request, connect: Callable[[], Send]) -> AsyncGenerator[RequestDelta, None]:
+        """Submit a request and yield its deltas; leaving early aborts it.
+
+        ``connect`` gives the way to the engine when iteration starts, or raises EngineDead.
+        """
+        send = connect()
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise ValueError(f"request id {request_id!r} is in use; ids of live requests must differ")
+        stream = self._streams[request_id] = Stream()
+        self._idle.clear()
+        send(Submit(replace(request, prompt=None)))  # the engine would only echo the text
+        try:
+            is_finished = False
+            while not is_finished:
+                item = await stream.get()
+                if isinstance(item, Exception):
+                    raise item
+                is_finished = item.is_finished
+                yield item
+        finally:
+            if self._streams.get(request_id) is stream:
+                self._streams[request_id] = None
+                send(Abort(request_id))
+
+    def deliver(self, message: Deltas | Refused) -> None:
+        match message:
+            case Deltas(deltas):
+                for delta in deltas:
+                    self._put(delta.request_id, delta, is_last=delta.is_finished)
+            case Refused(request_id, kind, text):
+                error = ValueError(text) if kind == "value" else QueueFull(text)
+                self._put(request_id, error, is_last=True)
+
+    def fail_all(self, reason: str, *, is_final: bool = False) -> None:
+        """End every stream with EngineDead. ``is_final``: the engine will not come back."""
+        for request_id in list(self._streams):
+            self._put(request_id, EngineDead(reason, is_final=is_final), is_last=True)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request runs; False if some still do."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return self._idle.is_set()
+
+    def _put(self, request_id: str, item: RequestDelta | Exception, *, is_last: bool) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.put_nowait(item)
+        if is_last:
+            self._streams.pop(request_id, None)
+            if not self._streams:
+                self._idle.set()

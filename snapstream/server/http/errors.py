@@ -1,0 +1,98 @@
+"""Every error a client can see, in the one shape that OpenAI clients read.
+
+Invariant: ``{"error": {"message", "type", "param", "code"}}``, all four always there, whatever went wrong; 5xx only
+where trying again may help, or where we have a bug. Clients retry 408, 409, 429 and 5xx on their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARS = 500
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``status`` decides how clients react, ``param`` names the field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        message = str(self)
+        if len(message) > MAX_MESSAGE_CHARS:  # it may quote what the client sent
+            message = message[:MAX_MESSAGE_CHARS] + "..."
+        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, status_code=self.status, headers=self.headers)
+
+
+def bad_value(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """400: the request itself is at fault and will stay so."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(reason: str, retry_after_s: int | None) -> ApiError:
+    """503: loading, draining, or the engine is gone; without a time to wait if it will not come back."""
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return ApiError(503, reason, kind="service_unavailable", code="engine_unavailable", headers=headers)
+
+
+def queue_full(reason: str, retry_after_s: int) -> ApiError:
+    """429: a sound request at a bad moment."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(429, reason, kind="rate_limit_error", code="queue_full", headers=headers)
+
+
+def internal() -> ApiError:
+    """500: a bug of ours. The cause goes to the log, not to the client."""
+    return ApiError(500, "internal error; the server's log has the cause", kind="server_error", code="internal_error")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Give every error of ``app`` the one shape: ours, unknown paths, wrong methods and bugs alike."""
+
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"There is nothing at {request.url.path}." if error.status_code == 404 else str(error.detail)
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    async def on_invalid(_: Request, error: Exception) -> Response:
+        return bad_value(str(error), None).response()
+
+    async def on_bug(_: Request, error: Exception) -> Response:
+        log.error("unhandled error", exc_info=error)
+        return internal().response()
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(Exception, on_bug)

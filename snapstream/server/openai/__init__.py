@@ -1,0 +1,1 @@
+"""The OpenAI API: bodies of requests, prompts, sampling, tools, answers. Start at ``routes.py``."""

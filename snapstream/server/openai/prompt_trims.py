@@ -1,0 +1,182 @@
+"""Which prompts of a request the server's draft shortens, and what becomes of it where that is not possible.
+
+A wish of the request's own is granted or refused, with its field's name. Invariant: the server's default never makes a
+request fail (but for a full queue): what the draft cannot shorten stays whole, and the answer says why.
+``http/trimming.py`` has the draft's thread, ``routes.py`` calls this between checks and tokenizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from snapstream.request import Trim
+from snapstream.server.http.errors import ApiError, bad_value
+from snapstream.server.http.trimming import FIELD, Trimmer, parse_wish
+from snapstream.server.openai.protocol import CompletionBody, GenerationBody
+from snapstream.server.settings import ServerSettings
+from snapstream.spec_prefill.settings import PromptCompression
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.report import CompressionReport
+
+log = logging.getLogger(__name__)
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class TrimWish:
+    """What a request gets. ``how`` None: its prompts stay whole."""
+
+    how: PromptCompression | None = None
+    is_own: bool = False  # the request asked for it; else the server's default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What the draft did to one prompt. ``reason``: why it stayed whole."""
+
+    num_trimmed: int = 0  # tokens of the model that answers
+    draft_ms: float = 0.0
+    num_cached: int = 0
+    reason: str = ""
+
+    def of(self, num_left: int) -> Trim:
+        """The same for a prompt that turned out to have ``num_left`` tokens left."""
+        return Trim(
+            prompt_tokens=num_left + self.num_trimmed,
+            kept_tokens=num_left,
+            draft_ms=self.draft_ms,
+            reason=self.reason,
+            num_cached=self.num_cached,
+        )
+
+
+class PromptTrims:
+    """The draft as the routes use it; without a compressor every wish but "off" is refused."""
+
+    def __init__(
+        self,
+        compressor: PromptCompressor | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        settings: ServerSettings,
+        count: Callable[[int], None],
+    ) -> None:
+        """``count`` is told of tokens that were taken out. ValueError for a default that nobody can grant."""
+        self._settings, self._count = settings, count
+        self._trimmer: Trimmer | None = None
+        if compressor is not None:
+            own = copy.deepcopy(tokenizer)  # fast tokenizers refuse to be used and reconfigured by two threads at once
+            self._trimmer = Trimmer(
+                compressor, own, max_waiting=settings.max_draft_waiting, retry_after_s=settings.retry_after_s
+            )
+        elif settings.prompt_compression is not None:
+            raise ValueError(f"{FIELD} is {told(settings.prompt_compression)} by default, and there is no draft")
+
+    @property
+    def has_draft(self) -> bool:
+        return self._trimmer is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait for the draft, the one that it reads included."""
+        return 0 if self._trimmer is None else self._trimmer.num_waiting
+
+    def close(self) -> None:
+        if self._trimmer is not None:
+            self._trimmer.close()
+
+    def wish(self, body: GenerationBody, prompts: Sequence[Any] = ()) -> TrimWish:
+        """What ``body`` gets for its ``prompts`` (of ``as_prompts``); 400 for what it cannot get."""
+        value = body.prompt_compression
+        if self._trimmer is None and value not in (None, "off"):
+            reason = f"{FIELD} {value!r} needs a draft, and this server has none (--draft)"
+            raise bad_value(reason, FIELD, "unsupported_parameter")
+        how = parse_wish(value, self._settings.prompt_compression)
+        obstacle = _obstacle(body, prompts)
+        if how is None or not obstacle:
+            return TrimWish(how, value is not None)
+        if value is not None:
+            raise bad_value(f"{FIELD} cannot be had with {obstacle}", FIELD)
+        return TrimWish()
+
+    async def chat(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, wish: TrimWish
+    ) -> tuple[list[dict[str, Any]], Cut]:
+        """A conversation as the template takes it, with its long parts trimmed. ``wish.how`` is not None."""
+        trimmer, how = self._trimmer, wish.how
+        assert trimmer is not None and how is not None
+        num_chars = sum(len(message["content"]) for message in messages)
+        return await self._granted(messages, num_chars, "messages", wish, partial(trimmer.chat, messages, how, tools))
+
+    async def texts(self, prompts: Sequence[Any], wish: TrimWish) -> tuple[list[Any], list[Cut | None]]:
+        """The prompts of a completion, each with what it lost; all whole, and None, where nothing is wished."""
+        trimmer, how = self._trimmer, wish.how
+        if trimmer is None or how is None:
+            return list(prompts), [None] * len(prompts)
+        left: list[Any] = []
+        cuts: list[Cut | None] = []
+        for text in prompts:
+            short, cut = await self._granted(text, len(text), "prompt", wish, partial(trimmer.text, text, how))
+            left.append(short)
+            cuts.append(cut)
+        return left, cuts
+
+    async def _granted(
+        self,
+        prompt: P,
+        num_chars: int,
+        param: str,
+        wish: TrimWish,
+        trim: Callable[[], Awaitable[tuple[P, CompressionReport]]],
+    ) -> tuple[P, Cut]:
+        limit = self._settings.max_draft_chars
+        if num_chars > limit:
+            reason = f"the prompt has {num_chars} characters, and the draft reads at most {limit}"
+            if wish.is_own:
+                raise bad_value(reason, param, "context_length_exceeded")
+            return prompt, Cut(reason=reason)
+        try:
+            short, report = await trim()
+        except ApiError:
+            raise
+        except ValueError as error:  # e.g. a ceiling below what is protected
+            if wish.is_own:
+                raise bad_value(f"{FIELD}: {error}", FIELD) from None
+            return prompt, Cut(reason=str(error))
+        except Exception:
+            if wish.is_own:
+                raise
+            log.exception("the draft failed; the prompt stays whole")
+            return prompt, Cut(reason="the draft failed")
+        num_trimmed = report.tokens_before - report.tokens_after
+        self._count(num_trimmed)
+        return short, Cut(
+            num_trimmed=num_trimmed, draft_ms=report.draft_ms, num_cached=report.num_cached, reason=report.reason
+        )
+
+
+def told(how: PromptCompression | None) -> str | dict[str, Any]:
+    """A wish as a request would write it."""
+    if how is None:
+        return "off"
+    return {"keep": how.keep} if how.keep is not None else {"max_tokens": how.max_tokens}
+
+
+def _obstacle(body: GenerationBody, prompts: Sequence[Any]) -> str:
+    """Why the prompts of a request stay whole, or nothing."""
+    if isinstance(body, CompletionBody) and body.echo:
+        return "echo, which returns the prompt as it was sent"
+    if body.kv_cache is not None and body.kv_cache.return_kept:
+        return "return_kept, which tells positions in the prompt as it was sent"
+    if any(not isinstance(prompt, str) for prompt in prompts):
+        return "a prompt of token ids, of which the draft knows no text"
+    return ""

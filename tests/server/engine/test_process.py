@@ -1,0 +1,270 @@
+"""The engine in its own process: right answers, refusals, aborts, and every way in which one of the two can die.
+
+One process serves most tests; ``Served`` keeps its event loop between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.server_process import is_running
+from snapstream.config import EngineOptions
+from snapstream.engine.validate import QueueFull
+from snapstream.llm import LLM
+from snapstream.request import SamplingParams
+from snapstream.server.engine.api import EngineDead
+from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.process import EngineProcess
+from snapstream.server.metrics import Metrics
+from tests.server.engine.running import (
+    BUDGET,
+    LONG,
+    MAX_ROWS,
+    MAX_WAITING,
+    SETTINGS,
+    WINDOW,
+    Answer,
+    Whole,
+    collect,
+    collect_all,
+    expected,
+    make_request,
+    prompt,
+    until_at_rest,
+    whole,
+)
+from tests.waiting import HANG_S, until_async
+
+
+class Served:
+    """An engine process and the event loop it belongs to."""
+
+    def __init__(self, runner: asyncio.Runner, engine: EngineProcess) -> None:
+        self.runner, self.engine = runner, engine
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self.runner.run(asyncio.wait_for(coroutine, HANG_S))
+
+
+@pytest.fixture(scope="module")
+def spec(folder: Path) -> EngineSpec:
+    return EngineSpec(model=str(folder), num_threads=1, options=EngineOptions(**SETTINGS))
+
+
+@pytest.fixture(scope="module")
+def want(folder: Path) -> list[Whole]:
+    with LLM(folder, **SETTINGS, progress=False) as llm:
+        return expected(llm, 12)
+
+
+@pytest.fixture(scope="module")
+def served(spec: EngineSpec) -> Iterator[Served]:
+    with asyncio.Runner() as runner:
+        engine = EngineProcess(spec)
+        runner.run(engine.start())
+        yield Served(runner, engine)
+        runner.run(engine.shutdown(0))
+
+
+@pytest.fixture(autouse=True)
+def _no_core_files() -> Iterator[None]:
+    """Writing one takes longer than a crash may go unnoticed."""
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_CORE, before)
+
+
+def test_facts_are_those_of_the_loaded_engine(served: Served, folder: Path) -> None:
+    facts = served.engine.facts
+    with LLM(folder, **SETTINGS, progress=False) as llm:
+        assert (facts.model, facts.engine, facts.architecture) == (str(folder), llm.config, llm.model_config)
+    assert (facts.max_model_len, facts.max_rows, facts.budget_slots) == (WINDOW, MAX_ROWS, BUDGET)
+    assert facts.has_tokenizer and facts.pid != os.getpid() and is_running(facts.pid)
+
+
+def test_answers_are_those_of_generate(served: Served, want: list[Whole]) -> None:
+    async def main() -> None:
+        before = await until_at_rest(served.engine)
+        answers = await collect_all(served.engine, [make_request(number) for number in range(12)])
+        for number, answer in enumerate(answers):
+            assert whole(answer) == want[number], number
+            assert isinstance(answer, Answer) and answer.timings is not None and answer.compression is not None
+            assert answer.timings.total_ms >= answer.timings.first_token_ms > 0
+            assert (answer.compression.evicted_tokens > 0) == (len(prompt(number)) > BUDGET)
+        assert max(answer.num_deltas for answer in answers if isinstance(answer, Answer)) > 4, "answers are streamed"
+        after = await until_at_rest(served.engine)
+        assert after.rows_total == after.rows_free == MAX_ROWS
+        assert after.prompt_tokens_total - before.prompt_tokens_total == sum(len(prompt(n)) for n in range(12))
+        num_output = sum(len(answer.token_ids) for answer in answers if isinstance(answer, Answer))
+        assert after.generation_tokens_total - before.generation_tokens_total == num_output
+        evicting = [a for a in answers if isinstance(a, Answer) and a.compression and a.compression.evicted_tokens]
+        assert after.compressions_total - before.compressions_total == len(evicting) > 0
+        assert after.compression_seconds_total > before.compression_seconds_total
+
+    served.run(main())
+
+
+def test_an_early_close_frees_the_row(served: Served) -> None:
+    async def main() -> None:
+        before = (await until_at_rest(served.engine)).generation_tokens_total
+        streams = [served.engine.generate(make_request(number, LONG)) for number in range(MAX_ROWS)]
+        for stream in streams:
+            await anext(stream)
+        for stream in streams:
+            await stream.aclose()
+        stats = await until_at_rest(served.engine)
+        assert 0 < stats.generation_tokens_total - before < MAX_ROWS * LONG.max_tokens, "they ended early"
+        task = asyncio.create_task(collect(served.engine, make_request(0, LONG)))
+        await until_async(lambda: served.engine.stats().num_running)
+        task.cancel()  # the other way to leave
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until_at_rest(served.engine)
+
+    served.run(main())
+
+
+def test_a_bad_request_is_refused_while_others_go_on(served: Served, want: list[Whole]) -> None:
+    too_long = make_request(1, SamplingParams(max_tokens=WINDOW + 1), "too-long")
+
+    async def main() -> None:
+        good = [make_request(number) for number in range(3)]
+        *answers, bad = await collect_all(served.engine, [*good, too_long])
+        assert isinstance(bad, ValueError) and f"the limit is {WINDOW}" in str(bad)
+        assert [whole(answer) for answer in answers] == want[:3]
+        again = await collect_all(served.engine, [make_request(1), make_request(2, request_id="id-1")])
+        assert whole(again[0]) == want[1]
+        assert isinstance(again[1], ValueError) and "in use" in str(again[1])
+
+    served.run(main())
+
+
+def test_a_full_queue_refuses_and_serves_what_it_took(served: Served, want: list[Whole]) -> None:
+    async def main() -> None:
+        engine = served.engine
+        blockers = [asyncio.create_task(collect(engine, make_request(n, LONG, f"blocks-{n}"))) for n in range(MAX_ROWS)]
+        await until_async(lambda: engine.stats().num_running == MAX_ROWS)
+        asking = asyncio.create_task(
+            collect_all(engine, [make_request(n % 6, request_id=f"many-{n}") for n in range(40)])
+        )
+        await until_async(lambda: engine.stats().num_waiting == MAX_WAITING)
+        for blocker in blockers:
+            blocker.cancel()
+        await asyncio.gather(*blockers, return_exceptions=True)
+        answers = await asking
+        taken = {n: answer for n, answer in enumerate(answers) if isinstance(answer, Answer)}
+        assert len(taken) >= MAX_WAITING
+        assert all(isinstance(answer, QueueFull) for n, answer in enumerate(answers) if n not in taken)
+        assert len(taken) < 40
+        assert all(whole(answer) == want[n % 6] for n, answer in taken.items())
+        await until_at_rest(served.engine)
+
+    served.run(main())
+
+
+def test_signals_of_the_terminal_are_left_to_the_front(served: Served, want: list[Whole]) -> None:
+    async def main() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(served.engine.facts.pid, number)
+        assert whole(await collect(served.engine, make_request(3))) == want[3]
+
+    served.run(main())
+
+
+def test_a_killed_engine_fails_every_request_at_once_and_comes_back(served: Served, want: list[Whole]) -> None:
+    engine = served.engine
+
+    async def main() -> None:
+        before, old_pid = engine.stats(), engine.facts.pid
+        first = engine.generate(make_request(99, LONG))
+        await anext(first)
+        running = asyncio.create_task(collect_all(engine, [make_request(n, LONG) for n in range(2 * MAX_ROWS)]))
+        await until_async(lambda: engine.stats().num_running + engine.stats().num_waiting == 1 + 2 * MAX_ROWS)
+        os.kill(old_pid, signal.SIGKILL)
+        outcomes = await running
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            async for _ in first:
+                pass
+        assert all(isinstance(outcome, EngineDead) for outcome in outcomes), outcomes
+        assert not engine.is_ready and engine.stats().num_running == 0
+        page = Metrics(lambda: "tiny", engine.stats, has_vllm_names=True).render().decode()
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "rows_used", "rows_free"):
+            assert f'snapstream:{gauge}{{model_name="tiny"}} 0.0' in page, gauge
+        assert engine.absence is not None and not engine.absence.is_final
+        with pytest.raises(EngineDead):
+            await collect(engine, make_request(0))
+        await until_async(lambda: engine.is_ready)
+        assert engine.facts.pid != old_pid and not is_running(old_pid)
+        answers = await collect_all(engine, [make_request(number) for number in range(5)])
+        assert [whole(answer) for answer in answers] == want[:5]
+        after = await until_at_rest(engine)
+        assert after.restarts_total == 1
+        assert after.generation_tokens_total > before.generation_tokens_total
+        assert after.prompt_tokens_total > before.prompt_tokens_total
+
+    served.run(main())
+
+
+def test_without_restart_a_killed_engine_stays_dead(spec: EngineSpec) -> None:
+    async def main() -> None:
+        engine = EngineProcess(spec, restart=False, first_backoff_s=0.0)
+        facts = await engine.start()
+        running = asyncio.create_task(collect_all(engine, [make_request(0, LONG)]))
+        await until_async(lambda: engine.stats().num_running == 1)
+        os.kill(facts.pid, signal.SIGSEGV)
+        [outcome] = await running
+        assert isinstance(outcome, EngineDead) and "SIGSEGV" in str(outcome)
+        assert not engine.is_ready and engine.stats().restarts_total == 0
+        assert outcome.is_final and engine.absence is not None and engine.absence.is_final
+        assert "SIGSEGV" in str(engine.absence) and "not restarted" in str(engine.absence)
+        assert not [child for child in multiprocessing.active_children() if child.pid == facts.pid]
+        await engine.shutdown(HANG_S)
+
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
+
+
+def test_shutdown_drains_and_leaves_nothing(spec: EngineSpec, want: list[Whole]) -> None:
+    async def main() -> None:
+        engine = EngineProcess(spec)
+        pid = (await engine.start()).pid
+        running = asyncio.create_task(collect_all(engine, [make_request(number) for number in range(8)]))
+        long = asyncio.create_task(collect(engine, make_request(9, replace(LONG, max_tokens=300))))
+        await asyncio.sleep(0)  # both have submitted their requests
+        ending = asyncio.create_task(engine.shutdown(HANG_S))
+        await asyncio.sleep(0)
+        assert not engine.is_ready
+        with pytest.raises(EngineDead, match="shutting down"):
+            await collect(engine, make_request(50))
+        assert [whole(answer) for answer in await running] == want[:8]
+        assert len((await long).token_ids) == 300
+        await ending
+        assert not Path(f"/proc/{pid}").exists(), "not even a zombie"
+        await engine.shutdown(1)  # may be repeated
+
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
+
+
+def test_an_engine_that_cannot_be_built_says_why(folder: Path) -> None:
+    others = {child.pid for child in multiprocessing.active_children()}
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="max_model_len is 100000"):
+            await EngineProcess(EngineSpec(model=str(folder), options=EngineOptions(max_model_len=100_000))).start()
+        slow = EngineProcess(EngineSpec(model=str(folder)), load_timeout_s=0.01)
+        with pytest.raises(EngineDead, match=r"not ready within 0\.01 s"):
+            await slow.start()
+        assert not slow.is_ready
+        assert {child.pid for child in multiprocessing.active_children()} <= others
+
+    asyncio.run(asyncio.wait_for(main(), HANG_S))

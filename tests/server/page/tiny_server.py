@@ -1,0 +1,69 @@
+"""The app with the shipped model, in a thread of this process, on a free loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from snapstream.assets import TINY_MODEL
+from snapstream.llm import LLM
+from snapstream.server.app import make_app
+from snapstream.server.engine.local import LocalEngine
+from snapstream.server.settings import ModelFacts, ServerSettings
+from tests.waiting import HANG_S, until
+
+
+@dataclass
+class TinyServer:
+    url: str = ""
+    engine: LocalEngine | None = None
+    server: uvicorn.Server | None = None
+    error: BaseException | None = None
+
+    def gauges(self) -> tuple[int, int, int]:
+        """Running, waiting, rows in use."""
+        assert self.engine is not None
+        stats = self.engine.stats()
+        return stats.num_running, stats.num_waiting, stats.rows_total - stats.rows_free
+
+
+async def _serve(running: TinyServer, llm: LLM, settings: ServerSettings) -> None:
+    running.engine = LocalEngine(llm)
+    facts = ModelFacts(
+        names=("tiny",), vocab_size=llm.model_config.vocab_size, engine=llm.config, has_examples=True,
+        num_layers=llm.model_config.num_layers, num_kv_heads=llm.model_config.num_kv_heads,
+    )  # fmt: skip
+    app = make_app(running.engine, llm.tokenizer, settings, lambda: facts)
+    running.server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
+    await running.server.serve()
+    await running.engine.shutdown(0)
+
+
+@contextmanager
+def tiny_server(max_model_len: int = 16384, **settings: Any) -> Iterator[TinyServer]:
+    running = TinyServer()
+
+    def run() -> None:
+        try:
+            with LLM(TINY_MODEL, budget=8192, max_rows=2, max_model_len=max_model_len, progress=False) as llm:
+                asyncio.run(_serve(running, llm, ServerSettings(**settings)))
+        except BaseException as error:
+            running.error = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    until(lambda: running.error is not None or (running.server is not None and running.server.started))
+    assert running.server is not None and running.error is None, running.error
+    running.url = f"http://127.0.0.1:{running.server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        yield running
+    finally:
+        running.server.should_exit = True
+        thread.join(HANG_S)
+    assert not thread.is_alive()
