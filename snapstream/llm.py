@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer, memory_of
+from snapstream.assembly import build_runner, grammar_compiler, memory_of
 from snapstream.chunking import ChunkLen
 from snapstream.config import (
     DType,
@@ -30,6 +30,7 @@ from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
 from snapstream.inputs import as_conversations, as_params, as_prompts
 from snapstream.models.registry import read_model_config
+from snapstream.models.tokenizer import find_tokenizer
 from snapstream.request import Request, RequestOutput, SamplingParams, Trim
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.startup import (
@@ -122,7 +123,7 @@ class LLM:
         config = cut_prefill(self.model_config, config, chunk_len)
         if progress:
             print(*self.notes, sep="\n", file=sys.stderr)
-        self.tokenizer = load_tokenizer(Path(model))
+        self.tokenizer = find_tokenizer(Path(model))
         self._trimmer = self._make_trimmer(draft, config)
         if self._trimmer is not None and self._trimmer.compressor.draft.decoder.device.type == device.split(":")[0]:
             beside = memory_of(self._trimmer.compressor)
@@ -222,8 +223,6 @@ class LLM:
 
     def _render_chat(self, messages: Sequence[Message]) -> str:
         """A conversation in the model's chat template."""
-        from jinja2 import TemplateError
-
         tokenizer = self._need_tokenizer("chat")
         if tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; pass a prompt to generate() instead")
@@ -231,7 +230,7 @@ class LLM:
         conversation = as_conversation(given, has_developer="developer" in str(tokenizer.chat_template))
         try:
             return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
-        except TemplateError as error:  # roles that the template does not take, or their order
+        except Exception as error:  # roles that it does not take, or their order; or it is broken, whichever way
             raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
 
     def close(self) -> None:

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from snapstream.assembly import load_tokenizer
 from snapstream.assets import TINY_MODEL
 from snapstream.config import DTYPE_BYTES
 from snapstream.draft_memory import DraftMemory, draft_memory
 from snapstream.memory import MAX_AUTO_ROWS
 from snapstream.models.registry import read_model_config
+from snapstream.models.tokenizer import find_tokenizer
 from snapstream.server.app import make_app
 from snapstream.server.engine_process import EngineProcess
 from snapstream.server.front import Front
@@ -209,7 +209,7 @@ async def _load_front(
     names: tuple[str, ...],
 ) -> Front:
     """Read what the front needs, and let it answer."""
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(spec.model))
+    tokenizer = await asyncio.to_thread(find_tokenizer, Path(spec.model))
     created = int(time.time())
     compressor = None if options.draft is None else await asyncio.to_thread(_load_draft, spec, options)
     if compressor is not None and tokenizer is None:

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from snapstream.config import DType
+from snapstream.models.tokenizer import load_tokenizer
 from snapstream.spec_prefill.assemble import (
     Spans,
     forced_in,
@@ -229,11 +230,7 @@ class PromptCompressor:
             return target
         with self._lock:
             if str(target) not in self._tokenizers:
-                if not Path(target).is_dir():
-                    raise ValueError(f"{target} is not a folder; the target's tokenizer is read from its checkpoint")
-                from transformers import AutoTokenizer
-
-                self._tokenizers[str(target)] = AutoTokenizer.from_pretrained(target, local_files_only=True)
+                self._tokenizers[str(target)] = load_tokenizer(Path(target))
             return self._tokenizers[str(target)]
 
 

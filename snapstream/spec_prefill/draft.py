@@ -21,6 +21,7 @@ from snapstream.config import DTYPE_BYTES, DType
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
+from snapstream.models.tokenizer import load_tokenizer
 from snapstream.spec_prefill.lookahead import scores_of_windows, token_scores
 from snapstream.spec_prefill.settings import ScoringSettings, check_choice
 
@@ -62,9 +63,7 @@ class Draft:
         config = read_model_config(folder)
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             raise ValueError(f"{folder} has no tokenizer; a draft needs a tokenizer.json")
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = load_tokenizer(folder)
         weights = load_weights(folder, config, getattr(torch, dtype), device, progress)
         return cls(Decoder(config, weights), tokenizer, f"{_digest_of(folder)}/{dtype}")
 
