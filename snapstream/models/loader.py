@@ -32,13 +32,16 @@ def load_weights(
     _check(manifest, plan, config)
     weights = DecoderWeights.empty(config, dtype, device)
     targets = named_views(config, weights)
+    bounds: dict[str, Tensor] = {}
     with _progress_bar(len(targets), progress) as bar:
         for file in dict.fromkeys(manifest[name].file for name in targets):
             with open_shard(file) as shard:
                 for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
                     if name in targets:
                         targets[name].copy_(shard.get_tensor(name))
+                        bounds[name] = torch.stack(torch.aminmax(targets[name]))
                         bar.update()
+    _check_finite(manifest, bounds, dtype)
     return weights
 
 
@@ -96,6 +99,24 @@ def _check(manifest: Mapping[str, StoredTensor], plan: Mapping[str, Tensor], con
             raise ValueError(
                 f"{name} in {stored.file.name} is stored as {stored.dtype}; known: {', '.join(FLOAT_DTYPES)}"
             )
+
+
+def _check_finite(manifest: Mapping[str, StoredTensor], bounds: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Refuse weights that hold NaN or infinity, as stored or once they are ``dtype``: every answer would be noise.
+
+    ``bounds``: least and greatest weight of each tensor, ``[2]``; both are NaN where one is. They cost one more
+    reading of a tensor that was just written - on a CPU somewhat less than the copy itself, little beside a disk - and
+    the device is waited for once, here.
+    """
+    is_finite = torch.stack(list(bounds.values())).isfinite().all(1).tolist()
+    wrong = [name for name, is_sound in zip(bounds, is_finite, strict=True) if not is_sound]
+    if wrong:
+        low, high = bounds[wrong[0]].tolist()
+        what = "NaN" if low != low else f"infinity as {str(dtype).removeprefix('torch.')}"
+        raise ValueError(
+            f"{manifest[wrong[0]].file}: {wrong[0]} holds {what}; weights must be finite "
+            f"({len(wrong)} of {len(bounds)} tensors are not)"
+        )
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:

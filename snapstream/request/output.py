@@ -12,7 +12,10 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end token, stop id or stop string
     LENGTH = "length"  # max_tokens
     ABORT = "abort"  # the caller gave up
-    ERROR = "error"  # the grammar could not be followed any further; ``stop_reason`` says why
+    ERROR = "error"  # the logits were not finite, or the grammar could not be followed; ``stop_reason`` says which
+
+
+NOT_FINITE = "logits are not finite"  # stop_reason of an ERROR: the model computed NaN or infinity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,7 @@ class ModelRunner:
         params = [entry.sampling for entry in new]
         logits = self.decoder.logits(job.last_hidden())[source]  # [rows, V]
         sampled = sample(logits, self.sampling, rows, SamplingNeeds.of(params))
-        self.rows.last_token[rows] = sampled.token_ids
+        self.rows.feed(rows, sampled.token_ids)
         finished = [
             FinishedPrompt(
                 prompt.entry.request_id,

@@ -1,4 +1,4 @@
-"""A checkpoint that brings Python code is refused by whoever reads it; the code leaves no trace, whatever stdin says."""
+"""A checkpoint that brings Python code is refused by whoever reads it; it leaves no trace, whatever stdin says."""
 
 from __future__ import annotations
 

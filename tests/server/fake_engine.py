@@ -16,7 +16,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.detokenizer import TextStream
 from snapstream.models.tokenizer import load_tokenizer
-from snapstream.request import Compression, FinishReason, Logprob, Request, Timings
+from snapstream.request import NOT_FINITE, Compression, FinishReason, Logprob, Request, Timings
 from snapstream.server.engine_api import EngineDead, EngineStats, RequestDelta, SampleDelta
 from snapstream.server.settings import ModelFacts
 
@@ -47,6 +47,7 @@ def logprob_of(token: int, num_top: int) -> Logprob:
 class FakeEngine:
     answer: str = ANSWER
     fail_after: int | None = None  # tokens, then EngineDead
+    noise_after: int | None = None  # tokens, then logits that are not finite
     hang_after: int | None = None  # tokens, then nothing until ``released``
     refuse: Exception | None = None
     is_ready: bool = True
@@ -83,6 +84,9 @@ class FakeEngine:
             await asyncio.sleep(0)
             if step == self.fail_after:
                 raise EngineDead("the engine process ended")
+            if step == self.noise_after:
+                yield self._noise(request)
+                return
             if step == self.hang_after:
                 self.hanging.set()
                 await self.released.wait()
@@ -99,6 +103,12 @@ class FakeEngine:
             yield self._delta(request, step, token, text, reason, stop)
             if reason is not None:
                 return
+
+    def _noise(self, request: Request) -> RequestDelta:
+        sample = SampleDelta(
+            index=0, text="", token_ids=(), logprobs=None, finish_reason=FinishReason.ERROR, stop_reason=NOT_FINITE
+        )
+        return RequestDelta(request_id=request.request_id, samples=(sample,), is_finished=True, timings=Timings())
 
     def _delta(
         self, request: Request, step: int, token: int, text: str, reason: FinishReason | None, stop: str | None
