@@ -22,6 +22,7 @@ from snapstream.config import (
     RescoringConfig,
     SnapKVConfig,
     as_count,
+    as_kind,
 )
 from snapstream.conversation import as_conversation
 from snapstream.draft_memory import DraftMemory
@@ -100,7 +101,9 @@ class LLM:
         window = self.model_config.max_position
         if max_model_len is not None and as_count("max_model_len", max_model_len, 1) > window:
             raise ValueError(f"max_model_len is {max_model_len}; the model's window is {window} tokens")
-        snapkv = snapkv or SnapKVConfig()
+        snapkv = as_kind("snapkv", SnapKVConfig() if snapkv is None else snapkv, SnapKVConfig)
+        if beside is not None:
+            as_kind("beside", beside, DraftMemory)
         max_model_len = window if max_model_len is None else max_model_len
         check_device(device)
         config = EngineConfig(
@@ -187,7 +190,7 @@ class LLM:
         conversations = as_conversations(messages)
         if prompt_compression is None:
             return self.generate([self.chat_token_ids(some) for some in conversations], params, budget=budget)
-        trimmer = self._need_trimmer()
+        trimmer = self._need_trimmer(prompt_compression)
         return self._answer(
             [
                 self._trimmed_request(trimmer.chat(some, prompt_compression, self._render_chat), own, budget)
@@ -226,7 +229,9 @@ class LLM:
         tokenizer = self._need_tokenizer("chat")
         if tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; pass a prompt to generate() instead")
-        (given,) = as_conversations(messages)
+        given, *others = as_conversations(messages)
+        if others:
+            raise ValueError(f"{len(others) + 1} conversations were given; this takes one, as a list of messages")
         conversation = as_conversation(given, has_developer="developer" in str(tokenizer.chat_template))
         try:
             return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
@@ -258,7 +263,8 @@ class LLM:
             draft = PromptCompressor(draft, dtype=config.dtype, device=config.device)
         return PromptTrimmer(draft, self._need_tokenizer("prompt compression"))
 
-    def _need_trimmer(self) -> PromptTrimmer:
+    def _need_trimmer(self, how: PromptCompression) -> PromptTrimmer:
+        as_kind("prompt_compression", how, PromptCompression)
         if self._trimmer is None:
             raise ValueError("prompt_compression needs a draft model; make the LLM with draft=...")
         return self._trimmer
@@ -276,7 +282,7 @@ class LLM:
         compression: PromptCompression | None = None,
     ) -> Request:
         if compression is not None:
-            return self._trimmed_request(self._need_trimmer().prompt(prompt, compression), params, budget)
+            return self._trimmed_request(self._need_trimmer(compression).prompt(prompt, compression), params, budget)
         text = prompt if isinstance(prompt, str) else None
         ids: Any = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
         return self._make_request(ids, params, budget, text=text)

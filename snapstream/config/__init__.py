@@ -17,7 +17,19 @@ from snapstream.config.cache import (
 )
 from snapstream.config.engine import EXECUTORS, EngineConfig, Executor, PrefillAttentionName
 from snapstream.config.model import ModelConfig, RopeConfig, RopeKind
-from snapstream.config.values import DTYPE_BYTES, KV_DTYPES, DType, KVDType, as_count, as_number, kv_dtype_bytes
+from snapstream.config.values import (
+    DTYPE_BYTES,
+    KV_DTYPES,
+    DType,
+    KVDType,
+    as_count,
+    as_kind,
+    as_number,
+    as_path,
+    as_token_ids,
+    kv_dtype_bytes,
+    plain,
+)
 
 __all__ = [
     "DEFAULT_SINK",
@@ -41,6 +53,10 @@ __all__ = [
     "SnapKVConfig",
     "SoftmaxOver",
     "as_count",
+    "as_kind",
     "as_number",
+    "as_path",
+    "as_token_ids",
     "kv_dtype_bytes",
+    "plain",
 ]

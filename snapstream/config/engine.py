@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from snapstream.config.cache import KVBudget, RescoringConfig, SnapKVConfig
-from snapstream.config.values import DTYPE_BYTES, DType, KVDType, check, kv_dtype_bytes, set_counts
+from snapstream.config.values import DTYPE_BYTES, DType, KVDType, as_kind, check, kv_dtype_bytes, set_counts
 
 Executor = Literal["eager", "graph"]
 PrefillAttentionName = Literal[
@@ -50,6 +50,10 @@ class EngineConfig:
     prefill_attention: PrefillAttentionName = "auto"  # kernels/prefill/ decides, and refuses what cannot serve
 
     def __post_init__(self) -> None:
+        as_kind("budget", self.budget, KVBudget)
+        as_kind("snapkv", self.snapkv, SnapKVConfig)
+        if self.rescoring is not None:
+            as_kind("rescoring", self.rescoring, RescoringConfig)
         set_counts(self, max_model_len=1, max_rows=1, chunk_len=1, short_len=1)
         set_counts(self, staging_tokens=0, short_reserve=0, prefill_quantum=0, max_waiting=0)
         set_counts(self, step_work=0, token_keys=0, least_chunk_len=0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from snapstream.config import ModelConfig
+from snapstream.config import ModelConfig, as_path
 from snapstream.models.fields import flag, number, token_ids, whole_number
 from snapstream.models.json_file import read_object, refuse_code
 from snapstream.models.rope_config import parse_rope, stretched_window
@@ -62,7 +62,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
 
     ValueError, with file and field, for what is broken, cannot be run faithfully, or needs code of the checkpoint.
     """
-    file = Path(path)
+    file = as_path("the model's folder", path)
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():
