@@ -17,7 +17,9 @@ from snapstream.cli.options import (
     DraftDType,
     DraftWindowLen,
     NoWindows,
+    decode_text,
     number_option,
+    read_stdin,
     whole_option,
 )
 from snapstream.config import DType
@@ -122,9 +124,8 @@ def read_text(file: str | None, stdin: TextIO) -> str:
     if file is None and stdin.isatty():
         raise ValueError("no text: give a file, or the text on stdin")
     if file not in (None, "-"):
-        return Path(str(file)).read_bytes().decode("utf-8")
-    # The bytes, because a text stream would turn CR LF into LF.
-    return stdin.buffer.read().decode("utf-8") if hasattr(stdin, "buffer") else stdin.read()
+        return decode_text(Path(str(file)).read_bytes(), str(file))
+    return read_stdin(stdin)
 
 
 def summary(report: CompressionReport) -> str:
@@ -182,8 +183,10 @@ def _messages_of(source: str) -> list[dict[str, Any]]:
     """OpenAI messages from JSON: a list, or an object that has them under ``messages``."""
     try:
         data = json.loads(source)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"--messages needs JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("--messages needs JSON that is not nested so deeply") from None
     if isinstance(data, dict):
         data = data.get("messages")
     if not isinstance(data, list) or not all(isinstance(message, dict) and "role" in message for message in data):

@@ -18,10 +18,12 @@ from snapstream.cli.options import (
     PrefillAttention,
     RescoreEvery,
     RowDType,
+    decode_text,
     number_option,
     parse_budget,
     parse_rescoring,
     parse_rows,
+    read_stdin,
     whole_option,
 )
 from snapstream.request import RequestOutput, SamplingParams
@@ -103,8 +105,8 @@ def read_prompt(prompt: str | None, file: str | None, stdin: TextIO) -> str:
         return prompt
     if file is None and stdin.isatty():
         raise ValueError("no prompt: give it as an argument, with --file, or on stdin")
-    text = stdin.read() if file in (None, "-") else Path(str(file)).read_text(encoding="utf-8")
-    return text.removesuffix("\n")
+    text = read_stdin(stdin) if file in (None, "-") else decode_text(Path(str(file)).read_bytes(), str(file))
+    return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
 def encode_prompt(llm: LLM, text: str, *, chat: bool | None, system: str | None) -> Prompt:

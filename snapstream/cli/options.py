@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -66,6 +66,19 @@ DraftWindowLen = Annotated[
     whole_option("Draft tokens read at once; longer texts in overlapping windows. Default: its own window."),
 ]
 NoWindows = Annotated[bool, typer.Option("--no-windows", help="Refuse texts that are longer than the draft's window.")]
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """The text of an input; ValueError with its name where it is binary."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text: byte {error.start} ({data[error.start]:#04x}) is not UTF-8") from None
+
+
+def read_stdin(stdin: TextIO) -> str:
+    """All of it as it is: a text stream would take bytes that are no text, and turn CR LF into LF."""
+    return decode_text(stdin.buffer.read(), "stdin") if hasattr(stdin, "buffer") else stdin.read()
 
 
 def parse_budget(text: str | None) -> Budget:

@@ -97,7 +97,7 @@ def test_plan_shows_the_rows_that_auto_would_give_here(
     assert plan["rows"][1]["rows_here"] == fit_rows(model, wanted, "auto").max_rows > 1
     assert plan["here"] == {"device": "cpu", "free_bytes": 64 * 2**20}
     assert main(["plan", str(config_file)]) == 0
-    assert "--max-rows auto gives on this machine now (cpu, 64 MiB free)" in capsys.readouterr().out
+    assert "--max-rows auto on this machine now (cpu, 64 MiB free)" in capsys.readouterr().out
 
 
 def test_plan_counts_a_draft(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
