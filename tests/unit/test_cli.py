@@ -144,7 +144,7 @@ def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     assert "2,048 tokens" in out
     for slots in ("full", "1,024", "512", "256", "128"):
-        assert f" {slots} │" in out
+        assert [slots] in [line.split()[:1] for line in out.splitlines()]
 
 
 @pytest.mark.parametrize(
