@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -73,7 +74,8 @@ class LLM:
     or ``"auto"``; ``notes`` say which one it is and why.
     ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
     ``beside``: a draft that another process has loaded on this device; what it will work with is kept free.
-    Raises ValueError for anything that cannot be supported, with the reason.
+    Threads may share it: their calls take turns (``driver.py``).
+    Raises ValueError for anything that cannot be supported, with the reason, and TypeError for wrong Python types.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class LLM:
             tokenizer=cast("Tokenizer | None", self.tokenizer),
         )
         self._driver = Driver(engine, shows_progress=progress)
-        self._num_requests = 0
+        self._numbers = count(1)  # of requests; safe in several threads
 
     @property
     def engine(self) -> Engine:
@@ -300,9 +302,8 @@ class LLM:
         resolved = None
         if budget is not None:
             resolved = resolve_budget(budget, self.config.max_model_len, self.config.snapkv.window_len)
-        self._num_requests += 1
         return Request(
-            request_id=f"request-{self._num_requests}",
+            request_id=f"request-{next(self._numbers)}",
             prompt_token_ids=tuple(ids),
             sampling=params,
             budget=resolved,
