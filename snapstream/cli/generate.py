@@ -133,6 +133,8 @@ def summary(output: RequestOutput) -> str:
         parts.append(f"first token after {timings.first_token_ms / 1e3:.2f} s")
     speed = f", {1e3 / timings.per_token_ms:,.1f} tokens/s" if timings.per_token_ms else ""
     parts.append(f"output {len(output.token_ids):,} tokens{speed}")
+    if kept is not None and output.has_outgrown_ring:
+        parts.append(f"outgrew the ring of {kept.ring_tokens:,} recent tokens")
     if output.finish_reason is not None:
         parts.append(output.finish_reason.value)
     return " | ".join(parts)
@@ -146,6 +148,7 @@ def as_dict(output: RequestOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason.value if output.finish_reason else None,
         "prompt_tokens": len(output.prompt_token_ids),
         "output_tokens": len(output.token_ids),
+        "has_outgrown_ring": output.has_outgrown_ring,
         "compression": asdict(output.compression) if output.compression else None,
         "timings": asdict(output.timings),
     }

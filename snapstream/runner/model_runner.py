@@ -175,6 +175,7 @@ class ModelRunner:
             row_bytes=layout.row_bytes(model, budget.capacity, size),
             full_bytes=layout.row_bytes(model, prompt.prompt_len, size),
             compress_ms=0.0,
+            ring_tokens=budget.capacity - layout.ring_start(budget, prompt.prompt_len),
             kept_positions=selected_positions(prompt.kept, budget) if prompt.kept and not is_bitmap else None,
             kept_bitmap=kept_bitmap(prompt.kept, prompt.prompt_len) if prompt.kept and is_bitmap else None,
         )

@@ -51,6 +51,7 @@ class FakeEngine:
     hang_after: int | None = None  # tokens, then nothing until ``released``
     refuse: Exception | None = None
     is_ready: bool = True
+    ring_tokens: int = 1000
     requests: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_running: int = 0
@@ -128,6 +129,7 @@ class FakeEngine:
             row_bytes=capacity * 8,
             full_bytes=num_prompt * 8,
             compress_ms=1.0,
+            ring_tokens=self.ring_tokens,
         )
         return RequestDelta(
             request_id=request.request_id,

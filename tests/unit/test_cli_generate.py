@@ -16,7 +16,7 @@ import pytest
 
 import snapstream
 from snapstream.cli import main
-from snapstream.cli.generate import encode_prompt, read_prompt, stream_answer, summary
+from snapstream.cli.generate import as_dict, encode_prompt, read_prompt, stream_answer, summary
 from snapstream.cli.options import parse_budget
 from snapstream.config import KVBudget
 from snapstream.request import Compression, FinishReason, RequestOutput, SampleOutput, SamplingParams, Timings
@@ -117,6 +117,7 @@ def test_summary_names_what_the_row_kept() -> None:
             row_bytes=2**20,
             full_bytes=3 * 2**19,
             compress_ms=1.0,
+            ring_tokens=11,
         ),
         timings=Timings(first_token_ms=1500.0, per_token_ms=20.0),
     )
@@ -124,6 +125,9 @@ def test_summary_names_what_the_row_kept() -> None:
         "prompt 1,234 tokens | kept 512, evicted 722 | row 1 MiB (full cache of the prompt 1.50 MiB) | "
         "first token after 1.50 s | output 11 tokens, 50.0 tokens/s | stop"
     )
+    output.samples[0].token_ids.append(1)
+    assert summary(output).endswith("12 tokens, 50.0 tokens/s | outgrew the ring of 11 recent tokens | stop")
+    assert as_dict(output)["has_outgrown_ring"]
 
 
 def test_prompt_from_argument_file_and_stdin(tmp_path: Path) -> None:
