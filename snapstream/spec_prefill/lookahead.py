@@ -25,6 +25,7 @@ from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import KVBudget, SnapKVConfig
 from snapstream.kernels import dispatch
+from snapstream.layers.sampler import NO_TOKEN
 from snapstream.models.decoder import Decoder
 from snapstream.spec_prefill.importance import Importance
 from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings
@@ -192,14 +193,17 @@ def _decode(
 
     ``hidden [B, D]`` is the output of the last prompt tokens; all prompts have ``prompt_len`` tokens. All but the last
     token are fed; the query of token ``t`` goes to ``queries [L, B, look_ahead, H, E]`` at ``t + 1``. A row that has
-    ended is fed on with the others, to no effect.
+    ended is fed on with the others, to no effect. RuntimeError where logits are not finite.
     """
     device, ends = decoder.device, () if settings.ignore_eos else decoder.config.eos_token_ids
     rows = torch.arange(len(hidden), dtype=torch.int64, device=device)
     drawn: list[list[int]] = [[] for _ in rows]
     for ahead in range(1, settings.look_ahead + 1):
-        tokens = decoder.logits(hidden).argmax(-1)  # [B]
+        logits = decoder.logits(hidden)  # [B, V]
+        tokens = logits.argmax(-1).masked_fill_(~logits.amax(-1).isfinite(), NO_TOKEN)  # [B]
         for own, token in zip(drawn, tokens.tolist(), strict=True):
+            if token == NO_TOKEN:
+                raise RuntimeError("the draft's logits are not finite; it cannot say what matters")
             if not own or own[-1] not in ends:
                 own.append(token)
         if ahead == settings.look_ahead or all(own[-1] in ends for own in drawn):
