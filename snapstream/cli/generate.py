@@ -26,7 +26,7 @@ from snapstream.cli.options import (
     read_stdin,
     whole_option,
 )
-from snapstream.request import RequestOutput, SamplingParams
+from snapstream.request import FinishReason, RequestOutput, SamplingParams
 from snapstream.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ Examples:
   snapstream generate Llama-3.2-1B-Instruct/ --file report.txt --budget 4096
   cat question.txt | snapstream generate Qwen2.5-0.5B/ --raw --temperature 0.7 --seed 1
 """
+
+
+INTERRUPTED = 130  # exit code
 
 
 def generate(
@@ -146,6 +149,7 @@ def as_dict(output: RequestOutput) -> dict[str, Any]:
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason.value if output.finish_reason else None,
+        "stop_reason": output.samples[0].stop_reason,
         "prompt_tokens": len(output.prompt_token_ids),
         "output_tokens": len(output.token_ids),
         "has_outgrown_ring": output.has_outgrown_ring,
@@ -163,7 +167,7 @@ def stream_answer(
     err: TextIO,
     as_json: bool,
 ) -> int:
-    """Stream the answer; returns the exit code. Ctrl-C keeps what was finished, and its summary."""
+    """Stream the answer; returns the exit code, 1 where the model fails. Ctrl-C keeps what was finished, and its summary."""
     output: RequestOutput | None = None
     num_printed, code = 0, 0
     try:
@@ -173,11 +177,14 @@ def stream_answer(
                 out.flush()
                 num_printed = len(output.text)
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
     if output is not None:
         out.write(json.dumps(as_dict(output)) + "\n" if as_json else output.text[num_printed:] + "\n")
         out.flush()
         err.write(summary(output) + "\n")
-    if code:
+        if output.finish_reason is FinishReason.ERROR:
+            err.write(f"error: {output.samples[0].stop_reason}\n")
+            code = code or 1
+    if code == INTERRUPTED:
         err.write("interrupted\n")
     return code

@@ -19,7 +19,15 @@ from snapstream.cli import main
 from snapstream.cli.generate import as_dict, encode_prompt, read_prompt, stream_answer, summary
 from snapstream.cli.options import parse_budget
 from snapstream.config import KVBudget
-from snapstream.request import Compression, FinishReason, RequestOutput, SampleOutput, SamplingParams, Timings
+from snapstream.request import (
+    NOT_FINITE,
+    Compression,
+    FinishReason,
+    RequestOutput,
+    SampleOutput,
+    SamplingParams,
+    Timings,
+)
 from snapstream.startup import DEFAULT_BUDGET
 from tests.waiting import HANG_S
 
@@ -103,6 +111,22 @@ def test_ctrl_c_keeps_what_was_finished(as_json: bool) -> None:
 
 def test_ctrl_c_before_the_first_token() -> None:
     assert answer(FakeLLM([KeyboardInterrupt()])) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_model_that_fails_ends_with_an_error(as_json: bool) -> None:
+    class Failing(FakeLLM):
+        def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+            for output in super().stream(prompt, params):
+                output.samples[0].finish_reason = None
+                yield output
+            output.samples[0].finish_reason, output.samples[0].stop_reason = FinishReason.ERROR, NOT_FINITE
+            yield output
+
+    code, out, err = answer(Failing(["one"]), as_json=as_json)
+    assert code == 1 and err.endswith(" | error\nerror: logits are not finite\n")
+    if as_json:
+        assert (json.loads(out)["finish_reason"], json.loads(out)["stop_reason"]) == ("error", NOT_FINITE)
 
 
 def test_summary_names_what_the_row_kept() -> None:
