@@ -167,7 +167,7 @@ def stream_answer(
     err: TextIO,
     as_json: bool,
 ) -> int:
-    """Stream the answer; returns the exit code, 1 where the model fails. Ctrl-C keeps what was finished, and its summary."""
+    """Stream the answer; the exit code is 1 if the model fails. Ctrl-C keeps what was finished, and its summary."""
     output: RequestOutput | None = None
     num_printed, code = 0, 0
     try:
