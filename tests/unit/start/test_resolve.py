@@ -17,8 +17,8 @@ from snapstream.plan.draft_memory import DraftMemory
 from snapstream.plan.fit import MAX_AUTO_ROWS
 from snapstream.plan.host import HostMemory
 from snapstream.plan.plan import Device, make_plan
-from snapstream.server.engine_worker import build
-from snapstream.server.messages import EngineSpec
+from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.worker import build
 from snapstream.server.run import ServeOptions, _draft_memory
 from snapstream.start import measure
 from snapstream.start.measure import check_device, measure_machine
