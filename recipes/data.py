@@ -7,7 +7,7 @@ serving. Only answers (and the end mark after them) are labelled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace, dataclass
 from random import Random
 from typing import Any
 
@@ -97,8 +97,7 @@ def make_sequence(
         num_facts=rng.randint(low, high) if high else None,
         num_answers=num_answers,
         num_questions=None,
-        split="train",
-        style=style,
+        style=replace(style, split="train"),
     )
     chat = encoder.chat
     start = chat.begin

@@ -48,7 +48,7 @@ def continuous(bench: Bench) -> Figures:
 
 def transformers_model(bench: Bench, decoder: Decoder) -> Any:
     """A transformers model with a copy of our weights; made on the device, in its dtype."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     shape = decoder.config
     settings = {k: v for k, v in FILES[MODEL].items() if k not in ("architectures", "model_type")} | {
@@ -58,7 +58,7 @@ def transformers_model(bench: Bench, decoder: Decoder) -> Any:
     }  # fmt: skip
     with torch.inference_mode(False):  # weights that are inference tensors can be no parameters
         with torch.device(bench.device.name):
-            model = LlamaForCausalLM._from_config(LlamaConfig(**settings), dtype=bench.device.dtype).eval()
+            model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=bench.device.dtype).eval()
         views = {name: view.detach().clone() for name, view in decoder.weights.checkpoint().items()}
         found = model.load_state_dict(views, assign=True, strict=False)
         model.tie_weights()

@@ -37,7 +37,7 @@ _TokenPair = tuple[tuple[str, str], list[int], list[int]]  # texts (for the harn
 
 @register_model("snapstream")
 class SnapstreamLM(TemplateLM):
-    """``pretrained``: a checkpoint folder. ``budget`` as for ``LLM``: slots, or "full".
+    """``pretrained``: a checkpoint folder. ``settings``: fields of ``EngineOptions``; the budget is "full" by default.
 
     ``too_long``: "refuse" or "middle" (what LongBench does: the prompt's middle is cut until it fits). The harness's
     batch sizes are taken and mean nothing: the engine fills its ``max_rows`` from a queue. Raises ValueError for
@@ -47,28 +47,18 @@ class SnapstreamLM(TemplateLM):
     def __init__(
         self,
         pretrained: str,
-        budget: int | str = "full",
-        dtype: Any = "float32",
         device: str | None = None,
-        max_model_len: int | None = None,
-        max_rows: int = 8,
         max_gen_toks: int = 256,
         too_long: str = "refuse",
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
         if too_long not in ("refuse", "middle"):
             raise ValueError(f"too_long is {too_long!r}; it must be 'refuse' or 'middle'")
-        self._llm = LLM(
-            pretrained,
-            budget=budget,
-            dtype=dtype,
-            device=device or "cpu",
-            max_model_len=max_model_len,
-            max_rows=max_rows,
-            progress=False,
-        )
+        settings = {"budget": "full", "device": device or "cpu", **settings}
+        self._llm = LLM(pretrained, progress=False, **settings)
         if self._llm.tokenizer is None:
             raise ValueError(f"{pretrained} has no tokenizer; the harness sends text")
         self.tokenizer = self._llm.tokenizer

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.llm import LLM
 from snapstream.models import loader
@@ -36,7 +37,7 @@ def llm(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
         patch.setattr(loader, "load_weights", spoilt)
         engine = LLM(
             checkpoint, budget=BUDGET, max_rows=4, max_model_len=256, chunk_len=32, progress=False,
-            executor=request.param, snapkv=SnapKVConfig(window_len=8),
+            executor=request.param, selector=SnapKV(observation_len=8),
         )  # fmt: skip
     with engine:
         yield engine

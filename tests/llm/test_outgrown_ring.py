@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget, RescoringConfig
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
 
@@ -17,9 +18,9 @@ WINDOW = KVBudget(num_sink=2, num_topk=10, num_window=8, num_recent=12)
 
 @pytest.fixture(scope="module")
 def small(checkpoint: Path) -> Iterator[LLM]:
-    snapkv = SnapKVConfig(window_len=8)
+    selector = SnapKV(observation_len=8)
     with LLM(
-        checkpoint, budget=BUDGET, snapkv=snapkv, max_rows=4, max_model_len=256, chunk_len=32, progress=False
+        checkpoint, budget=BUDGET, selector=selector, max_rows=4, max_model_len=256, chunk_len=32, progress=False
     ) as llm:
         yield llm
 
@@ -60,7 +61,7 @@ def test_it_is_known_while_the_answer_grows(small: LLM) -> None:
 def test_rescoring_does_not_hide_it(checkpoint: Path) -> None:
     rescoring = RescoringConfig(every=4, num_queries=4)
     with LLM(
-        checkpoint, budget=BUDGET, snapkv=SnapKVConfig(window_len=8), rescoring=rescoring, max_model_len=256,
+        checkpoint, budget=BUDGET, selector=SnapKV(observation_len=8), rescoring=rescoring, max_model_len=256,
         progress=False,
     ) as llm:  # fmt: skip
         assert llm.generate([[60] * 50], params(40))[0].has_outgrown_ring

@@ -22,8 +22,9 @@ HALF = "a\ud800b"
 HI = {"role": "user", "content": "hi"}
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"snapkv": 5}, "snapkv is 5; it must be a SnapKVConfig"),
-    ({"snapkv": False}, "snapkv is False; it must be a SnapKVConfig"),
+    ({"selector": 5}, "selector is 5; it must be a Selector or one of snapkv, hops"),
+    ({"selector": "snap"}, "selector is 'snap'; it must be one of snapkv, hops"),
+    ({"snapkv": 5}, "snapkv is no setting of an engine; the settings are"),
     ({"rescoring": True}, "rescoring is True; it must be a RescoringConfig"),
     ({"rescoring": 32}, "rescoring is 32; it must be a RescoringConfig"),
     ({"beside": 5}, "beside is 5; it must be a DraftMemory"),

@@ -51,7 +51,7 @@ def test_held_out_values_never_occur_in_training(family: str) -> None:
     def values(split: str) -> set[str]:
         found = set()
         for seed in range(40):
-            document = make_document(family=family, seed=seed, count_tokens=words, target_tokens=300, split=split)
+            document = make_document(family=family, seed=seed, count_tokens=words, target_tokens=300, style=Style(split=split))
             found |= {answer for question in document.questions for answer in question.answers}
         return found
 
@@ -125,6 +125,6 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="got 'novel'"):
         make_document(family="novel", seed=0, count_tokens=words, target_tokens=100)
     with pytest.raises(ValueError, match="got 'test'"):
-        make_document(family="kv", seed=0, count_tokens=words, target_tokens=100, split="test")
+        make_document(family="kv", seed=0, count_tokens=words, target_tokens=100, style=Style(split="test"))
     with pytest.raises(ValueError, match="got 2 for 'kv'"):
         make_document(family="kv", seed=0, count_tokens=words, target_tokens=100, num_answers=2)

@@ -6,7 +6,7 @@ ones. Nothing here knows a tokenizer or a model: the caller passes `count_tokens
 
 Invariants:
 - The same arguments give the same document, on every machine and Python version (only `random.Random` draws).
-- `split="heldout"` uses keys and values that `split="train"` never produces (see `draw.is_heldout`).
+- `Style(split="heldout")` uses keys and values that `Style(split="train")` never produces (see `draw.is_heldout`).
 - `document.text[start:end]` of a question's spans are the sentences that answer it.
 
 Families (one per document), a file for each group:

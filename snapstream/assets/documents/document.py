@@ -58,6 +58,7 @@ class Style:
     coined: float = 0.1  # share of key words that are invented on the spot, hence of several tokens
     max_depth: int = 3  # longest chain of assignments
     gibberish: float = 0.1  # share of filler sentences made of invented words
+    split: str = "heldout"  # or "train": the keys and values of one never occur in the other
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ def make_document(
     num_facts: int | None = None,
     num_answers: int | None = None,
     num_questions: int | None = None,
-    split: str = "heldout",
     style: Style | None = None,
 ) -> Document:
     """A document of at most about `target_tokens` tokens with `num_facts` facts or more, at random depths.
@@ -41,14 +40,15 @@ def make_document(
     """
     if family not in FAMILIES:
         raise ValueError(f"family must be one of {FAMILIES}, got {family!r}")
-    if split not in ("train", "heldout"):
-        raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
+    style = style or Style()
+    if style.split not in ("train", "heldout"):
+        raise ValueError(f"split must be 'train' or 'heldout', got {style.split!r}")
     if num_answers is not None and (family not in NUM_ANSWERS or num_answers < 1):
         raise ValueError(
             f"num_answers must be at least 1 and is for {tuple(NUM_ANSWERS)}, got {num_answers} for {family!r}"
         )
     num_answers = num_answers or NUM_ANSWERS.get(family, 1)
-    draw = Draw(Random(f"{family}/{split}/{seed}"), style or Style(), split)
+    draw = Draw(Random(f"{family}/{style.split}/{seed}"), style, style.split)
     if family in counted.FAMILIES:
         text, asked, answers = counted.make(draw, family, count_tokens, target_tokens, num_answers)
         question = Question(text=asked, answer=", ".join(answers), answers=answers, family=family, spans=())

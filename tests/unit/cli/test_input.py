@@ -11,6 +11,7 @@ import pytest
 
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.cli import main
+from snapstream.plan.host import HostMemory
 from tests.waiting import HANG_S
 
 NARROW = 60
@@ -34,8 +35,17 @@ def test_numbers_without_a_unit(option: str, value: str, hint: str, capsys: pyte
 
 def test_plan_is_readable_in_60_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, no cell is cut or wrapped, and every number of the wide table is there."""
-    arguments = ["plan", str(TINY_MODEL), "--rescore-every", "8", "--draft", str(TINY_DRAFT_MODEL), "--hops", "1"]
-    monkeypatch.setattr("snapstream.startup._free_bytes", lambda device, only_free: 64 * 2**20)
+    arguments = [
+        "plan",
+        str(TINY_MODEL),
+        "--rescore-every",
+        "8",
+        "--draft",
+        str(TINY_DRAFT_MODEL),
+        "--selector",
+        "hops",
+    ]
+    monkeypatch.setattr("snapstream.start.measure.host_memory", lambda: HostMemory(2**30, 64 * 2**20))
     texts = {}
     for columns in (NARROW, 120):
         monkeypatch.setenv("COLUMNS", str(columns))

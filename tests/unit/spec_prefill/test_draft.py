@@ -118,6 +118,6 @@ def test_the_digest_follows_the_checkpoint(tmp_path: Path) -> None:
 def test_logits_that_are_not_finite_are_an_error(keys: Any) -> None:
     """Scores of such a draft would look like any others."""
     own = Draft.load(TINY_MODEL)
-    own.decoder.weights.embed[100] = torch.nan
+    own.decoder.weights.embed.dense()[100] = torch.nan
     with pytest.raises(RuntimeError, match="the draft's logits are not finite"):
         token_scores(own.decoder, (*range(50, 120), 7), ScoringSettings(keys=keys))
