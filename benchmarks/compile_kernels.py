@@ -27,7 +27,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.machine import RESULTS, describe
+from benchmarks.machine import RESULTS
+from figures.machine import describe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = Path(__file__).parents[1] / "snapstream" / "kernels" / "triton"
@@ -69,9 +70,17 @@ OTHER_DIMS = [
 
 
 def sources() -> str:
-    """Digest of kernels and cuts, comments and layout left out."""
-    text = "\n".join(ast.unparse(ast.parse(file.read_text())) for file in sorted(KERNELS.glob("*.py")))
+    """Digest of kernels and cuts; comments, docstrings and layout are left out."""
+    text = "\n".join(ast.unparse(_without_docstrings(file)) for file in sorted(KERNELS.glob("*.py")))
     return sha256(text.encode()).hexdigest()[:16]
+
+
+def _without_docstrings(file: Path) -> ast.Module:
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,8 @@ def resources(kernel: Any) -> dict[str, int]:
 def launchers(
     shape: Shape, dtype: torch.dtype, capacity: int, *, is_fp8: bool = False
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every operator of a model on tensors without data; with ``is_fp8`` those that touch rows, which are FP8."""
+    """Every launch of a model on tensors without data; with ``is_fp8`` those that touch rows, which are FP8."""
+    from snapstream.kernels.rows import HeadNorm, LayerRows
     from snapstream.kernels.triton import attention, gather, norm, rope_write, scores, swiglu
 
     def empty(*size: int, kind: torch.dtype = dtype) -> Tensor:
@@ -157,31 +167,31 @@ def launchers(
     prompt, window = 131072, 32
     index = empty(batch, kind=torch.int64)
     stored = torch.float8_e4m3fn if is_fp8 else dtype
-    k, v = (empty(9, groups, capacity, dim, kind=stored) for _ in "kv")
-    scales = [empty(9, groups, kind=torch.float32)] * 2 if is_fp8 else []
+    scales = empty(1, 9, groups, kind=torch.float32) if is_fp8 else None
+    stack = empty(1, 9, groups, capacity, dim, kind=stored)
+    cache = LayerRows(stack, stack, 0, scales, scales)
     staged = empty(groups, prompt, dim)
-    yield "decode_attention", lambda: attention.decode_attention(empty(batch, heads, dim), k, v, index, index, *scales)
-    angles = empty(batch, 1, dim, kind=torch.float32)
-    head_norm = empty(heads + groups, dim) if shape.has_norm else None
+    q = empty(batch, heads, dim)
+    yield "decode_attention", lambda: attention.launch_decode_attention(q, cache, index, index)
+    angles = (empty(batch, 1, dim, kind=torch.float32),) * 2
+    head_norm = HeadNorm(empty(heads + groups, dim) if shape.has_norm else None, 1e-6)
     projected = empty(batch, heads + 2 * groups, dim)
     yield (
         "norm_rope_write",
-        lambda: rope_write.norm_rope_write(projected, head_norm, 1e-6, angles, angles, k, v, index, index, *scales),
+        lambda: rope_write.launch_norm_rope_write(projected, head_norm, angles, cache, index, index),
     )
-    new = empty(batch, groups, dim)
-    yield "write_slots", lambda: rope_write.write_slots(k, v, new, new, index, index, *scales)
     kept = empty(groups, capacity, kind=torch.int64)
-    yield "gather_rows", lambda: gather.gather_rows(k, v, [0], staged, staged, kept, *scales)
+    yield "gather_rows", lambda: gather.launch_gather_rows(cache, [0], staged, staged, kept)
     if is_fp8:
         return
-    yield "norm_rope", lambda: rope_write.norm_rope(projected, head_norm, 1e-6, angles, angles, groups)
+    yield "norm_rope", lambda: rope_write.launch_norm_rope(projected, head_norm, angles, groups)
     hidden, weight = empty(batch, shape.hidden_size), empty(shape.hidden_size)
-    yield "rms_norm", lambda: norm.rms_norm(hidden, weight, 1e-6)
-    yield "add_rms_norm", lambda: norm.add_rms_norm(hidden, hidden, weight, 1e-6)
-    yield "swiglu", lambda: swiglu.swiglu(empty(batch, 2 * shape.intermediate_size))
+    yield "rms_norm", lambda: norm.launch_rms_norm(hidden, None, weight, 1e-6)
+    yield "add_rms_norm", lambda: norm.launch_rms_norm(hidden, hidden, weight, 1e-6)
+    yield "swiglu", lambda: swiglu.launch_swiglu(empty(batch, 2 * shape.intermediate_size))
     yield (
         "snapkv_scores",
-        lambda: scores.snapkv_scores(
+        lambda: scores.launch_snapkv_scores(
             empty(window, heads, dim), staged, prompt - window, 4, prompt - 2048, over_row=False, group_max=False
         ),
     )

@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
-from snapstream.cache.layout import row_bytes
+from snapstream.cache.spec import KVSpec
 from snapstream.config import KVBudget
 from snapstream.llm import LLM
-from snapstream.memory import decode_weight_bytes
+from snapstream.models.shapes import decode_weight_bytes
 from snapstream.request import Request, SamplingParams
 
 
@@ -51,7 +51,8 @@ def run(prompt_len: int, rows: int, steps: int, parts: list[int], executor: str)
                      progress=False) as llm:  # type: ignore[arg-type]  # fmt: skip
                 seconds, prefill = step_seconds(llm, prompt, rows, steps)
                 visible = min(prompt_len, budget.capacity)
-                read = decode_weight_bytes(llm.model_config, 4) + rows * row_bytes(llm.model_config, visible, 4)
+                read = decode_weight_bytes(llm.model_config, "float32")
+                read += rows * KVSpec.of(llm.model_config, "float32").row_bytes(visible)
             figure = {
                 "budget": "full" if part == 1 else f"1/{part}",
                 "slots": budget.capacity,

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_tables gpu.json           keeps the JSON, writes the document
     python -m benchmarks.gpu_tables gpu.json --print   prints the document only
 
-First what was wanted, what was measured and whether it was reached; then every section as it stands in the JSON. A
-figure that is missing is named as missing, never left out. Needs no GPU.
+The document begins with the goals, the measured values and whether each goal was reached; then it has every section of
+the JSON. It names a missing figure as missing and never leaves it out. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,10 @@ from typing import Any
 
 from benchmarks.gpu_wanted import WANTED, Result
 from benchmarks.machine import RESULTS
+from figures.markdown import table
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "gpu-results.md"
 HEAD = ("device", "memory_gib", "torch", "cuda", "cudnn", "commit", "date", "command", "seconds")
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join(lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows])
 
 
 def shown(value: Any) -> str:

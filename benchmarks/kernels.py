@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.compile_kernels import LLAMA_8B, MODELS, Shape
-from benchmarks.machine import RESULTS, describe
+from benchmarks.machine import RESULTS
+from figures.machine import describe
+from snapstream.kernels.rows import HeadNorm, LayerRows
 
 Call = Callable[[], object]
 _CACHE_BYTES = 256 * 2**20  # four times the L2 of an H200
@@ -97,7 +99,8 @@ def decode_cases(
     heads, groups, dim, item = shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype.itemsize
     num_bytes = batch * (2 * groups * capacity * dim + 2 * heads * dim) * item
     sets = copies(num_bytes, device)
-    k, v = (torch.randn(sets * batch + 1, groups, capacity, dim, device=device, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(1, sets * batch + 1, groups, capacity, dim, device=device, dtype=dtype) for _ in range(2))
+    cache = LayerRows(k, v, 0)
     q = torch.randn(batch, heads, dim, device=device, dtype=dtype)
     lengths = torch.full((batch,), capacity, device=device)
     usual = configs.decode_launch(dim, item, capacity, groups)
@@ -111,7 +114,7 @@ def decode_cases(
 
     def call(first: int, cut: configs.DecodeLaunch) -> Call:
         rows = torch.arange(first, first + batch, device=device)
-        return lambda: attention.decode_attention(q, k, v, rows, lengths, launch=cut)
+        return lambda: attention.launch_decode_attention(q, cache, rows, lengths, launch=cut)
 
     for cut in dict.fromkeys(cuts):
         calls = [call(i * batch, cut) for i in range(sets)]
@@ -136,7 +139,7 @@ def score_cases(shape: Shape, prompt: int, dtype: torch.dtype, device: str, tune
             cuts.append(replace(cuts[0], block=block, num_warps=num_warps, num_stages=num_stages))
 
     def call(own: Tensor, cut: configs.ScoreLaunch) -> Call:
-        return lambda: scores.snapkv_scores(
+        return lambda: scores.launch_snapkv_scores(
             queries, own, prompt - window, 4, prompt - window, over_row=False, group_max=False, launch=cut
         )
 
@@ -159,32 +162,29 @@ def small_cases(shape: Shape, tokens: int, capacity: int, dtype: torch.dtype, de
         calls = [make() for _ in range(copies(num_bytes, device))]
         return Case(op=op, shape=shape.name, size={"tokens": tokens}, num_bytes=num_bytes, calls=calls)
 
-    k, v = data(tokens + 1, groups, 64, dim), data(tokens + 1, groups, 64, dim)
+    cache = LayerRows(data(1, tokens + 1, groups, 64, dim), data(1, tokens + 1, groups, 64, dim), 0)
     rows, slots = torch.arange(tokens, device=device), torch.arange(tokens, device=device) % 64
-    cos, sin = torch.randn(2, tokens, 1, dim, device=device)
-    weight = data(heads + groups, dim) if shape.has_norm else None
+    angles = torch.randn(tokens, 1, dim, device=device), torch.randn(tokens, 1, dim, device=device)
+    head_norm = HeadNorm(data(heads + groups, dim) if shape.has_norm else None, 1e-6)
     projected = tokens * (heads + 2 * groups) * dim * item
 
     def rope() -> Call:
         own = data(tokens, heads + 2 * groups, dim)
-        return lambda: rope_write.norm_rope_write(own, weight, 1e-6, cos, sin, k, v, rows, slots)
+        return lambda: rope_write.launch_norm_rope_write(own, head_norm, angles, cache, rows, slots)
 
     def normed() -> Call:
         x, residual, w = data(tokens, shape.hidden_size), data(tokens, shape.hidden_size), data(shape.hidden_size)
-        return lambda: norm.add_rms_norm(residual, x, w, 1e-6)
+        return lambda: norm.launch_rms_norm(x, residual, w, 1e-6)
 
     def gated() -> Call:
         x = data(tokens, 2 * shape.intermediate_size)
-        return lambda: swiglu.swiglu(x)
+        return lambda: swiglu.launch_swiglu(x)
 
     def gathered() -> Call:
-        keys, values, cache = (
-            data(groups, 4 * capacity, dim),
-            data(groups, 4 * capacity, dim),
-            data(2, 1, groups, capacity, dim),
-        )
+        keys, values = data(groups, 4 * capacity, dim), data(groups, 4 * capacity, dim)
+        row = LayerRows(data(1, 1, groups, capacity, dim), data(1, 1, groups, capacity, dim), 0)
         index = torch.arange(capacity, device=device).mul(4).expand(groups, -1).contiguous()
-        return lambda: gather.gather_rows(cache[0], cache[1], [0], keys, values, index)
+        return lambda: gather.launch_gather_rows(row, [0], keys, values, index)
 
     yield case("norm_rope_write", 2 * projected + tokens * dim * 8, rope)
     yield case("add_rms_norm", 4 * tokens * shape.hidden_size * item, normed)

@@ -1,4 +1,4 @@
-"""What a figure was measured on: device, versions, commit, command, and the ceilings of the machine.
+"""The ceilings of the machine, and how a benchmark stores its result.
 
 The ceilings are measured in the same run as the figures, because shared machines drift: a share of the measured
 bandwidth means something, a time in milliseconds on somebody's two cores does not.
@@ -7,15 +7,13 @@ bandwidth means something, a time in milliseconds on somebody's two cores does n
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
-import sys
-from datetime import date
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+
+from figures.machine import describe
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -48,39 +46,6 @@ def ceilings() -> dict[str, float]:
     found = {"read_gb_per_s": read_bandwidth() / 1e9, "fp32_gflop_per_s": matmul_rate() / 1e9}
     print(f"ceiling: read {found['read_gb_per_s']:.1f} GB/s, fp32 {found['fp32_gflop_per_s']:.0f} GFLOP/s", flush=True)
     return found
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _git(*args: str) -> str:
-    try:
-        return subprocess.run(["git", *args], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def describe() -> dict[str, Any]:
-    """Device, versions, commit and command, for the head of a result."""
-    import transformers
-
-    return {
-        "device": f"cpu: {_cpu_name()}, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
-        "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-    }
-
-
-def _module() -> str:
-    return ".".join(Path(sys.argv[0]).resolve().with_suffix("").parts[-2:])
 
 
 def report(name: str, ceiling: dict[str, float], figures: dict[str, Any], *, save: bool) -> None:

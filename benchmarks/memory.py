@@ -2,7 +2,7 @@
 
 Each measurement runs in a process of its own. The engine is warmed up with one chunk first, so that workspaces of the
 matrix library are not counted; then the high-water mark is reset and the long prompt prefilled. What the prompt may
-cost beside weights: hidden states and one layer's K and V (``planning.prefill_memory``), and its row. The same for 8 as
+cost beside weights: hidden states and one layer's K and V (``plan/memory.py``), and its row. The same for 8 as
 for 24 layers, but for the row. The C library is told to give freed temporaries back at once
 (``MALLOC_MMAP_THRESHOLD_``); with what it keeps otherwise the peak is measured too, for the first number of layers.
 
@@ -35,10 +35,10 @@ def _status_kib(field: str) -> int:
 
 def measure(folder: str, prompt_len: int, part: int, chunk_len: int) -> dict[str, Any]:
     """Bytes that one prefill adds to this process, and the formula's."""
-    from snapstream.cache.layout import row_bytes
+    from snapstream.cache.spec import KVSpec
     from snapstream.config import KVBudget
     from snapstream.llm import LLM
-    from snapstream.memory import prefill_memory
+    from snapstream.plan.memory import prefill_memory
     from snapstream.request import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -50,9 +50,9 @@ def measure(folder: str, prompt_len: int, part: int, chunk_len: int) -> dict[str
         before = _status_kib("VmRSS") * 1024
         output = llm.generate([random_prompt(prompt_len)], params)[0]
         peak = _status_kib("VmHWM") * 1024
-        planned = prefill_memory(llm.model_config, prompt_len, chunk_len=chunk_len, dtype_bytes=4)
-        row = row_bytes(llm.model_config, budget.capacity, 4)
-        all_layers = row_bytes(llm.model_config, prompt_len, 4)
+        planned = prefill_memory(llm.model_config, prompt_len, chunk_len=chunk_len, dtype="float32")
+        spec = KVSpec.of(llm.model_config, "float32")
+        row, all_layers = spec.row_bytes(budget.capacity), spec.row_bytes(prompt_len)
     return {
         "layers": llm.model_config.num_layers,
         "measured_mib": (peak - before - row) / 2**20,

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.gpu_suite.models import FILES
-from snapstream.chunking import resolve_chunking
 from snapstream.engine.pace import LEAST_TOKENS, job_chunk_len
-from snapstream.memory import decode_weight_bytes
 from snapstream.models.registry import model_config_from_dict
+from snapstream.models.shapes import decode_weight_bytes
+from snapstream.plan.chunking import resolve_chunking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def predict(prompt_len: int, chunk_len: int = 0, quantum: int = 0, gpu: Gpu | No
     cut = resolve_chunking(model, dtype="bfloat16", device="cuda")
     size = chunk_len or job_chunk_len(cut, prompt_len)
     seconds_per_pair = 4 * model.num_heads * model.head_dim / gpu.flop_per_s
-    idle = decode_weight_bytes(model, 2) / gpu.bytes_per_s
+    idle = decode_weight_bytes(model, "bfloat16") / gpu.bytes_per_s
     ends = [min(start + size, prompt_len) for start in range(0, prompt_len, size)]
     work = [max(end - i * size, LEAST_TOKENS) * (cut.token_keys + end) for i, end in enumerate(ends)] * model.num_layers
     steps: list[list[int]] = [[]]

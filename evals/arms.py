@@ -4,8 +4,8 @@
 - ``truncation``: the middle of the prompt is cut until it fits, then full attention.
 - ``streaming``: StreamingLLM, sinks and a ring (K = 0).
 - ``random``: the default split, but the top-k slots hold random tokens: the floor of selection.
-- ``snapkv``: SnapKV as published (centred pooling, softmax over the row), and a ring that holds the window and the
-  whole answer, so that it never wraps.
+- ``snapkv``: SnapKV as published (centred pooling, softmax over the row), and a ring that holds the voting
+  tokens and the whole answer, so that it never wraps.
 - ``snapstream``: ``KVBudget.of`` and the selection that a plain number of slots gives: the project's defaults.
 - ``hops``: the same; the tokens that got most votes vote in turn, four times. Beyond the papers, as is pooling ahead.
 - ``as_kvpress``: selection as kvpress's SnapKVPress does it, no sinks: what is left is another implementation.
@@ -21,20 +21,24 @@ For answers longer than the ring, left out unless they are named (``LONG_ARMS``)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from snapstream.config import DEFAULT_SINK, DEFAULT_WINDOW, KVBudget, RescoringConfig, SnapKVConfig
+from evals.selectors import AS_KVPRESS, AS_PUBLISHED, Random, stored_settings
+from snapstream.cache.selectors.hops import Hops
+from snapstream.config import (
+    DEFAULT_OBSERVATION,
+    DEFAULT_SINK,
+    KVBudget,
+    RescoringConfig,
+    Selector,
+    make_selector,
+)
 
 ARMS = ("full", "truncation", "streaming", "random", "snapkv", "snapstream", "hops")
 LONG_ARMS = ("window", "rescoring", "rescoring_fresh", "rescoring_window")
 EVERY_ARM = (*ARMS, "as_kvpress", *LONG_ARMS)  # those beyond ARMS run only when they are named
 NUM_HOPS = 4
-# What kvpress's SnapKVPress does by default, in this project's terms; written out, as our defaults may change.
-AS_KVPRESS = SnapKVConfig(
-    window_len=64, pool_kernel=5, pooling="avg", pool_half_life=0, softmax_over="row", group_reduce="sum"
-)
-AS_PUBLISHED = SnapKVConfig(pool_kernel=7, pooling="max", pool_half_life=0, softmax_over="row")  # arXiv 2404.14469
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +48,13 @@ class Arm:
     name: str
     slots: int
     budget: KVBudget
-    snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
+    selector: Selector = field(default_factory=make_selector)
     rescoring: RescoringConfig | None = None
 
     @property
     def selection(self) -> dict[str, Any]:
-        """What of ``snapkv`` decides what is kept, as plain data, so that a new default leaves the other cells valid.
-
-        ``pool_half_life`` stands there only if scores are carried ahead: older cells do not know it.
-        """
-        if self.budget.num_topk == 0:
-            return {}
-        if self.snapkv.selection == "random":
-            return {"selection": "random"}
-        return {name: value for name, value in asdict(self.snapkv).items() if name != "pool_half_life" or value}
+        """What decides what is kept, as plain data, so that a new default leaves the other cells valid."""
+        return stored_settings(self.selector) if self.budget.num_topk else {}
 
     def prompt(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """What the model is given: for ``truncation`` both ends of the prompt, else the prompt."""
@@ -79,26 +76,26 @@ def make_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
     if name == "streaming":
         return Arm(name=name, slots=slots, budget=KVBudget.streaming(slots))
     if name == "random":
-        return Arm(name=name, slots=slots, budget=KVBudget.of(slots), snapkv=SnapKVConfig(selection="random"))
+        return Arm(name=name, slots=slots, budget=KVBudget.of(slots), selector=Random())
     if name == "snapkv":
-        recent = DEFAULT_WINDOW + max_tokens
+        recent = DEFAULT_OBSERVATION + max_tokens
         topk = slots - DEFAULT_SINK - recent
         if topk < 1:
             raise ValueError(
                 f"{slots} slots leave nothing to select beside {DEFAULT_SINK} sinks and a ring of {recent}"
             )
         budget = KVBudget(num_topk=topk, num_recent=recent)
-        return Arm(name=name, slots=slots, budget=budget, snapkv=AS_PUBLISHED)
+        return Arm(name=name, slots=slots, budget=budget, selector=AS_PUBLISHED)
     if name == "snapstream":
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots))
     if name == "hops":
-        return Arm(name=name, slots=slots, budget=KVBudget.of(slots), snapkv=SnapKVConfig(num_hops=NUM_HOPS))
+        return Arm(name=name, slots=slots, budget=KVBudget.of(slots), selector=Hops(num_hops=NUM_HOPS))
     if name == "as_kvpress":
-        recent = AS_KVPRESS.window_len + max_tokens
+        recent = AS_KVPRESS.observation_len + max_tokens
         if slots <= recent:
             raise ValueError(f"{slots} slots leave nothing to select beside a ring of {recent}")
         budget = KVBudget(num_sink=0, num_topk=slots - recent, num_recent=recent)
-        return Arm(name=name, slots=slots, budget=budget, snapkv=AS_KVPRESS)
+        return Arm(name=name, slots=slots, budget=budget, selector=AS_KVPRESS)
     if name in LONG_ARMS:
         return _long_arm(name, slots)
     raise ValueError(f"unknown arm {name!r}; known: {', '.join(EVERY_ARM)}")

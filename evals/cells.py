@@ -1,15 +1,15 @@
-"""A cell is one measurement: a task under one resolved configuration. Its settings decide its result and its file.
+"""A cell is one measurement: a task under one resolved configuration. Its settings decide its result and name it.
 
-A stored cell is never run again and never overwritten, so an interrupted run goes on where it stopped. Cells are
-independent of each other: ``run_cells`` may give them to several processes.
+A stored cell is not run again, so an interrupted run goes on where it stopped (``store.py``). Cells are independent of
+each other: ``run_cells`` may give them to several processes.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -18,14 +18,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.machine import describe
+from evals import store
 from evals.arms import Arm
 from evals.chat import Chat
 from evals.score import found, found_after_first, mean_and_error
 from evals.shared import generate_shared
 from evals.tasks import TASKS, Item, make_items
+from figures.machine import describe
 from snapstream.cache import layout
-from snapstream.config import KVDType, kv_dtype_bytes
+from snapstream.cache.spec import KVSpec
+from snapstream.config import KVDType
 from snapstream.llm import LLM
 
 RESULTS = Path(os.environ.get("EVALS_RESULTS", Path(__file__).parent / "results"))
@@ -56,12 +58,6 @@ class Cell:
     kv_dtype: KVDType = "auto"  # storage of rows
 
     @property
-    def label(self) -> str:
-        """How the arm is called in file names and tables."""
-        name = self.arm.name if self.source == "snapstream" else f"{self.source}-{self.arm.name}"
-        return name if self.kv_dtype == "auto" else f"{name}-{self.kv_dtype}"
-
-    @property
     def settings(self) -> dict[str, Any]:
         """All that decides the result, as plain data."""
         rescoring = self.arm.rescoring
@@ -84,23 +80,24 @@ class Cell:
 
     @property
     def path(self) -> Path:
-        """Where the result is stored: readable parts, then a hash of all settings."""
-        settings = self.settings
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-        name = f"{self.task}_{self.prompt_len}_{self.label}_{self.arm.slots}_{digest}.json"
-        return RESULTS / f"{settings['model']}-{settings['weights']}" / name
+        """The file of the model and the task's group; its record there is found by the settings."""
+        group = "_".join(re.findall(r"\w+", TASKS[self.task].group))
+        return RESULTS / f"{self.model.name}-{weights_of(self.model)}" / f"{group}.jsonl"
 
-    def read(self) -> dict[str, Any] | None:
+    def read(self) -> store.Record | None:
         """The stored result, if there is one."""
-        return json.loads(self.path.read_text()) if self.path.exists() else None
+        return store.read(self.path).get(store.key_of(self.settings))
 
     def write(self, result: dict[str, Any], seconds: float) -> None:
         """Store a result, whole or not at all."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        stored = {"settings": self.settings, **describe(), "seconds": round(seconds, 1), "result": result}
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(stored, indent=1) + "\n")
-        partial.rename(self.path)
+        head = {"settings": self.settings, **describe(), "seconds": round(seconds, 1)}
+        store.append(self.path, head | {"result": result})
+
+
+def not_stored(cells: Sequence[Cell]) -> list[Cell]:
+    """Cells without a result, each once; a file is read once however many of its cells are asked for."""
+    stored = {path: store.read(path) for path in {cell.path for cell in cells}}
+    return [cell for cell in dict.fromkeys(cells) if store.key_of(cell.settings) not in stored[cell.path]]
 
 
 @functools.lru_cache(maxsize=32)
@@ -135,11 +132,6 @@ def judge(chat: Chat, items: list[Item], answers: list[list[int]]) -> dict[str, 
     return result
 
 
-def run_cell(cell: Cell) -> None:
-    """Ask every prompt of the cell, greedily, and store its result with the counters that prove what ran."""
-    run_group([cell])
-
-
 def group(cells: Sequence[Cell]) -> list[list[Cell]]:
     """Cells that see the same prompts, which one prefill can serve; truncation has prompts of its own."""
     groups: dict[Any, list[Cell]] = {}
@@ -158,11 +150,11 @@ def run_group(cells: Sequence[Cell]) -> None:
     chat, items = items_of(first)
     prompts = [first.arm.prompt(item.prompt_ids, task.max_tokens) for item in items]
     forced = [item.forced_ids for item in items]
-    rules = [(cell.arm.budget, cell.arm.snapkv, cell.arm.rescoring) for cell in cells]
+    rules = [(cell.arm.budget, cell.arm.selector, cell.arm.rescoring) for cell in cells]
     with LLM(
         first.model,
         budget=first.arm.budget,
-        snapkv=first.arm.snapkv,
+        selector=first.arm.selector,
         kv_dtype=first.kv_dtype,
         max_rows=1,
         max_model_len=first.prompt_len + task.max_tokens,
@@ -179,7 +171,7 @@ def run_group(cells: Sequence[Cell]) -> None:
         counters = {
             "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
             "mean_evicted_tokens": sum(evicted) / len(prompts),
-            "row_bytes": layout.row_bytes(model, capacity, kv_dtype_bytes("float32", cell.kv_dtype)),
+            "row_bytes": KVSpec.of(model, "float32", cell.kv_dtype).row_bytes(capacity),
             "cells_of_this_prefill": len(cells),
         }
         cell.write(judge(chat, items, own) | counters, seconds)
@@ -197,7 +189,7 @@ def run_cells(cells: Sequence[Cell], jobs: int = 1) -> None:
     """Run what is not stored yet, with a progress bar; ``jobs`` processes of one thread each if more than one."""
     from tqdm import tqdm
 
-    missing = [cell for cell in dict.fromkeys(cells) if not cell.path.exists()]
+    missing = not_stored(cells)
     with tqdm(total=len(missing), desc="cells", unit="cell", disable=not missing) as bar:
         if jobs == 1:
             for some in group(missing):

@@ -4,7 +4,7 @@
 
 A question about variables names the first link of a chain; the answer walks it. For each link this reports the share of
 its tokens that is still in the row after prefill, and how often chains of one, two and three links are answered right,
-without hops and with them. Stored beside the cells, under ``analysis/``.
+without hops and with them. Stored in ``results/chains.jsonl``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from evals import store
 from evals.arms import NUM_HOPS
 from evals.cells import RESULTS, weights_of
 from evals.chat import Chat
 from evals.tasks.item import TEMPLATE_TOKENS, document_of
+from figures.machine import describe
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Question
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.hops import Hops
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.llm import LLM
 from snapstream.request import RequestOutput, SamplingParams
 
@@ -90,13 +93,12 @@ def main() -> None:
     params = SamplingParams(max_tokens=32, temperature=0.0, return_kept=True)
     found = {}
     for hops in (0, NUM_HOPS):
-        snapkv = SnapKVConfig(num_hops=hops)
-        with LLM(args.model, budget=budget, snapkv=snapkv, max_model_len=args.prompt_len + 32) as llm:
+        selector = Hops(num_hops=hops) if hops else SnapKV()
+        with LLM(args.model, budget=budget, selector=selector, max_model_len=args.prompt_len + 32) as llm:
             found[hops] = report(prompts, llm.generate([ids for _, ids, _ in prompts], params), budget)
-    stored = {"slots": slots, "prompt_len": args.prompt_len, "num_prompts": args.prompts, **describe(), "hops": found}
-    path = RESULTS / f"{args.model.name}-{weights_of(args.model)}" / "analysis" / f"chains_{slots}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(stored, indent=1) + "\n")
+    settings = {"model": args.model.name, "weights": weights_of(args.model), "slots": slots,
+                "prompt_len": args.prompt_len, "num_prompts": args.prompts}  # fmt: skip
+    store.append(RESULTS / "chains.jsonl", {"settings": settings, **describe(), "result": {"hops": found}})
     print(json.dumps(found, indent=1))
 
 

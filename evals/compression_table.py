@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from evals import tables
+from evals import store, tables
 from evals.prompt_compression import FAMILIES, RESULTS, cells_of, parse_args
+from figures.markdown import table
 
 ARM_NAMES = {
     "full": "whole prompt", "cross_family": "draft of another family", "same_family": "the target as its own draft",
@@ -23,9 +24,8 @@ Cell = dict[str, Any]
 def stored() -> list[Cell]:
     """Every cell; of the same measurement with different numbers of prompts, the one with the most."""
     best: dict[str, Cell] = {}
-    for path in sorted(RESULTS.glob("*.json")):
-        cell = json.loads(path.read_text())
-        key = json.dumps(cell["settings"] | {"num_prompts": 0}, sort_keys=True)
+    for cell in store.read(RESULTS).values():
+        key = store.key_of(cell["settings"] | {"num_prompts": 0})
         if key not in best or cell["settings"]["num_prompts"] > best[key]["settings"]["num_prompts"]:
             best[key] = cell
     if not best:
@@ -35,7 +35,7 @@ def stored() -> list[Cell]:
 
 def usual_settings() -> dict[str, Any]:
     """Those of the first default cell, as they are stored."""
-    found: dict[str, Any] = json.loads(json.dumps(cells_of(parse_args([]))[0]))
+    found: dict[str, Any] = json.loads(store.key_of(cells_of(parse_args([]))[0]))
     return found
 
 
@@ -66,14 +66,10 @@ def whole_prompts() -> dict[str, Cell]:
 
 
 def below(cell: Cell, whole: dict[str, Cell]) -> bool:
-    """Whether a draft's cell keeps less than was wanted of the whole prompt's accuracy."""
+    """Whether a draft's cell keeps less than ``WANTED`` of the whole prompt's accuracy."""
     own, family = cell["settings"]["arm"], cell["settings"]["family"]
     least = WANTED * whole[family]["result"]["accuracy"] if family in whole else 0.0
     return own in DRAFTS and bool(cell["result"]["accuracy"] < least)
-
-
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *rows])
 
 
 def compression_table() -> str:
@@ -104,15 +100,14 @@ def compression_table() -> str:
         + f", full attention in the target, delimiter `{first['settings']['delimiter']}`; standard errors up to "
         f"{widest:.1f}. Bold: a draft keeps less than {WANTED:.0%} of the whole prompt's accuracy."
     )
-    return f"{note}\n\n{markdown(['prompt', 'most tokens', *families], rows)}\n\n{source(cells())}"
+    return f"{note}\n\n{table(['prompt', 'most tokens', *families], rows)}\n\n{source(cells())}"
 
 
 def settings_table() -> str:
     """Other look-aheads, chunks or borders beside the default: one line per family, size and draft that has both."""
-    every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     usual = tuple(usual_settings()[key] for key in VARIED)
     lines: dict[tuple[int, int, int], dict[tuple[Any, ...], Cell]] = {}
-    for cell in every:
+    for cell in store.read(RESULTS).values():
         own = cell["settings"]
         if own["arm"] in DRAFTS:
             line = (FAMILIES.index(own["family"]), -own["max_prompt_tokens"], DRAFTS.index(own["arm"]))
@@ -137,7 +132,7 @@ def settings_table() -> str:
     errors = max(cell["result"]["standard_error"] for cell in shown)
     prompts = sorted({cell["settings"]["num_prompts"] for cell in shown})
     note = f"As above, {' or '.join(map(str, prompts))} prompts per cell; standard errors up to {errors:.1f}."
-    return f"{note}\n\n{markdown(heads, rows)}\n\n{source(shown)}"
+    return f"{note}\n\n{table(heads, rows)}\n\n{source(shown)}"
 
 
 def _way(look_ahead: int, chunk_len: int, snap: str | None) -> str:

@@ -5,13 +5,12 @@
 The published score is the maximum over layers and heads, so one head that finds the sentence is enough, and one that
 stares elsewhere is enough to drown it. For every head, every layer and the maximum of all: in how many prompts the best
 chunk (of 32 tokens) touches an answering sentence, and in how many the best sixteenth of the chunks covers them all.
-Prints a table and, with ``--save``, stores it under ``evals/results/draft_heads``.
+Prints a table and, with ``--save``, appends it to ``evals/results/draft_heads.jsonl``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.machine import describe
+from evals import store
 from evals.prompt_compression import FAMILIES
 from evals.score import mean_and_error
 from evals.tasks.item import TEMPLATE_TOKENS
+from figures.machine import describe
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Document, make_document
 from snapstream.spec_prefill.draft import Draft
@@ -32,7 +32,7 @@ from snapstream.spec_prefill.select import num_kept, ranked
 from snapstream.spec_prefill.settings import CHUNK_LEN, ScoringSettings
 from snapstream.spec_prefill.spans import chunk_spans
 
-RESULTS = Path(__file__).parent / "results" / "draft_heads"
+RESULTS = Path(__file__).parent / "results" / "draft_heads.jsonl"
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,8 @@ def head_scores(
         fed, count = torch.cat((ids, ids.new_tensor(drawn[:-1]))), len(drawn)
     group, found = draft.decoder.config.group_size, dict[str, Importance]()
 
-    def vote(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    def vote(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        assert queries is not None
         for head in range(queries.shape[1]):
             own = queries[:, head : head + 1], keys[head // group : head // group + 1, : len(ids)]
             for name in (f"{layer}.{head}", f"{layer}", "all"):
@@ -111,11 +112,9 @@ def main() -> None:
         cells = (f"{own[name]['best_chunk']:.0f} / {own[name]['best_sixteenth']:.0f}" for own in table.values())
         print(name.ljust(30), *(f"{cell:>14}" for cell in cells))
     if args.save:
-        RESULTS.mkdir(parents=True, exist_ok=True)
         settings = {"draft": args.draft.name, "prompt_len": args.prompt_len, "num_prompts": args.num_prompts,
                     "look_ahead": args.look_ahead}  # fmt: skip
-        file = RESULTS / f"{args.draft.name}_{args.prompt_len}_{args.look_ahead}.json"
-        file.write_text(json.dumps({"settings": settings, **describe(), "result": table}, indent=1) + "\n")
+        store.append(RESULTS, {"settings": settings, **describe(), "result": table})
 
 
 if __name__ == "__main__":

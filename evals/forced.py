@@ -67,7 +67,7 @@ def generate(
     by_id = {request.request_id: own for request, own in zip(requests, forced, strict=True)}
     model = llm.model_config
     engine = Engine(  # a second one over the rows of an idle LLM
-        ForcedRunner(llm.engine._runner, by_id),
+        ForcedRunner(llm.engine.runner, by_id),
         llm.config,
         vocab_size=model.vocab_size,
         num_layers=model.num_layers,

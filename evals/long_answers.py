@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from evals import tables
+from figures.markdown import table
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
 # How the arms are called, in the order of the table.
@@ -25,8 +26,9 @@ def rescoring_table() -> str:
     lines: dict[tuple[int, str], dict[str, str]] = {}
     heads, sources = [], []
     for model, task in COLUMNS:
-        stored = [tables.read(path) for path in sorted(tables.folder(model).glob(f"{task}_*.json"))]
-        found = [c for c in stored if c["settings"]["task"] == task and c["settings"]["arm"] in ARM_NAMES]
+        found = [
+            c for c in tables.records(model) if c["settings"]["task"] == task and c["settings"]["arm"] in ARM_NAMES
+        ]
         own = [c for c in found if c["settings"]["arm"] == "rescoring"]
         if not own:
             raise ValueError(f"not measured; run python -m evals.run --families {task} --arms rescoring")
@@ -49,5 +51,5 @@ def rescoring_table() -> str:
         for slots, arm in order
     ]
     where = f"{own[0]['device']}; torch {own[0]['torch']}; commit {own[0]['commit']}; {'; '.join(sources)}"
-    table = tables.table(["cache", "slots", *heads], rows)
-    return f"Accuracy in points, prompts of 2,048 tokens, greedy:\n\n{table}\n\n<sub>{where}</sub>"
+    shown = table(["cache", "slots", *heads], rows)
+    return f"Accuracy in points, prompts of 2,048 tokens, greedy:\n\n{shown}\n\n<sub>{where}</sub>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from evals import tables
 from evals.tasks import TASKS
+from figures.markdown import table
 
 ENGINES = {"snapstream": "this engine", "kvpress": "kvpress"}
 # Source, arm, name: what resembles each other stands together.
@@ -26,11 +27,15 @@ def _asked(cell: tables.Result) -> tuple[str, int]:
     return cell["settings"]["task"], cell["settings"]["num_prompts"]
 
 
+def peer_cells() -> list[tables.Result]:
+    """What was measured with the peer."""
+    return [cell for cell in tables.records() if cell["settings"]["source"] == "kvpress"]
+
+
 def peer_table() -> str:
     """Task by task, both engines; ValueError if the peer was not measured."""
-    stored = [tables.read(path) for path in sorted(tables.folder().glob("*.json"))]
+    stored, theirs = tables.records(), peer_cells()
     lines: dict[tuple[str, str, int], dict[str, tables.Result]] = {}
-    theirs = [cell for cell in stored if cell["settings"]["source"] == "kvpress"]
     if not theirs:
         raise ValueError("not measured; run python -m evals.peers_kvpress")
     longest = max(cell["settings"]["prompt_len"] for cell in theirs)
@@ -63,4 +68,4 @@ def peer_table() -> str:
                 shown += line.values()
     versions = ", ".join(sorted({cell["result"]["peer_version"] for cell in theirs}))
     note = f"{tables.note_of(shown)} Full attention of both on the same prompts. {versions}."
-    return f"{note}\n\n{tables.table(['engine', 'cache', 'slots', *names], rows)}"
+    return f"{note}\n\n{table(['engine', 'cache', 'slots', *names], rows)}"

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from evals.arms import AS_KVPRESS, Arm, make_arm
-from evals.cells import Cell, group, items_of, judge
+from evals.arms import Arm, make_arm
+from evals.cells import Cell, group, items_of, judge, not_stored
+from evals.selectors import AS_KVPRESS
 from evals.tasks import TASKS
 from snapstream.assets import TINY_MODEL
 from snapstream.config import DEFAULT_SINK, KVBudget
@@ -49,7 +50,7 @@ def peer_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
     own = make_arm("as_kvpress", slots, max_model_len, max_tokens)
     budgets = {"full": KVBudget.full(max_model_len), "streaming": KVBudget.streaming(slots)}
     held = max_model_len if name == "full" else slots
-    return Arm(name=name, slots=held, budget=budgets.get(name, own.budget), snapkv=AS_KVPRESS)
+    return Arm(name=name, slots=held, budget=budgets.get(name, own.budget), selector=AS_KVPRESS)
 
 
 def press_of(name: str, prompt_len: int, num_kept: int) -> Any:
@@ -64,7 +65,9 @@ def press_of(name: str, prompt_len: int, num_kept: int) -> Any:
     ratio = 1 - (num_kept + 0.5) / prompt_len  # kvpress rounds what it keeps down
     if name == "streaming":
         return StreamingLLMPress(compression_ratio=ratio, n_sink=DEFAULT_SINK)
-    snapkv = SnapKVPress(compression_ratio=ratio, window_size=AS_KVPRESS.window_len, kernel_size=AS_KVPRESS.pool_kernel)
+    snapkv = SnapKVPress(
+        compression_ratio=ratio, window_size=AS_KVPRESS.observation_len, kernel_size=AS_KVPRESS.pool_width
+    )
     if name == "compactor":
         return CompactorPress(compression_ratio=ratio)
     return ChunkKVPress(press=snapkv) if name == "chunkkv" else snapkv
@@ -230,7 +233,7 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True).eval()
     cells = cells_of(args)
-    for some in group([cell for cell in cells if not cell.path.exists()]):
+    for some in group(not_stored(cells)):
         run_group(model, some)
     for cell in cells:
         stored = cell.read()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.svg import Line, Panel, chart
 from evals.tables import ARM_NAMES, by_group, compared, group_of, mean, part_of
 from evals.tasks import TASKS
+from figures.chart import Line, Panel, chart
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
 COLOURS = {
@@ -16,9 +17,19 @@ COLOURS = {
     "random": "#cc79a7", "truncation": "#999999",
 }  # fmt: skip
 
+# What the panel on budgets shows: (group, arm) and how the line is called.
+BUDGET_LINES = {
+    ("retrieval", "snapstream"): ("retrieval", "#0072b2"),
+    ("exact retrieval", "snapstream"): ("exact retrieval", "#009e73"),
+    ("question answering", "snapstream"): ("question answering", "#cc79a7"),
+    ("multi-hop", "hops"): ("multi-hop, 4 hops on", "#56b4e9"),
+    ("multi-hop", "snapstream"): ("multi-hop", "#d55e00"),
+    ("second question, same row", "snapstream"): ("second question, same row", "#999999"),
+}
 
-def accuracy_plot(model: Path = TINY_MODEL) -> str:
-    """SVG: accuracy against budget, a panel per group that was measured, all arms."""
+
+def accuracy_panels(model: Path = TINY_MODEL) -> list[Panel]:
+    """Accuracy against budget, a panel per group that was measured, all arms."""
     found = compared(model)
     prompt_len = found[0]["settings"]["prompt_len"]
     slots = sorted({c["settings"]["slots"] for c in found if c["settings"]["arm"] != "full"}, reverse=True)
@@ -37,11 +48,11 @@ def accuracy_plot(model: Path = TINY_MODEL) -> str:
                 lines.append(Line(name=name, colour=COLOURS[arm], points=points, is_level=arm == "full"))
         if lines:
             panels.append(Panel(title=group, ticks=ticks, lines=lines, x_label="slots per prompt token"))
-    return chart(panels, columns=3)
+    return panels
 
 
-def bytes_plot() -> str:
-    """SVG: mean accuracy over the groups that every arm has, against the bytes of a row."""
+def bytes_panel() -> Panel:
+    """Mean accuracy over the groups that every arm has, against the bytes of a row."""
     found = compared()
     rows = by_group(found)
     shared = set.intersection(*(set(line) for line in rows.values()))
@@ -61,19 +72,50 @@ def bytes_plot() -> str:
     groups = dict.fromkeys(map(group_of, found))
     missing = ", ".join(group for group in groups if group not in shared)
     title = f"mean over all groups of tasks but {missing}" if missing else "mean over all groups of tasks"
-    panel = Panel(
-        title=title, ticks=ticks, places=[math.log2(size) for size in sizes], lines=lines, x_label="MiB per row"
-    )
-    return chart([panel], columns=1, panel_width=750)
+    places = [math.log2(size) for size in sizes]
+    return Panel(title=title, ticks=ticks, places=places, lines=lines, x_label="MiB per row")
 
 
-PLOTS: dict[str, Callable[[], str]] = {
-    "accuracy_plot": accuracy_plot,
-    "draft_accuracy_plot": lambda: accuracy_plot(TINY_DRAFT_MODEL),
-    "bytes_plot": bytes_plot,
-}
-PLOT_TEXTS = {
-    "accuracy_plot": "Accuracy against budget, a panel per group of tasks, one line per arm",
-    "draft_accuracy_plot": "The same on the second model (Qwen3): accuracy against budget",
-    "bytes_plot": "Mean accuracy against the bytes of a row, one line per arm",
+def budget_panel() -> Panel:
+    """Accuracy of the default by group of tasks, from all tokens kept to a sixteenth, and of hops where they matter."""
+    found = compared()
+    prompt_len = found[0]["settings"]["prompt_len"]
+    rows = by_group(found)
+    slots = [0, *sorted({n for arm, n in rows if arm == "snapstream"}, reverse=True)]
+    lines = []
+    for (group, arm), (name, colour) in BUDGET_LINES.items():
+        cells = [(float(i), rows.get((arm if n else "full", n), {}).get(group)) for i, n in enumerate(slots)]
+        points = [(place, *mean(own)) for place, own in cells if own]
+        lines.append(Line(name=name, colour=colour, points=points))
+    ticks = [part_of(n, prompt_len) for n in slots]
+    return Panel(title="Accuracy, points", ticks=ticks, lines=lines, x_label="slots per prompt token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A file of docs/figures: its text for readers who see no picture, and its panels (ValueError if not measured)."""
+
+    text: str
+    panels: Callable[[], list[Panel]]
+    columns: int = 3
+    panel_width: float = 2.6  # inches
+
+    def svg(self) -> str:
+        return chart(self.panels(), columns=self.columns, panel_width=self.panel_width)
+
+
+PLOTS = {
+    "accuracy_plot": Plot(
+        text="Accuracy against budget, a panel per group of tasks, one line per arm", panels=accuracy_panels
+    ),
+    "draft_accuracy_plot": Plot(
+        text="The same on the second model (Qwen3): accuracy against budget",
+        panels=lambda: accuracy_panels(TINY_DRAFT_MODEL),
+    ),
+    "bytes_plot": Plot(
+        text="Mean accuracy against the bytes of a row, one line per arm",
+        panels=lambda: [bytes_panel()],
+        columns=1,
+        panel_width=7.8,
+    ),
 }

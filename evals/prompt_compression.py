@@ -6,15 +6,13 @@
 Arms (``cuts.py``): ``full`` (nothing is cut), ``truncation`` (the middle of the document), ``random`` (random chunks of
 the draft's size), ``same_family`` (the target's own family as draft), ``cross_family`` (another architecture and
 tokenizer). The target attends to everything it is given, so that only the cut is measured. Beside right answers every
-cell counts how often the sentences that answer the question survived. One JSON per cell; a stored cell is not run
-again.
+cell counts how often the sentences that answer the question survived. Results are appended to
+``results/prompt_compression.jsonl``; a stored cell is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,18 +22,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import describe
+from evals import store
 from evals.cuts import ARMS, PROTECTION, Cutters
 from evals.score import mean_and_error
 from evals.tasks.item import TEMPLATE_TOKENS
+from figures.machine import describe
 from snapstream import assets
 from snapstream.assets.documents import Document, make_document
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
 from snapstream.spec_prefill.spans import Span
 
-RESULTS = Path(__file__).parent / "results" / "prompt_compression"
-# Of documents whose answering sentences are known, as far as the shipped model can do them (full attention >= 80 %).
+RESULTS = Path(__file__).parent / "results" / "prompt_compression.jsonl"
+# Documents whose answering sentences are known, and that the shipped model can answer (full attention >= 80 %).
 FAMILIES = (
     "single_words", "multi_number", "kv", "multi_uuid", "passkey", "number_string", "paraphrase", "variable",
 )  # fmt: skip
@@ -109,27 +108,21 @@ def cells_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def path_of(settings: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    return RESULTS / f"{settings['family']}_{settings['arm']}_{settings['max_prompt_tokens']}_{digest}.json"
-
-
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All cells, stored or run now."""
-    done = []
+    done, stored = [], store.read(RESULTS)
     with LLM(
         args.model, budget="full", max_rows=args.max_rows, max_model_len=args.prompt_len + MAX_TOKENS, progress=False
     ) as llm:
         cutters, documents = Cutters(llm, args), dict[str, list[Document]]()
         for settings in cells_of(args):
-            path, family = path_of(settings), settings["family"]
-            if not path.exists():
+            family, cell = settings["family"], stored.get(store.key_of(settings))
+            if cell is None:
                 if family not in documents:
                     documents[family] = documents_of(llm, family, args)
                 cell = run_cell(llm, cutters, settings, documents[family])
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(cell, indent=1) + "\n")
-            done.append(json.loads(path.read_text()))
+                store.append(RESULTS, cell)
+            done.append(cell)
     return done
 
 

@@ -1,11 +1,12 @@
-"""Asks generated questions under equal numbers of slots, through the public ``LLM``; stores one JSON per cell.
+"""Asks generated questions under equal numbers of slots, and stores a record per cell.
 
     python -m evals.run                                   # the shipped model, 2,048 tokens, 1/2 to 1/16
     python -m evals.run --model DIR --families kv variable --budgets 1/4 1/8 --arms full snapstream --prompts 40
     python -m evals.run --kv-dtype fp8 --arms full snapstream --budgets 1/4 1/8     # the same with rows in FP8
 
-What is stored is not run again, so an interrupted run goes on where it stopped; delete a file to repeat its cell. Every
-arm sees the same prompts. Answers are greedy. ``--jobs 2`` runs two cells at a time, one thread each.
+A stored cell is not run again, so an interrupted run goes on where it stopped; delete its line to repeat it. Every arm
+sees the same prompts, and the arms of a task share one prefill of each (``shared.py``). Answers are greedy.
+``--jobs 2`` starts two processes of one thread each.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from snapstream.config import KV_DTYPES
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """All cells of a run, task by task because arms share prompts.
 
-    An arm that does not fit a budget (a long answer) has no cell there, and that is said.
+    An arm that does not fit a budget (a long answer) has no cell there; stderr names it.
     """
     cells = []
     sizes = [("full", args.prompt_len)] if "full" in args.arms else []

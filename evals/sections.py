@@ -1,31 +1,63 @@
-"""Which table stands in which section of the documents, and the cells of which model it is made of."""
+"""What the sections of the documents that begin with ``<!-- figures: NAME -->`` show of stored cells."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from evals import sweep, sweep_tables, tables
-from evals.peer_table import peer_table
+from evals import plots, sweep, sweep_tables, tables
+from evals.compression_table import compression_table, settings_table
+from evals.long_answers import rescoring_table
+from evals.peer_table import peer_cells, peer_table
+from figures.markdown import link
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
 DRAFT = "draft_"  # sections of the second model (Qwen3, another tokenizer): are results one model's accident?
 
-SECTIONS: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[[], str]] = {
     "accuracy": tables.accuracy,
+    "accuracy_short": lambda: tables.accuracy(tables.SHORT),
     "accuracy_tasks": tables.tasks_table,
     "accuracy_by_position": lambda: tables.by_position(TINY_DRAFT_MODEL),  # the first model cannot recite
     "accuracy_peers": peer_table,
     "accuracy_fp8": tables.fp8_table,
     "accuracy_goals": sweep_tables.goals,
-    "chains": sweep_tables.chains,
     f"{DRAFT}accuracy_tasks": lambda: tables.tasks_table(TINY_DRAFT_MODEL),
     **{f"sweep_{name}": (lambda name=name: sweep_tables.sweep_table(name)) for name in sweep.SWEEPS},
     **{f"{DRAFT}sweep_{name}": (lambda name=name: sweep_tables.sweep_table(name, TINY_DRAFT_MODEL))
        for name in sweep.SWEEPS},
 }  # fmt: skip
 
+# Tables that name their sources themselves.
+WITH_SOURCE: dict[str, Callable[[], str]] = {
+    "prompt_compression": compression_table, "prompt_compression_settings": settings_table,
+    "rescoring": rescoring_table, "chains": sweep_tables.chains,
+}  # fmt: skip
+NAMES = {*TABLES, *WITH_SOURCE, *plots.PLOTS}
+
 
 def model_of(section: str) -> Path:
     """The model whose cells a section shows."""
     return TINY_DRAFT_MODEL if section.startswith(DRAFT) or section == "accuracy_by_position" else TINY_MODEL
+
+
+def cells_of(section: str) -> list[tables.Result]:
+    """The stored cells that a table is made of."""
+    model = model_of(section)
+    if "sweep_" in section:
+        return [cell for cell in tables.cells(model) if cell["settings"]["arm"] == sweep.ARM]
+    if section == "accuracy_peers":
+        return [*tables.arm_cells(), *peer_cells()]
+    return tables.arm_cells("fp8" if section == "accuracy_fp8" else "auto", model)
+
+
+def section(name: str, document: Path, plot_folder: Path) -> str:
+    """Markdown of a table with its source, or of a plot in ``plot_folder``; ValueError if nothing was measured."""
+    if name in plots.PLOTS:
+        plots.PLOTS[name].panels()
+        return f"![{plots.PLOTS[name].text}]({link(plot_folder / f'{name}.svg', document)})\n"
+    if name in WITH_SOURCE:
+        return WITH_SOURCE[name]() + "\n"
+    text, folder = TABLES[name](), tables.folder(model_of(name))
+    where = f"[evals/results/{folder.name}]({link(folder, document)})"
+    return f"{text}\n\n<sub>{tables.source(cells_of(name))}; {where}</sub>\n"

@@ -7,71 +7,66 @@ prefill of a prompt costs far more than the rows that it fills.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-import torch
+from torch import Tensor
 
 from evals.forced import ForcedRunner
 from snapstream.cache.compress import write_rows
-from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
+from snapstream.cache.kv_cache import KVCache
+from snapstream.config import EngineConfig, KVBudget, RescoringConfig, Selector
 from snapstream.llm import LLM
 from snapstream.request import Request, SamplingParams
 from snapstream.runner.model_runner import ModelRunner
-from snapstream.runner.prefill import PrefillJob
-from snapstream.runner.results import SubmittedStep
-from snapstream.step import JobSpec
+from snapstream.runner.rescoring import Rescorer
+from snapstream.runner.row_writer import RowWriter
+from snapstream.runner.rows import Counters, Rows
+from snapstream.step import PrefillEntry
 
-Rule = tuple[KVBudget, SnapKVConfig, RescoringConfig | None]
+Rule = tuple[KVBudget, Selector, RescoringConfig | None]
 PROMPTS_AT_ONCE = 2  # whose rows decode together
 
 
-class _SharedJob(PrefillJob):
+class SharedWriter(RowWriter):
     """Writes row ``i`` of a prompt by rule ``i``."""
 
-    def __init__(self, runner: SharedRunner, spec: JobSpec) -> None:
-        super().__init__(
-            spec, runner.decoder, runner.cache, runner.staging, runner.config.snapkv, runner.config.chunk_len,
-            runner.prefill_attention,
-            runner._rescorer,
-        )  # fmt: skip
-        self._rules = runner.rules
-        shape = (runner.decoder.config.num_heads, runner.decoder.config.head_dim)
-        for prompt in self.prompts:
-            most = max(snapkv.num_queries(prompt.prompt_len) for _, snapkv, _ in self._rules)
-            prompt.queries = torch.empty((most, *shape), dtype=runner.staging.k.dtype)
+    def __init__(self, rules: Sequence[Rule], cache: KVCache, config: EngineConfig, rescorer: Rescorer | None) -> None:
+        super().__init__(cache, config, rescorer)
+        self._rules = rules
 
-    def _compress(self, layer: int) -> None:
-        for prompt in self.prompts:
-            place = slice(prompt.staging_start, prompt.staging_start + prompt.prompt_len)
-            keys, values = self._staging.k[:, place], self._staging.v[:, place]
-            assert prompt.queries is not None
-            for row, (budget, snapkv, rescoring) in zip(prompt.entry.rows, self._rules, strict=True):
-                own = prompt.queries[-snapkv.num_queries(prompt.prompt_len) :]
-                kept = write_rows(self._cache, layer, [row], keys, values, own, budget, snapkv)
-                if self._rescorer is not None and rescoring is not None:
-                    entry = replace(prompt.entry, rows=(row,), budget=budget)
-                    window = own[-rescoring.num_queries :]
-                    self._rescorer.keep_votes(layer, entry, window, keys, kept)
+    def _by_row(self, entry: PrefillEntry) -> Iterator[tuple[PrefillEntry, Rule]]:
+        """The entry as if each of its rows were its only one, and the rule of that row."""
+        for row, rule in zip(entry.rows, self._rules, strict=True):
+            yield replace(entry, rows=(row,), budget=rule[0], selector=rule[1]), rule
 
+    def num_queries(self, entry: PrefillEntry) -> int:
+        """As many as the rule needs that needs most."""
+        return max(selector.num_queries(len(entry.token_ids)) for _, selector, _ in self._rules)
 
-class SharedRunner(ModelRunner):
-    """A ``Runner`` whose requests have one sample per rule, greedy, each in a row of that rule."""
+    def write(
+        self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, values: Tensor
+    ) -> Tensor | None:
+        """Every rule writes its own row."""
+        assert queries is not None
+        for own, (budget, selector, rescoring) in self._by_row(entry):
+            last = queries[-selector.num_queries(keys.shape[1]) :]
+            kept = write_rows(self.cache, layer, own.rows, keys, values, last, budget, selector)
+            if self.rescorer is not None and rescoring is not None:
+                self.rescorer.keep_votes(layer, own, last[-rescoring.num_queries :], keys, kept)
+        return None
 
-    rules: Sequence[Rule] = ()
+    def counters(self, entry: PrefillEntry) -> list[Counters]:
+        """Each row's by its own budget."""
+        return [Rows.entry(len(own.token_ids), own.next_position, own.budget) for own, _ in self._by_row(entry)]
 
-    def _open_job(self, spec: JobSpec) -> PrefillJob:
-        return _SharedJob(self, spec)
-
-    def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
-        super()._finish_job(job, step)
-        for prompt in job.prompts:
-            counters = [self.rows.entry(prompt.prompt_len, prompt.entry.next_position, own) for own, *_ in self.rules]
-            self.rows.admit(torch.tensor(prompt.entry.rows), torch.tensor(counters))
-            for row, (budget, _, rescoring) in zip(prompt.entry.rows, self.rules, strict=True):
-                if self._rescorer is not None:
-                    self._rescorer.admit(replace(prompt.entry, rows=(row,), budget=budget), rescoring)
+    def admit(self, entry: PrefillEntry) -> None:
+        """Each row is rescored by its own rule."""
+        if self.rescorer is not None:
+            for own, (_, _, rescoring) in self._by_row(entry):
+                self.rescorer.admit(own, rescoring)
 
 
 def _widest(configs: Sequence[RescoringConfig | None]) -> RescoringConfig | None:
@@ -96,8 +91,8 @@ def generate_shared(
         max_rows=PROMPTS_AT_ONCE * len(rules),
         rescoring=_widest([rescoring for *_, rescoring in rules]),
     )
-    runner = SharedRunner(llm.engine._runner.decoder, config)  # type: ignore[attr-defined]
-    runner.rules = rules
+    lent = cast(ModelRunner, llm.engine.runner)
+    runner = ModelRunner(lent.decoder, config, make_writer=partial(SharedWriter, rules))
     requests = [
         Request(
             request_id=f"shared-{index}",

@@ -1,9 +1,9 @@
-"""One setting at a time: what the defaults of ``KVBudget.of`` and ``SnapKVConfig`` rest on.
+"""One setting at a time: what the defaults of ``KVBudget.of`` and ``SnapKV`` rest on.
 
     python -m evals.sweep                # the shipped model, 2,048 tokens, 1/8, 100 prompts per cell
     python -m evals.sweep --sweeps split window --budget 1/16 --jobs 2
 
-Cells are stored and resumed as those of ``evals.run``. ``benchmarks.figures`` puts them into docs/accuracy.md.
+Cells are stored and resumed as those of ``evals.run``. ``python -m figures`` puts them into docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from rich.table import Table
 
 from evals.arms import Arm
 from evals.cells import Cell, run_cells
+from evals.selectors import Pooling, Variant
 from evals.tasks import TASKS
 from snapstream.assets import TINY_MODEL
-from snapstream.config import DEFAULT_SINK, KVBudget, Pooling, SnapKVConfig
+from snapstream.config import DEFAULT_SINK, KVBudget
 
 # What the models that ship can do with all tokens kept: elsewhere a sweep says nothing.
 TASKS_OF = {
@@ -29,7 +30,7 @@ TASKS_OF = {
     "tiny_draft": ("kv", "multi_uuid", "variable", "paraphrase", "multi_query", "multi_value", "recite"),
 }
 # What the sweeps of the other settings vary around: the default when they were measured, nothing carried ahead.
-CENTRED = SnapKVConfig(pool_kernel=13, pool_half_life=0)
+CENTRED = Variant(pool_width=13, pool_half_life=0)
 ARM = "sweep"  # what stored points are called, so that no table of arms takes one for the default
 PROMPT_LEN = 2048
 NUM_PROMPTS = 100
@@ -41,12 +42,12 @@ class Setting:
 
     label: str
     budget: KVBudget
-    snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
+    selector: Variant = field(default_factory=Variant)
 
     @property
     def is_default(self) -> bool:
         """True for what a plain number of slots gives."""
-        return self.budget == KVBudget.of(self.budget.capacity) and self.snapkv == SnapKVConfig()
+        return self.budget == KVBudget.of(self.budget.capacity) and self.selector == Variant()
 
 
 def split_of(slots: int, num_recent: int, num_sink: int = DEFAULT_SINK, num_window: int = 0) -> KVBudget:
@@ -58,20 +59,24 @@ def split_of(slots: int, num_recent: int, num_sink: int = DEFAULT_SINK, num_wind
 def _split(slots: int) -> list[Setting]:
     """K : R at fixed capacity."""
     parts = [Fraction(1, 16), Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4)]
-    return [Setting(label=f"R = {part} C", budget=split_of(slots, int(slots * part)), snapkv=CENTRED) for part in parts]
+    return [
+        Setting(label=f"R = {part} C", budget=split_of(slots, int(slots * part)), selector=CENTRED) for part in parts
+    ]
 
 
 def _sinks(slots: int) -> list[Setting]:
     recent = KVBudget.of(slots).num_recent
     return [
-        Setting(label=f"S = {n}", budget=split_of(slots, recent, num_sink=n), snapkv=CENTRED) for n in (0, 1, 4, 16)
+        Setting(label=f"S = {n}", budget=split_of(slots, recent, num_sink=n), selector=CENTRED) for n in (0, 1, 4, 16)
     ]
 
 
 def _window(slots: int) -> list[Setting]:
     """How many queries vote."""
     budget = KVBudget.of(slots)
-    return [Setting(label=f"{n}", budget=budget, snapkv=replace(CENTRED, window_len=n)) for n in (4, 8, 16, 32, 64)]
+    return [
+        Setting(label=f"{n}", budget=budget, selector=replace(CENTRED, observation_len=n)) for n in (4, 8, 16, 32, 64)
+    ]
 
 
 def _pooling(slots: int) -> list[Setting]:
@@ -83,16 +88,18 @@ def _pooling(slots: int) -> list[Setting]:
 
 
 def _pool(slots: int, width: int, half_life: int, kind: Pooling = "max", hops: int = 0, label: str = "") -> Setting:
-    snapkv = SnapKVConfig(pool_kernel=width, pooling=kind, pool_half_life=half_life, num_hops=hops)
+    selector = Variant(pool_width=width, pooling=kind, pool_half_life=half_life, num_hops=hops)
     ahead = f", half-life {half_life}" if half_life else ""
-    return Setting(label=label or f"{kind} {width}{ahead}", budget=KVBudget.of(slots), snapkv=snapkv)
+    return Setting(label=label or f"{kind} {width}{ahead}", budget=KVBudget.of(slots), selector=selector)
 
 
 def _merge(slots: int) -> list[Setting]:
     """What the softmax runs over, and how the query heads of a group merge."""
     budget = KVBudget.of(slots)
     return [
-        Setting(label=f"{over}, {merge}", budget=budget, snapkv=replace(CENTRED, softmax_over=over, group_reduce=merge))
+        Setting(
+            label=f"{over}, {merge}", budget=budget, selector=replace(CENTRED, softmax_over=over, group_reduce=merge)
+        )
         for over in ("candidates", "row")
         for merge in ("sum", "max")
     ]
@@ -104,7 +111,7 @@ def _keep(slots: int) -> list[Setting]:
     points = [KVBudget.of(slots, num_window=recent * quarters // 4) for quarters in range(4)]
     points += [split_of(slots, recent // 2, num_window=kept) for kept in (recent, 3 * recent // 2)]
     return [
-        Setting(label=f"{b.num_window} kept, ring {b.num_recent}, top-k {b.num_topk}", budget=b, snapkv=CENTRED)
+        Setting(label=f"{b.num_window} kept, ring {b.num_recent}, top-k {b.num_topk}", budget=b, selector=CENTRED)
         for b in points
     ]
 
@@ -112,7 +119,7 @@ def _keep(slots: int) -> list[Setting]:
 def _hops(slots: int) -> list[Setting]:
     """In how many rounds the tokens voted for vote in turn."""
     budget = KVBudget.of(slots)
-    return [Setting(label=f"{n}", budget=budget, snapkv=replace(CENTRED, num_hops=n)) for n in (0, 1, 2, 4, 8, 16)]
+    return [Setting(label=f"{n}", budget=budget, selector=replace(CENTRED, num_hops=n)) for n in (0, 1, 2, 4, 8, 16)]
 
 
 def _hops_pooling(slots: int) -> list[Setting]:
@@ -127,7 +134,7 @@ def _hops_pooling(slots: int) -> list[Setting]:
 SWEEPS = {
     "split": ("The ring's share of the slots", _split),
     "sinks": ("Sinks", _sinks),
-    "window": ("Observation window", _window),
+    "window": ("Queries that vote", _window),
     "pooling": ("Pooling of the scores", _pooling),
     "merge": ("Softmax over, and merge of a group's heads", _merge),
     "hops": ("Hops", _hops),
@@ -156,7 +163,7 @@ def cells_of(
     tasks = tasks or tasks_of(model)
     rows = []
     for point in points_of(name, slots):
-        arm = Arm(name=ARM, slots=slots, budget=point.budget, snapkv=point.snapkv)
+        arm = Arm(name=ARM, slots=slots, budget=point.budget, selector=point.selector)
         cells = [Cell(model=model, task=t, arm=arm, prompt_len=PROMPT_LEN, num_prompts=num_prompts) for t in tasks]
         rows.append((point, cells))
     return rows

@@ -1,4 +1,4 @@
-"""Markdown of sweeps, of the analysis of chains and of what was wanted, from stored cells; ``tables.py`` reads them."""
+"""Markdown of sweeps, of the analysis of chains and of the goals, from stored cells; ``tables.py`` reads them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from evals import sweep
+from evals import cells as evals_cells
+from evals import store, sweep
 from evals.arms import Arm
-from evals.tables import ARM_NAMES, Result, by_group, cells, compared, folder, mean, read, table, with_error
+from evals.tables import ARM_NAMES, Result, by_group, cells, compared, mean, with_error
+from figures.markdown import table
 from snapstream.assets import TINY_MODEL
 
 WANTED = (("1/4", 4, 1.0), ("1/8", 8, 3.0))  # SnapStream within so many points of full attention
@@ -24,7 +26,7 @@ def sweep_table(name: str, model: Path = TINY_MODEL) -> str:
         own = {_point(cell["settings"]): cell for cell in found if cell["settings"]["slots"] == slots}
         lines = []
         for point in sweep.points_of(name, slots):
-            arm = Arm(name=sweep.ARM, slots=slots, budget=point.budget, snapkv=point.snapkv)
+            arm = Arm(name=sweep.ARM, slots=slots, budget=point.budget, selector=point.selector)
             settings = {"budget": asdict(arm.budget), "snapkv": arm.selection}
             line = {task: own.get(_point(settings | {"task": task})) for task in sweep.tasks_of(model)}
             lines.append((point, line))
@@ -46,7 +48,7 @@ def sweep_table(name: str, model: Path = TINY_MODEL) -> str:
 
 
 def goals() -> str:
-    """docs: what was wanted of the default on the shipped model, and what came of it, by group of tasks."""
+    """docs: the goals for the default on the shipped model and what it reached, by group of tasks."""
     found = compared()
     prompt_len = found[0]["settings"]["prompt_len"]
     lines = by_group(found)
@@ -85,22 +87,24 @@ def _above(lines: dict[tuple[str, int], dict[str, list[Result]]], group: str, pr
 
 def chains() -> str:
     """docs: what is kept of each link of a chain, without hops and with them."""
-    paths = sorted(folder().glob("analysis/chains_*.json"))
-    if not paths:
+    stored = list(store.read(evals_cells.RESULTS / "chains.jsonl").values())
+    if not stored:
         raise ValueError("not measured; run python -m evals.chains")
-    result = read(paths[-1])
+    record = stored[-1]
+    settings, by_hops = record["settings"], record["result"]["hops"]
     rows, kept = [], []
-    for hops, found in result["hops"].items():
+    for hops, found in by_hops.items():
         rows.append([hops, *(f"{value:.1f}" for value in found["accuracy_by_links"].values())])
         for link, layers in found["kept_by_link"].items():
             kept.append([hops, str(int(link) + 1), *(" / ".join(f"{v:.0f}" for v in heads) for heads in layers)])
-    counts = result["hops"]["0"]["prompts_by_links"]
+    counts = by_hops["0"]["prompts_by_links"]
     heads = ["hops", *(f"{n} link{'s' if n != '1' else ''} ({count} prompts)" for n, count in counts.items())]
     layers = [f"layer {i}" for i in range(len(kept[0]) - 2)]
     return (
-        f"Accuracy in points by the length of the chain, {result['slots']} of {result['prompt_len']:,} slots:\n\n"
+        f"Accuracy in points by the length of the chain, {settings['slots']} of {settings['prompt_len']:,} slots:\n\n"
         f"{table(heads, rows)}\n\nTokens of each link that the row kept, in percent, by layer and kv head:\n\n"
-        f"{table(['hops', 'link', *layers], kept)}"
+        f"{table(['hops', 'link', *layers], kept)}\n\n"
+        f"<sub>{record['device']}; torch {record['torch']}; commit {record['commit']}; `{record['command']}`</sub>"
     )
 
 

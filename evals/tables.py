@@ -1,12 +1,11 @@
-"""Markdown of stored cells, for README.md and docs/accuracy.md; ``benchmarks.figures`` puts them there.
+"""Markdown of stored cells, for README.md and docs; ``python -m figures`` puts it there.
 
-Numbers come from the cells of one model: those of the weights that ship, else of the last ones that were measured. A
-cell that is missing leaves its place empty.
+Numbers come from the cells of one model: of the weights that ship, else of those that were measured last. A cell that
+is missing leaves its place empty.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -14,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from evals import cells as stored
+from evals import store
 from evals.arms import LONG_ARMS, make_arm
 from evals.tasks import LONG_TASKS, TASKS
+from figures.markdown import table
 from snapstream.assets import TINY_MODEL
 
 # How the arms are called, in the order of the tables.
@@ -34,16 +35,20 @@ def folder(model: Path = TINY_MODEL) -> Path:
     shipped = stored.RESULTS / f"{model.name}-{stored.weights_of(model)}"
     if shipped.exists():
         return shipped
-    dates = {path: max(read(file)["date"] for file in path.glob("*.json"))
-             for path in stored.RESULTS.glob(f"{model.name}-*") if any(path.glob("*.json"))}  # fmt: skip
+    dates = {path: max(record["date"] for record in in_folder(path))
+             for path in stored.RESULTS.glob(f"{model.name}-*") if in_folder(path)}  # fmt: skip
     if not dates:
         raise ValueError("not measured; run python -m evals.run")
     return max(dates, key=lambda path: dates[path])
 
 
-def read(path: Path) -> Result:
-    result: Result = json.loads(path.read_text())
-    return result
+def in_folder(path: Path) -> list[Result]:
+    return [record for file in sorted(path.glob("*.jsonl")) for record in store.read(file).values()]
+
+
+def records(model: Path = TINY_MODEL) -> list[Result]:
+    """Every stored cell of a model."""
+    return in_folder(folder(model))
 
 
 def cells(model: Path = TINY_MODEL) -> list[Result]:
@@ -52,11 +57,10 @@ def cells(model: Path = TINY_MODEL) -> list[Result]:
     Tasks and arms for long answers are left out: they have a table of their own (``long_answers.py``).
     """
     best: dict[str, Result] = {}
-    for path in sorted(folder(model).glob("*.json")):
-        cell = read(path)
+    for cell in records(model):
         if cell["settings"]["task"] in LONG_TASKS or cell["settings"]["arm"] in LONG_ARMS:
             continue
-        key = json.dumps(cell["settings"] | {"num_prompts": 0}, sort_keys=True)
+        key = store.key_of(cell["settings"] | {"num_prompts": 0})
         if key not in best or cell["settings"]["num_prompts"] > best[key]["settings"]["num_prompts"]:
             best[key] = cell
     return list(best.values())
@@ -100,11 +104,6 @@ def compared(model: Path = TINY_MODEL) -> list[Result]:
     found = arm_cells(model=model)
     tasks = {cell["settings"]["task"] for cell in found if cell["settings"]["arm"] != "full"}
     return [cell for cell in found if cell["settings"]["task"] in tasks]
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def mean(results: Sequence[Result]) -> tuple[float, float]:
@@ -155,16 +154,23 @@ def bytes_of(line: dict[str, list[Result]]) -> str:
     return f"{smallest / 2**20:.2f} MiB"
 
 
-def accuracy() -> str:
-    """README: arms by groups of tasks, a group being the mean of its tasks."""
+# The lines of README.md: (arm, part of the prompt's tokens that the slots are; 0 for all).
+SHORT = (("full", 0), ("snapstream", 4), ("snapstream", 8), ("hops", 8), ("snapkv", 8), ("streaming", 8))
+
+
+def accuracy(shown: Sequence[tuple[str, int]] = ()) -> str:
+    """docs: arms by groups of tasks, a group being the mean of its tasks; only the lines ``shown`` if any are named."""
     found = compared()
+    prompt_len = found[0]["settings"]["prompt_len"]
     measured = {group_of(cell) for cell in found}
     groups = [group for group in dict.fromkeys(task.group for task in TASKS.values()) if group in measured]
+    wanted = [(arm, prompt_len // part if part else 0) for arm, part in shown]
+    lines = by_group(found)
     rows = []
-    for (arm, slots), line in by_group(found).items():
+    for arm, slots in [row for row in wanted if row in lines] if shown else lines:
+        line = lines[arm, slots]
         values = [f"{mean(line[group])[0]:.1f}" if group in line else "" for group in groups]
-        part = part_of(slots, found[0]["settings"]["prompt_len"])
-        rows.append([ARM_NAMES[arm], part, bytes_of(line), *values])
+        rows.append([ARM_NAMES[arm], part_of(slots, prompt_len), bytes_of(line), *values])
     heads = ["cache", "slots per prompt token", "bytes per row", *groups]
     return f"{note_of(found)}\n\n{table(heads, rows)}"
 
@@ -239,10 +245,13 @@ def fp8_table() -> str:
     return f"{note_of(narrow)}\n\n{table(['cache', 'slots', 'rows', 'bytes per row', *names], rows)}"
 
 
-def source(model: Path = TINY_MODEL, kv_dtype: str = "auto") -> str:
+def devices(found: Sequence[Result]) -> str:
+    """Where cells were measured, each machine once."""
+    return "; ".join(sorted({cell["device"] for cell in found}))
+
+
+def source(found: Sequence[Result]) -> str:
     """One line on where the numbers come from; cells were run at many commits, so each names its own."""
-    shown = [cell for cell in cells(model) if cell["settings"].get("kv_dtype", "auto") == kv_dtype]
-    devices = "; ".join(sorted({cell["device"] for cell in shown}))
-    versions = ", ".join(sorted({cell["torch"] for cell in shown}))
-    modules = ", ".join(f"`{module}`" for module in sorted({" ".join(cell["command"].split()[:3]) for cell in shown}))
-    return f"{devices}; torch {versions}; {modules}; every cell's file names its device, commit and whole command"
+    versions = ", ".join(sorted({cell["torch"] for cell in found}))
+    modules = ", ".join(f"`{module}`" for module in sorted({" ".join(cell["command"].split()[:3]) for cell in found}))
+    return f"{devices(found)}; torch {versions}; {modules}; every record names its device, commit and whole command"

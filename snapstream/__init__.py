@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from snapstream.version import __version__
 
 if TYPE_CHECKING:
-    from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
+    from snapstream.cache.selectors.hops import Hops
+    from snapstream.cache.selectors.snapkv import SnapKV
+    from snapstream.config import EngineOptions, KVBudget, RescoringConfig, Selector
     from snapstream.llm import LLM
     from snapstream.request import Grammar, RequestOutput, SamplingParams
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -20,19 +22,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "EngineOptions",
     "Grammar",
+    "Hops",
     "KVBudget",
     "PromptCompression",
     "PromptCompressor",
     "RequestOutput",
     "SamplingParams",
     "RescoringConfig",
-    "SnapKVConfig",
+    "Selector",
+    "SnapKV",
     "__version__",
 ]
 
 _HOME = {
+    "EngineOptions": "snapstream.config",
     "Grammar": "snapstream.request",
+    "Hops": "snapstream.cache.selectors.hops",
     "KVBudget": "snapstream.config",
     "LLM": "snapstream.llm",
     "PromptCompression": "snapstream.spec_prefill.settings",
@@ -40,7 +47,8 @@ _HOME = {
     "RequestOutput": "snapstream.request",
     "SamplingParams": "snapstream.request",
     "RescoringConfig": "snapstream.config",
-    "SnapKVConfig": "snapstream.config",
+    "Selector": "snapstream.config",
+    "SnapKV": "snapstream.cache.selectors.snapkv",
 }
 
 

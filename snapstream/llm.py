@@ -9,42 +9,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
-from snapstream.assembly import build_runner, grammar_compiler, load_tokenizer, memory_of
-from snapstream.chunking import ChunkLen
-from snapstream.config import (
-    DType,
-    EngineConfig,
-    Executor,
-    KVDType,
-    PrefillAttentionName,
-    RescoringConfig,
-    SnapKVConfig,
-    as_count,
-)
-from snapstream.conversation import as_conversation
-from snapstream.draft_memory import DraftMemory
-from snapstream.driver import Driver
+from snapstream.config import Budget, EngineOptions, KVBudget, Selector, make_selector
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
-from snapstream.inputs import as_conversations, as_params, as_prompts
+from snapstream.engine.driver import Driver
 from snapstream.models.registry import read_model_config
+from snapstream.plan.draft_memory import DraftMemory
 from snapstream.request import Request, RequestOutput, SamplingParams, Trim
+from snapstream.request.conversation import as_conversation
+from snapstream.request.inputs import as_conversations, as_params, as_prompts
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.startup import (
-    DEFAULT_BUDGET,
-    Budget,
-    MaxRows,
-    check_device,
-    check_executor,
-    check_kv_dtype,
-    check_prefill_attention,
-    cut_prefill,
-    fit_rows,
-    resolve_budget,
-    resolve_executor,
-)
+from snapstream.start.build import build_runner, grammar_compiler, load_compressor, load_tokenizer, memory_of
+from snapstream.start.measure import describe_prefill, measure_machine
+from snapstream.start.resolve import resolve, resolve_budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,77 +35,47 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
+class _Row(NamedTuple):
+    """What a call asks of its rows; None means the engine's own."""
+
+    budget: KVBudget | None
+    selector: Selector | None
+
+
 class LLM:
     """A model behind fixed-size rows.
 
-    ``model``: a Hugging Face checkpoint folder. ``budget``: slots per row, ``"full"``, or a ``KVBudget``; ``snapkv``:
-    how the prompt tokens for them are chosen; ``rescoring``: how a full row chooses again, by default never.
-    ``max_rows``: requests decoded together, or ``"auto"`` for as many as the free memory holds (at most 256).
-    ``executor``: ``"eager"``, or ``"graph"``: decode compiled on a CPU, captured on a GPU; by default graph on a GPU
-    and eager on a CPU. ``max_model_len``: prompt + output, by default the model's window.
-    ``dtype`` holds for weights and rows; with ``kv_dtype="fp8"`` rows are FP8 (e4m3), a byte per number.
-    ``max_waiting`` bounds the queue of an engine that serves; 0 means no bound.
-    ``chunk_len``: tokens of a prefill unit, ``"auto"`` for what suits model and device; ``prefill_quantum``: units per
-    step while rows decode, 0 for the device's default. ``prefill_attention``: name of the kernel that attends prompts,
-    or ``"auto"``; ``notes`` say which one it is and why.
+    ``model``: a Hugging Face checkpoint folder. ``options``: settings of the engine; ``fields``: single settings by
+    their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen by itself.
     ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
     ``beside``: a draft that another process has loaded on this device; what it will work with is kept free.
-    Raises ValueError for anything that cannot be supported, with the reason.
+    Raises ValueError for anything that cannot be supported, with the reason, and TypeError for an unknown setting.
     """
 
     def __init__(
         self,
         model: str | Path,
+        options: EngineOptions | None = None,
         *,
-        budget: Budget = DEFAULT_BUDGET,
-        snapkv: SnapKVConfig | None = None,
-        rescoring: RescoringConfig | None = None,
-        dtype: DType = "float32",
-        kv_dtype: KVDType = "auto",
-        device: str = "cpu",
-        executor: Executor | None = None,
-        max_rows: MaxRows = 8,
-        max_model_len: int | None = None,
-        chunk_len: ChunkLen = "auto",
-        prefill_quantum: int = 0,
-        prefill_attention: PrefillAttentionName = "auto",
-        max_waiting: int = 0,
-        progress: bool = True,
         draft: PromptCompressor | str | Path | None = None,
         beside: DraftMemory | None = None,
+        progress: bool = True,
+        **fields: Any,
     ) -> None:
+        self.options = options = EngineOptions.of(options, fields)
         self.model_config = read_model_config(model)
-        window = self.model_config.max_position
-        if max_model_len is not None and as_count("max_model_len", max_model_len, 1) > window:
-            raise ValueError(f"max_model_len is {max_model_len}; the model's window is {window} tokens")
-        snapkv = snapkv or SnapKVConfig()
-        max_model_len = window if max_model_len is None else max_model_len
-        check_device(device)
-        config = EngineConfig(
-            budget=resolve_budget(budget, max_model_len, snapkv.window_len),
-            snapkv=snapkv,
-            rescoring=rescoring,
-            max_model_len=max_model_len,
-            max_rows=1 if max_rows == "auto" else max_rows,
-            prefill_quantum=prefill_quantum,
-            max_waiting=max_waiting,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            device=device,
-            executor=resolve_executor(executor, device),
-            prefill_attention=prefill_attention,
-        )
-        check_executor(config)
-        check_kv_dtype(config)
-        self.notes = (check_prefill_attention(self.model_config, config),)
-        config = cut_prefill(self.model_config, config, chunk_len)
+        # Decided before anything is loaded, so that what cannot be is refused at once.
+        self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
+        self.notes = (describe_prefill(self.model_config, self.config),)
         if progress:
             print(*self.notes, sep="\n", file=sys.stderr)
         self.tokenizer = load_tokenizer(Path(model))
-        self._trimmer = self._make_trimmer(draft, config)
-        if self._trimmer is not None and self._trimmer.compressor.draft.decoder.device.type == device.split(":")[0]:
-            beside = memory_of(self._trimmer.compressor)
-        self.config = fit_rows(self.model_config, config, max_rows, beside)  # measures what the draft has left
+        self._trimmer: PromptTrimmer | None = None
+        if draft is not None:
+            self._trimmer = self._make_trimmer(draft)
+            beside = memory_of(self._trimmer.compressor, options.device) or beside
+            # And again by what the draft has left.
+            self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
         engine = Engine(
             build_runner(Path(model), self.model_config, self.config, self._grammars, progress),
@@ -150,17 +99,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         budget: Budget | None = None,
+        selector: str | Selector | None = None,
         prompt_compression: PromptCompression | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt (text, or token ids); one ``SamplingParams`` for all or one each.
 
-        ``budget`` gives these requests smaller rows than the engine's. ``prompt_compression`` lets the draft shorten
+        ``budget`` gives these requests smaller rows than the engine's, ``selector`` another way to fill them (one that
+        needs no more memory than the engine's own). ``prompt_compression`` lets the draft shorten
         the prompts first; ``RequestOutput.trim`` says what it did. Every prompt is checked before any is run: a
         ValueError names the prompt and the limit, and nothing was started.
         """
-        batch = as_prompts(prompts)
+        batch, row = as_prompts(prompts), self._row(budget, selector)
         requests = [
-            self._request(p, s, budget, prompt_compression)
+            self._request(p, s, row, prompt_compression)
             for p, s in zip(batch, as_params(params, len(batch)), strict=True)
         ]
         return self._answer(requests)
@@ -180,16 +131,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         budget: Budget | None = None,
+        selector: str | Selector | None = None,
         prompt_compression: PromptCompression | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template."""
         conversations = as_conversations(messages)
         if prompt_compression is None:
-            return self.generate([self.chat_token_ids(some) for some in conversations], params, budget=budget)
-        trimmer = self._need_trimmer()
+            prompts = [self.chat_token_ids(some) for some in conversations]
+            return self.generate(prompts, params, budget=budget, selector=selector)
+        trimmer, row = self._need_trimmer(), self._row(budget, selector)
         return self._answer(
             [
-                self._trimmed_request(trimmer.chat(some, prompt_compression, self._render_chat), own, budget)
+                self._trimmed_request(trimmer.chat(some, prompt_compression, self._render_chat), own, row)
                 for some, own in zip(conversations, as_params(params, len(conversations)), strict=True)
             ]
         )
@@ -200,6 +153,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         budget: Budget | None = None,
+        selector: str | Selector | None = None,
         prompt_compression: PromptCompression | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield the same ``RequestOutput`` each time it has grown. Closing the iterator aborts the request.
@@ -211,7 +165,7 @@ class LLM:
         if len(batch) != 1:
             raise ValueError(f"stream takes one prompt; {len(batch)} were given")
         (sampling,) = as_params(params, 1)
-        request = self._request(batch[0], sampling, budget, prompt_compression)
+        request = self._request(batch[0], sampling, self._row(budget, selector), prompt_compression)
         self._validate(request)
         return self._driver.stream(request)
 
@@ -249,58 +203,58 @@ class LLM:
             raise ValueError(f"this checkpoint has no tokenizer, which {purpose} needs; pass token ids")
         return self.tokenizer
 
-    def _make_trimmer(self, draft: PromptCompressor | str | Path | None, config: EngineConfig) -> PromptTrimmer | None:
-        if draft is None:
-            return None
-        from snapstream.spec_prefill.compressor import PromptCompressor
+    def _make_trimmer(self, draft: PromptCompressor | str | Path) -> PromptTrimmer:
         from snapstream.spec_prefill.trimmer import PromptTrimmer
 
-        if not isinstance(draft, PromptCompressor):
-            draft = PromptCompressor(draft, dtype=config.dtype, device=config.device)
-        return PromptTrimmer(draft, self._need_tokenizer("prompt compression"))
+        return PromptTrimmer(load_compressor(draft, self.options), self._need_tokenizer("prompt compression"))
 
     def _need_trimmer(self) -> PromptTrimmer:
         if self._trimmer is None:
             raise ValueError("prompt_compression needs a draft model; make the LLM with draft=...")
         return self._trimmer
 
-    def _trimmed_request(self, trimmed: TrimmedPrompt, params: SamplingParams, budget: Budget | None) -> Request:
+    def _row(self, budget: Budget | None, selector: str | Selector | None) -> _Row:
+        own = None if selector is None else make_selector(selector)
+        if budget is None:
+            return _Row(None, own)
+        observation_len = (own or self.config.selector).observation_len
+        return _Row(resolve_budget(budget, self.config.max_model_len, observation_len), own)
+
+    def _trimmed_request(self, trimmed: TrimmedPrompt, params: SamplingParams, row: _Row) -> Request:
         return self._make_request(
-            trimmed.token_ids, params, budget, text=trimmed.text, positions=trimmed.positions, trim=trimmed.trim
+            trimmed.token_ids, params, row, text=trimmed.text, positions=trimmed.positions, trim=trimmed.trim
         )
 
     def _request(
         self,
         prompt: str | list[int],
         params: SamplingParams,
-        budget: Budget | None,
+        row: _Row,
         compression: PromptCompression | None = None,
     ) -> Request:
         if compression is not None:
-            return self._trimmed_request(self._need_trimmer().prompt(prompt, compression), params, budget)
+            return self._trimmed_request(self._need_trimmer().prompt(prompt, compression), params, row)
         text = prompt if isinstance(prompt, str) else None
         ids: Any = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
-        return self._make_request(ids, params, budget, text=text)
+        return self._make_request(ids, params, row, text=text)
 
     def _make_request(
         self,
         ids: Sequence[int],
         params: SamplingParams,
-        budget: Budget | None,
+        row: _Row,
         *,
         text: str | None = None,
         positions: tuple[int, ...] | None = None,
         trim: Trim | None = None,
     ) -> Request:
-        resolved = None
-        if budget is not None:
-            resolved = resolve_budget(budget, self.config.max_model_len, self.config.snapkv.window_len)
         self._num_requests += 1
         return Request(
             request_id=f"request-{self._num_requests}",
             prompt_token_ids=tuple(ids),
             sampling=params,
-            budget=resolved,
+            budget=row.budget,
+            selector=row.selector,
             prompt=text,
             positions=positions,
             trim=trim,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, Selector
 from snapstream.request import Compression, Logprob, SamplingParams
 
 
@@ -24,6 +24,7 @@ class PrefillEntry:
     seeds: tuple[int, ...]  # one per row
     sampling: SamplingParams
     budget: KVBudget
+    selector: Selector
     positions: tuple[int, ...] | None = None  # of the tokens in their text; None: 0, 1, 2, ...
 
     @property

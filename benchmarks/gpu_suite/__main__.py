@@ -14,7 +14,7 @@ from benchmarks.gpu_suite import attention, kernels, peers, peers_kvpress, promp
 from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.suite import Bench, Section, run
 from benchmarks.gpu_tables import wanted_table
-from benchmarks.machine import describe
+from figures.machine import describe
 
 SMOKE_S = 3600.0
 GRACE_S = 15.0  # by which a figure may be late; then the process ends, within nine minutes

@@ -22,7 +22,6 @@ class Device:
         self.is_cuda = name.startswith("cuda")
         self.dtype = torch.bfloat16 if self.is_cuda else torch.float32
         self.dtype_name = "bfloat16" if self.is_cuda else "float32"
-        self.dtype_bytes = self.dtype.itemsize
         name_of_gpu = torch.cuda.get_device_properties(0).name if self.is_cuda else ""
         self.peak_tflop_per_s = next((peak for key, peak in PEAK_TFLOP_PER_S.items() if key in name_of_gpu), None)
 

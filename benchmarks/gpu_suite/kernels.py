@@ -10,14 +10,14 @@ import torch
 from benchmarks.compile_kernels import MODELS
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.kernels import decode_cases, seconds
-from snapstream.kernels.dispatch import HAS_TRITON
+from snapstream.kernels.bound import has_triton
 
 CASES = [(64, 8192), (1, 8192), (16, 32_768), (1, 131_072)]  # rows, slots
 
 
 def decode_kernel(bench: Bench) -> Figures:
     """Microseconds and GB/s of one call, per model and size; the shapes decide, no weights are made."""
-    if not bench.device.is_cuda or not HAS_TRITON:
+    if not bench.device.is_cuda or not has_triton():
         yield {"skipped": "needs a GPU and Triton"}
         return
     for shape in MODELS:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu_suite.suite import Bench
-from snapstream.config import EngineConfig, Executor, KVBudget, KVDType, ModelConfig
+from snapstream.config import EXECUTORS, Chunking, EngineConfig, KVBudget, KVDType, ModelConfig
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import model_config_from_dict
 from snapstream.request import SamplingParams
-from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.decode_graph import GraphDecode
+from snapstream.runner.decode_graph import GraphDecode, Programs
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.runner.programs import Capturer, Compiler
 from snapstream.step import StepPlan
@@ -49,17 +48,23 @@ def decoder_of(bench: Bench, name: str) -> Decoder:
     return bench.decoder(name, config_of(bench, name))
 
 
+def engine_config(
+    bench: Bench, slots: int, max_rows: int, max_len: int, chunk_len: int, kv_dtype: KVDType = "auto"
+) -> EngineConfig:
+    """Of rows of ``slots`` slots; all of ``max_len`` means full attention."""
+    budget = KVBudget.full(slots) if slots >= max_len else KVBudget.of(slots)
+    return EngineConfig(
+        budget=budget, max_model_len=max_len, max_rows=max_rows,
+        chunking=Chunking(chunk_len=chunk_len, short_len=chunk_len), short_reserve=chunk_len,
+        dtype=bench.device.dtype_name, device=bench.device.name, executor="eager", kv_dtype=kv_dtype,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
 def make_runner(
     bench: Bench, decoder: Decoder, slots: int, max_rows: int, max_len: int, chunk_len: int, kv_dtype: KVDType = "auto"
 ) -> ModelRunner:
-    """A runner whose rows have ``slots`` slots; all of ``max_len`` means full attention."""
-    budget = KVBudget.full(slots) if slots >= max_len else KVBudget.of(slots)
-    config = EngineConfig(
-        budget=budget, max_model_len=max_len, max_rows=max_rows, chunk_len=chunk_len, short_len=chunk_len,
-        short_reserve=chunk_len, dtype=bench.device.dtype_name, device=bench.device.name, executor="eager",
-        kv_dtype=kv_dtype,
-    )  # type: ignore[arg-type]  # fmt: skip
-    return ModelRunner(decoder, config)
+    """A runner with rows of ``slots`` slots."""
+    return ModelRunner(decoder, engine_config(bench, slots, max_rows, max_len, chunk_len, kv_dtype))
 
 
 class _AsItIs:
@@ -69,35 +74,21 @@ class _AsItIs:
         return function
 
 
-def use_executor(bench: Bench, runner: ModelRunner, executor: Executor | str, batch: int) -> None:
+def use_executor(bench: Bench, runner: ModelRunner, executor: str, batch: int) -> None:
     """Give a runner plain calls, or programs for this one batch size (``graph+compile``: compiled, then captured)."""
-    parts = runner.decoder, runner.cache, runner.rows, runner.sampling
     if executor == "eager":
-        runner._decode = EagerDecode(*parts)
+        runner.use_decode(EXECUTORS.get("eager"))
         return
     maker: Any = _AsItIs()
     if bench.device.is_cuda:
         maker = Capturer(Compiler() if executor == "graph+compile" else None)
-    padding, vocab = runner.cache.padding_row, runner.decoder.config.vocab_size
-    graph = GraphDecode(EagerDecode(*parts), maker, (batch,), padding, vocab, runner.decoder.device)
-    graph.warm_up(lambda: None)
-    runner._decode = graph
-
-
-def occupy(runner: ModelRunner, batch: int, num_tokens: int) -> None:
-    """Let the first ``batch`` rows look as after a prompt of ``num_tokens``, without prefilling one."""
-    budget, rows = runner.config.budget, runner.rows
-    length, position, ring_start, capacity = rows.entry(num_tokens, num_tokens, budget)
-    rows.num_tokens[:batch], rows.next_position[:batch] = length, position
-    rows.ring_start[:batch], rows.capacity[:batch] = ring_start, capacity
-    for row in range(batch):
-        runner._params[row] = GREEDY
+    runner.use_decode(lambda parts: GraphDecode(parts, Programs(maker, (batch,), executor)))
 
 
 def decode_seconds(bench: Bench, runner: ModelRunner, batch: int, num_tokens: int, steps: int) -> float:
     """Seconds of a decode step through ``submit``, each result read one step late, as the engine does."""
     rows = tuple(range(batch))
-    occupy(runner, batch, num_tokens)
+    runner.occupy(rows, num_tokens, GREEDY)
     pending: list[Any] = []
 
     def step() -> None:

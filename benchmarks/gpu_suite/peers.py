@@ -11,7 +11,6 @@ from benchmarks.gpu_suite.models import FILES, decode_seconds, decoder_of, make_
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.shapes import random_prompt
 from snapstream.models.decoder import Decoder
-from snapstream.models.loader import named_views
 
 MODEL = "llama_1b"
 
@@ -60,7 +59,7 @@ def transformers_model(bench: Bench, decoder: Decoder) -> Any:
     with torch.inference_mode(False):  # weights that are inference tensors can be no parameters
         with torch.device(bench.device.name):
             model = LlamaForCausalLM._from_config(LlamaConfig(**settings), dtype=bench.device.dtype).eval()
-        views = {name: view.detach().clone() for name, view in named_views(shape, decoder.weights).items()}
+        views = {name: view.detach().clone() for name, view in decoder.weights.checkpoint().items()}
         found = model.load_state_dict(views, assign=True, strict=False)
         model.tie_weights()
     if found.unexpected_keys or set(found.missing_keys) - {"lm_head.weight"}:

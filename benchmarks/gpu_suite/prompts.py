@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from time import perf_counter
 
 from benchmarks.gpu_suite.models import GREEDY, decoder_of, make_runner, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import random_prompt
-from snapstream.chunking import ChunkLen, resolve_chunking
+from snapstream.config import AutoCount
 from snapstream.engine.core import Engine
 from snapstream.engine.pace import job_chunk_len
+from snapstream.plan.chunking import resolve_chunking
 from snapstream.request import Request, SamplingParams
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, StepResult, UnitRange
@@ -32,14 +33,14 @@ def prefill(model: str, points: list[tuple[int, int, int]]) -> Callable[[Bench],
                 is_first = False
             allocated = bench.device.reset_peak()
             seconds, result = prefill_once(bench, runner, prompt_len)
-            extra = bench.device.peak_bytes() - allocated + runner.staging.num_bytes
+            extra = bench.device.peak_bytes() - allocated + runner.buffers.num_bytes
             flop = prefill_flop(config, prompt_len)
             compress_ms = result.prefilled["r"].compression.compress_ms
             figure = {
                 "model": model, "prompt_len": prompt_len, "slots": slots, "chunk_len": chunk_len,
                 "prefill_s": seconds, "tokens_per_s": prompt_len / seconds, "tflop_per_s": flop / seconds / 1e12,
                 "compress_share": compress_ms / 1e3 / seconds, "extra_gib": extra / 2**30,
-                "staging_gib": runner.staging.num_bytes / 2**30,
+                "staging_gib": runner.buffers.num_bytes / 2**30,
             }  # fmt: skip
             if bench.ceilings:
                 figure["share_of_measured_products"] = figure["tflop_per_s"] / bench.ceilings["tflop_per_s"]
@@ -56,10 +57,10 @@ def prefill_once(bench: Bench, runner: ModelRunner, prompt_len: int) -> tuple[fl
     config = runner.decoder.config
     entry = PrefillEntry(
         request_id="r", token_ids=tuple(random_prompt(prompt_len, config.vocab_size)), rows=(0,), seeds=(0,),
-        sampling=GREEDY, budget=runner.config.budget,
+        sampling=GREEDY, budget=runner.config.budget, selector=runner.config.selector,
     )  # fmt: skip
     job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
-    units = UnitRange(0, 0, job.num_units(runner.config.chunk_len, config.num_layers))
+    units = UnitRange(0, 0, job.num_units(runner.config.chunking.chunk_len, config.num_layers))
     bench.device.sync()
     began = perf_counter()
     result = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()
@@ -72,13 +73,13 @@ def streams(bench: Bench) -> Figures:
     decoder = decoder_of(bench, "llama_8b")
     prompt_len, slots, num_rows = (1300, 64, 3) if bench.is_smoke else (131_072 - 2048, 8192, 9)
     # Chunk, quantum, seconds at most: the default, which should see the whole prompt; the one of a CPU; large units.
-    points: list[tuple[ChunkLen, int, float]] = [("auto", 0, 45.0), (512, 32, 20.0), (2048, 1, 20.0)]
+    points: list[tuple[AutoCount, int, float]] = [("auto", 0, 45.0), (512, 32, 20.0), (2048, 1, 20.0)]
     for chunk_len, quantum, limit_s in points[:1] if bench.is_smoke else points:
         cut = resolve_chunking(decoder.config, dtype=bench.device.dtype_name, device=bench.device.name,
                                chunk_len=chunk_len, prefill_quantum=quantum)  # fmt: skip
         runner = make_runner(bench, decoder, slots, num_rows, prompt_len + 1024, cut.chunk_len)
         use_executor(bench, runner, "graph", num_rows)
-        config = replace(runner.config, prefill_quantum=quantum, **asdict(cut))
+        config = replace(runner.config, chunking=cut)
         engine = Engine(runner, config, vocab_size=decoder.config.vocab_size, num_layers=decoder.config.num_layers)
         num_steps = 1000 if bench.is_smoke else 8000
         endless = SamplingParams(temperature=0.0, max_tokens=num_steps + 200, ignore_eos=True)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_suite.models import decode_seconds, decoder_of, make_runner, use_executor
+from benchmarks.gpu_suite.models import decode_seconds, decoder_of, engine_config, make_runner, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
-from snapstream.cache.layout import num_visible, row_bytes
-from snapstream.config import KVDType, kv_dtype_bytes
-from snapstream.memory import decode_weight_bytes, engine_memory
+from snapstream.cache.layout import num_visible
+from snapstream.cache.spec import KVSpec
+from snapstream.config import KVDType
 from snapstream.models.decoder import Decoder
+from snapstream.models.shapes import decode_weight_bytes
+from snapstream.plan.memory import engine_memory
 
 
 def ceilings(bench: Bench) -> Figures:
@@ -67,8 +69,7 @@ def largest_batch(bench: Bench) -> Figures:
         max_len = prompt + 256
         bench.device.free()
         bench.device.reset_peak()
-        memory = engine_memory(decoder.config, slots, max_len, chunk_len=512, dtype=bench.device.dtype_name,
-                               device=bench.device.name, staging_tokens=max_len + 512)  # fmt: skip
+        memory = engine_memory(decoder.config, engine_config(bench, slots, 1, max_len, chunk_len=512))
         free = bench.device.free_bytes() + decoder.weights.num_bytes  # the weights are there already
         planned = min(memory.rows_that_fit(free), 4 if bench.is_smoke else 256)
         batch, seconds = _most_rows(bench, decoder, slots, max_len, prompt, planned)
@@ -101,8 +102,8 @@ def _most_rows(
 def _rates(
     bench: Bench, config: Any, batch: int, slots: int, context: int, seconds: float, kv_dtype: KVDType = "auto"
 ) -> dict[str, Any]:
-    size, kv_size = bench.device.dtype_bytes, kv_dtype_bytes(bench.device.dtype_name, kv_dtype)
-    read = decode_weight_bytes(config, size) + batch * row_bytes(config, num_visible(context, slots), kv_size)
+    spec = KVSpec.of(config, bench.device.dtype_name, kv_dtype)
+    read = decode_weight_bytes(config, bench.device.dtype_name) + batch * spec.row_bytes(num_visible(context, slots))
     found = {"batch": batch, "step_ms": seconds * 1e3, "tokens_per_s": batch / seconds,
              "gb_per_step": read / 1e9, "gb_per_s": read / seconds / 1e9}  # fmt: skip
     if bench.ceilings:

@@ -1,4 +1,4 @@
-"""Question first: the question stands before the document, where the observation window does not see it."""
+"""Question first: the question stands before the document, where it is not among the queries that vote."""
 
 from __future__ import annotations
 

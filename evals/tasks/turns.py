@@ -1,8 +1,8 @@
 """A second question about the same document, in a later turn; the first turn's answer is given.
 
 ``second_kept``: the row that was compressed for question 1 goes on; answer 1, and question 2, are fed to it as output.
-Its observation window saw question 1 only. This is what an engine that continues a row without prefilling does.
-``second_anew``: the whole conversation is a new prompt, whose window sees question 2. This is what a chat client gets
+Only question 1 voted for what it keeps. This is what an engine that continues a row without prefilling does.
+``second_anew``: the whole conversation is a new prompt, in which question 2 votes. This is what a chat client gets
 from an engine without state between requests, and it pays a prefill for it.
 
 ``told`` and ``asked_again`` go on for longer than the ring: a later turn brings a document of its own, which nobody

@@ -1,1 +1,1 @@
-"""The fixed-budget KV cache: slot arithmetic (layout), storage (kv_cache), selection (snapkv), the write (compress)."""
+"""The fixed-budget KV cache: slot arithmetic (layout), storage (kv_cache), selectors/, the write (compress)."""

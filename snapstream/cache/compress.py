@@ -1,7 +1,7 @@
 """Staging buffer to row: the one write that turns a prompt of any length into a row of constant size.
 
 Runs once per layer, when the last chunk of a prompt has passed it (SnapStream, section 3: compress exactly once, at the
-end of prefill). The slot order is the rule of ``layout.py``; the choice is ``snapkv.py``.
+end of prefill). The slot order is the rule of ``layout.py``; the choice is a selector's (``selectors/``).
 """
 
 from __future__ import annotations
@@ -13,32 +13,25 @@ from torch import Tensor
 
 from snapstream.cache import layout
 from snapstream.cache.kv_cache import KVCache
-from snapstream.cache.snapkv import select_positions
-from snapstream.config import KVBudget, SnapKVConfig
-from snapstream.kernels import dispatch
+from snapstream.config import KVBudget, Selector
+from snapstream.kernels.bound import Kernels
 
 
-def kept_positions(queries: Tensor | None, keys: Tensor, layer: int, budget: KVBudget, snapkv: SnapKVConfig) -> Tensor:
+def kept_positions(
+    queries: Tensor | None, keys: Tensor, layer: int, budget: KVBudget, selector: Selector, kernels: Kernels
+) -> Tensor:
     """Prompt positions ``[G, C]`` of a compressed row in slot order.
 
-    ``keys [G, N, E]`` with N > C; ``queries [w, H, E]`` are the last ``snapkv.num_queries`` of the prompt (None when
-    nothing is selected, K = 0).
+    ``keys [G, N, E]`` with N > C; ``queries [w, H, E]`` are the last ``selector.num_queries`` of the prompt (None
+    when nothing is selected, K = 0).
     """
     num_heads, prompt_len, _ = keys.shape
     device = keys.device
     parts = [torch.arange(budget.num_sink, device=device).expand(num_heads, -1)]
     if budget.num_topk:
-        assert queries is not None, "a budget with top-k slots needs the observation queries"
-        parts.append(
-            select_positions(
-                queries,
-                keys,
-                layer,
-                layout.candidates(budget, prompt_len),
-                budget.num_topk,
-                snapkv,
-            )
-        )
+        assert queries is not None, "a budget with top-k slots needs the queries that vote"
+        candidates = layout.candidates(budget, prompt_len)
+        parts.append(selector.select(queries, keys, layer, candidates, budget.num_topk, kernels))
     end = prompt_len - budget.num_window
     if budget.num_window:
         parts.append(torch.arange(end, prompt_len, device=device).expand(num_heads, -1))
@@ -57,7 +50,7 @@ def write_rows(
     values: Tensor,
     queries: Tensor | None,
     budget: KVBudget,
-    snapkv: SnapKVConfig,
+    selector: Selector,
 ) -> Tensor | None:
     """Write one layer of a prompt into each of ``rows``; returns the kept positions ``[G, C]``, None if all were kept.
 
@@ -71,6 +64,6 @@ def write_rows(
             for row in rows:
                 cache.store(layer, row, place, keys[:, source], values[:, source])
         return None
-    index = kept_positions(queries, keys, layer, budget, snapkv)
-    dispatch.gather_rows(cache.k[layer], cache.v[layer], rows, keys, values, index, cache.scales(layer))
+    index = kept_positions(queries, keys, layer, budget, selector, cache.kernels)
+    cache.kernels.gather_rows(cache.layer(layer), rows, keys, values, index)
     return index

@@ -1,20 +1,25 @@
 """Storage of all rows: two tensors ``[L, rows + 1, G, C, E]`` whose addresses never change.
 
-Row ``num_rows`` is the padding row: it absorbs the unused entries of a decode batch and belongs to no request. Keys are
-stored after RoPE with their true positions and are never rotated again (SnapStream, section 3). In FP8 each layer, row
-and kv head has a scale for K and one for V, fixed when a prompt is written to the row: ``kernels/fp8.py``.
+What a token takes is the spec's to say (``spec.py``); where values are the first numbers of the keys there is one
+tensor, and the values are a view of it. Row ``num_rows`` is the padding row: it absorbs the unused entries of a decode
+batch and belongs to no request. Keys are stored after RoPE with their true positions and are never rotated again
+(SnapStream, section 3). In FP8 each layer, row and kv head has a scale for K and one for V, fixed when a prompt is
+written to the row: ``kernels/fp8.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from snapstream.config import ModelConfig
+from snapstream.cache.spec import KVSpec
 from snapstream.kernels import fp8
+from snapstream.kernels.bound import Kernels, bind
+from snapstream.kernels.rows import LayerRows
 
 _STORED_AT_ONCE = 4096  # tokens that are scaled in fp32 at a time: not more memory than scoring takes
 
@@ -24,25 +29,34 @@ class KVCache:
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: KVSpec,
         num_rows: int,
         capacity: int,
-        dtype: torch.dtype,
         device: torch.device | str,
+        kernels: Kernels | None = None,
     ) -> None:
-        shape = (config.num_layers, num_rows + 1, config.num_kv_heads, capacity, config.head_dim)
+        """``kernels`` read and write the rows; by default those that ``bind`` has for the device."""
+        self.spec = spec
         self.num_rows = num_rows
         self.capacity = capacity
+        self.kernels = kernels or bind(device)
+        dtype = fp8.DTYPE if spec.kv_dtype == "fp8" else getattr(torch, spec.dtype)
+        slots = (spec.num_layers, num_rows + 1, spec.num_kv_heads, capacity)
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: so rows begin as zeros.
-        self.k = _zeros(shape, dtype, torch.device(device))  # [L, rows+1, G, C, E]
-        self.v = _zeros(shape, dtype, torch.device(device))  # [L, rows+1, G, C, E]
-        self.k_scale: torch.Tensor | None = None
-        self.v_scale: torch.Tensor | None = None
-        if dtype == fp8.DTYPE:
-            self.k_scale, self.v_scale = (torch.ones(shape[:3], device=device) for _ in "kv")  # [L, rows+1, G] fp32
+        self.k = _zeros((*slots, spec.key_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E]
+        self.k_scale = self._ones(device) if spec.kv_dtype == "fp8" else None  # [L, rows+1, G] fp32
+        if spec.values_are_keys:
+            self.v, self.v_scale = self.k[..., : spec.value_dim], self.k_scale  # [L, rows+1, G, C, E']
+        else:
+            self.v = _zeros((*slots, spec.value_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E']
+            self.v_scale = None if self.k_scale is None else self._ones(device)
 
-    def tokens(self, layer: int, row: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the keys and values ``[G, n, E]`` that lie in ``slots [n]`` of a row."""
+    def layer(self, index: int) -> LayerRows:
+        """The handle through which kernels see one layer of all rows."""
+        return LayerRows(self.k, self.v, index, self.k_scale, self.v_scale, self.spec.values_are_keys)
+
+    def tokens(self, layer: int, row: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys ``[G, n, E]`` and values ``[G, n, E']`` that lie in ``slots [n]`` of a row."""
         return self.k[layer, row].index_select(1, slots), self.v[layer, row].index_select(1, slots)
 
     @property
@@ -53,30 +67,26 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of K and V and of their scales, the padding row included."""
-        tensors = (self.k, self.v, self.k_scale, self.v_scale)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        own = [self.k, self.k_scale] if self.spec.values_are_keys else [self.k, self.v, self.k_scale, self.v_scale]
+        return sum(tensor.nbytes for tensor in own if tensor is not None)
 
     def scales(self, layer: int) -> fp8.Scales | None:
         """Scales of K and V of a layer, ``[rows+1, G]``; None unless rows are FP8."""
-        if self.k_scale is None or self.v_scale is None:
-            return None
-        return self.k_scale[layer], self.v_scale[layer]
+        return self.layer(layer).scales
 
-    def begin_rows(self, layer: int, rows: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Fix the scales of ``rows`` before a prompt's ``keys, values [G, N, E]`` go there; without FP8 nothing."""
-        scales = self.scales(layer)
-        if scales is None:
-            return
-        for scale, tokens in zip(scales, (keys, values), strict=True):
+    def begin_rows(self, layer: int, rows: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Fix the scales of ``rows`` before ``keys [G, N, E], values [G, N, E']`` go there; without FP8 nothing."""
+        for _, tokens, scale in self._stored(layer, keys, values):
+            if scale is None:
+                continue
             own = fp8.scale_of(tokens)  # [G]
             for row in rows:
                 scale[row] = own
 
-    def store(self, layer: int, row: int, place: slice, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put ``keys, values [G, n, E]`` into the slots ``place`` of a row."""
-        scales = self.scales(layer) or (None, None)
-        for cache, tokens, scale in zip((self.k, self.v), (keys, values), scales, strict=True):
-            own = cache[layer, row, :, place]
+    def store(self, layer: int, row: int, place: slice, keys: Tensor, values: Tensor) -> None:
+        """Put ``keys [G, n, E], values [G, n, E']`` into the slots ``place`` of a row."""
+        for stored, tokens, scale in self._stored(layer, keys, values):
+            own = stored[row, :, place]
             if scale is None:
                 own.copy_(tokens)
                 continue
@@ -84,8 +94,17 @@ class KVCache:
                 block = slice(start, start + _STORED_AT_ONCE)
                 own[:, block] = fp8.quantise(tokens[:, block], scale[row, :, None, None])
 
+    def _stored(self, layer: int, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Each tensor of a layer that is written, with what goes there and its scales ``[rows+1, G]``."""
+        yield self.k[layer], keys, None if self.k_scale is None else self.k_scale[layer]
+        if not self.spec.values_are_keys:
+            yield self.v[layer], values, None if self.v_scale is None else self.v_scale[layer]
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _ones(self, device: torch.device | str) -> Tensor:
+        return torch.ones(self.spec.num_layers, self.num_rows + 1, self.spec.num_kv_heads, device=device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU from the system, page by page on first use, so that untouched slots cost no memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

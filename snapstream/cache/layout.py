@@ -16,7 +16,7 @@ prompt that fits moves its window in front of the ring. ``compress.py`` writes r
 
 from __future__ import annotations
 
-from snapstream.config import KVBudget, ModelConfig, RescoringConfig
+from snapstream.config import KVBudget
 
 
 def valid_topk(budget: KVBudget, prompt_len: int) -> int:
@@ -72,38 +72,3 @@ def ring_positions(budget: KVBudget, prompt_len: int) -> list[int]:
     first = prompt_len - budget.num_window - budget.num_recent
     shift = (prompt_len - ring_start(budget, prompt_len)) % budget.num_recent  # slot of the oldest, and of the next
     return [first + (i - shift) % budget.num_recent for i in range(budget.num_recent)]
-
-
-def token_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """K and V of one token over all layers, in bytes."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype_bytes
-
-
-def staging_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
-    """Hidden states and one layer's K and V of ``num_tokens`` prompt tokens, in bytes: what a prefill holds."""
-    return num_tokens * (config.hidden_size + 2 * config.num_kv_heads * config.head_dim) * dtype_bytes
-
-
-def scale_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Scales of a row, in bytes: numbers of one byte (FP8) have two fp32 scales per layer and kv head, K's and V's."""
-    return 2 * config.num_layers * config.num_kv_heads * 4 if dtype_bytes == 1 else 0
-
-
-def row_bytes(config: ModelConfig, capacity: int, dtype_bytes: int) -> int:
-    """K and V of a row of ``capacity`` slots over all layers, in bytes, with their scales."""
-    return capacity * token_bytes(config, dtype_bytes) + scale_bytes(config, dtype_bytes)
-
-
-def rescoring_bytes(config: ModelConfig, rescoring: RescoringConfig | None, capacity: int, dtype_bytes: int) -> int:
-    """What rescoring keeps of one row beside its K and V: the last queries, and an fp32 vote per slot; in bytes."""
-    if rescoring is None:
-        return 0
-    queries = rescoring.num_queries * config.num_heads * config.head_dim * dtype_bytes
-    return config.num_layers * (queries + 4 * config.num_kv_heads * capacity)
-
-
-def refresh_bytes(config: ModelConfig, rescoring: RescoringConfig | None, capacity: int, dtype_bytes: int) -> int:
-    """K and V of one layer in the order of age, and of the tokens that stay: what a refresh holds, in bytes."""
-    if rescoring is None:
-        return 0
-    return 4 * capacity * config.num_kv_heads * config.head_dim * dtype_bytes

@@ -6,11 +6,11 @@ about to leave the ring compete with the selected ones. In a row of C slots, in 
     sinks   window   selected, and the oldest of the ring    the newest R - every of the ring
     stay    stay     candidates: K' + every of them          stay
 
-The last queries score the candidates by the rules of ``snapkv.py`` (softmax, merge of heads, pooling over neighbours in
-this order; no hops). A candidate counts with the larger of that and the best it got before, which fades by ``memory``
-at every refresh: so what the prompt asked for is not lost to what the last sentence looked at. The best K' stay,
-and ``every`` slots of the ring are free again. The row keeps its size, its one length and the rule ``layout.slot_of``:
-a refreshed row is one that was fed ``C - every`` tokens. ``runner/rescoring.py`` says when.
+The last queries vote on the candidates, by the selector's ``votes`` and ``pool`` (SnapKV: softmax, merge of heads,
+pooling over neighbours in this order; no hops). A candidate counts with the larger of that and the best it got before,
+which fades by ``memory`` at every refresh: so what the prompt asked for is not lost to what the last sentence looked
+at. The best K' stay, and ``every`` slots of the ring are free again. The row keeps its size, its one length and the
+rule ``layout.slot_of``: a refreshed row is one that was fed ``C - every`` tokens. ``runner/rescoring.py`` says when.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from snapstream.cache import layout
 from snapstream.cache.kv_cache import KVCache
-from snapstream.cache.snapkv import pool_scores, select_topk
-from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
-from snapstream.kernels import dispatch
+from snapstream.cache.selectors.topk import select_topk
+from snapstream.config import KVBudget, RescoringConfig, Selector
+from snapstream.kernels.bound import Kernels
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class RowState:
 
     budget: KVBudget
     config: RescoringConfig
+    selector: Selector  # of the row's request
     num_tokens: int  # as ``Rows.num_tokens``
     ring_start: int
     num_window: int  # slots of the window region that the prompt filled; they lie before the ring
@@ -40,11 +41,14 @@ class RowState:
     num_decoded: int = 0  # queries that were kept since the row was admitted
 
     @classmethod
-    def admitted(cls, budget: KVBudget, config: RescoringConfig, prompt_len: int, next_position: int) -> RowState:
+    def admitted(
+        cls, budget: KVBudget, config: RescoringConfig, selector: Selector, prompt_len: int, next_position: int
+    ) -> RowState:
         """A row whose prompt has just been written."""
         return cls(
             budget=budget,
             config=config,
+            selector=selector,
             num_tokens=prompt_len,
             ring_start=layout.ring_start(budget, prompt_len),
             num_window=layout.valid_window(budget, prompt_len),
@@ -73,28 +77,21 @@ class RowState:
         self.ring_start = self.budget.capacity - self.budget.num_recent
 
 
-def prompt_votes(queries: Tensor, keys: Tensor, kept: Tensor, budget: KVBudget, snapkv: SnapKVConfig) -> Tensor:
+def prompt_votes(
+    queries: Tensor, keys: Tensor, kept: Tensor, budget: KVBudget, selector: Selector, kernels: Kernels
+) -> Tensor:
     """Votes of a prompt's end for the tokens that were selected, per query: ``[G, K]`` fp32 in slot order.
 
     ``queries [w, H, E]`` are its last, ``keys [G, N, E]`` all its keys, ``kept [G, C]`` what ``write_rows`` returned.
     """
     places = layout.candidates(budget, keys.shape[1])
     chosen = kept[:, budget.num_sink : budget.num_sink + budget.num_topk] - places.start
-    return _votes(queries, keys, places, snapkv).gather(1, chosen)
+    return _votes(queries, keys, places, selector, kernels).gather(1, chosen)
 
 
-def _votes(queries: Tensor, keys: Tensor, candidates: range, snapkv: SnapKVConfig) -> Tensor:
-    """``snapkv_scores`` of the last tokens of ``keys``, per query: ``[G, n]`` fp32."""
-    scores = dispatch.snapkv_scores(
-        queries,
-        keys,
-        keys.shape[1] - queries.shape[0],
-        candidates.start,
-        candidates.stop,
-        over_row=snapkv.softmax_over == "row",
-        group_max=snapkv.group_reduce == "max",
-    )
-    return scores / queries.shape[0]
+def _votes(queries: Tensor, keys: Tensor, candidates: range, selector: Selector, kernels: Kernels) -> Tensor:
+    """Votes of the last tokens of ``keys``, per query, so that they compare with those of more or fewer: ``[G, n]``."""
+    return selector.votes(queries, keys, candidates, kernels) / queries.shape[0]
 
 
 def slots_by_age(state: RowState, device: torch.device) -> Tensor:
@@ -108,9 +105,7 @@ def slots_by_age(state: RowState, device: torch.device) -> Tensor:
     return torch.cat([sinks, window, selected, ring])
 
 
-def choose(
-    queries: Tensor, keys: Tensor, votes: Tensor, state: RowState, snapkv: SnapKVConfig
-) -> tuple[Tensor, Tensor]:
+def choose(queries: Tensor, keys: Tensor, votes: Tensor, state: RowState, kernels: Kernels) -> tuple[Tensor, Tensor]:
     """Which tokens of a full row stay, in the order of their new slots, and the votes of the selected ones.
 
     ``queries [w, H, E]`` are the last that were decoded, ``keys [G, C, E]`` those of the row in the order of age,
@@ -120,11 +115,11 @@ def choose(
     num_kv_heads, capacity, _ = keys.shape
     budget, every = state.budget, state.config.every
     start, stop = budget.num_sink + state.num_window, capacity - budget.num_recent + every
-    fresh = _votes(queries, keys, range(start, stop), snapkv)  # [G, K' + every]
+    fresh = _votes(queries, keys, range(start, stop), state.selector, kernels)  # [G, K' + every]
     before = torch.zeros_like(fresh)  # tokens of the ring have no votes yet
     before[:, : votes.shape[1]] = votes
     total = torch.maximum(fresh, before * state.config.memory)
-    chosen = select_topk(pool_scores(total, snapkv), stop - start - every)  # [G, K']
+    chosen = select_topk(state.selector.pool(total), stop - start - every)  # [G, K']
     place = torch.arange(capacity, device=keys.device).expand(num_kv_heads, -1)
     sinks, window = place[:, : budget.num_sink], place[:, budget.num_sink : start]
     return torch.cat([sinks, chosen + start, window, place[:, stop:]], dim=1), total.gather(1, chosen)
@@ -138,10 +133,9 @@ def refresh_layer(
     order: Tensor,
     votes: Tensor,
     state: RowState,
-    snapkv: SnapKVConfig,
 ) -> None:
     """Choose again in one layer of a full row; ``order [C]`` is ``slots_by_age``. Row and ``votes [G, C]`` in place."""
     keys, values = cache.tokens(layer, row, order)
-    kept, total = choose(queries, keys, votes[:, : state.num_selected], state, snapkv)
-    dispatch.gather_rows(cache.k[layer], cache.v[layer], [row], keys, values, kept)
+    kept, total = choose(queries, keys, votes[:, : state.num_selected], state, cache.kernels)
+    cache.kernels.gather_rows(cache.layer(layer), [row], keys, values, kept)
     votes[:, : total.shape[1]] = total

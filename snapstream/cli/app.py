@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from snapstream.cli import compress, demo, generate, plan, proxy, serve
+from snapstream.cli.flags import Command, as_command
 from snapstream.version import __version__
 
 app = typer.Typer(
@@ -44,12 +45,16 @@ def _root(
         typer.echo(context.get_help())
 
 
-app.command(help=plan.HELP, short_help="What a model costs, from its config.json alone.")(plan.plan)
-app.command(help=generate.HELP, short_help="Answer one prompt with a checkpoint on disk.")(generate.generate)
-app.command(help=serve.HELP, short_help="Serve a model over HTTP, as the OpenAI API.")(serve.serve)
-app.command(help=compress.HELP, short_help="Shorten a long text with a small draft model.")(compress.compress)
-app.command(help=proxy.HELP, short_help="Trim long prompts in front of any OpenAI-compatible server.")(proxy.proxy)
-app.command(short_help="Watch a small model answer from a fraction of its cache.")(demo.demo)
+def _add(function: Command, help_text: str | None, short_help: str) -> None:
+    app.command(help=help_text, short_help=short_help)(as_command(function))
+
+
+_add(plan.plan, plan.HELP, "What a model costs, from its config.json alone.")
+_add(generate.generate, generate.HELP, "Answer one prompt with a checkpoint on disk.")
+_add(serve.serve, serve.HELP, "Serve a model over HTTP, as the OpenAI API.")
+_add(compress.compress, compress.HELP, "Shorten a long text with a small draft model.")
+_add(proxy.proxy, proxy.HELP, "Trim long prompts in front of any OpenAI-compatible server.")
+_add(demo.demo, None, "Watch a small model answer from a fraction of its cache.")
 
 
 def _fail(message: str, code: int = 2) -> int:

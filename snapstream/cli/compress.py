@@ -10,17 +10,8 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.options import (
-    Draft,
-    DraftChunkLen,
-    DraftDevice,
-    DraftDType,
-    DraftWindowLen,
-    NoWindows,
-    number_option,
-    whole_option,
-)
-from snapstream.config import DType
+from snapstream.cli.draft import DraftFlags
+from snapstream.cli.flags import number_option, whole_option
 from snapstream.spec_prefill.report import CompressionReport
 from snapstream.spec_prefill.settings import Mode, Snap
 
@@ -37,84 +28,40 @@ Examples:
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompressFlags:
+    """How much stays of a text, and where the results go."""
+
+    target: Annotated[
+        Path | None, typer.Option(help="Folder with the target's tokenizer; without it draft tokens are counted.")
+    ] = None
+    keep: Annotated[float | None, number_option("Share to keep, in (0, 1]. Default: 0.25.")] = None
+    max_tokens: Annotated[int | None, whole_option("Keep at most so many target tokens instead.")] = None
+    query: Annotated[str | None, typer.Option(help="What will be asked about the text.")] = None
+    mode: Annotated[Mode, typer.Option(help="Chunks, borders and marks for prose or for code.")] = "auto"
+    snap: Annotated[
+        Snap | None, typer.Option(help="Where pieces end. Default: at words, in code at lines.", show_default=False)
+    ] = None
+    delimiter: Annotated[
+        str | None, typer.Option(help="Between pieces. Default: a line [...], in code a comment.", show_default=False)
+    ] = None
+    look_ahead: Annotated[int, whole_option("Greedy draft tokens that vote; 0: the text's own end.")] = 8
+    threshold: Annotated[int, whole_option("Leave texts of fewer tokens alone.")] = 0
+    is_messages: Annotated[
+        bool, typer.Option("--messages", help="The input is JSON: OpenAI messages, or an object with them.")
+    ] = False
+    report: Annotated[str | None, typer.Option(help="Write the report as JSON to this file; - is stderr.")] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page that shows what was kept and cut.")] = None
+
+
 def compress(
+    flags: CompressFlags,
+    draft: DraftFlags,
     file: Annotated[
         str | None, typer.Argument(help="Text file; without it or as -: stdin.", show_default=False)
     ] = None,
-    draft: Draft = None,
-    target: Annotated[
-        Path | None, typer.Option(help="Folder with the target's tokenizer; without it draft tokens are counted.")
-    ] = None,
-    keep: Annotated[float | None, number_option("Share to keep, in (0, 1]. Default: 0.25.")] = None,
-    max_tokens: Annotated[int | None, whole_option("Keep at most so many target tokens instead.")] = None,
-    query: Annotated[str | None, typer.Option(help="What will be asked about the text.")] = None,
-    mode: Annotated[Mode, typer.Option(help="Chunks, borders and marks for prose or for code.")] = "auto",
-    snap: Annotated[
-        Snap | None, typer.Option(help="Where pieces end. Default: at words, in code at lines.", show_default=False)
-    ] = None,
-    delimiter: Annotated[
-        str | None, typer.Option(help="Between pieces. Default: a line [...], in code a comment.", show_default=False)
-    ] = None,
-    look_ahead: Annotated[int, whole_option("Greedy draft tokens that vote; 0: the text's own end.")] = 8,
-    chunk_len: DraftChunkLen = None,
-    window_len: DraftWindowLen = None,
-    no_windows: NoWindows = False,
-    threshold: Annotated[int, whole_option("Leave texts of fewer tokens alone.")] = 0,
-    messages: Annotated[
-        bool, typer.Option("--messages", help="The input is JSON: OpenAI messages, or an object with them.")
-    ] = False,
-    report: Annotated[str | None, typer.Option(help="Write the report as JSON to this file; - is stderr.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page that shows what was kept and cut.")] = None,
-    dtype: DraftDType = "float32",
-    device: DraftDevice = "cpu",
 ) -> None:
-    from snapstream.assets import TINY_DRAFT_MODEL
-
-    options = CompressOptions(
-        draft=draft or TINY_DRAFT_MODEL,
-        target=target,
-        keep=keep,
-        max_tokens=max_tokens,
-        query=query,
-        mode=mode,
-        snap=snap,
-        delimiter=delimiter,
-        chunk_len=chunk_len,
-        look_ahead=look_ahead,
-        window_len=window_len,
-        no_windows=no_windows,
-        threshold=threshold,
-        is_messages=messages,
-        report=report,
-        html=html,
-        dtype=dtype,
-        device=device,
-    )
-    shorten(read_text(file, sys.stdin), options, out=sys.stdout, err=sys.stderr)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressOptions:
-    """The options of the command."""
-
-    draft: Path
-    target: Path | None
-    keep: float | None
-    max_tokens: int | None
-    query: str | None
-    mode: Any
-    snap: Any
-    delimiter: str | None
-    chunk_len: int | None
-    look_ahead: int
-    window_len: int | None
-    no_windows: bool
-    threshold: int
-    is_messages: bool
-    report: str | None  # where the report goes as JSON; - is stderr
-    html: Path | None
-    dtype: DType
-    device: str
+    shorten(read_text(file, sys.stdin), flags, draft, out=sys.stdout, err=sys.stderr)
 
 
 def read_text(file: str | None, stdin: TextIO) -> str:
@@ -139,42 +86,42 @@ def summary(report: CompressionReport) -> str:
     )
 
 
-def shorten(source: str, options: CompressOptions, *, out: TextIO, err: TextIO) -> None:
+def shorten(source: str, flags: CompressFlags, draft: DraftFlags, *, out: TextIO, err: TextIO) -> None:
     """Shorten ``source`` and write everything that was asked for."""
     from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.page import report_page
     from snapstream.spec_prefill.settings import check_amount, cut_of, scoring_of
 
-    keep = 0.25 if options.keep is None and options.max_tokens is None else options.keep
-    check_amount(keep, options.max_tokens)  # before a model is loaded
+    keep = 0.25 if flags.keep is None and flags.max_tokens is None else flags.keep
+    check_amount(keep, flags.max_tokens)  # before a model is loaded
     compressor = PromptCompressor(
-        options.draft,
-        scoring=scoring_of(options.look_ahead, options.window_len, no_windows=options.no_windows),
-        cut=cut_of(options.chunk_len, mode=options.mode, snap=options.snap, delimiter=options.delimiter),
-        dtype=options.dtype,
-        device=options.device,
+        draft.folder,
+        scoring=scoring_of(flags.look_ahead, draft.window_len, no_windows=draft.no_windows),
+        cut=cut_of(draft.chunk_len, mode=flags.mode, snap=flags.snap, delimiter=flags.delimiter),
+        dtype=draft.dtype,
+        device=draft.device,
     )
     result = compressor.compress(
-        _messages_of(source) if options.is_messages else source,
+        _messages_of(source) if flags.is_messages else source,
         keep=keep,
-        max_tokens=options.max_tokens,
-        target_tokenizer=options.target,
-        query=options.query,
-        threshold=options.threshold,
+        max_tokens=flags.max_tokens,
+        target_tokenizer=flags.target,
+        query=flags.query,
+        threshold=flags.threshold,
     )
     if result.text is not None:
         out.write(result.text)
     else:
         out.write(json.dumps(result.messages, ensure_ascii=False, indent=1) + "\n")
     out.flush()
-    if options.html is not None:
-        options.html.write_text(report_page(result.report), encoding="utf-8")
+    if flags.html is not None:
+        flags.html.write_text(report_page(result.report), encoding="utf-8")
     data = json.dumps(result.report.as_dict(), indent=1) + "\n"
-    if options.report == "-":
+    if flags.report == "-":
         err.write(data)
     else:
-        if options.report is not None:
-            Path(options.report).write_text(data, encoding="utf-8")
+        if flags.report is not None:
+            Path(flags.report).write_text(data, encoding="utf-8")
         err.write(summary(result.report) + "\n")
 
 

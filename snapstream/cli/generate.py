@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.options import (
-    Device,
-    EngineDType,
-    EngineExecutor,
-    MaxModelLen,
-    PrefillAttention,
-    RescoreEvery,
-    RowDType,
-    number_option,
-    parse_budget,
-    parse_rescoring,
-    parse_rows,
-    whole_option,
-)
+from snapstream.cli.flags import Flags, number_option, whole_option
+from snapstream.config import EngineOptions
+from snapstream.plan.sizes import format_bytes
 from snapstream.request import RequestOutput, SamplingParams
-from snapstream.sizes import format_bytes
 
 if TYPE_CHECKING:
     from snapstream.llm import LLM, Prompt
@@ -42,57 +30,47 @@ Examples:
 """
 
 
-def generate(
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
-    prompt: Annotated[
-        str | None,
-        typer.Argument(help="The prompt; without it or --file: stdin.", show_default=False),
-    ] = None,
-    file: Annotated[str | None, typer.Option(help="Read the prompt from this file; - is stdin.")] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="Slots of the row, or 'full'. Default: 8192, at most the window."),
-    ] = None,
-    rescore_every: RescoreEvery = None,
-    max_tokens: Annotated[int, whole_option("Most tokens to generate.")] = 256,
-    temperature: Annotated[float, number_option("0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int | None, whole_option("Same seed, same output.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class GenerateFlags:
+    """The prompt, how its answer is drawn, and how it is shown."""
+
+    file: Annotated[str | None, typer.Option(help="Read the prompt from this file; - is stdin.")] = None
+    max_tokens: Annotated[int, whole_option("Most tokens to generate.")] = 256
+    temperature: Annotated[float, number_option("0 takes the likeliest token.")] = 0.0
+    seed: Annotated[int | None, whole_option("Same seed, same output.")] = None
     chat: Annotated[
         bool | None,
         typer.Option("--chat/--raw", help="Use the chat template or not. Default: if there is one."),
+    ] = None
+    system: Annotated[str | None, typer.Option(help="System message; needs the chat template.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False
+
+
+ENGINE = Flags(
+    defaults={"max_rows": 1},
+    words={
+        "budget": "Slots of the row, or 'full'. At most the window.",
+        "max_rows": "Rows to allocate; auto: as many as fit. One prompt uses one.",
+    },
+    without=("max_waiting",),
+)
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
+    flags: GenerateFlags,
+    engine: Annotated[EngineOptions, ENGINE],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; without it or --file: stdin.", show_default=False)
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message; needs the chat template.")] = None,
-    dtype: EngineDType = "float32",
-    kv_dtype: RowDType = "auto",
-    max_model_len: MaxModelLen = None,
-    device: Device = "cpu",
-    executor: EngineExecutor = None,
-    prefill_attention: PrefillAttention = "auto",
-    max_rows: Annotated[
-        str, typer.Option(help="Rows to allocate, or auto: as many as fit. One prompt uses one.", metavar="N|auto")
-    ] = "1",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     from snapstream.llm import LLM
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    slots = parse_budget(budget)
-    text = read_prompt(prompt, file, sys.stdin)
-    with LLM(
-        model,
-        budget=slots,
-        rescoring=parse_rescoring(rescore_every),
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-        executor=executor,
-        prefill_attention=prefill_attention,
-        max_rows=parse_rows(max_rows),
-        max_model_len=max_model_len,
-        progress=sys.stderr.isatty(),
-    ) as llm:
-        encoded = encode_prompt(llm, text, chat=chat, system=system)
-        raise typer.Exit(stream_answer(llm, encoded, params, out=sys.stdout, err=sys.stderr, as_json=as_json))
+    params = SamplingParams(max_tokens=flags.max_tokens, temperature=flags.temperature, seed=flags.seed)
+    text = read_prompt(prompt, flags.file, sys.stdin)
+    with LLM(model, engine, progress=sys.stderr.isatty()) as llm:
+        encoded = encode_prompt(llm, text, chat=flags.chat, system=flags.system)
+        raise typer.Exit(stream_answer(llm, encoded, params, out=sys.stdout, err=sys.stderr, as_json=flags.as_json))
 
 
 def read_prompt(prompt: str | None, file: str | None, stdin: TextIO) -> str:

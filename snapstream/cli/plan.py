@@ -1,15 +1,19 @@
-"""``snapstream plan``: options to ``planning.py`` and ``plan_report.py``."""
+"""``snapstream plan``: options to ``plan/plan.py`` and ``plan/report.py``."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from snapstream.cli.options import EngineDType, RescoreEvery, RowDType, parse_chunk_len, parse_rescoring, whole_option
-from snapstream.config import SnapKVConfig
+from snapstream.cli.flags import Flags, text_option, whole_option
+from snapstream.config import EngineOptions
+
+if TYPE_CHECKING:
+    from snapstream.plan.draft_memory import DraftMemory
 
 HELP = """What a model costs, from its config.json alone: bytes per row, rows that fit, prefill, speed.
 
@@ -24,76 +28,80 @@ Examples:
 """
 
 
-def plan(
-    config: Annotated[Path, typer.Argument(help="config.json, or the folder it is in.", show_default=False)],
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """What is planned, and for which device."""
+
     budget: Annotated[
         list[int] | None,
         whole_option("Slots of a row; repeatable. Default: 1/2, 1/4, 1/8, 1/16 of the prompt."),
-    ] = None,
-    prompt_len: Annotated[
-        int | None, whole_option("Prompt tokens. Default: the model's window, at most 131072.")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, whole_option("Prompt and output tokens: slots of a full row. Default: the prompt.")
-    ] = None,
-    chunk_len: Annotated[
-        str, typer.Option(help="Tokens of one prefill unit; auto: as a GPU engine does.", metavar="N|auto")
-    ] = "auto",
-    dtype: EngineDType = "bfloat16",
-    kv_dtype: RowDType = "auto",
-    rescore_every: RescoreEvery = None,
-    hops: Annotated[int, whole_option("Rounds of selection after the window's (SnapKVConfig.num_hops).")] = 0,
-    draft: Annotated[
-        Path | None, typer.Option(help="Draft on the same device: its config.json, or the folder.")
-    ] = None,
+    ] = None
+    prompt_len: Annotated[int | None, whole_option("Prompt tokens. Default: the model's window, at most 131072.")] = (
+        None
+    )
+    draft: Annotated[Path | None, typer.Option(help="Draft on the same device: its config.json, or the folder.")] = None
     draft_window_len: Annotated[
         int | None, whole_option("With --draft: tokens it reads at once. Default: its own window.")
-    ] = None,
-    memory: Annotated[str, typer.Option(help="Device memory, e.g. 80GiB, 24GB.")] = "80GiB",
-    bandwidth: Annotated[str, typer.Option(help="Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s",
-    device: Annotated[str, typer.Option(help="Device of this machine that --max-rows auto fills.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (bytes, tokens, tokens/s).")] = False,
+    ] = None
+    memory: Annotated[str, text_option("SIZE", "Device memory, e.g. 80GiB, 24GB.")] = "80GiB"
+    bandwidth: Annotated[str, text_option("RATE", "Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s"
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (bytes, tokens, tokens/s).")] = False
+
+    def __post_init__(self) -> None:
+        if self.draft is None and self.draft_window_len is not None:
+            raise ValueError(
+                f"--draft-window-len is {self.draft_window_len}, and there is no draft; give one with --draft"
+            )
+
+
+ENGINE = Flags(
+    defaults={"dtype": "bfloat16"},
+    words={
+        "max_model_len": "Prompt and output tokens: slots of a full row. Default: the prompt.",
+        "chunk_len": "Tokens of one prefill unit; auto: as a GPU engine does.",
+        "device": "Device of this machine that --max-rows auto fills.",
+    },
+    without=("budget", "executor", "max_rows", "prefill_quantum", "prefill_attention", "max_waiting"),
+)
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="config.json, or the folder it is in.", show_default=False)],
+    flags: PlanFlags,
+    engine: Annotated[EngineOptions, ENGINE],
 ) -> None:
-    from snapstream.config import DTYPE_BYTES
-    from snapstream.draft_memory import draft_memory
     from snapstream.models.registry import read_model_config
-    from snapstream.planning import Here, make_plan
-    from snapstream.sizes import parse_bandwidth, parse_bytes
-    from snapstream.spec_prefill.settings import ScoringSettings
-    from snapstream.startup import available_bytes, check_device
+    from snapstream.plan.plan import Device, Here, make_plan
+    from snapstream.plan.sizes import parse_bandwidth, parse_bytes
+    from snapstream.start.measure import check_device, device_memory
 
-    if draft is None and draft_window_len is not None:
-        raise ValueError(f"--draft-window-len is {draft_window_len}, and there is no draft; give one with --draft")
-    if device != "cpu":  # asking for a GPU imports torch
-        check_device(device)
-
+    check_device(engine.device)
+    free_bytes, _ = device_memory(engine.device)
     result = make_plan(
         read_model_config(config),
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        budgets=budget or (),
-        prompt_len=prompt_len,
-        max_model_len=max_model_len,
-        chunk_len=parse_chunk_len(chunk_len),
-        memory_bytes=parse_bytes(memory),
-        bandwidth=parse_bandwidth(bandwidth),
-        here=Here(device=device, free_bytes=available_bytes(device)),
-        snapkv=SnapKVConfig(num_hops=hops),
-        rescoring=parse_rescoring(rescore_every),
-        draft=None
-        if draft is None
-        else draft_memory(
-            read_model_config(draft),
-            ScoringSettings(window_len=draft_window_len or 0),
-            dtype_bytes=DTYPE_BYTES[dtype],
-            device="cuda",
-        ),
+        engine,
+        budgets=flags.budget or (),
+        prompt_len=flags.prompt_len,
+        gpu=Device(memory_bytes=parse_bytes(flags.memory), bandwidth_bytes_per_s=parse_bandwidth(flags.bandwidth)),
+        here=Here(device=engine.device, free_bytes=free_bytes),
+        draft=_draft_memory(flags, engine),
     )
-    if as_json:
+    if flags.as_json:
         typer.echo(json.dumps(result.as_dict(), indent=2))
         return
     from rich.console import Console
 
-    from snapstream.plan_report import print_plan
+    from snapstream.plan.report import print_plan
 
     print_plan(result, Console())
+
+
+def _draft_memory(flags: PlanFlags, engine: EngineOptions) -> DraftMemory | None:
+    if flags.draft is None:
+        return None
+    from snapstream.models.registry import read_model_config
+    from snapstream.plan.draft_memory import draft_memory
+    from snapstream.spec_prefill.settings import ScoringSettings
+
+    scoring = ScoringSettings(window_len=flags.draft_window_len or 0)
+    return draft_memory(read_model_config(flags.draft), scoring, dtype=engine.dtype, device="cuda")

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from snapstream.cli.options import (
-    Draft,
-    DraftChunkLen,
-    DraftDevice,
-    DraftDType,
-    DraftWindowLen,
-    NoWindows,
-    number_option,
-    whole_option,
-)
+from snapstream.cli.draft import DraftFlags
+from snapstream.cli.flags import number_option, text_option, whole_option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,37 +28,41 @@ Examples:
 """
 
 
-def proxy(
-    upstream: Annotated[str, typer.Option(help="Base URL of the server, with or without /v1.", show_default=False)],
-    draft: Draft = None,
+@dataclass(frozen=True, kw_only=True)
+class ProxyFlags:
+    """What is cut, and where the proxy serves."""
+
     target: Annotated[
         Path | None,
         typer.Option(help="Folder with the upstream model's tokenizer, to count its tokens. Default: the draft's."),
-    ] = None,
-    keep: Annotated[float | None, number_option("Share of a long prompt that stays, in (0, 1].")] = None,
-    max_tokens: Annotated[int | None, whole_option("Ceiling of a prompt in tokens, instead of --keep.")] = None,
-    threshold: Annotated[int | None, whole_option("Shorter prompts are left alone (tokens). Default: 1024.")] = None,
+    ] = None
+    keep: Annotated[float | None, number_option("Share of a long prompt that stays, in (0, 1].")] = None
+    max_tokens: Annotated[int | None, whole_option("Ceiling of a prompt in tokens, instead of --keep.")] = None
+    threshold: Annotated[int | None, whole_option("Shorter prompts are left alone (tokens). Default: 1024.")] = None
     look_ahead: Annotated[
         int | None, whole_option("Queries of the draft that vote; 0: the prompt's own last ones. Default: 8.")
-    ] = None,
-    chunk_len: DraftChunkLen = None,
-    window_len: DraftWindowLen = None,
-    no_windows: NoWindows = False,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[int, whole_option("Port; 0 takes a free one.")] = 8001,
+    ] = None
+    host: Annotated[str, text_option("ADDRESS", "Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1"
+    port: Annotated[int, whole_option("Port; 0 takes a free one.")] = 8001
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar="SNAPSTREAM_API_KEY", help="Bearer key for /v1/*; repeatable. Default: none, open."),
-    ] = None,
+        typer.Option(
+            envvar="SNAPSTREAM_API_KEY", metavar="KEY", help="Bearer key for /v1/*; repeatable. Default: none, open."
+        ),
+    ] = None
     upstream_key: Annotated[
         str | None,
-        typer.Option(envvar=UPSTREAM_KEY_VARIABLE, help="Key sent upstream. Default: the client's own."),
-    ] = None,
-    allowed_host: Annotated[list[str] | None, typer.Option(help="Host to answer to, beside localhost.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="A failing draft is a 500, not a whole prompt.")] = False,
-    drain_timeout: Annotated[float, number_option("Seconds that open answers get after SIGTERM.")] = 30.0,
-    dtype: DraftDType = "float32",
-    device: DraftDevice = "cpu",
+        text_option("KEY", "Key sent upstream. Default: the client's own.", envvar=UPSTREAM_KEY_VARIABLE),
+    ] = None
+    allowed_host: Annotated[list[str] | None, text_option("HOST", "Host to answer to, beside localhost.")] = None
+    strict: Annotated[bool, typer.Option("--strict", help="A failing draft is a 500, not a whole prompt.")] = False
+    drain_timeout: Annotated[float, number_option("Seconds that open answers get after SIGTERM.")] = 30.0
+
+
+def proxy(
+    upstream: Annotated[str, typer.Option(help="Base URL of the server, with or without /v1.", show_default=False)],
+    flags: ProxyFlags,
+    draft: DraftFlags,
 ) -> None:
     try:
         from snapstream.proxy import run
@@ -73,7 +70,6 @@ def proxy(
         raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
     import logging
 
-    from snapstream.assets import TINY_DRAFT_MODEL
     from snapstream.proxy.settings import ProxySettings
     from snapstream.server.http.auth import KEY_VARIABLE, refuse_blank
     from snapstream.server.http.hosts import answered_hosts
@@ -81,28 +77,31 @@ def proxy(
     from snapstream.server.logs import set_up
     from snapstream.spec_prefill.settings import PromptCompression, cut_of, scoring_of
 
-    if keep is None and max_tokens is None:
+    keep = flags.keep
+    if keep is None and flags.max_tokens is None:
         keep = 0.25  # where the published accuracy still holds (arXiv 2603.02631)
     for variable in (KEY_VARIABLE, UPSTREAM_KEY_VARIABLE):
         refuse_blank(variable)
     settings = ProxySettings(
         upstream=upstream,
-        wish=PromptCompression(keep=keep, max_tokens=max_tokens),
-        api_keys=tuple(api_key or ()),
-        upstream_key=upstream_key,
-        allowed_hosts=answered_hosts(host, allowed_host or ()),
-        is_strict=strict,
+        wish=PromptCompression(keep=keep, max_tokens=flags.max_tokens),
+        api_keys=tuple(flags.api_key or ()),
+        upstream_key=flags.upstream_key,
+        allowed_hosts=answered_hosts(flags.host, flags.allowed_host or ()),
+        is_strict=flags.strict,
     )
-    options = run.ProxyOptions(host=host, port=port, drain_timeout_s=drain_timeout)
+    options = run.ProxyOptions(host=flags.host, port=flags.port, drain_timeout_s=flags.drain_timeout)
     set_up("text")
     for name in ("httpx", "httpcore"):  # httpx tells whole URLs, and a query may hold a key
         logging.getLogger(name).setLevel(logging.WARNING)
-    scoring, cut = scoring_of(look_ahead, window_len, no_windows=no_windows), cut_of(chunk_len)
+    scoring = scoring_of(flags.look_ahead, draft.window_len, no_windows=draft.no_windows)
+    cut = cut_of(draft.chunk_len)
 
     def load() -> tuple[PromptCompressor, PreTrainedTokenizerBase | None]:
-        folder = draft or TINY_DRAFT_MODEL
-        compressor = load_compressor(folder, threshold=threshold, scoring=scoring, cut=cut, dtype=dtype, device=device)
-        return compressor, run.load_target(target)
+        compressor = load_compressor(
+            draft.folder, threshold=flags.threshold, scoring=scoring, cut=cut, dtype=draft.dtype, device=draft.device
+        )
+        return compressor, run.load_target(flags.target)
 
     with run.bind(options) as listener:  # a taken port fails before anything is loaded
         run.run_proxy(load, settings, options, listener)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from snapstream.cli.options import (
-    Device,
-    EngineDType,
-    EngineExecutor,
-    MaxModelLen,
-    PrefillAttention,
-    RescoreEvery,
-    RowDType,
-    number_option,
-    parse_budget,
-    parse_rescoring,
-    parse_rows,
-    whole_option,
-)
+from snapstream.cli.flags import Flags, number_option, text_option, whole_option
+from snapstream.config import EngineOptions
 
 HELP = """Serve a model over HTTP, as the OpenAI API; SIGTERM drains. Needs the extra: snapstream-llm[serve].
 
@@ -35,69 +24,78 @@ Examples:
 """
 
 
-def serve(
-    model: Annotated[
-        Path | None, typer.Argument(help="Checkpoint folder. Default: the shipped tiny one.", show_default=False)
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[int, whole_option("Port; 0 takes a free one.")] = 8000,
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags:
+    """Where it serves, whom, and under which names."""
+
+    host: Annotated[str, text_option("ADDRESS", "Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1"
+    port: Annotated[int, whole_option("Port; 0 takes a free one.")] = 8000
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar="SNAPSTREAM_API_KEY", help="Bearer key for /v1/*; repeatable. Default: none, open."),
-    ] = None,
+        typer.Option(
+            envvar="SNAPSTREAM_API_KEY", metavar="KEY", help="Bearer key for /v1/*; repeatable. Default: none, open."
+        ),
+    ] = None
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name(s) that clients use; repeatable. Default: the folder's.")
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="Slots of a row, or 'full'; a request may ask for less. Default: 8192, at most the window."),
-    ] = None,
-    rescore_every: RescoreEvery = None,
-    max_rows: Annotated[
-        str, typer.Option(help="Rows: samples decoded together; auto: as many as fit.", metavar="N|auto")
-    ] = "8",
-    max_model_len: MaxModelLen = None,
-    dtype: EngineDType = "float32",
-    kv_dtype: RowDType = "auto",
-    device: Device = "cpu",
-    executor: EngineExecutor = None,
-    prefill_attention: PrefillAttention = "auto",
-    max_waiting: Annotated[int, whole_option("Requests that may wait; more get 429. 0: no bound.")] = 128,
-    allowed_host: Annotated[list[str] | None, typer.Option(help="Host to answer to, beside localhost.")] = None,
+        list[str] | None,
+        text_option("NAME", "Name(s) that clients use; repeatable. Default: the folder's."),
+    ] = None
+    allowed_host: Annotated[list[str] | None, text_option("HOST", "Host to answer to, beside localhost.")] = None
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin whose pages may call this server; repeatable.")
-    ] = None,
+        list[str] | None, text_option("ORIGIN", "Origin whose pages may call this server; repeatable.")
+    ] = None
     tool_parser: Annotated[
         Literal["auto", "llama3_json", "hermes", "none"],
         typer.Option(help="How the model writes tool calls; auto goes by its chat template."),
-    ] = "auto",
+    ] = "auto"
+    drain_timeout: Annotated[float, number_option("Seconds that running requests get after SIGTERM.")] = 30.0
+    no_page: Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page at /.")] = False
+    no_vllm_names: Annotated[
+        bool, typer.Option("--no-vllm-names", help="Metrics under snapstream: only, not also under vllm:.")
+    ] = False
+    no_restart: Annotated[bool, typer.Option("--no-restart", help="Do not restart an engine that died.")] = False
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Of the log on stderr: a line for each request, never its text.")
+    ] = "text"
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate file (PEM).")] = None
+    tls_key: Annotated[Path | None, typer.Option(help="Key file (PEM).")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrimFlags:
+    """A draft, and what it does to prompts of requests that do not say."""
+
     draft: Annotated[
         Path | None,
         typer.Option(help="Draft's checkpoint folder: requests may have it shorten their prompts. Default: none."),
-    ] = None,
+    ] = None
     prompt_keep: Annotated[
         float | None, number_option("With --draft: share that stays of long prompts whose request does not say.")
-    ] = None,
+    ] = None
     prompt_max_tokens: Annotated[
         int | None, whole_option("With --draft: ceiling of a prompt in tokens, instead of --prompt-keep.")
-    ] = None,
+    ] = None
     prompt_threshold: Annotated[
         int | None, whole_option("With --draft: leave prompts of fewer tokens alone. Default: 1024.")
-    ] = None,
+    ] = None
     draft_window_len: Annotated[
         int | None, whole_option("With --draft: tokens it reads at once. Default: its own window.")
+    ] = None
+
+
+ENGINE = Flags(
+    defaults={"max_waiting": 128},
+    words={"max_waiting": "Requests that may wait; more get 429. 0: no bound."},
+)
+
+
+def serve(
+    engine: Annotated[EngineOptions, ENGINE],
+    trim: TrimFlags,
+    flags: ServeFlags,
+    model: Annotated[
+        Path | None, typer.Argument(help="Checkpoint folder. Default: the shipped tiny one.", show_default=False)
     ] = None,
-    drain_timeout: Annotated[float, number_option("Seconds that running requests get after SIGTERM.")] = 30.0,
-    no_page: Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page at /.")] = False,
-    no_vllm_names: Annotated[
-        bool, typer.Option("--no-vllm-names", help="Metrics under snapstream: only, not also under vllm:.")
-    ] = False,
-    no_restart: Annotated[bool, typer.Option("--no-restart", help="Do not restart an engine that died.")] = False,
-    log_format: Annotated[
-        Literal["text", "json"], typer.Option(help="Of the log on stderr: a line for each request, never its text.")
-    ] = "text",
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate file (PEM).")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Key file (PEM).")] = None,
 ) -> None:
     try:
         from snapstream.server import run
@@ -111,43 +109,33 @@ def serve(
     from snapstream.server.http.hosts import answered_hosts
     from snapstream.server.settings import ServerSettings
 
-    logs.set_up(log_format)
-    spec = EngineSpec(
-        model=str(model or TINY_MODEL),
-        budget=parse_budget(budget),
-        dtype=dtype,
-        rescoring=parse_rescoring(rescore_every),
-        kv_dtype=kv_dtype,
-        device=device,
-        executor=executor,
-        prefill_attention=prefill_attention,
-        max_rows=parse_rows(max_rows),
-        max_model_len=max_model_len,
-        max_waiting=max_waiting,
-    )
+    logs.set_up(flags.log_format)
     refuse_blank(KEY_VARIABLE)
     settings = ServerSettings(
-        api_keys=tuple(api_key or ()),
-        cors_origins=tuple(cors_origin or ()),
-        allowed_hosts=answered_hosts(host, allowed_host or ()),
-        max_requests=run.most_requests(spec.max_rows, spec.max_waiting),
-        has_page=not no_page,
-        has_vllm_names=not no_vllm_names,
-        tool_parser=tool_parser,
-        prompt_compression=run.default_compression(draft, prompt_keep, prompt_max_tokens, prompt_threshold),
+        api_keys=tuple(flags.api_key or ()),
+        cors_origins=tuple(flags.cors_origin or ()),
+        allowed_hosts=answered_hosts(flags.host, flags.allowed_host or ()),
+        max_requests=run.most_requests(engine),
+        has_page=not flags.no_page,
+        has_vllm_names=not flags.no_vllm_names,
+        tool_parser=flags.tool_parser,
+        prompt_compression=run.default_compression(
+            trim.draft, trim.prompt_keep, trim.prompt_max_tokens, trim.prompt_threshold
+        ),
     )
     options = run.ServeOptions(
-        host=host,
-        port=port,
-        names=tuple(served_model_name or ()),
-        drain_timeout_s=drain_timeout,
-        restart=not no_restart,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        draft=draft,
-        draft_threshold=prompt_threshold,
-        draft_window_len=draft_window_len,
+        host=flags.host,
+        port=flags.port,
+        names=tuple(flags.served_model_name or ()),
+        drain_timeout_s=flags.drain_timeout,
+        restart=not flags.no_restart,
+        tls_cert=flags.tls_cert,
+        tls_key=flags.tls_key,
+        draft=trim.draft,
+        draft_threshold=trim.prompt_threshold,
+        draft_window_len=trim.draft_window_len,
     )
+    spec = EngineSpec(model=str(model or TINY_MODEL), options=engine)
     try:
         run.serve(spec, settings, options)
     except EngineDead as error:

@@ -1,22 +1,22 @@
 """Every setting of the system as a frozen dataclass, validated once. No torch here.
 
-``cache.py``: what a row holds and how it is chosen; ``model.py``: the shape of a decoder; ``engine.py``: how both are
-run; ``values.py``: dtypes, and how single values are checked.
+``cache.py``: what a row holds; ``selector.py``: how its tokens are chosen; ``model.py``: the shape of a decoder;
+``options.py``: what a user may say about an engine; ``engine.py``, ``chunking.py``: what it was decided to be;
+``settings.py``: what both have; ``registry.py``: names to choose from; ``values.py``: dtypes, and how single values are
+checked.
 """
 
 from snapstream.config.cache import (
     DEFAULT_SINK,
-    DEFAULT_WINDOW,
-    GroupReduce,
     KVBudget,
-    Pooling,
     RescoringConfig,
-    Selection,
-    SnapKVConfig,
-    SoftmaxOver,
 )
-from snapstream.config.engine import EXECUTORS, EngineConfig, Executor, PrefillAttentionName
+from snapstream.config.chunking import Chunking
+from snapstream.config.engine import EXECUTORS, EngineConfig
 from snapstream.config.model import ModelConfig, RopeConfig, RopeKind
+from snapstream.config.options import AutoCount, Budget, EngineOptions
+from snapstream.config.selector import DEFAULT_OBSERVATION, DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
+from snapstream.config.settings import PrefillAttentionName, Settings
 from snapstream.config.values import (
     DTYPE_BYTES,
     KV_DTYPES,
@@ -29,28 +29,31 @@ from snapstream.config.values import (
 )
 
 __all__ = [
+    "DEFAULT_OBSERVATION",
+    "DEFAULT_SELECTOR",
     "DEFAULT_SINK",
-    "DEFAULT_WINDOW",
     "DTYPE_BYTES",
     "EXECUTORS",
     "KV_DTYPES",
+    "SELECTORS",
+    "AutoCount",
+    "Budget",
+    "Chunking",
     "DType",
     "EngineConfig",
-    "Executor",
-    "GroupReduce",
+    "EngineOptions",
     "InvalidValue",
     "KVBudget",
     "KVDType",
     "ModelConfig",
-    "Pooling",
     "PrefillAttentionName",
     "RescoringConfig",
     "RopeConfig",
     "RopeKind",
-    "Selection",
-    "SnapKVConfig",
-    "SoftmaxOver",
+    "Selector",
+    "Settings",
     "as_count",
     "as_number",
     "kv_dtype_bytes",
+    "make_selector",
 ]

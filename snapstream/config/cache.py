@@ -1,4 +1,4 @@
-"""What a row holds and how it is chosen: budget, selection, rescoring.
+"""What a row holds, and when it chooses again: budget and rescoring. ``selector.py`` says how tokens are chosen.
 
 Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that what a row costs can be
 read off its config. ``cache/layout.py`` turns a ``KVBudget`` into slot arithmetic.
@@ -7,16 +7,11 @@ read off its config. ``cache/layout.py`` turns a ``KVBudget`` into slot arithmet
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from snapstream.config.selector import DEFAULT_OBSERVATION
 from snapstream.config.values import as_count, as_number, check, set_counts
 
-Selection = Literal["snapkv", "random"]
-Pooling = Literal["avg", "max"]
-SoftmaxOver = Literal["candidates", "row"]
-GroupReduce = Literal["sum", "max"]
 DEFAULT_SINK = 4  # StreamingLLM (arXiv 2309.17453): four sinks are enough, fewer are not
-DEFAULT_WINDOW = 32  # SnapKV (arXiv 2404.14469) uses 16 to 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +47,24 @@ class KVBudget:
 
     @classmethod
     def of(
-        cls, capacity: int, *, num_sink: int = DEFAULT_SINK, window_len: int = DEFAULT_WINDOW, num_window: int = 0
+        cls,
+        capacity: int,
+        *,
+        num_sink: int = DEFAULT_SINK,
+        observation_len: int = DEFAULT_OBSERVATION,
+        num_window: int = 0,
     ) -> KVBudget:
-        """Split ``capacity`` slots by default: a quarter recent (never less than the window), the rest top-k.
+        """Split ``capacity`` slots by default: a quarter recent (never less than ``observation_len``), the rest top-k.
 
         ``num_window`` slots, for prompt tokens that stay, come out of the recent ones.
         """
-        capacity, least = as_count("budget", capacity, 1), num_sink + window_len
+        capacity, least = as_count("budget", capacity, 1), num_sink + observation_len
         check(
             capacity >= least,
-            f"a budget of {capacity} slots is smaller than sinks + observation window "
-            f"({num_sink} + {window_len} = {least})",
+            f"a budget of {capacity} slots is smaller than sinks + observation_len "
+            f"({num_sink} + {observation_len} = {least})",
         )
-        num_recent = min(max(window_len, capacity // 4), capacity - num_sink)
+        num_recent = min(max(observation_len, capacity // 4), capacity - num_sink)
         as_count("num_window", num_window, 0, num_recent - 1)
         return cls(
             num_sink=num_sink,
@@ -79,43 +79,6 @@ class KVBudget:
         capacity = as_count("budget", capacity, 1)
         check(capacity > num_sink, f"a budget of {capacity} slots leaves no ring beside {num_sink} sinks")
         return cls(num_sink=num_sink, num_topk=0, num_recent=capacity - num_sink)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnapKVConfig:
-    """How the end of a prompt votes for the tokens to keep (SnapKV, arXiv 2404.14469; SnapStream, section 3)."""
-
-    selection: Selection = "snapkv"  # "random" ignores the votes: the floor that a selection must beat
-    window_len: int = DEFAULT_WINDOW  # observation window: the last prompt queries that vote
-    pool_kernel: int = 7  # odd width of the centred pooling along the keys, stride 1, zero padding
-    pooling: Pooling = "max"  # SnapKV's code has both; why the maximum: docs/accuracy.md
-    pool_half_life: int = 8  # tokens ahead over which a pooled score halves; 0 carries none ahead, as SnapKV has it
-    softmax_over: SoftmaxOver = "candidates"  # normalise over the eviction candidates, or over the whole visible row
-    group_reduce: GroupReduce = "sum"  # how query heads that share a kv head merge, after the softmax
-    num_hops: int = (
-        0  # rounds in which the tokens that got most votes vote in turn; keeps a layer's queries till its end
-    )
-
-    def __post_init__(self) -> None:
-        set_counts(self, window_len=1, pool_kernel=1, pool_half_life=0, num_hops=0)
-        check(
-            self.selection in ("snapkv", "random"),
-            f"selection is {self.selection!r}; it must be 'snapkv' or 'random'",
-        )
-        check(self.pool_kernel % 2 == 1, f"pool_kernel is {self.pool_kernel}; it must be odd")
-        check(self.pooling in ("avg", "max"), f"pooling is {self.pooling!r}; it must be 'avg' or 'max'")
-        check(
-            self.softmax_over in ("candidates", "row"),
-            f"softmax_over is {self.softmax_over!r}; it must be 'candidates' or 'row'",
-        )
-        check(
-            self.group_reduce in ("sum", "max"),
-            f"group_reduce is {self.group_reduce!r}; it must be 'sum' or 'max'",
-        )
-
-    def num_queries(self, prompt_len: int) -> int:
-        """How many of the last queries of a prompt selection needs."""
-        return min(self.window_len, prompt_len) if self.num_hops == 0 else prompt_len
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,10 +122,10 @@ class Admission:
         return self._open_pack(pack, num_unpassing)
 
     def _is_short(self, live: LiveRequest) -> bool:
-        return live.num_tokens <= self._config.short_len
+        return live.num_tokens <= self._config.chunking.short_len
 
     def _joins(self, pack: list[LiveRequest], live: LiveRequest) -> bool:
-        return not pack or sum(other.num_tokens for other in pack) + live.num_tokens <= self._config.chunk_len
+        return not pack or sum(other.num_tokens for other in pack) + live.num_tokens <= self._config.chunking.chunk_len
 
     def _open_pack(self, pack: list[LiveRequest], num_unpassing: int) -> Job | None:
         """The largest head of the pack for which there is staging."""
@@ -144,14 +144,14 @@ class Admission:
         for live in requests:
             self._take_out(live)
         entries = tuple(self._entry(live) for live in requests)
-        own = job_chunk_len(self._config, num_tokens)
+        own = job_chunk_len(self._config.chunking, num_tokens)
         spec = JobSpec(
             job_id=next(self._job_ids),
             staging_start=start,
             entries=entries,
-            chunk_len=own if own != self._config.chunk_len else 0,
+            chunk_len=own if own != self._config.chunking.chunk_len else 0,
         )
-        num_units = spec.num_units(self._config.chunk_len, self._num_layers)
+        num_units = spec.num_units(self._config.chunking.chunk_len, self._num_layers)
         return Job(spec, tuple(requests), is_short, num_units)
 
     def _entry(self, live: LiveRequest) -> PrefillEntry:
@@ -164,5 +164,6 @@ class Admission:
             seeds=tuple(sample.seed for sample in live.samples),
             sampling=live.request.sampling,
             budget=live.budget,
+            selector=live.selector,
             positions=live.request.positions,
         )

@@ -43,7 +43,7 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         """``random`` draws the seeds of requests that bring none; by default from the system's entropy."""
-        self._runner = runner
+        self.runner = runner
         self._config = config
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -122,7 +122,7 @@ class Engine:
             now = self._clock() if planned.started else 0.0
             for live in planned.started:
                 live.start(now)
-            self._pending = planned, self._runner.submit(planned.plan)
+            self._pending = planned, self.runner.submit(planned.plan)
         if previous is not None:
             self._handle(previous[0], previous[1].result())
         return self._hand_out()
@@ -134,6 +134,7 @@ class Engine:
         return LiveRequest(
             request=request,
             budget=request.budget or self._config.budget,
+            selector=request.selector or self._config.selector,
             samples=samples,
             output=RequestOutput(
                 request_id=request.request_id,

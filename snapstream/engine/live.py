@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, Selector
 from snapstream.engine.detokenizer import TextStream
 from snapstream.request import FinishReason, Logprob, Request, RequestOutput, SampleOutput, SamplingParams
 from snapstream.step import PrefillResult
@@ -91,6 +91,7 @@ class LiveRequest:
 
     request: Request
     budget: KVBudget
+    selector: Selector
     samples: tuple[LiveSample, ...]
     output: RequestOutput
     arrived: float  # seconds of the engine's clock, as the two below

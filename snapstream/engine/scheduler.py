@@ -55,8 +55,8 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, *, num_layers: int) -> None:
         self._admission = Admission(config, num_layers=num_layers)
-        self._config = config
-        self._quantum = config.prefill_quantum or num_layers
+        self._chunking = config.chunking
+        self._quantum = config.chunking.prefill_quantum or num_layers
         self._idle_quantum = max(self._quantum, IDLE_PASSES * num_layers)
         self._jobs: dict[int, Job] = {}
         self._decoding: dict[int, LiveSample] = {}  # by row
@@ -136,7 +136,7 @@ class Scheduler:
     def _plan_units(self, *, is_decoding: bool) -> tuple[list[JobSpec], list[UnitRange]]:
         opened: list[JobSpec] = []
         units: list[UnitRange] = []
-        by_work = self._config.step_work > 0
+        by_work = self._chunking.step_work > 0
         limit = self._quantum if is_decoding and not by_work else self._idle_quantum
         work = 0
         num_planned = 0
@@ -165,8 +165,8 @@ class Scheduler:
         """
         count = 0
         while count < most:
-            more = work + unit_work(self._config, job.spec, job.next_unit + count)
-            if is_waited_for and work > 0 and more > self._config.step_work:
+            more = work + unit_work(self._chunking, job.spec, job.next_unit + count)
+            if is_waited_for and work > 0 and more > self._chunking.step_work:
                 break
             count, work = count + 1, more
         return count, work

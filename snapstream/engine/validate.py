@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from snapstream.config import EngineConfig, InvalidValue
+from snapstream.config import EngineConfig, InvalidValue, Selector
 from snapstream.request import Request
 
 
@@ -33,9 +33,11 @@ def check_request(request: Request, config: EngineConfig, *, vocab_size: int, ha
         raise InvalidValue(
             f"grammar ({sampling.grammar.kind}) needs the checkpoint's tokenizer, and it has none", "grammar"
         )
-    if request.budget is not None:
+    if request.selector is not None:
+        _check_selector(request.selector, config)
+    if request.budget is not None or request.selector is not None:
         try:
-            config.check_budget(request.budget)
+            config.check_budget(request.budget or config.budget, request.selector)
         except ValueError as error:
             raise InvalidValue(str(error), "budget") from None
 
@@ -53,12 +55,32 @@ def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> No
             f"the limit is {config.max_model_len}",
             "prompt_token_ids",
         )
-    is_short = num_prompt <= config.short_len
+    is_short = num_prompt <= config.chunking.short_len
     limit = config.pool_tokens if is_short else config.pool_tokens - config.short_reserve
     if num_prompt > limit:
         raise InvalidValue(
             f"a prompt of {num_prompt} tokens can never be staged; the pool takes up to {limit}", "prompt_token_ids"
         )
+
+
+def _check_selector(selector: Selector, config: EngineConfig) -> None:
+    """Refuse a selector that needs memory which this engine has not set aside, or cannot do what its rows do."""
+    name, own = selector.name, config.selector
+    if selector.needs_all_queries and not own.needs_all_queries:
+        raise InvalidValue(
+            f"selector {name!r} needs the queries of a whole prompt, for which this engine has set no memory aside; "
+            f"start the engine with selector {name!r}",
+            "selector",
+        )
+    if selector.observation_len > own.observation_len:
+        raise InvalidValue(
+            f"selector {name!r} lets {selector.observation_len} queries vote; this engine has memory for "
+            f"{own.observation_len}; start the engine with this selector",
+            "selector",
+        )
+    if config.rescoring is not None and not selector.can_rescore:
+        message = f"selector {name!r} cannot rescore, and this engine does; start the engine without rescoring"
+        raise InvalidValue(message, "selector")
 
 
 def _check_positions(request: Request, positions: tuple[int, ...], config: EngineConfig) -> None:

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: the plain meaning of every kernel (reference), faster versions, the choice (dispatch)."""
+"""Tensors in, tensors out: the plain meaning of every kernel (reference), faster versions, the choice (bound)."""

@@ -1,22 +1,24 @@
 """The plain PyTorch meaning of every kernel. Slow and short; every faster version is tested against these.
 
+A field of ``bound.Kernels`` has here a function of its name and its signature; the others are the parts of those.
 Softmax and scores are fp32 whatever the storage dtype. Shapes: T chunk tokens, N prompt tokens, B rows of a batch,
 w observation queries, H query heads, G kv heads, E head dim, C capacity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapstream.kernels.fp8 import Scales, quantise
+from snapstream.kernels.fp8 import quantise
+from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last T of N tokens: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``.
+    """Causal attention of the last T of N tokens: ``q [T, H, E]``, ``k [G, N, E], v [G, N, E']`` -> ``[T, H, E']``.
 
     Query ``i`` sits at position ``N - T + i`` and sees the keys up to its own position (bottom-right causal).
     """
@@ -28,95 +30,98 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     hidden = torch.arange(num_keys, device=q.device) > query_position[:, None]  # [T, N]
     weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
     out = torch.einsum("grtn,gne->tgre", weights, v.float())
-    return out.reshape(num_queries, num_heads, head_dim).to(q.dtype)
+    return out.reshape(num_queries, num_heads, -1).to(q.dtype)
 
 
-def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor, scales: Scales | None = None
-) -> Tensor:
+def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
     """Attention of one query per row over the row's first ``lengths`` slots.
 
-    ``q [B, H, E]``, ``k, v [rows+1, G, C, E]``, ``rows, lengths [B]`` int64, lengths >= 1 -> ``[B, H, E]``. Rows in
-    FP8 have ``scales``, here and below.
+    ``q [B, H, E]``, ``rows, lengths [B]`` int64, lengths >= 1 -> ``[B, H, E']``, E' numbers of a value.
     """
     batch, num_heads, head_dim = q.shape
-    keys, values = k[rows].float(), v[rows].float()  # [B, G, C, E]
-    if scales is not None:
-        keys, values = (x * scale[rows][..., None, None] for x, scale in zip((keys, values), scales, strict=True))
+    keys, values = cache.k[rows].float(), cache.v[rows].float()  # [B, G, C, E], [B, G, C, E']
+    if cache.scales is not None:
+        keys, values = (x * scale[rows][..., None, None] for x, scale in zip((keys, values), cache.scales, strict=True))
     grouped = q.float().view(batch, keys.shape[1], -1, head_dim)
     logits = torch.einsum("bgre,bgce->bgrc", grouped, keys) * head_dim**-0.5
     unseen = torch.arange(keys.shape[2], device=q.device) >= lengths[:, None, None, None]
     # Slots that were never written may hold anything, NaN included: a weight of 0 would not silence them.
     values = values.masked_fill(unseen[:, 0, 0, :, None].unsqueeze(1), 0.0)
     weights = logits.masked_fill(unseen, float("-inf")).softmax(-1)
-    return torch.einsum("bgrc,bgce->bgre", weights, values).reshape(batch, num_heads, head_dim).to(q.dtype)
+    return torch.einsum("bgrc,bgce->bgre", weights, values).reshape(batch, num_heads, -1).to(q.dtype)
 
 
-def write_slots(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor, scales: Scales | None = None
-) -> None:
-    """Store ``k, v [B, G, E]`` in slot ``slots[b]`` of row ``rows[b]`` of ``[rows+1, G, C, E]``, in place."""
-    if scales is not None:  # written as bytes: whether an index may be written in FP8 depends on the device
-        k, v = (quantise(x, scale[rows][..., None]) for x, scale in zip((k, v), scales, strict=True))
-        k_cache, v_cache, k, v = (x.view(torch.uint8) for x in (k_cache, v_cache, k, v))
-    k_cache[rows, :, slots] = k
-    v_cache[rows, :, slots] = v
+def write_slots(k: Tensor, v: Tensor, cache: LayerRows, rows: Tensor, slots: Tensor) -> None:
+    """Store ``k [B, G, E], v [B, G, E']`` in slot ``slots[b]`` of row ``rows[b]``, in place; of latents k alone."""
+    for stored, new, scale in _stored(cache, k, v):
+        if scale is None:
+            stored[rows, :, slots] = new
+        else:  # written as bytes: whether an index may be written in FP8 depends on the device
+            narrow = quantise(new, scale[rows][..., None])
+            stored.view(torch.uint8)[rows, :, slots] = narrow.view(torch.uint8)
 
 
-def gather_rows(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rows: Sequence[int],
-    keys: Tensor,
-    values: Tensor,
-    index: Tensor,
-    scales: Scales | None = None,
-) -> None:
-    """Fill the first ``n`` slots of each of ``rows`` of ``[rows+1, G, C, E]`` with tokens of a prompt, in place.
+def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
+    """Fill the first ``n`` slots of each of ``rows`` with tokens of a prompt, in place.
 
-    ``keys, values [G, N, E]``; ``index [G, n]`` is the token of each slot.
+    ``keys [G, N, E], values [G, N, E']``; ``index [G, n]`` is the token of each slot.
     """
-    expanded = index[..., None].expand(-1, -1, keys.shape[-1])
-    kept_keys, kept_values = keys.gather(1, expanded), values.gather(1, expanded)
-    for row in rows:
-        own_keys, own_values = kept_keys, kept_values
-        if scales is not None:
-            own_keys = quantise(kept_keys, scales[0][row, :, None, None])
-            own_values = quantise(kept_values, scales[1][row, :, None, None])
-        k_cache[row, :, : index.shape[1]] = own_keys
-        v_cache[row, :, : index.shape[1]] = own_values
+    for stored, tokens, scale in _stored(cache, keys, values):
+        kept = tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))
+        for row in rows:
+            own = kept if scale is None else quantise(kept, scale[row, :, None, None])
+            stored[row, :, : index.shape[1]] = own
 
 
-def norm_rope(
-    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int
-) -> Tensor:
+def _stored(cache: LayerRows, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Each stored tensor of a layer with what goes there and its scales ``[rows+1, G]``."""
+    k_scale, v_scale = cache.scales or (None, None)
+    yield cache.k, k, k_scale
+    if not cache.values_are_keys:
+        yield cache.v, v, v_scale
+
+
+def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
     """Norm (optional) and rotate the heads of q and k: ``heads [T, H+2G, E]`` (q | k | v) -> ``[T, H+G, E]``.
 
-    ``head_norm [H+G, E]``; ``cos, sin [T, 1, E]`` fp32 as ``Rope.angles`` makes them (with the minus in the sine).
+    The last ``num_kv_heads`` heads are those of v and left out. Angles are those of ``Rope.angles``.
     """
-    qk = heads[:, :-num_kv_heads]
-    if head_norm is not None:
-        qk = F.rms_norm(qk.float(), (qk.shape[-1],), None, eps).mul(head_norm).to(qk.dtype)
+    cos, sin = rope
+    qk = heads[:, : heads.shape[1] - num_kv_heads]
+    if norm.weight is not None:
+        qk = F.rms_norm(qk.float(), (qk.shape[-1],), None, norm.eps).mul(norm.weight).to(qk.dtype)
     return (qk * cos + qk.roll(qk.shape[-1] // 2, dims=-1) * sin).to(heads.dtype)
 
 
 def norm_rope_write(
-    heads: Tensor,
-    head_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    scales: Scales | None = None,
+    heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
 ) -> Tensor:
-    """``norm_rope``, then ``write_slots`` of the rotated k and of v; returns q ``[T, H, E]``."""
-    num_kv_heads = k_cache.shape[1]
-    qk = norm_rope(heads, head_norm, eps, cos, sin, num_kv_heads)
-    write_slots(k_cache, v_cache, qk[:, -num_kv_heads:], heads[:, -num_kv_heads:], rows, slots, scales)
+    """``norm_rope``, then ``write_slots`` of the rotated k and of v; returns q ``[T, H, E]``.
+
+    Where values are keys there are no heads of v: ``heads [T, H+G, E]``.
+    """
+    num_kv_heads = cache.num_kv_heads
+    qk = norm_rope(heads, norm, rope, 0 if cache.values_are_keys else num_kv_heads)
+    write_slots(qk[:, -num_kv_heads:], heads[:, -num_kv_heads:], cache, rows, slots)
     return qk[:, :-num_kv_heads].contiguous()
+
+
+def attend_rows(
+    heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, places: RowPlaces, keep: Keep | None
+) -> Tensor:
+    """A decode step's attention in one layer: ``norm_rope_write``, then ``decode_attention``.
+
+    ``heads [B, H+2G, E]`` as projected -> ``[B, H, E']``; ``keep`` is handed the rotated queries ``[B, H, E]``.
+    """
+    q = norm_rope_write(heads, norm, rope, cache, places.rows, places.slots)
+    if keep is not None:
+        keep(q)
+    return decode_attention(q, cache, places.rows, places.lengths)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [T, D] weight [O, D]^T + bias [O]``: ``[T, O]``."""
+    return F.linear(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -156,25 +161,12 @@ def hop_scores(weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, s
 def carry_ahead(scores: Tensor, half_life: int) -> Tensor:
     """``scores [G, n]``, >= 0, each carried to all candidates after it: halved every ``half_life`` tokens, best kept.
 
-    A morphological dilation with a kernel on one side. Ours: the window points at a key, its answer stands behind it.
+    A morphological dilation with a kernel on one side. Ours: a question points at a key, its answer stands behind it.
     """
     out = scores.clone()
     for distance in range(1, scores.shape[1]):
         out[:, distance:] = torch.maximum(out[:, distance:], scores[:, :-distance] * 0.5 ** (distance / half_life))
     return out
-
-
-def random_scores(layer: int, num_kv_heads: int, start: int, stop: int, device: torch.device | str) -> Tensor:
-    """A score in [0, 1) for every candidate that depends on layer, head and position alone: ``[G, stop - start]`` fp32.
-
-    A hash (the finaliser of MurmurHash3 in 32 bits), so that it is the same in every batch and on every device.
-    """
-    position = torch.arange(start, stop, device=device)
-    head = torch.arange(num_kv_heads, device=device)[:, None]
-    word = (position * 0x1E3779B1 + head * 0x05EBCA6B + (layer + 1) * 0x42B2AE35) & 0xFFFFFFFF  # [G, n]
-    for shift, factor in ((16, 0x05EBCA6B), (13, 0x42B2AE35)):  # below 2**31: products fit in 63 bits
-        word = ((word ^ (word >> shift)) * factor) & 0xFFFFFFFF
-    return (word ^ (word >> 16)).bitwise_right_shift(8).float() / 2**24
 
 
 def snapkv_scores(
@@ -187,11 +179,11 @@ def snapkv_scores(
     over_row: bool,
     group_max: bool,
 ) -> Tensor:
-    """How much attention the candidates ``[start, stop)`` get from the observation window: ``[G, stop - start]`` fp32.
+    """How much attention the candidates ``[start, stop)`` get from the queries that vote: ``[G, stop - start]`` fp32.
 
     ``queries [w, H, E]`` at positions ``first_query ..``; ``keys [G, N, E]``. The softmax runs over the candidates, or
     with ``over_row`` over every key; a query never sees keys after its own position, and one that sees no candidate
-    casts no vote. Summed over the window, then summed (``group_max``: maximum) over the heads of a group.
+    casts no vote. Summed over the queries, then summed (``group_max``: maximum) over the heads of a group.
     """
     num_queries, num_heads, head_dim = queries.shape
     num_kv_heads, num_keys, _ = keys.shape

@@ -1,4 +1,4 @@
-"""SnapKV scores in key chunks: two passes over the keys, never more than ``O(window x chunk)`` of memory.
+"""SnapKV scores in key chunks: two passes over the keys, never more than ``O(queries x chunk)`` of memory.
 
 The first pass finds the softmax normaliser of every query that votes, the second adds up the probabilities. Same
 meaning as ``reference.snapkv_scores`` and ``hop_scores``; runs on any device.
@@ -88,6 +88,6 @@ def hop_scores(
 
 
 def _votes(weights: Tensor, group: int, group_max: bool) -> Tensor:
-    """Sum over the window, merge the group: ``[G, r*w, c]`` -> ``[G, c]``."""
+    """Sum over the queries, merge the group: ``[G, r*w, c]`` -> ``[G, c]``."""
     votes = weights.unflatten(1, (group, -1)).sum(2)  # [G, r, c]
     return votes.amax(1) if group_max else votes.sum(1)

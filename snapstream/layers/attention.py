@@ -1,35 +1,24 @@
-"""The seam between a decoder and its cache.
+"""The seam between a layer and its cache.
 
-A layer never knows whether it prefills or decodes: it hands q, k and v to a view and gets the attended heads
-back. The staging view (prefill) and the rows view (decode) of ``runner/`` implement it; a test needs ten
-lines. A view that is also a ``FusingView`` takes the heads as they were projected where kernels are Triton's: the
-rotation and the write to the cache are then one launch. ``attend`` stays the definition.
+A layer never knows whether it prefills or decodes: it hands the projected heads to a view and gets attended heads back.
+The staging view (prefill) and the rows view (decode) of ``models/views.py`` implement it; a test needs ten lines.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Protocol
 
 from torch import Tensor
 
-from snapstream.layers.rope import CosSin
+from snapstream.kernels.bound import CosSin, HeadNorm
 
 
 class KVView(Protocol):
-    """Stores keys and values of one layer and attends over all that is visible."""
+    """Norms and rotates the heads of one layer, stores its keys and values, attends over all that is visible."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rotated ``q [T, H, E]`` and ``k [T, G, E]``, ``v [T, G, E]``; returns ``[T, H, E]``, same dtype."""
-        ...
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+        """``heads [T, H+2G, E]`` (q | k | v) as projected; returns ``[T', H, E]`` of the same dtype.
 
-
-class FusingView(ABC):
-    """Can norm, rotate and store the heads of a layer by itself."""
-
-    @abstractmethod
-    def attend_heads(self, layer: int, heads: Tensor, head_norm: Tensor | None, eps: float, rope: CosSin) -> Tensor:
-        """``heads [T, H+2G, E]`` (q | k | v) before norm and rotation; returns ``[T, H, E]``.
-
-        ``head_norm [H+G, E]`` and ``eps`` are those of q and k, None where the model has no such norm.
+        T' is T, or fewer where only some tokens need an output: the last of each prompt, in the last layer.
         """
+        ...

@@ -1,8 +1,7 @@
-"""Rotary position embedding: the frequencies of each kind of stretching, and the rotation.
+"""Rotary position embedding: the frequencies of each kind of stretching, and the angles.
 
 Conventions of ``transformers``: the two halves of a head form the rotated pairs, angles are fp32.
-``Rope.angles`` is called once per decode step or prefill unit, ``rotate`` once per layer on the query and key heads
-together.
+``Rope.angles`` is called once per decode step or prefill unit; the kernels turn the heads of each layer.
 Invariant: an angle depends on the token's position only, and with dynamic stretching also on the length its
 sequence had when it was fed; keys that are already stored are never rotated again.
 """
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import RopeConfig
-
-CosSin = tuple[Tensor, Tensor]
+from snapstream.kernels.bound import CosSin
 
 
 def _default_frequencies(theta: float, head_dim: int) -> Tensor:
@@ -76,7 +74,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 class Rope:
-    """Turns positions into the cosines and sines that ``rotate`` takes."""
+    """Turns positions into the cosines and sines that kernels take."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str) -> None:
         self.config = rope
@@ -97,7 +95,7 @@ class Rope:
         cos, sin = angle.cos(), angle.sin()
         if self.scale != 1.0:
             cos, sin = cos * self.scale, sin * self.scale
-        # the minus of the rotation is folded into the sine, so that rotate() is one roll and one multiply-add
+        # the minus of the rotation is folded into the sine, so that the rotation is one roll and one multiply-add
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
     def _dynamic_frequencies(self, seq_lens: Tensor) -> Tensor:
@@ -107,10 +105,3 @@ class Rope:
         growth = factor * lengths / window - (factor - 1)
         base = self.config.theta * growth ** (self.head_dim / (self.head_dim - 2))
         return 1.0 / base[:, None] ** self._exponents
-
-
-def rotate(heads: Tensor, rope: CosSin) -> Tensor:
-    """Rotate ``heads [T, any, E]`` by ``Rope.angles``: fp32 inside, result in the dtype of ``heads``."""
-    cos, sin = rope
-    half = heads.shape[-1] // 2
-    return torch.addcmul(heads * cos, heads.roll(half, dims=-1), sin).to(heads.dtype)

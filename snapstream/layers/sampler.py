@@ -63,8 +63,7 @@ def sample(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNe
 def adjusted(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Tensor:
     """Logits [B, V] after bias, min_tokens, penalties and grammar; the argument itself when the batch needs none."""
     if needs.bias:
-        ids, values = state.logit_bias
-        logits = logits.scatter_add(1, ids[rows], values[rows])
+        logits = logits.scatter_add(1, state.bias_ids[rows], state.bias_values[rows])
     allowed = _allowed(state, rows) if needs.grammar else None
     if needs.min_tokens:
         logits = _hold_back_stops(logits, state, rows, allowed)
@@ -92,9 +91,9 @@ def _hold_back_stops(logits: Tensor, state: SamplingState, rows: Tensor, allowed
 
 
 def _penalised(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
-    counts = state.occurrences.output_counts[rows]  # [B, V]
+    counts = state.output_counts[rows]  # [B, V]
     in_output = counts > 0
-    seen = state.occurrences.prompt_seen[rows] | in_output
+    seen = state.prompt_seen[rows] | in_output
     factor = torch.where(seen, state.repetition[rows].unsqueeze(1), 1.0)  # [B, V]
     logits = torch.where(logits > 0, logits / factor, logits * factor)
     penalty = state.frequency[rows].unsqueeze(1) * counts + state.presence[rows].unsqueeze(1) * in_output
@@ -140,6 +139,6 @@ def draw(mass: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
 def _advance(state: SamplingState, rows: Tensor, token_ids: Tensor, needs: SamplingNeeds) -> None:
     state.num_sampled.index_add_(0, rows, torch.ones_like(rows))
     if needs.penalties:
-        counts = state.occurrences.output_counts
+        counts = state.output_counts
         places = rows * state.vocab_size + token_ids  # [B] in the flat counts
         counts.view(-1).scatter_add_(0, places, torch.ones_like(rows, dtype=counts.dtype))

@@ -1,95 +1,72 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3: embedding, L equal layers, logits.
+"""A decoder: embedding, L layers of the model's family, logits.
 
-What differs between the four is data (biases, head norms, rope, tied embedding), so there is one class. It
-keeps no state: tokens are packed along T whatever sequence they belong to, positions come from the caller,
-and attention is left to a ``KVView``. The caller holds ``torch.inference_mode``. Read ``weights.py`` for
-storage, ``layers/rope.py`` for the rotation.
+It keeps no state: tokens are packed along T whatever sequence they belong to, positions come from the caller, and
+attention is left to a ``KVView``. The caller holds ``torch.inference_mode``. Read ``dense.py`` for a layer,
+``weights.py`` for storage, ``layers/rope.py`` for the rotation, ``layer_pass.py`` and ``runner/forward.py`` for the two
+ways in which layers are run.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any, Protocol, cast
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from snapstream.config import ModelConfig
-from snapstream.kernels.dispatch import add_linear, linear, norm_rope, runs_triton
-from snapstream.layers.attention import FusingView, KVView
-from snapstream.layers.mlp import swiglu
-from snapstream.layers.norm import RMSNorm
-from snapstream.layers.rope import CosSin, Rope, rotate
-from snapstream.models.weights import DecoderWeights, LayerWeights
+from snapstream.cache.spec import KVSpec
+from snapstream.config import DType, KVDType, ModelConfig
+from snapstream.kernels.bound import CosSin, Kernels, bind
+from snapstream.layers.attention import KVView
+from snapstream.layers.rope import Rope
+from snapstream.models.families import FAMILIES
+from snapstream.models.weights import DecoderWeights
 
 
-class DecoderLayer:
-    """One layer over views of the stacked weights."""
+class Layer(Protocol):
+    """One layer in two halves; between them stand only the tokens that need an output.
 
-    def __init__(self, config: ModelConfig, weights: LayerWeights) -> None:
-        self.weights = weights
-        self.num_heads = config.num_heads
-        self.num_rotated = config.num_heads + config.num_kv_heads
-        self.num_projected = config.num_heads + 2 * config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.input_norm = RMSNorm(weights.input_norm, config.rms_norm_eps)
-        self.post_norm = RMSNorm(weights.post_norm, config.rms_norm_eps)
-        self.qk_norm = _qk_norm(config, weights)
-        # As kernels take it: weight [H+G, E] and eps.
-        self.head_norm: tuple[torch.Tensor | None, float] = (
-            (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-        )
+    ``residual [T, D]`` is the residual stream, which changes in place; ``pending [T, D]`` is what the layer before has
+    yet to add to it, None before the first.
+    """
 
-    def heads(self, hidden: Tensor) -> Tensor:
-        """Heads of q, k and v as they are projected: ``[T, H+2G, E]``."""
-        return self._projected(self.input_norm(hidden))
+    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
+        """Add ``pending``, norm, project, attend: ``[T', H, E]`` of the tokens that go on."""
+        ...
 
-    def _projected(self, normed: Tensor) -> Tensor:
-        return linear(normed, self.weights.qkv, self.weights.qkv_bias).view(-1, self.num_projected, self.head_dim)
-
-    def rotated(self, heads: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed and rotated q ``[T, H, E]`` and k ``[T, G, E]``, and v ``[T, G, E]``, of ``heads [T, H+2G, E]``."""
-        if runs_triton(heads):
-            qk = norm_rope(heads, *self.head_norm, *rope, self.num_projected - self.num_rotated)
-        else:
-            qk = heads[:, : self.num_rotated]  # [T, H+G, E]
-            qk = rotate(qk if self.qk_norm is None else self.qk_norm(qk), rope)
-        return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, self.num_rotated :]
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Output projection and MLP, each added to the residual stream: ``[T, D]``."""
-        weights = self.weights
-        hidden = add_linear(hidden, attended.flatten(1), weights.o, weights.o_bias)
-        inner = swiglu(linear(self.post_norm(hidden), weights.gate_up, weights.gate_up_bias))  # [T, I]
-        return add_linear(hidden, inner, weights.down, weights.down_bias)
-
-    def fused(self, index: int, residual: Tensor, pending: Tensor | None, rope: CosSin, view: FusingView) -> Tensor:
-        """The whole layer where kernels are Triton's: each sum is done by the norm that reads it.
-
-        ``pending [T, D]`` is what the layer before has yet to add to ``residual [T, D]``, which changes in place; the
-        result is what this layer has yet to add. A matrix product that adds would copy the residual first.
-        """
-        weights = self.weights
-        heads = self._projected(self.input_norm.of_sum(residual, pending))
-        attended = view.attend_heads(index, heads, *self.head_norm, rope)
-        normed = self.post_norm.of_sum(residual, linear(attended.flatten(1), weights.o, weights.o_bias))
-        inner = swiglu(linear(normed, weights.gate_up, weights.gate_up_bias))  # [T, I]
-        return linear(inner, weights.down, weights.down_bias)
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer for T' tokens; returns what it has yet to add to ``residual [T', D]``."""
+        ...
 
 
 class Decoder:
     """A decoder-only transformer over stacked weights."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels | None = None) -> None:
+        """``kernels`` are those of the weights' device unless given."""
         self.config = config
         self.weights = weights
-        self.dtype = weights.embed.dtype
-        self.device = weights.embed.device
-        self.layers = [DecoderLayer(config, weights.layer(index)) for index in range(config.num_layers)]
-        self.final_norm = RMSNorm(weights.final_norm, config.rms_norm_eps)
+        self.dtype = weights.dtype
+        self.device = weights.device
+        self.kernels = bind(self.device) if kernels is None else kernels
+        layer = _layer_class(config)
+        self.layers: list[Layer] = [
+            layer(index, config, weights.layer(index), self.kernels) for index in range(config.num_layers)
+        ]
         self._rope = Rope(config.rope, config.head_dim, self.device)
+
+    def with_kernels(self, kernels: Kernels) -> Decoder:
+        """The same weights under other kernels."""
+        return Decoder(self.config, self.weights, kernels)
+
+    def kv_spec(self, kv_dtype: KVDType = "auto") -> KVSpec:
+        """What a layer of this model keeps per token."""
+        dtype = cast(DType, str(self.dtype).removeprefix("torch."))
+        return FAMILIES.get(self.config.architecture).kv_spec(self.config, dtype, kv_dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """``token_ids [T]`` to the hidden states that enter layer 0, ``[T, D]``."""
-        return F.embedding(token_ids, self.weights.embed)
+        return self.weights.embed.lookup(token_ids)
 
     def rope(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
         """Cosine and signed sine ``[T, 1, E]`` fp32 of every token.
@@ -101,47 +78,35 @@ class Decoder:
         """
         return self._rope.angles(positions, seq_lens)
 
-    def project(self, layer: int, hidden: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor]:
-        """First half of a layer: ``hidden [T, D]`` to q ``[T, H, E]``, k and v ``[T, G, E]``."""
-        own = self.layers[layer]
-        return own.rotated(own.heads(hidden), rope)
-
-    def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Second half of a layer: ``attended [T, H, E]`` back into the residual stream ``[T, D]``."""
-        return self.layers[layer].finish(hidden, attended)
-
     def layer(self, index: int, hidden: Tensor, rope: CosSin, view: KVView) -> Tensor:
-        """One whole layer, ``[T, D]`` to ``[T, D]``."""
+        """One whole layer, ``[T, D]`` to ``[T, D]``; ``hidden`` is overwritten with the result."""
         layer = self.layers[index]
-        return layer.finish(hidden, view.attend(index, *layer.rotated(layer.heads(hidden), rope)))
+        return hidden.add_(layer.finish(hidden, layer.attend(hidden, None, rope, view)))
 
     def run(self, hidden: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """All layers: from what enters layer 0, ``[T, D]``, to scores of the next token ``[T, V]`` fp32.
 
-        ``hidden`` may be overwritten.
+        ``hidden`` is overwritten.
         """
-        if isinstance(view, FusingView) and runs_triton(hidden):
-            pending: Tensor | None = None
-            for index, layer in enumerate(self.layers):
-                pending = layer.fused(index, hidden, pending, rope, view)
-            return self._scores(self.final_norm.of_sum(hidden, pending))
-        for index in range(self.config.num_layers):
-            hidden = self.layer(index, hidden, rope, view)
-        return self.logits(hidden)
+        pending: Tensor | None = None
+        for layer in self.layers:
+            pending = layer.finish(hidden, layer.attend(hidden, pending, rope, view))
+        return self._scores(hidden, pending)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token ``[T, V]`` fp32, from the output of the last layer."""
-        return self._scores(self.final_norm(hidden))
+        return self._scores(hidden, None)
 
-    def _scores(self, normed: Tensor) -> Tensor:
-        return linear(normed, self.weights.lm_head).to(torch.float32)
+    def _scores(self, residual: Tensor, pending: Tensor | None) -> Tensor:
+        norm = self.weights.vectors["final_norm"]
+        normed = self.kernels.sum_norm(residual, pending, norm, self.config.rms_norm_eps)
+        return self.weights.lm_head.multiply(normed, None, self.kernels).to(torch.float32)
 
 
-def _qk_norm(config: ModelConfig, weights: LayerWeights) -> RMSNorm | None:
-    """Head norms of q and k as one norm over ``[T, H+G, E]``, so that both cost one call."""
-    if weights.q_norm is None or weights.k_norm is None:
-        return None
-    per_head = torch.cat(
-        (weights.q_norm.expand(config.num_heads, -1), weights.k_norm.expand(config.num_kv_heads, -1))
-    )  # [H+G, E]
-    return RMSNorm(per_head, config.rms_norm_eps)
+def _layer_class(config: ModelConfig) -> Any:
+    """The class of a family's layers."""
+    layer = FAMILIES.get(config.architecture).layer
+    if not isinstance(layer, str):
+        return layer
+    module, _, name = layer.partition(":")
+    return getattr(import_module(module), name)

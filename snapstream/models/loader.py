@@ -13,72 +13,62 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from snapstream.config import ModelConfig
 from snapstream.models.checkpoint import FLOAT_DTYPES, StoredTensor, open_shard, read_manifest
-from snapstream.models.weights import DecoderWeights, LayerWeights
+from snapstream.models.families import roles_of
+from snapstream.models.roles import Place, Roles, checkpoint_names
+from snapstream.models.weight import Dense, Weight
+from snapstream.models.weights import DecoderWeights
 
 LM_HEAD = "lm_head.weight"
 ROTARY_BUFFER = "rotary_emb.inv_freq"  # old checkpoints store it; it follows from the config
 
 
 def load_weights(
-    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, progress: bool
+    folder: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: bool,
+    weight: type[Weight] = Dense,
 ) -> DecoderWeights:
-    """Read a checkpoint into stacks of ``dtype`` on ``device``. A ValueError names the tensor or file."""
+    """Read a checkpoint into stacks on ``device``, matrices in the form ``weight``, computed with in ``dtype``.
+
+    A ValueError names the tensor or file.
+    """
     manifest = read_manifest(Path(folder))
-    plan = named_views(config, DecoderWeights.empty(config, dtype, "meta"))
-    _check(manifest, plan, config)
-    weights = DecoderWeights.empty(config, dtype, device)
-    targets = named_views(config, weights)
-    with _progress_bar(len(targets), progress) as bar:
-        for file in dict.fromkeys(manifest[name].file for name in targets):
+    roles = roles_of(config)
+    plan = {name: (role, place) for name, role, place in checkpoint_names(roles, config.num_layers)}
+    _check(manifest, _shapes(plan, roles), config)
+    weights = DecoderWeights.empty(config, dtype, device, weight)
+    with _progress_bar(len(plan), progress) as bar:
+        for file in dict.fromkeys(manifest[name].file for name in plan):
             with open_shard(file) as shard:
                 for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
-                    if name in targets:
-                        targets[name].copy_(shard.get_tensor(name))
+                    if name in plan:
+                        weights.fill(*plan[name], shard.get_tensor(name))
                         bar.update()
     return weights
 
 
-def named_views(config: ModelConfig, weights: DecoderWeights) -> dict[str, Tensor]:
-    """The place of every checkpoint tensor, by its name in a transformers checkpoint."""
-    views = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.final_norm}
-    if not config.tie_word_embeddings:
-        views[LM_HEAD] = weights.lm_head
-    for index in range(config.num_layers):
-        for name, view in _layer_views(config, weights.layer(index)).items():
-            if view is not None:
-                views[f"model.layers.{index}.{name}"] = view
-    return views
+def _shapes(plan: Mapping[str, tuple[str, tuple[Place, ...]]], roles: Roles) -> dict[str, tuple[int, ...]]:
+    """Shape of every checkpoint tensor that the model needs."""
+    shapes = {}
+    for name, (role_name, place) in plan.items():
+        role = roles[role_name]
+        cuts = place[1:] if role.per_layer else place  # the first is the layer
+        shape = list(role.shape)
+        for dim, cut in reversed(list(enumerate(cuts))):
+            if isinstance(cut, int):
+                del shape[dim]
+            else:
+                shape[dim] = len(range(*cut.indices(shape[dim])))
+        shapes[name] = tuple(shape)
+    return shapes
 
 
-def _layer_views(config: ModelConfig, layer: LayerWeights) -> dict[str, Tensor | None]:
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    views = {
-        "input_layernorm.weight": layer.input_norm,
-        "post_attention_layernorm.weight": layer.post_norm,
-        "self_attn.q_norm.weight": layer.q_norm,
-        "self_attn.k_norm.weight": layer.k_norm,
-        "self_attn.o_proj.weight": layer.o,
-        "self_attn.o_proj.bias": layer.o_bias,
-        "mlp.down_proj.weight": layer.down,
-        "mlp.down_proj.bias": layer.down_bias,
-    }
-    for kind, qkv, gate_up in (
-        ("weight", layer.qkv, layer.gate_up),
-        ("bias", layer.qkv_bias, layer.gate_up_bias),
-    ):
-        if qkv is not None:
-            q, k, v = qkv.split((queries, keys, keys))
-            views |= {f"self_attn.{part}_proj.{kind}": view for part, view in zip("qkv", (q, k, v), strict=True)}
-        if gate_up is not None:
-            views[f"mlp.gate_proj.{kind}"], views[f"mlp.up_proj.{kind}"] = gate_up.chunk(2)
-    return views
-
-
-def _check(manifest: Mapping[str, StoredTensor], plan: Mapping[str, Tensor], config: ModelConfig) -> None:
+def _check(manifest: Mapping[str, StoredTensor], plan: Mapping[str, tuple[int, ...]], config: ModelConfig) -> None:
     """Refuse a checkpoint that is not exactly this model."""
     missing = [name for name in plan if name not in manifest]
     if missing:
@@ -86,11 +76,11 @@ def _check(manifest: Mapping[str, StoredTensor], plan: Mapping[str, Tensor], con
     extra = [name for name in manifest if name not in plan and not _is_redundant(name, config)]
     if extra:
         raise ValueError(f"checkpoint holds {_listed(extra)}, which {config.architecture} does not use")
-    for name, view in plan.items():
+    for name, shape in plan.items():
         stored = manifest[name]
-        if stored.shape != tuple(view.shape):
+        if stored.shape != shape:
             raise ValueError(
-                f"{name} in {stored.file.name} has shape {list(stored.shape)}; the config asks for {list(view.shape)}"
+                f"{name} in {stored.file.name} has shape {list(stored.shape)}; the config asks for {list(shape)}"
             )
         if stored.dtype not in FLOAT_DTYPES:
             raise ValueError(

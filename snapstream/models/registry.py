@@ -2,43 +2,20 @@
 
 Neither torch nor transformers is imported, so ``snapstream plan`` answers at once. Both spellings of the rope
 settings are read: ``rope_theta`` beside ``rope_scaling``, and the ``rope_parameters`` of transformers 5. Rope
-is parsed in ``rope_config.py``; a new architecture is a row of ``FAMILIES``, as long as the decoder computes
-it (``decoder.py``).
+is parsed in ``rope_config.py``; a new architecture is a row of ``FAMILIES`` (``families.py``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from snapstream.config import ModelConfig
+from snapstream.models.families import FAMILIES, Family
 from snapstream.models.rope_config import parse_rope, stretched_window
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """What config.json leaves to the architecture's own code in transformers."""
-
-    qkv_bias: bool = False  # always there, whatever attention_bias says
-    reads_attention_bias: bool = False  # attention_bias adds one to q, k, v and o
-    reads_mlp_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int | None = None  # where the config has none; None means hidden_size / heads
-    sliding_window: int | None = None  # where the config has no such key
-    has_window_switch: bool = False  # use_sliding_window, off where the config has no such key
-
-
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(reads_attention_bias=True, reads_mlp_bias=True),
-    "MistralForCausalLM": Family(sliding_window=4096),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, sliding_window=4096, has_window_switch=True),
-    "Qwen3ForCausalLM": Family(
-        reads_attention_bias=True, qk_norm=True, head_dim=128, sliding_window=4096, has_window_switch=True
-    ),
-}
 EXPERT_FIELDS = (
     "num_experts",
     "num_local_experts",
@@ -71,13 +48,14 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
     refusals = find_refusals(settings)
     if refusals:
         raise ValueError(f"cannot run {architecture}: " + "; ".join(refusals))
-    family = FAMILIES[architecture]
+    family = FAMILIES.get(architecture)
     hidden, heads = _integer(settings, "hidden_size"), _integer(settings, "num_attention_heads")
     window = _integer(settings, "max_position_embeddings")
     rope = parse_rope(settings, window)
     has_attention_bias = family.reads_attention_bias and bool(settings.get("attention_bias"))
     head_dim = settings.get("head_dim") or family.head_dim
-    return ModelConfig(
+    return family.config_class(
+        **family.read_more(settings),
         architecture=architecture,
         vocab_size=_integer(settings, "vocab_size"),
         hidden_size=hidden,
@@ -104,14 +82,14 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
     architecture = _architecture(settings)
     reasons = []
     if architecture not in FAMILIES:
-        reasons.append(f"unknown architecture (known: {', '.join(FAMILIES)})")
+        reasons.append(f"unknown architecture (known: {', '.join(FAMILIES.names)})")
     if settings.get("is_encoder_decoder"):
         reasons.append("encoder-decoder models have cross attention, which rows do not hold")
     if settings.get("model_type") == "gpt_oss" or "GptOss" in architecture:
         reasons.append("learned attention sinks (gpt-oss) are not supported")
     reasons += _layer_type_refusals(settings)
     unknown = Family(has_window_switch="use_sliding_window" in settings)
-    window = _sliding_window(settings, FAMILIES.get(architecture, unknown))
+    window = _sliding_window(settings, FAMILIES.get(architecture) if architecture in FAMILIES else unknown)
     if window is not None:
         reasons.append(f"sliding_window is in use ({window}); only full attention layers are supported")
     experts = [name for name in EXPERT_FIELDS if settings.get(name)]
@@ -151,7 +129,9 @@ def _sliding_window(settings: Mapping[str, Any], family: Family) -> int | None:
 def _architecture(settings: Mapping[str, Any]) -> str:
     names = settings.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
-        raise ValueError(f"config.json must name one architecture, found {names!r} (known: {', '.join(FAMILIES)})")
+        raise ValueError(
+            f"config.json must name one architecture, found {names!r} (known: {', '.join(FAMILIES.names)})"
+        )
     return str(names[0])
 
 

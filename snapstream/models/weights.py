@@ -1,68 +1,46 @@
 """The weights of a decoder, stored once per role as ``[L, out, in]``.
 
-Invariant: a layer's parameters are views of the stacks, never copies, so that one kernel can walk all layers
-with a stride and a loader can fill the stacks in any order. Shapes come from ``shapes.py``; ``decoder.py``
-computes with them.
+Invariant: a layer's parameters are views of the stacks, never copies, so that one kernel can walk all layers with a
+stride and a loader can fill the stacks in any order. Roles and shapes are the family's (``families.py``); how a matrix
+lies in memory is the ``Weight``'s business (``weight.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from snapstream.config import ModelConfig
-from snapstream.models.shapes import weight_shapes
+from snapstream.models.families import roles_of
+from snapstream.models.roles import Place, checkpoint_names, stacked_shape
+from snapstream.models.weight import Dense, Weight
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """Views of one layer. Rows of ``qkv`` are q | k | v, rows of ``gate_up`` are gate | up."""
-
-    input_norm: Tensor  # [D]
-    qkv: Tensor  # [(H+2G)E, D]
-    qkv_bias: Tensor | None  # [(H+2G)E]
-    q_norm: Tensor | None  # [E]
-    k_norm: Tensor | None  # [E]
-    o: Tensor  # [D, HE]
-    o_bias: Tensor | None  # [D]
-    post_norm: Tensor  # [D]
-    gate_up: Tensor  # [2I, D]
-    gate_up_bias: Tensor | None  # [2I]
-    down: Tensor  # [D, I]
-    down_bias: Tensor | None  # [D]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """All weights of a decoder; ``lm_head`` is the very tensor ``embed`` where the checkpoint ties them."""
+    """All weights of a decoder by role; a tied ``lm_head`` is the very weight ``embed``."""
 
-    embed: Tensor  # [V, D]
-    lm_head: Tensor  # [V, D]
-    final_norm: Tensor  # [D]
-    input_norm: Tensor  # [L, D]
-    qkv: Tensor  # [L, (H+2G)E, D]
-    o: Tensor  # [L, D, HE]
-    post_norm: Tensor  # [L, D]
-    gate_up: Tensor  # [L, 2I, D]
-    down: Tensor  # [L, D, I]
-    qkv_bias: Tensor | None = None  # [L, (H+2G)E]
-    o_bias: Tensor | None = None  # [L, D]
-    gate_up_bias: Tensor | None = None  # [L, 2I]
-    down_bias: Tensor | None = None  # [L, D]
-    q_norm: Tensor | None = None  # [L, E]
-    k_norm: Tensor | None = None  # [L, E]
+    def __init__(
+        self, config: ModelConfig, matrices: Mapping[str, Weight], vectors: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        self.matrices, self.vectors = matrices, vectors
 
     @classmethod
-    def empty(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> DecoderWeights:
-        """Uninitialised storage of the right shapes."""
-        tensors = {
-            role: torch.empty(shape, dtype=dtype, device=device) for role, shape in weight_shapes(config).items()
-        }
-        tensors.setdefault("lm_head", tensors["embed"])
-        return cls(**tensors)
+    def empty(
+        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, weight: type[Weight] = Dense
+    ) -> DecoderWeights:
+        """Uninitialised storage of the right shapes; ``weight`` is the form of the matrices."""
+        matrices: dict[str, Weight] = {}
+        vectors: dict[str, Tensor] = {}
+        for name, role in roles_of(config).items():
+            shape = stacked_shape(role, config.num_layers)
+            if role.is_matrix:
+                matrices[name] = weight.empty(shape, dtype, device)
+            else:
+                vectors[name] = torch.empty(shape, dtype=dtype, device=device)
+        return cls(config, matrices, vectors, dtype)
 
     @classmethod
     def random(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int) -> DecoderWeights:
@@ -81,19 +59,77 @@ class DecoderWeights:
                 tensor.uniform_(-bound, bound, generator=generator)
         return weights
 
-    def stored(self) -> dict[str, Tensor]:
-        """Distinct tensors by role: without absent ones and without a tied ``lm_head``."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        if self.lm_head is self.embed:
-            del found["lm_head"]
-        return {role: tensor for role, tensor in found.items() if tensor is not None}
+    @property
+    def embed(self) -> Weight:
+        """Token embedding ``[V, D]``."""
+        return self.matrices["embed"]
+
+    @property
+    def lm_head(self) -> Weight:
+        """Output embedding ``[V, D]``."""
+        return self.matrices.get("lm_head", self.embed)
+
+    @property
+    def device(self) -> torch.device:
+        return self.vectors["final_norm"].device
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.stored().values())
+        """Bytes of everything that is stored."""
+        return sum(w.num_bytes for w in self.matrices.values()) + sum(v.nbytes for v in self.vectors.values())
+
+    def stored(self) -> dict[str, Tensor]:
+        """The numbers of every role, as they are computed with; the storage itself where matrices are dense."""
+        return {name: self.matrices[name].dense() if name in self.matrices else self.vectors[name]
+                for name in roles_of(self.config)}  # fmt: skip
+
+    def factors(self) -> list[Tensor]:
+        """The dense matrices ``[out, in]`` that a step multiplies with, of every layer and the output embedding."""
+        names = [name for name, role in roles_of(self.config).items() if role.per_layer and role.is_matrix]
+        weights = [*(self.matrices[name] for name in names), self.lm_head]
+        stacks = [weight.data for weight in weights if isinstance(weight, Dense)]
+        return [matrix for stack in stacks for matrix in stack.reshape(-1, *stack.shape[-2:])]
+
+    def fill(self, role: str, place: tuple[Place, ...], numbers: Tensor) -> None:
+        """Store a checkpoint tensor in its place of a role."""
+        if role in self.matrices:
+            target = self.matrices[role]
+            (target[place] if place else target).fill(numbers)
+        else:
+            target_numbers = self.vectors[role]
+            (target_numbers[place] if place else target_numbers).copy_(numbers)
 
     def layer(self, index: int) -> LayerWeights:
         """Parameters of one layer, as views."""
-        stacks = ((field.name, getattr(self, field.name)) for field in fields(LayerWeights))
-        views: dict[str, Any] = {role: None if stack is None else stack[index] for role, stack in stacks}
-        return LayerWeights(**views)
+        per_layer = [name for name, role in roles_of(self.config).items() if role.per_layer]
+        return LayerWeights(
+            {name: self.matrices[name][index] for name in per_layer if name in self.matrices},
+            {name: self.vectors[name][index] for name in per_layer if name in self.vectors},
+        )
+
+    def checkpoint(self) -> dict[str, Tensor]:
+        """The numbers by the names they have in a checkpoint of transformers."""
+        stored = self.stored()
+        return {
+            name: stored[role][place] if place else stored[role]
+            for name, role, place in checkpoint_names(roles_of(self.config), self.config.num_layers)
+        }
+
+
+class LayerWeights:
+    """Views of one layer's weights by role."""
+
+    def __init__(self, matrices: Mapping[str, Weight], vectors: Mapping[str, Tensor]) -> None:
+        self.matrices, self.vectors = matrices, vectors
+
+    def matrix(self, role: str) -> Weight:
+        """A matrix that the family always has."""
+        return self.matrices[role]
+
+    def vector(self, role: str) -> Tensor:
+        """A norm or a bias that the family always has."""
+        return self.vectors[role]
+
+    def optional(self, role: str) -> Tensor | None:
+        """A norm or a bias that only some models have."""
+        return self.vectors.get(role)

@@ -63,7 +63,7 @@ def load_target(folder: Path | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer that counts the upstream's tokens; ValueError where the folder has none."""
     if folder is None:
         return None
-    from snapstream.assembly import load_tokenizer
+    from snapstream.start.build import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:

@@ -1,10 +1,10 @@
-"""What a caller asks for: a prompt, how to answer it, and the row it may fill."""
+"""What a caller asks for: a prompt, how to answer it, the row it may fill, and how the row is filled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, Selector
 from snapstream.request.output import Trim
 from snapstream.request.sampling import SamplingParams
 
@@ -17,6 +17,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     budget: KVBudget | None = None  # None means the engine's own
+    selector: Selector | None = None  # None means the engine's own
     prompt: str | None = None  # source text, if there was one; only echoed
     # Position of each prompt token in its text, ascending, where tokens in between were left out; None: 0, 1, 2, ...
     positions: tuple[int, ...] | None = None

@@ -6,32 +6,28 @@ row indices and the sampled ids stays on the device. ``decode_graph.py`` compile
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from snapstream.cache.kv_cache import KVCache
 from snapstream.layers.sampler import Sampled, sample
-from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
-from snapstream.models.decoder import Decoder
-from snapstream.runner.rescoring import RecentQueries
-from snapstream.runner.rows import Rows
-from snapstream.runner.views import RowsView
+from snapstream.layers.sampling_state import SamplingNeeds
+from snapstream.runner.decode_step import StepParts
+from snapstream.runner.forward import RowsForward
 
 
 class EagerDecode:
-    """Decode step over ``rows [B]`` of the persistent state; ``view`` is how it reaches the cache."""
+    """Decode step over ``rows [B]`` of the persistent state; a ``DecodeStep``."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        cache: KVCache,
-        rows: Rows,
-        sampling: SamplingState,
-        view: type[RowsView] = RowsView,
-        queries: RecentQueries | None = None,
-    ) -> None:
-        """``queries`` keeps the last queries of every row, for rescoring; None where rows are not rescored."""
-        self._decoder, self._cache, self._rows, self._sampling = decoder, cache, rows, sampling
-        self._view, self._queries = view, queries
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self._forward = RowsForward(parts.decoder, parts.cache, parts.rows, parts.queries)
+
+    @torch.inference_mode()
+    def warm_up(self, progress: bool) -> None:
+        """Where kernels are compiled at their first launch, launch them: one step of the padding row."""
+        if self._parts.decoder.kernels.version == "triton":
+            padding = torch.tensor([self._parts.cache.padding_row], device=self._parts.decoder.device)
+            self.logits(padding)
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """Feed each row its last token and draw the next one; ``rows [B]`` int64."""
@@ -39,15 +35,10 @@ class EagerDecode:
 
     def logits(self, rows: Tensor) -> Tensor:
         """First half: feed each of ``rows [B]`` its last token; scores of the next ``[B, V]`` fp32."""
-        positions = self._rows.next_position[rows]  # [B]
-        queries = None if self._queries is None else self._queries.of_step(rows, positions)
-        view = self._view(self._cache, rows, self._rows.slots(rows), self._rows.lengths(rows), queries)
-        hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
-        rope = self._decoder.rope(positions, positions + 1)
-        return self._decoder.run(hidden, rope, view)
+        return self._forward.logits(rows)
 
     def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """Second half: draw a token per row from ``logits [B, V]`` and advance the rows."""
-        sampled = sample(logits, self._sampling, rows, needs)
-        self._rows.advance(rows, sampled.token_ids)
+        sampled = sample(logits, self._parts.sampling, rows, needs)
+        self._parts.rows.advance(rows, sampled.token_ids)
         return sampled

@@ -12,8 +12,12 @@ ways to make a program.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -21,7 +25,10 @@ from torch import Tensor
 from snapstream.layers.sampler import Sampled
 from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.runner.decode_eager import EagerDecode
+from snapstream.runner.decode_step import StepParts
 from snapstream.runner.programs import Program, ProgramMaker
+
+logger = logging.getLogger(__name__)
 
 _FILTERS = SamplingNeeds(random=True, top_k=True, top_p=True, min_p=True)
 _EDITS = replace(_FILTERS, bias=True, min_tokens=True, penalties=True, grammar=True)
@@ -63,18 +70,28 @@ def covers(sampler: SamplingNeeds, needs: SamplingNeeds) -> bool:
     return all(amount(needs, field.name) <= amount(sampler, field.name) for field in fields(SamplingNeeds))
 
 
-class GraphDecode:
-    """Same calls as ``EagerDecode``. Programs are made of the step ``eager`` and share its state."""
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """How the programs of a step are made, and for which batch sizes."""
 
-    def __init__(
-        self, eager: EagerDecode, maker: ProgramMaker, buckets: tuple[int, ...], padding_row: int, vocab_size: int,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self._eager, self._maker, self._buckets, self._padding_row = eager, maker, buckets, padding_row
+    maker: ProgramMaker
+    buckets: tuple[int, ...]  # batch sizes, rising
+    doing: str  # told to the user meanwhile
+    marker: Path | None = None  # written when all are made: a later start will find them compiled
+
+
+class GraphDecode:
+    """A ``DecodeStep`` whose programs are made of the plain calls and share their state."""
+
+    def __init__(self, parts: StepParts, programs: Programs) -> None:
+        device = parts.decoder.device
+        self._eager, self._maker, self._buckets = EagerDecode(parts), programs.maker, programs.buckets
+        self._programs, self._padding_row = programs, parts.cache.padding_row
         self._sampler_needs = SAMPLERS[device.type]
         # What programs read their row indices from and write their logits to: static addresses.
-        self._rows = torch.full((buckets[-1],), padding_row, dtype=torch.int64, device=device)
-        self._logits = torch.empty((buckets[-1], vocab_size), dtype=torch.float32, device=device)
+        most, vocab_size = programs.buckets[-1], parts.decoder.config.vocab_size
+        self._rows = torch.full((most,), self._padding_row, dtype=torch.int64, device=device)
+        self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=device)
         self._forward: dict[int, Program[Tensor]] = {}
         self._samplers: dict[int, list[tuple[SamplingNeeds, Program[Sampled]]]] = {}
 
@@ -83,9 +100,20 @@ class GraphDecode:
         """Programs that ``warm_up`` makes."""
         return len(self._buckets) * (1 + len(self._sampler_needs))
 
+    def warm_up(self, progress: bool) -> None:
+        """Make every program, the largest bucket first; only the padding row is fed."""
+        from tqdm import tqdm
+
+        began, doing = perf_counter(), self._programs.doing
+        logger.info("%s: %d programs", doing, self.num_programs)
+        with tqdm(total=self.num_programs, desc=doing, unit="program", disable=not progress, file=sys.stderr) as bar:
+            self._make(bar.update)
+        logger.info("%d decode programs are ready after %.1f s", self.num_programs, perf_counter() - began)
+        if self._programs.marker is not None:
+            self._programs.marker.touch()
+
     @torch.inference_mode()
-    def warm_up(self, made: Callable[[], object]) -> None:
-        """Make every program, the largest bucket first; ``made`` is called after each. Only the padding row is fed."""
+    def _make(self, made: Callable[[], object]) -> None:
         for bucket in reversed(self._buckets):
             rows, logits = self._rows[:bucket].fill_(self._padding_row), self._logits[:bucket]
             self._forward[bucket] = self._maker.make(self._run_forward, rows, logits)

@@ -1,65 +1,42 @@
-"""Builds the decode step of a device: plain calls, or static programs with what the user is told while they are made.
+"""The executors of the decode step: plain calls, or static programs with what the user is told while they are made.
 
-``decode_eager.py`` and ``decode_graph.py`` are the two; ``config.Executor`` names them.
+``config.EXECUTORS`` names these functions; ``decode_eager.py`` and ``decode_graph.py`` are what they make.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
+from dataclasses import replace
 from hashlib import sha256
-from time import perf_counter
 
-from snapstream.cache.kv_cache import KVCache
-from snapstream.config import EngineConfig
+from snapstream.kernels.bound import bind
 from snapstream.kernels.compile_cache import compile_folder
-from snapstream.layers.sampling_state import SamplingState
-from snapstream.models.decoder import Decoder
 from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.decode_graph import GraphDecode, bucket_sizes
-from snapstream.runner.programs import Capturer, Compiler, ProgramMaker
-from snapstream.runner.rescoring import RecentQueries
-from snapstream.runner.rows import Rows
-from snapstream.runner.views import CompiledRowsView, RowsView
-
-logger = logging.getLogger(__name__)
+from snapstream.runner.decode_graph import GraphDecode, Programs, bucket_sizes
+from snapstream.runner.decode_step import DecodeStep, StepParts
+from snapstream.runner.programs import Capturer, Compiler
 
 
-def make_decode(
-    decoder: Decoder, cache: KVCache, rows: Rows, sampling: SamplingState, config: EngineConfig, progress: bool,
-    queries: RecentQueries | None = None,
-) -> EagerDecode | GraphDecode:  # fmt: skip
-    """The executor that ``config`` names, ready to run; ``progress`` shows on stderr what takes long."""
-    if config.executor == "eager":
-        return EagerDecode(decoder, cache, rows, sampling, queries=queries)
-    is_cuda = decoder.device.type == "cuda"
-    maker: ProgramMaker = Capturer() if is_cuda else Compiler()
-    eager = EagerDecode(decoder, cache, rows, sampling, RowsView if is_cuda else CompiledRowsView, queries)
-    buckets = bucket_sizes(config.max_rows, decoder.device.type)
-    graph = GraphDecode(eager, maker, buckets, cache.padding_row, decoder.config.vocab_size, decoder.device)
-    _warm_up(graph, decoder, config, progress)
-    return graph
+def make_eager(parts: StepParts) -> DecodeStep:
+    """Plain calls."""
+    return EagerDecode(parts)
 
 
-def _warm_up(graph: GraphDecode, decoder: Decoder, config: EngineConfig, progress: bool) -> None:
-    from tqdm import tqdm
+def make_graph(parts: StepParts) -> DecodeStep:
+    """Programs for every batch size: captured on a GPU, compiled on a CPU."""
+    device = parts.decoder.device
+    buckets = bucket_sizes(parts.config.max_rows, device.type)
+    if device.type == "cuda":
+        return GraphDecode(parts, Programs(Capturer(), buckets, "Capturing decode"))
+    compiled = replace(parts, decoder=parts.decoder.with_kernels(bind(device, "compiled_cpu")))
+    marker = compile_folder() / f"{_key(parts)}.done"
+    doing = "Loading compiled decode" if marker.is_file() else "Compiling decode (first start only)"
+    return GraphDecode(compiled, Programs(Compiler(), buckets, doing, marker))
 
-    began = perf_counter()
-    doing = "Capturing decode"
-    marker = None
-    if decoder.device.type == "cpu":
-        settings = f"{decoder.config} {config.dtype} {config.kv_dtype} {config.max_rows} {config.budget.capacity}"
-        if config.rescoring is not None:  # the step also keeps its queries
-            settings += f" {config.rescoring.num_queries}"
-        key = sha256(settings.encode()).hexdigest()[:16]
-        marker = compile_folder() / f"{key}.done"
-        doing = "Loading compiled decode" if marker.is_file() else "Compiling decode (first start only)"
-        if not marker.is_file():
-            logger.info(
-                "compiling %d decode programs into %s; later starts load them", graph.num_programs, marker.parent
-            )
-    with tqdm(total=graph.num_programs, desc=doing, unit="program", disable=not progress, file=sys.stderr) as bar:
-        graph.warm_up(bar.update)
-    logger.info("%d decode programs are ready after %.1f s", graph.num_programs, perf_counter() - began)
-    if marker is not None:
-        marker.touch()
+
+def _key(parts: StepParts) -> str:
+    """Names what is compiled, so that a later start knows that it is there."""
+    config = parts.config
+    settings = f"{parts.decoder.config} {config.dtype} {config.kv_dtype} {config.max_rows} {config.budget.capacity}"
+    if config.rescoring is not None:  # the step also keeps its queries
+        settings += f" {config.rescoring.num_queries}"
+    return sha256(settings.encode()).hexdigest()[:16]

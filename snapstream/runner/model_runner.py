@@ -7,16 +7,15 @@ is ``engine/``), nor on what a layer computes (``models/``).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 
 import torch
 
 from snapstream.cache import layout
 from snapstream.cache.kept import kept_bitmap, selected_positions
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import EngineConfig
+from snapstream.config import EXECUTORS, EngineConfig
 from snapstream.grammar import GrammarCompiler
-from snapstream.kernels import fp8
-from snapstream.kernels.dispatch import runs_triton
 from snapstream.kernels.prefill.choice import choose
 from snapstream.kernels.prefill.versions import Case
 from snapstream.layers.logprobs import prompt_logprobs
@@ -24,14 +23,15 @@ from snapstream.layers.sampler import sample
 from snapstream.layers.sampling_state import NewRow, SamplingNeeds, SamplingState
 from snapstream.layers.upload import upload
 from snapstream.models.decoder import Decoder
+from snapstream.models.staging import StagingBuffers
 from snapstream.request import Compression, Logprob, SamplingParams
-from snapstream.runner.executors import make_decode
+from snapstream.runner.decode_step import MakeDecode, StepParts
 from snapstream.runner.grammars import RowGrammars
 from snapstream.runner.prefill import PrefillJob, PromptProgress
 from snapstream.runner.rescoring import RecentQueries, Rescorer
 from snapstream.runner.results import FinishedPrompt, SubmittedStep
+from snapstream.runner.row_writer import RowWriter
 from snapstream.runner.rows import Rows
-from snapstream.runner.staging import StagingPool
 from snapstream.runner.warm_up import warm_up_kernels
 from snapstream.step import JobSpec, StepPlan
 
@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 # Prompt log-probabilities are taken for so many tokens at a time that their logits, in the storage dtype and in fp32,
 # and the softmax stay within what a prefill takes anyway: nothing sets memory aside for them.
 _LOGITS_TOKENS, _LOGITS_BYTES = 256, 64 * 2**20
+
+
+MakeWriter = Callable[[KVCache, EngineConfig, Rescorer | None], RowWriter]
 
 
 class ModelRunner:
@@ -51,34 +54,58 @@ class ModelRunner:
         config: EngineConfig,
         grammars: GrammarCompiler | None = None,
         *,
+        make_decode: MakeDecode | None = None,
+        make_writer: MakeWriter = RowWriter,
         progress: bool = False,
     ) -> None:
-        """``grammars`` is needed by requests that bring a grammar, and by no others; ``progress`` shows on stderr."""
+        """``grammars`` is needed by requests that bring a grammar, and by no others; ``progress`` shows on stderr.
+
+        ``make_decode`` makes the decode step, by default that of ``config.executor``; ``make_writer`` what writes rows.
+        """
         self.decoder, self.config = decoder, config
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
-        kv_dtype = fp8.DTYPE if config.kv_dtype == "fp8" else dtype
-        self.cache = KVCache(model, config.max_rows, config.budget.capacity, kv_dtype, device)
+        spec = decoder.kv_spec(config.kv_dtype)
+        self.cache = KVCache(spec, config.max_rows, config.budget.capacity, device, decoder.kernels)
         self.rows = Rows(config.max_rows, device)
-        self.staging = StagingPool(model, config.pool_tokens, dtype, device)
+        self.buffers = StagingBuffers(spec, model.hidden_size, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
         case = Case.of(device, dtype, model.head_dim, model.group_size)
         self.prefill_attention = choose(config.prefill_attention, case)
         logger.info(self.prefill_attention.describe())
-        queries = self._rescorer = None
+        queries = None
+        self.rescorer: Rescorer | None = None
         if config.rescoring is not None:
-            queries = RecentQueries(model, config.max_rows, config.rescoring.num_queries, dtype, device)
-            self._rescorer = Rescorer(self.cache, self.rows, queries, config.snapkv, config.rescoring)
-        self._decode = make_decode(decoder, self.cache, self.rows, self.sampling, config, progress, queries)
-        if runs_triton(self.staging.k):
-            warm_up_kernels(decoder, self.cache, self.staging, config, self.prefill_attention)
-            if config.executor == "eager":  # captured decode has run before
-                with torch.inference_mode():
-                    self._decode.logits(torch.tensor([self.cache.padding_row], device=device))
+            queries = RecentQueries(spec, config.max_rows, config.rescoring.num_queries, dtype, device)
+            self.rescorer = Rescorer(self.cache, self.rows, queries, config.rescoring)
+        self._writer = make_writer(self.cache, config, self.rescorer)
+        self.step_parts = StepParts(
+            decoder=decoder, cache=self.cache, rows=self.rows, sampling=self.sampling, config=config, queries=queries
+        )
         # Some checkpoints name end tokens that their vocabulary does not have; they can never be drawn.
         self._end_ids = tuple(token for token in model.eos_token_ids if 0 <= token < model.vocab_size)
         self._grammars = RowGrammars(grammars, self.sampling)
         self._jobs: dict[int, PrefillJob] = {}
         self._params: dict[int, SamplingParams] = {}  # by row: which variant of the sampler a batch needs
+        self.use_decode(make_decode or EXECUTORS.get(config.executor), progress=progress)
+        if decoder.kernels.version == "triton":
+            warm_up_kernels(decoder, self.cache, self.buffers, config, self.prefill_attention)
+
+    def use_decode(self, make_decode: MakeDecode, *, progress: bool = False) -> None:
+        """Make and warm up another decode step over the same rows; for comparisons of executors."""
+        self.decode = make_decode(self.step_parts)
+        self.decode.warm_up(progress)
+
+    @property
+    def num_jobs(self) -> int:
+        """Prefill jobs that are open."""
+        return len(self._jobs)
+
+    def occupy(self, rows: Sequence[int], num_tokens: int, sampling: SamplingParams) -> None:
+        """Let ``rows`` look as after a prompt of ``num_tokens``, without prefilling one; for benchmarks of decode."""
+        counters = self.rows.entry(num_tokens, num_tokens, self.config.budget)
+        table = upload([counters] * len(rows), torch.int64, self.decoder.device)
+        self.rows.admit(upload(rows, torch.int64, self.decoder.device), table)
+        self._params.update((row, sampling) for row in rows)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> SubmittedStep:
@@ -107,23 +134,16 @@ class ModelRunner:
                 del self._jobs[units.job_id]
         if plan.decode_rows:
             params = [self._params[row] for row in plan.decode_rows]
-            if self._rescorer is not None:
-                self._rescorer.before_step(plan.decode_rows)
+            if self.rescorer is not None:
+                self.rescorer.before_step(plan.decode_rows)
             rows = upload(plan.decode_rows, torch.int64, self.decoder.device)
-            copy = step.add_decoded(self._decode.step(rows, SamplingNeeds.of(params)), params)
+            copy = step.add_decoded(self.decode.step(rows, SamplingNeeds.of(params)), params)
             self._grammars.follow(plan.decode_rows, copy, step)
         return step
 
     def _open_job(self, spec: JobSpec) -> PrefillJob:
         return PrefillJob(
-            spec,
-            self.decoder,
-            self.cache,
-            self.staging,
-            self.config.snapkv,
-            self.config.chunk_len,
-            self.prefill_attention,
-            self._rescorer,
+            spec, self.decoder, self.buffers, self._writer, self.config.chunking.chunk_len, self.prefill_attention
         )
 
     def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
@@ -132,10 +152,9 @@ class ModelRunner:
         new: list[NewRow] = []
         for index, prompt in enumerate(job.prompts):
             entry = prompt.entry
-            counters = self.rows.entry(prompt.prompt_len, entry.next_position, entry.budget)
             ends = () if entry.sampling.ignore_eos else self._end_ids
             stop_ids = (*ends, *entry.sampling.stop_token_ids)
-            for row, seed in zip(entry.rows, entry.seeds, strict=True):
+            for row, seed, counters in zip(entry.rows, entry.seeds, self._writer.counters(entry), strict=True):
                 self._params[row] = entry.sampling
                 table.append((row, index, *counters))
                 new.append(NewRow(row, entry.sampling, seed, entry.token_ids, stop_ids))
@@ -145,8 +164,7 @@ class ModelRunner:
         self.sampling.set_rows(new)
         for prompt in job.prompts:
             self._grammars.admit(prompt.entry)
-            if self._rescorer is not None:
-                self._rescorer.admit(prompt.entry, self.config.rescoring)
+            self._writer.admit(prompt.entry)
         params = [entry.sampling for entry in new]
         logits = self.decoder.logits(job.last_hidden())[source]  # [rows, V]
         sampled = sample(logits, self.sampling, rows, SamplingNeeds.of(params))
@@ -164,16 +182,15 @@ class ModelRunner:
         self._grammars.follow([entry.row for entry in new], step.add_prefilled(sampled, params, finished), step)
 
     def _compression(self, prompt: PromptProgress) -> Compression:
-        model, budget = self.decoder.config, prompt.entry.budget
+        budget, spec = prompt.entry.budget, self.cache.spec
         kept = layout.num_visible(prompt.prompt_len, budget.capacity)
-        size = self.config.kv_bytes
         is_bitmap = prompt.entry.sampling.return_kept == "bitmap"
         return Compression(
             prompt_tokens=prompt.prompt_len,
             kept_tokens=kept,
             evicted_tokens=prompt.prompt_len - kept,
-            row_bytes=layout.row_bytes(model, budget.capacity, size),
-            full_bytes=layout.row_bytes(model, prompt.prompt_len, size),
+            row_bytes=spec.row_bytes(budget.capacity),
+            full_bytes=spec.row_bytes(prompt.prompt_len),
             compress_ms=0.0,
             kept_positions=selected_positions(prompt.kept, budget) if prompt.kept and not is_bitmap else None,
             kept_bitmap=kept_bitmap(prompt.kept, prompt.prompt_len) if prompt.kept and is_bitmap else None,

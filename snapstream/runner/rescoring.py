@@ -15,14 +15,15 @@ from torch import Tensor
 
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.rescoring import RowState, prompt_votes, refresh_layer, slots_by_age
-from snapstream.config import ModelConfig, RescoringConfig, SnapKVConfig
+from snapstream.cache.spec import KVSpec
+from snapstream.config import RescoringConfig
 from snapstream.runner.rows import Rows
 from snapstream.step import PrefillEntry
 
 
 @dataclass(frozen=True, slots=True)
 class StepQueries:
-    """Where a decode step puts its queries; a ``views.QuerySink``."""
+    """Where a decode step puts its queries; a ``models.views.QuerySink``."""
 
     buffer: Tensor  # [L, rows+1, w, H, E]
     rows: Tensor  # [B]
@@ -37,9 +38,9 @@ class RecentQueries:
     """The last ``num_queries`` decode queries of every row: position p lies in place p mod w."""
 
     def __init__(
-        self, config: ModelConfig, num_rows: int, num_queries: int, dtype: torch.dtype, device: torch.device | str
+        self, spec: KVSpec, num_rows: int, num_queries: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        shape = (config.num_layers, num_rows + 1, num_queries, config.num_heads, config.head_dim)
+        shape = (spec.num_layers, num_rows + 1, num_queries, spec.num_heads, spec.key_dim)
         self.buffer = torch.zeros(shape, dtype=dtype, device=device)  # [L, rows+1, w, H, E]
 
     @property
@@ -51,6 +52,10 @@ class RecentQueries:
         """Where the queries of ``rows [B]`` at ``positions [B]`` go."""
         return StepQueries(self.buffer, rows, positions % self.buffer.shape[2])
 
+    def put(self, layer: int, row: int, position: int, q: Tensor) -> None:
+        """Keep a query ``[H, E]`` that no decode step made: of a prompt's token."""
+        self.buffer[layer, row, position % self.buffer.shape[2]] = q
+
     def last(self, row: int, position: int, count: int) -> Tensor:
         """Queries ``[L, count, H, E]`` of the ``count`` positions before ``position``, oldest first."""
         places = torch.arange(position - count, position, device=self.buffer.device) % self.buffer.shape[2]
@@ -60,11 +65,9 @@ class RecentQueries:
 class Rescorer:
     """Refreshes the rows that are due; knows of every row what ``RowState`` holds, and the votes of its tokens."""
 
-    def __init__(
-        self, cache: KVCache, rows: Rows, queries: RecentQueries, snapkv: SnapKVConfig, config: RescoringConfig
-    ) -> None:
-        self._cache, self._rows, self._queries = cache, rows, queries
-        self._snapkv, self._config = snapkv, config
+    def __init__(self, cache: KVCache, rows: Rows, queries: RecentQueries, config: RescoringConfig) -> None:
+        self._cache, self._rows, self.queries = cache, rows, queries
+        self._config = config
         self._states: dict[int, RowState] = {}
         # [L, rows+1, G, C]: entry i belongs to the i-th slot after the sinks, as far as selected tokens go
         self.votes = torch.zeros(cache.k.shape[:-1], dtype=torch.float32, device=cache.k.device)
@@ -72,7 +75,7 @@ class Rescorer:
     @property
     def num_bytes(self) -> int:
         """Bytes of queries and votes, the padding row's included."""
-        return self._queries.num_bytes + self.votes.nbytes
+        return self.queries.num_bytes + self.votes.nbytes
 
     def keep_votes(
         self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, kept: Tensor | None
@@ -80,8 +83,8 @@ class Rescorer:
         """A layer of a prompt was written to its rows: ``keys [G, N, E]``, ``kept [G, C]`` (None: all of them)."""
         votes: Tensor | None = None
         if kept is not None and queries is not None:
-            window = queries[-self._config.num_queries :]
-            votes = prompt_votes(window, keys, kept, entry.budget, self._snapkv)  # [G, K]
+            last = queries[-self._config.num_queries :]
+            votes = prompt_votes(last, keys, kept, entry.budget, entry.selector, self._cache.kernels)  # [G, K]
         for row in entry.rows:  # a list of rows as an index would be sent to the device, and waited for
             own = self.votes[layer, row].zero_()  # [G, C]
             if votes is not None:
@@ -92,7 +95,9 @@ class Rescorer:
         for row in entry.rows:
             self._states.pop(row, None)
             if config is not None and entry.budget.num_topk:
-                self._states[row] = RowState.admitted(entry.budget, config, len(entry.token_ids), entry.next_position)
+                self._states[row] = RowState.admitted(
+                    entry.budget, config, entry.selector, len(entry.token_ids), entry.next_position
+                )
 
     def before_step(self, rows: Sequence[int]) -> None:
         """Refresh those of ``rows`` that are due; the step that follows feeds each of them one token."""
@@ -101,13 +106,15 @@ class Rescorer:
             if state is None:
                 continue
             if state.is_due:
-                self._refresh(row, state)
+                self.refresh(row)
             state.fed()
 
-    def _refresh(self, row: int, state: RowState) -> None:
+    def refresh(self, row: int) -> None:
+        """Choose again what an admitted row keeps."""
+        state = self._states[row]
         order = slots_by_age(state, self._cache.k.device)
-        queries = self._queries.last(row, state.position, state.config.num_queries)
+        queries = self.queries.last(row, state.position, state.config.num_queries)
         for layer in range(self._cache.k.shape[0]):
-            refresh_layer(self._cache, layer, row, queries[layer], order, self.votes[layer, row], state, self._snapkv)
+            refresh_layer(self._cache, layer, row, queries[layer], order, self.votes[layer, row], state)
         state.refreshed()
         self._rows.refresh(row, state.num_tokens, state.ring_start)

@@ -12,6 +12,8 @@ from torch import Tensor
 from snapstream.cache import layout
 from snapstream.config import KVBudget
 
+Counters = tuple[int, int, int, int]  # of a row: num_tokens, next_position, ring_start, capacity
+
 
 class Rows:
     """Counters of every row; advanced on the device, set from the host only when a row gets a new owner."""
@@ -27,7 +29,7 @@ class Rows:
         self.capacity = counters(1)
 
     @staticmethod
-    def entry(prompt_len: int, next_position: int, budget: KVBudget) -> tuple[int, int, int, int]:
+    def entry(prompt_len: int, next_position: int, budget: KVBudget) -> Counters:
         """What ``admit`` sets of a row whose prompt of ``prompt_len`` tokens has just been written to it."""
         return prompt_len, next_position, layout.ring_start(budget, prompt_len), budget.capacity
 

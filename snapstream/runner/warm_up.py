@@ -17,43 +17,38 @@ from snapstream.cache.kv_cache import KVCache
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.models.decoder import Decoder
+from snapstream.models.staging import StagingBuffers
 from snapstream.request import SamplingParams
 from snapstream.runner.prefill import PrefillJob
-from snapstream.runner.staging import StagingPool
+from snapstream.runner.row_writer import RowWriter
 from snapstream.step import JobSpec, PrefillEntry
 
 logger = logging.getLogger(__name__)
 
 _BUDGET = KVBudget(num_sink=0, num_topk=1, num_recent=1)
-_MORE = 19  # prompt tokens beside the window: more than the budget holds
+_MORE = 19  # prompt tokens beside those that vote: more than the budget holds
 
 
 @torch.inference_mode()
 def warm_up_kernels(
-    decoder: Decoder, cache: KVCache, staging: StagingPool, config: EngineConfig, attention: PrefillAttention
+    decoder: Decoder, cache: KVCache, buffers: StagingBuffers, config: EngineConfig, attention: PrefillAttention
 ) -> None:
-    """Run a prompt of ``window_len + 19`` tokens through the first layer; writes to the padding row alone."""
+    """Run a prompt of ``observation_len + 19`` tokens through the first layer; writes to the padding row alone."""
     began = perf_counter()
     if cache.capacity < _BUDGET.capacity:
         return  # such a row selects nothing, and holds one token
     entry = PrefillEntry(
         request_id="warm-up",
-        token_ids=(0,) * min(config.snapkv.window_len + _MORE, config.pool_tokens),
+        token_ids=(0,) * min(config.selector.observation_len + _MORE, config.pool_tokens),
         rows=(cache.padding_row,),
         seeds=(0,),
         sampling=SamplingParams(),
         budget=_BUDGET,
+        selector=config.selector,
     )
-    job = PrefillJob(
-        JobSpec(job_id=-1, staging_start=0, entries=(entry,)),
-        decoder,
-        cache,
-        staging,
-        config.snapkv,
-        config.chunk_len,
-        attention,
-    )
-    for unit in range(job.spec.num_chunks(config.chunk_len)):
+    spec = JobSpec(job_id=-1, staging_start=0, entries=(entry,))
+    job = PrefillJob(spec, decoder, buffers, RowWriter(cache, config), config.chunking.chunk_len, attention)
+    for unit in range(job.spec.num_chunks(config.chunking.chunk_len)):
         job.run_unit(unit)
     decoder.logits(job.last_hidden())
     logger.info("kernels of prefill and compression are ready after %.1f s", perf_counter() - began)

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from snapstream.assembly import load_tokenizer
 from snapstream.assets import TINY_MODEL
-from snapstream.config import DTYPE_BYTES
-from snapstream.draft_memory import DraftMemory, draft_memory
-from snapstream.memory import MAX_AUTO_ROWS
+from snapstream.config import EngineOptions
 from snapstream.models.registry import read_model_config
+from snapstream.plan.draft_memory import DraftMemory, draft_memory
+from snapstream.plan.fit import MAX_AUTO_ROWS
 from snapstream.server.app import make_app
 from snapstream.server.engine.messages import EngineSpec
 from snapstream.server.engine.process import EngineProcess
@@ -34,7 +33,7 @@ from snapstream.server.http.trimming import load_compressor
 from snapstream.server.openai.front import Front
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings, scoring_of
-from snapstream.startup import MaxRows
+from snapstream.start.build import load_tokenizer
 
 if TYPE_CHECKING:
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -74,10 +73,10 @@ class ServeOptions:
                 raise ValueError(f"{file} is not a file")
 
 
-def most_requests(max_rows: MaxRows, max_waiting: int) -> int:
-    """HTTP requests that may be open at once beside an engine of this size; ``max_waiting`` 0 means no bound there."""
-    rows = MAX_AUTO_ROWS if max_rows == "auto" else max_rows
-    return rows + max_waiting + SPARE_REQUESTS if max_waiting else UNBOUNDED_REQUESTS
+def most_requests(options: EngineOptions) -> int:
+    """HTTP requests that may be open at once beside an engine of this size."""
+    rows = MAX_AUTO_ROWS if options.max_rows == "auto" else options.max_rows
+    return rows + options.max_waiting + SPARE_REQUESTS if options.max_waiting else UNBOUNDED_REQUESTS
 
 
 def default_compression(
@@ -165,7 +164,7 @@ def memory_beside(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None
         return None
     settings = scoring_of(None, options.draft_window_len) or ScoringSettings()
     memory = draft_memory(
-        read_model_config(options.draft), settings, dtype_bytes=DTYPE_BYTES[spec.dtype], device=spec.device
+        read_model_config(options.draft), settings, dtype=spec.options.dtype, device=spec.options.device
     )
     return DraftMemory(weight_bytes=0, working_bytes=memory.total_bytes)
 
@@ -177,8 +176,8 @@ def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:
         options.draft,
         threshold=options.draft_threshold,
         scoring=scoring_of(None, options.draft_window_len),
-        dtype=spec.dtype,
-        device=spec.device,
+        dtype=spec.options.dtype,
+        device=spec.options.device,
     )
 
 

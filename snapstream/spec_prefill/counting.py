@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from snapstream.conversation import as_conversation
+from snapstream.request.conversation import as_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

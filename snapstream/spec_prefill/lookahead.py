@@ -15,23 +15,28 @@ Greedy tokens make the scores deterministic: the same draft, text and settings g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import KVBudget, SnapKVConfig
-from snapstream.kernels import dispatch
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
+from snapstream.kernels.prefill.choice import automatic
 from snapstream.models.decoder import Decoder
+from snapstream.models.layer_pass import LayerDone, LayerPass, Outputs, PassTokens
+from snapstream.models.staging import StagingBuffers
+from snapstream.runner.forward import RowsForward
+from snapstream.runner.rescoring import RecentQueries
+from snapstream.runner.rows import Rows
 from snapstream.spec_prefill.importance import Importance
 from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings
 
 ROW = KVBudget.of(ROW_SLOTS)  # keys="one_layer": the row that the greedy tokens are decoded from
 
-Staged = Callable[[int, Tensor, Tensor, Tensor], None]  # layer, last queries [w, H, E], keys and values [G, N, E]
+SELECTOR = SnapKV()  # and how its tokens are chosen
 
 
 @torch.inference_mode()
@@ -69,7 +74,8 @@ def _score_in_pass(
     importance = Importance(num_queries, prompt_len, settings.pool_kernel, decoder.device)
     first_query = len(ids) - num_queries
 
-    def score(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    def score(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        assert queries is not None
         importance.add(queries, keys[:, :prompt_len], first_query)
 
     voting_pass(decoder, ids, prompt_len, num_queries, settings, score)
@@ -77,143 +83,112 @@ def _score_in_pass(
 
 
 def voting_pass(
-    decoder: Decoder, ids: Tensor, prompt_len: int, num_queries: int, settings: ScoringSettings, vote: Staged
+    decoder: Decoder, ids: Tensor, prompt_len: int, num_queries: int, settings: ScoringSettings, vote: LayerDone
 ) -> None:
     """Read ``ids [n]``, the prompt and look-ahead tokens after it, one layer at a time; ``vote`` sees each layer."""
-    storage = _one_layer(decoder, len(ids))
-    _prefill(decoder, ids, prompt_len, lambda layer: storage, num_queries, vote, settings, wants_output=False)
+    _read(decoder, ids, prompt_len, num_queries, settings, vote, "none")
 
 
 def _score_from_all_layers(decoder: Decoder, windows: Sequence[Tensor], settings: ScoringSettings) -> list[Tensor]:
     """Prefill each of ``windows [N]``, decode after all of them at once, then every layer's queries on its keys."""
-    config, prompt_len, ahead, num = decoder.config, len(windows[0]), settings.look_ahead, len(windows)
-    cache = KVCache(config, num - 1, prompt_len + ahead, decoder.dtype, decoder.device)  # the padding row is the last
-    queries = torch.empty(
-        (config.num_layers, num, ahead, config.num_heads, config.head_dim), dtype=decoder.dtype, device=decoder.device
-    )
-    hidden = []
+    prompt_len, ahead = len(windows[0]), settings.look_ahead
+    drawing = _Drawing(decoder, len(windows), KVBudget.full(prompt_len + ahead), ahead)
     for row, ids in enumerate(windows):
-
-        def storage(layer: int, row: int = row) -> tuple[Tensor, Tensor]:
-            return cache.k[layer, row], cache.v[layer, row]
-
-        def keep_query(layer: int, last: Tensor, keys: Tensor, values: Tensor, row: int = row) -> None:
-            queries[layer, row, 0] = last[-1]
-
-        hidden.append(_prefill(decoder, ids, prompt_len, storage, 1, keep_query, settings))
-    drawn = _decode(decoder, cache, torch.cat(hidden), prompt_len, 0, cache.capacity, settings, queries)
+        drawing.read(row, ids, 1, settings)
+    drawn = drawing.draw(settings)
+    first = prompt_len - 1  # the query of the last prompt token votes too
     scores = []
     for row, tokens in enumerate(drawn):
+        queries = drawing.queries.last(row, first + len(tokens), len(tokens))  # [L, w, H, E]
         importance = Importance(len(tokens), prompt_len, settings.pool_kernel, decoder.device)
-        for layer in range(config.num_layers):
-            importance.add(queries[layer, row, : len(tokens)], cache.k[layer, row, :, :prompt_len], prompt_len - 1)
+        for layer in range(decoder.config.num_layers):
+            importance.add(queries[layer], drawing.cache.layer(layer).k[row, :, :prompt_len], first)
         scores.append(importance.scores())
     return scores
 
 
 def draw_from_row(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> list[int]:
     """Greedy tokens after the prompt, decoded from a compressed row."""
-    prompt_len, snapkv = len(ids), SnapKVConfig()
-    cache = KVCache(decoder.config, 0, ROW.capacity, decoder.dtype, decoder.device)
-
-    def compress(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        write_rows(cache, layer, (0,), keys, values, queries, ROW, snapkv)
-
-    storage = _one_layer(decoder, prompt_len)
-    window = min(snapkv.window_len, prompt_len)
-    hidden = _prefill(decoder, ids, prompt_len, lambda layer: storage, window, compress, settings)
-    return _decode(decoder, cache, hidden, prompt_len, layout.ring_start(ROW, prompt_len), ROW.capacity, settings)[0]
+    drawing = _Drawing(decoder, 1, ROW, 1)
+    drawing.read(0, ids, SELECTOR.num_queries(len(ids)), settings)
+    return drawing.draw(settings)[0]
 
 
-def _one_layer(decoder: Decoder, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Staging for K and V of one layer, ``[G, N, E]`` each."""
-    shape = (decoder.config.num_kv_heads, num_tokens, decoder.config.head_dim)
-    return (
-        torch.empty(shape, dtype=decoder.dtype, device=decoder.device),
-        torch.empty(shape, dtype=decoder.dtype, device=decoder.device),
-    )
+class _Drawing:
+    """Rows of one budget in which prompts of one length are read, and the greedy tokens after them drawn."""
+
+    def __init__(self, decoder: Decoder, num_rows: int, budget: KVBudget, num_queries: int) -> None:
+        """``num_queries``: of the last tokens fed to each row, kept in ``queries``."""
+        spec, device = decoder.kv_spec(), decoder.device
+        self._decoder, self._budget = decoder, budget
+        # A draft feeds all its rows at every step, so the padding row, which is the last, may be one of them.
+        self.cache = KVCache(spec, num_rows - 1, budget.capacity, device, decoder.kernels)
+        self.queries = RecentQueries(spec, num_rows - 1, num_queries, decoder.dtype, device)
+        self._rows = Rows(num_rows - 1, device)
+        self._forward = RowsForward(decoder, self.cache, self._rows, self.queries)
+        self._hidden: list[Tensor] = []  # by row: output of the last prompt token [1, D]
+        self._prompt_len = 0
+
+    def read(self, row: int, ids: Tensor, num_queries: int, settings: ScoringSettings) -> None:
+        """Prefill ``ids [N]`` into a row; its last ``num_queries`` choose, where it does not fit."""
+        self._prompt_len = len(ids)
+
+        def write(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
+            assert queries is not None
+            self.queries.put(layer, row, self._prompt_len - 1, queries[-1])
+            write_rows(self.cache, layer, (row,), keys, values, queries, self._budget, SELECTOR)
+
+        self._hidden.append(_read(self._decoder, ids, len(ids), num_queries, settings, write, "last"))
+
+    def draw(self, settings: ScoringSettings) -> list[list[int]]:
+        """Greedy tokens after the prompts, ``look_ahead`` of each, fewer where the draft ends.
+
+        All but the last are fed. A row that has ended is fed on with the others, to no effect.
+        """
+        device, ends = self._decoder.device, () if settings.ignore_eos else self._decoder.config.eos_token_ids
+        rows = torch.arange(len(self._hidden), dtype=torch.int64, device=device)
+        counters = self._rows.entry(self._prompt_len, self._prompt_len, self._budget)
+        self._rows.admit(rows, torch.tensor([counters] * len(rows), dtype=torch.int64, device=device))
+        tokens = self._decoder.logits(torch.cat(self._hidden)).argmax(-1)  # [B]
+        self._rows.last_token[rows] = tokens
+        drawn = [[token] for token in tokens.tolist()]
+        for _ in range(settings.look_ahead - 1):
+            if all(own[-1] in ends for own in drawn):
+                break
+            tokens = self._forward.logits(rows).argmax(-1)
+            self._rows.advance(rows, tokens)
+            for own, token in zip(drawn, tokens.tolist(), strict=True):
+                if own[-1] not in ends:
+                    own.append(token)
+        return drawn
 
 
-def _prefill(
+def _read(
     decoder: Decoder,
     ids: Tensor,
     prompt_len: int,
-    storage: Callable[[int], tuple[Tensor, Tensor]],
     num_queries: int,
-    staged: Staged,
     settings: ScoringSettings,
-    *,
-    wants_output: bool = True,
+    layer_done: LayerDone,
+    outputs: Outputs,
 ) -> Tensor:
-    """Run ``ids [N]`` layer by layer; calls ``staged`` after each layer. Returns the last token's output ``[1, D]``.
+    """Run ``ids [N]`` layer by layer; returns the last token's output ``[1, D]``.
 
     Tokens from ``prompt_len`` on are look-ahead tokens: their sequence was as long as their position + 1 (dynamic
-    RoPE). Without ``wants_output`` the last layer ends with its keys and queries, and nothing is returned but zeros.
+    RoPE).
     """
-    num_tokens, device = len(ids), decoder.device
+    config, device = decoder.config, decoder.device
+    positions = torch.arange(len(ids), device=device)
+    tokens = PassTokens(
+        token_ids=ids,
+        positions=positions,
+        seq_lens=(positions + 1).clamp(min=prompt_len),
+        prompt_lens=[len(ids)],
+        num_queries=[num_queries],
+    )
+    buffers = StagingBuffers(decoder.kv_spec(), config.hidden_size, len(ids), decoder.dtype, device)
+    attention = automatic(device, decoder.dtype, config.head_dim, config.group_size)
     step = settings.num_prefill_tokens(device.type)
-    positions = torch.arange(num_tokens, device=device)
-    seq_lens = (positions + 1).clamp(min=prompt_len)
-    hidden = torch.empty(num_tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=device)  # [N, D]
-    output = torch.zeros(1, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
-    last_layer = decoder.config.num_layers - 1
-    for layer in range(last_layer + 1):
-        keys, values = storage(layer)
-        tail: list[Tensor] = []
-        for start in range(0, num_tokens, step):
-            stop = min(start + step, num_tokens)
-            own = slice(start, stop)
-            entering = decoder.embed(ids[own]) if layer == 0 else hidden[own]  # [T, D]
-            q, k, v = decoder.project(layer, entering, decoder.rope(positions[own], seq_lens[own]))
-            keys[:, own], values[:, own] = k.transpose(0, 1), v.transpose(0, 1)
-            if stop > num_tokens - num_queries:
-                tail.append(q[max(0, num_tokens - num_queries - start) :].clone())
-            if layer < last_layer:
-                attended = dispatch.prefill_attention(q, keys[:, :stop], values[:, :stop])
-                hidden[own] = decoder.finish(layer, entering, attended)
-            elif wants_output and stop == num_tokens:
-                attended = dispatch.prefill_attention(q[-1:], keys[:, :stop], values[:, :stop])
-                output = decoder.finish(layer, entering[-1:], attended)
-        staged(layer, torch.cat(tail), keys[:, :num_tokens], values[:, :num_tokens])
-    return output
-
-
-def _decode(
-    decoder: Decoder,
-    cache: KVCache,
-    hidden: Tensor,
-    prompt_len: int,
-    ring_start: int,
-    capacity: int,
-    settings: ScoringSettings,
-    queries: Tensor | None = None,
-) -> list[list[int]]:
-    """Greedy tokens after the prompts in rows ``0 .. B - 1``, ``look_ahead`` of each, fewer where the draft ends.
-
-    ``hidden [B, D]`` is the output of the last prompt tokens; all prompts have ``prompt_len`` tokens. All but the last
-    token are fed; the query of token ``t`` goes to ``queries [L, B, look_ahead, H, E]`` at ``t + 1``. A row that has
-    ended is fed on with the others, to no effect.
-    """
-    device, ends = decoder.device, () if settings.ignore_eos else decoder.config.eos_token_ids
-    rows = torch.arange(len(hidden), dtype=torch.int64, device=device)
-    drawn: list[list[int]] = [[] for _ in rows]
-    for ahead in range(1, settings.look_ahead + 1):
-        tokens = decoder.logits(hidden).argmax(-1)  # [B]
-        for own, token in zip(drawn, tokens.tolist(), strict=True):
-            if not own or own[-1] not in ends:
-                own.append(token)
-        if ahead == settings.look_ahead or all(own[-1] in ends for own in drawn):
-            break
-        position = prompt_len + ahead - 1
-        slots = torch.full_like(rows, layout.slot_of(position, ring_start, capacity))
-        lengths = torch.full_like(rows, layout.num_visible(position + 1, capacity))
-        rope = decoder.rope(torch.full_like(rows, position), torch.full_like(rows, position + 1))
-        hidden = decoder.embed(tokens)
-        for layer in range(decoder.config.num_layers):
-            q, k, v = decoder.project(layer, hidden, rope)
-            if queries is not None:
-                queries[layer, :, ahead] = q
-            dispatch.write_slots(cache.k[layer], cache.v[layer], k, v, rows, slots)
-            attended = dispatch.decode_attention(q, cache.k[layer], cache.v[layer], rows, lengths)
-            hidden = decoder.finish(layer, hidden, attended)
-    return drawn
+    one = LayerPass(decoder, buffers, tokens, step, attention, layer_done, outputs)
+    one.run()
+    return one.last_hidden()

@@ -46,7 +46,7 @@ class Scorer:
 
     def score(self, candidate: Candidate) -> ScoredText:
         """Scores of a text's chunks; ``num_windows`` 0 and ``draft_ms`` 0 if they were remembered."""
-        key = self._key(candidate)
+        key = self.key(candidate)
         with self._lock:
             found = self._cache.get(key)
             if found is None:
@@ -101,7 +101,8 @@ class Scorer:
             cutter=cutter,
         )
 
-    def _key(self, candidate: Candidate) -> bytes:
+    def key(self, candidate: Candidate) -> bytes:
+        """A digest of all that the scores depend on: 32 bytes."""
         parts = (
             self._draft.digest, repr(self._scoring), repr(self._cut), str(candidate.as_chat),
             str(candidate.start), str(candidate.end), candidate.text, candidate.after,

@@ -65,8 +65,8 @@ class PromptTrimmer:
             text = render(messages)
             encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             found = candidates(messages, self._compressor.protection, self._compressor.draft.count_tokens)
-            spans = _places(text, messages, found, render)
-            return self._ids(encoded["input_ids"], _token_ranges(encoded["offset_mapping"], spans), how)
+            spans = body_places(text, messages, found, render)
+            return self._ids(encoded["input_ids"], token_ranges(encoded["offset_mapping"], spans), how)
         result = self._compress(messages, how)
         assert result.messages is not None
         ids = self._tokenizer(render(result.messages), add_special_tokens=False)["input_ids"]
@@ -101,7 +101,7 @@ def _trim(report: CompressionReport) -> Trim:
     )
 
 
-def _places(rendered: str, messages: Messages, found: Sequence[Candidate], render: Render) -> list[Span]:
+def body_places(rendered: str, messages: Messages, found: Sequence[Candidate], render: Render) -> list[Span]:
     """Where the bodies stand in a rendered conversation, in order: where marks stand that are rendered instead of them.
 
     The same words elsewhere, in a system message say, are not theirs. A template that does more than put texts in their
@@ -128,7 +128,7 @@ def _with_body(candidate: Candidate, body: str) -> str:
     return candidate.text[:start] + body + candidate.text[start + len(bare) :]
 
 
-def _token_ranges(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[Span]:
+def token_ranges(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[Span]:
     """Tokens that lie wholly inside each span of characters."""
     ranges: list[Span] = []
     for start, stop in spans:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from snapstream.config import EngineConfig, KVBudget
+from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
 from snapstream.request import Request, RequestOutput, SamplingParams
-from snapstream.step import PrefillEntry
+from snapstream.step import PrefillEntry, Runner
 from tests.engine.alone import EOS, VOCAB_SIZE, LetterTokenizer
 from tests.engine.fake_runner import FakeRunner
 
@@ -18,16 +18,10 @@ LETTERS = LetterTokenizer()
 
 def config_of(**fields: Any) -> EngineConfig:
     """Chunks of 4 tokens, short prompts up to 4, a window of 100, room in staging for one long prompt."""
-    fields = {
-        "budget": KVBudget.full(100),
-        "max_model_len": 100,
-        "max_rows": 4,
-        "chunk_len": 4,
-        "short_len": 4,
-        "short_reserve": 8,
-        **fields,
-    }
-    return EngineConfig(**fields)
+    cut = {"chunk_len": 4, "short_len": 4}
+    cut |= {name: fields.pop(name) for name in list(fields) if name in Chunking.__dataclass_fields__}
+    sizes = {"budget": KVBudget.full(100), "max_model_len": 100, "max_rows": 4, "short_reserve": 8}
+    return EngineConfig(chunking=Chunking(**cut), **(sizes | fields))
 
 
 def request_of(request_id: str, size: int = 3, **sampling: Any) -> Request:
@@ -42,10 +36,12 @@ def engine_of(
     tokenizer: Tokenizer | None = LETTERS,
     random: Random | None = None,
     clock: Callable[[], float] | None = None,
+    around: Callable[[FakeRunner], Runner] = lambda runner: runner,
 ) -> tuple[Engine, FakeRunner]:
     """``scripts`` gives, by request id, the tokens to be drawn; past its end, and by default, it is 1 ("a").
 
-    For the strict runner a script is the whole of a sample: it ends with the last scripted token.
+    For the strict runner a script is the whole of a sample: it ends with the last scripted token. ``around`` puts
+    another runner between it and the engine.
     """
     config, scripts = config or config_of(), scripts or {}
 
@@ -58,7 +54,7 @@ def engine_of(
 
     runner = FakeRunner(config, NUM_LAYERS, draw, length_of)
     engine = Engine(
-        runner,
+        around(runner),
         config,
         vocab_size=VOCAB_SIZE,
         num_layers=NUM_LAYERS,

@@ -104,9 +104,9 @@ class FakeRunner:
     def _open(self, spec: JobSpec) -> None:
         config, size = self.config, spec.num_tokens
         assert spec.job_id not in self.job_ids, "job ids are never used twice"
-        is_short = all(len(entry.token_ids) <= config.short_len for entry in spec.entries)
+        is_short = all(len(entry.token_ids) <= config.chunking.short_len for entry in spec.entries)
         if len(spec.entries) > 1:
-            assert is_short and size <= config.chunk_len
+            assert is_short and size <= config.chunking.chunk_len
         end = config.pool_tokens if is_short else config.pool_tokens - config.short_reserve
         assert spec.staging_start >= 0 and spec.staging_start + size <= end
         for other in (job.spec for job in self.jobs.values()):
@@ -128,14 +128,14 @@ class FakeRunner:
         self.jobs[spec.job_id] = OpenJob(spec)
 
     def _run_units(self, plan: StepPlan, pending: FakePending) -> dict[str, PrefillResult]:
-        quantum = self.config.prefill_quantum or self.num_layers
-        is_counted = plan.decode_rows and not self.config.step_work  # else by work: test_pace.py
+        quantum = self.config.chunking.prefill_quantum or self.num_layers
+        is_counted = plan.decode_rows and not self.config.chunking.step_work  # else by work: test_pace.py
         most = quantum if is_counted else max(quantum, 4 * self.num_layers)
         assert sum(unit.count for unit in plan.units) <= most
         prefilled: dict[str, PrefillResult] = {}
         for unit in plan.units:
             job = self.jobs[unit.job_id]
-            num_units = job.spec.num_units(self.config.chunk_len, self.num_layers)
+            num_units = job.spec.num_units(self.config.chunking.chunk_len, self.num_layers)
             assert unit.first == job.next_unit and unit.count >= 1 and unit.first + unit.count <= num_units
             job.next_unit += unit.count
             if job.next_unit == num_units:

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapstream.config import EngineConfig, KVBudget
+from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.engine.core import Engine
 from snapstream.request import FinishReason, Request, RequestOutput, SamplingParams
 from snapstream.step import PrefillEntry
@@ -48,7 +48,7 @@ class Session:
 
     def drain(self) -> None:
         """While there is work, each step runs a unit, decodes a row or drops a job: so the end is near."""
-        chunk_len, num_layers = self.runner.config.chunk_len, self.runner.num_layers
+        chunk_len, num_layers = self.runner.config.chunking.chunk_len, self.runner.num_layers
         most = 3 + sum(
             -(-len(request.prompt_token_ids) // chunk_len) * num_layers + request.sampling.max_tokens + 1
             for request in self.requests.values()
@@ -92,11 +92,13 @@ def scripts(draw: st.DrawFn) -> tuple[EngineConfig, int, list[tuple[str, Any]]]:
         budget=KVBudget.full(MAX_MODEL_LEN),
         max_model_len=MAX_MODEL_LEN,
         max_rows=draw(st.integers(1, 6)),
-        chunk_len=draw(st.integers(1, 12)),
-        short_len=draw(st.integers(1, 12)),
+        chunking=Chunking(
+            chunk_len=draw(st.integers(1, 12)),
+            short_len=draw(st.integers(1, 12)),
+            prefill_quantum=draw(st.integers(0, 5)),
+        ),
         staging_tokens=0 if extra < 0 else MAX_MODEL_LEN + reserve + extra,
         short_reserve=reserve,
-        prefill_quantum=draw(st.integers(0, 5)),
     )
     size = st.one_of(st.integers(1, 5), st.integers(1, MAX_MODEL_LEN - 12))
     request = st.tuples(size, sampling_params(config.max_rows), st.sampled_from(BUDGETS))

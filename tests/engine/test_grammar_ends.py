@@ -45,10 +45,9 @@ class _Ending:
 def test_ends(
     ends: dict[int, dict[int, str]], max_tokens: int, count: int, reason: FinishReason, stop_reason: str | None
 ) -> None:
-    engine, runner = engine_of(config_of())
+    engine, runner = engine_of(config_of(), around=lambda runner: _Ending(runner, ends))
     if count < max_tokens:
         runner.length_of = lambda entry, index: count  # type: ignore[method-assign]
-    engine._runner = _Ending(runner, ends)
     engine.add_request(request_of("r", max_tokens=max_tokens))
     sample = drain(engine)["r"].samples[0]
     assert (len(sample.token_ids), sample.finish_reason, sample.stop_reason) == (count, reason, stop_reason)

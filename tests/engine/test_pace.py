@@ -26,7 +26,14 @@ def works(config: EngineConfig, runner: FakeRunner) -> list[tuple[StepPlan, list
     """Per plan, the work of each of its units."""
     specs: dict[int, JobSpec] = {spec.job_id: spec for plan in runner.plans for spec in plan.opened_jobs}
     return [
-        (plan, [unit_work(config, specs[u.job_id], i) for u in plan.units for i in range(u.first, u.first + u.count)])
+        (
+            plan,
+            [
+                unit_work(config.chunking, specs[u.job_id], i)
+                for u in plan.units
+                for i in range(u.first, u.first + u.count)
+            ],
+        )
         for plan in runner.plans
     ]
 
@@ -52,8 +59,8 @@ def test_a_unit_that_is_too_large_runs_alone() -> None:
     engine.add_request(request_of("long", LONG))
     drain(engine)
     busy = [own for plan, own in works(config, runner) if plan.decode_rows and own]
-    assert any(own[0] > config.step_work for own in busy)
-    assert all(len(own) == 1 or sum(own) <= config.step_work for own in busy)
+    assert any(own[0] > config.chunking.step_work for own in busy)
+    assert all(len(own) == 1 or sum(own) <= config.chunking.step_work for own in busy)
 
 
 def test_without_decode_a_step_is_bound_by_its_number_of_units() -> None:
@@ -83,4 +90,4 @@ def test_a_job_carries_its_own_chunk_len(size: int, chunk_len: int) -> None:
     drain(engine)
     (spec,) = runner.plans[0].opened_jobs
     assert spec.chunk_len == chunk_len
-    assert spec.num_chunks(config.chunk_len) == -(-size // (chunk_len or 8))
+    assert spec.num_chunks(config.chunking.chunk_len) == -(-size // (chunk_len or 8))

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
@@ -22,7 +23,7 @@ from tests.parity.checkpoints import VOCAB, make_model, save
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
 SMALL = KVBudget(num_sink=2, num_topk=14, num_recent=16)
-SNAPKV = SnapKVConfig(window_len=8)
+SELECTOR = SnapKV(observation_len=8)
 LENGTHS = (70, 5, 120, 33, 18, 64, 1, 90, 40)
 
 
@@ -40,7 +41,7 @@ def prompts() -> list[list[int]]:
 
 def run(folder: Path, prompts: list[list[int]], device: str, budget: KVBudget | str) -> list[list[int]]:
     params = [SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(9)]
-    with LLM(folder, budget=budget, snapkv=SNAPKV, device=device, max_rows=4, chunk_len=32, max_model_len=160,
+    with LLM(folder, budget=budget, selector=SELECTOR, device=device, max_rows=4, chunk_len=32, max_model_len=160,
              progress=False) as llm:  # type: ignore[arg-type]  # fmt: skip
         return [output.token_ids for output in llm.generate(prompts, params)]
 
@@ -58,7 +59,7 @@ def test_tokens_equal_those_of_the_cpu(
 def test_half_precision_runs(dtype: str, prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model("llama-gqa-tied"), tmp_path)
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
-    with LLM(folder, budget=SMALL, snapkv=SNAPKV, device="cuda", dtype=dtype, max_model_len=160,
+    with LLM(folder, budget=SMALL, selector=SELECTOR, device="cuda", dtype=dtype, max_model_len=160,
              progress=False) as llm:  # type: ignore[arg-type]  # fmt: skip
         outputs = llm.generate(prompts, params)
     assert all(len(output.token_ids) == 24 for output in outputs)
@@ -67,7 +68,9 @@ def test_half_precision_runs(dtype: str, prompts: list[list[int]], tmp_path: Pat
 
 def test_a_decode_step_never_waits_for_the_host(prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model("llama-gqa-tied"), tmp_path)
-    with LLM(folder, budget=SMALL, snapkv=SNAPKV, device="cuda", max_rows=4, max_model_len=160, progress=False) as llm:
+    with LLM(
+        folder, budget=SMALL, selector=SELECTOR, device="cuda", max_rows=4, max_model_len=160, progress=False
+    ) as llm:
         llm.generate(prompts[:4], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
         runner = llm.engine._runner
         rows = torch.arange(4, device="cuda")

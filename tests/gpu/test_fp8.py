@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.config import Executor, KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
-from snapstream.startup import FP8_CAPABILITY
+from snapstream.start.resolve import FP8_CAPABILITY
 from tests.kernels.triton import checks_fp8
 from tests.parity.checkpoints import VOCAB, make_model, save
 
@@ -31,7 +32,7 @@ dtypes = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:]
 )
 SETTINGS: dict[str, Any] = {
-    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "snapkv": SnapKVConfig(window_len=8), "max_rows": 4,
+    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "selector": SnapKV(observation_len=8), "max_rows": 4,
     "chunk_len": 32, "max_model_len": 160, "progress": False, "kv_dtype": "fp8",
 }  # fmt: skip
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
@@ -59,13 +60,12 @@ def test_decode_attention(head_dim: int, dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_what_is_stored(head_dim: int, dtype: torch.dtype) -> None:
-    checks_fp8.check_write_slots(8, head_dim, dtype, "cuda")
     checks_fp8.check_norm_rope_write(32, 8, head_dim, True, dtype, "cuda")
     checks_fp8.check_gather_rows(8, head_dim, 5000, dtype, "cuda")
 
 
 @pytest.mark.parametrize("executor", ["eager", "graph"])
-def test_tokens_equal_those_of_the_cpu(executor: Executor, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_tokens_equal_those_of_the_cpu(executor: str, prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model("qwen3"), tmp_path)
     found = []
     for device, how in (("cpu", "eager"), ("cuda", executor)):
@@ -78,7 +78,7 @@ def test_tokens_equal_those_of_the_cpu(executor: Executor, prompts: list[list[in
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("executor", ["eager", "graph"])
 def test_nothing_is_compiled_after_the_start(
-    kv_dtype: str, executor: Executor, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kv_dtype: str, executor: str, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import triton
 

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig
 from snapstream.kernels import reference, sdpa
 from snapstream.kernels.prefill.choice import choose, problem_of
 from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.kernels.prefill.versions import VERSIONS, Case
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
-from snapstream.memory import engine_memory
 from snapstream.models.decoder import Decoder
 from snapstream.models.weights import DecoderWeights
+from snapstream.plan.memory import engine_memory
 from snapstream.request import SamplingParams
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_graph import GraphDecode
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 
 SMALL = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 SETTINGS: dict[str, Any] = {
-    "budget": SMALL, "snapkv": SnapKVConfig(window_len=8), "max_rows": 5, "max_model_len": 160, "progress": False,
+    "budget": SMALL, "selector": SnapKV(observation_len=8), "max_rows": 5, "max_model_len": 160, "progress": False,
     "device": "cuda",
 }  # fmt: skip
 
@@ -77,7 +78,7 @@ def make_runner(dtype: torch.dtype, executor: str, max_rows: int = 12) -> ModelR
         head_dim=64, intermediate_size=1024, max_position=8192, eos_token_ids=(2,),
     )  # fmt: skip
     config = EngineConfig(
-        budget=KVBudget.of(512), max_model_len=4096, max_rows=max_rows, chunk_len=256, short_len=256,
+        budget=KVBudget.of(512), max_model_len=4096, max_rows=max_rows, chunking=Chunking(chunk_len=256, short_len=256),
         dtype=str(dtype).removeprefix("torch."), device="cuda", executor=executor,
     )  # type: ignore[arg-type]  # fmt: skip
     return ModelRunner(Decoder(model, DecoderWeights.random(model, dtype, "cuda", seed=0)), config)
@@ -86,10 +87,10 @@ def make_runner(dtype: torch.dtype, executor: str, max_rows: int = 12) -> ModelR
 def prefill(runner: ModelRunner, rows: tuple[int, ...], length: int, job_id: int, sampling: SamplingParams) -> StepPlan:
     entry = PrefillEntry(
         request_id=f"r{job_id}", token_ids=tuple(3 + i % 31_000 for i in range(length)), rows=rows, seeds=rows,
-        sampling=sampling, budget=runner.config.budget,
+        sampling=sampling, budget=runner.config.budget, selector=runner.config.selector,
     )  # fmt: skip
     job = JobSpec(job_id=job_id, staging_start=0, entries=(entry,))
-    units = UnitRange(job_id, 0, job.num_units(runner.config.chunk_len, runner.decoder.config.num_layers))
+    units = UnitRange(job_id, 0, job.num_units(runner.config.chunking.chunk_len, runner.decoder.config.num_layers))
     return StepPlan(step_id=job_id, opened_jobs=(job,), units=(units,))
 
 
@@ -200,13 +201,10 @@ def test_memory_is_what_the_plan_says() -> None:
     torch.cuda.empty_cache()
     slots = 4 * size  # 8 GiB of keys and values per row
     config = EngineConfig(
-        budget=KVBudget.of(slots), max_model_len=slots + 8, max_rows=4, staging_tokens=8192, chunk_len=512,
-        dtype="bfloat16", device="cuda", executor="graph",
+        budget=KVBudget.of(slots), max_model_len=slots + 8, max_rows=4, staging_tokens=8192, dtype="bfloat16",
+        device="cuda", executor="graph",
     )  # fmt: skip
-    planned = engine_memory(
-        model, slots, config.max_model_len, max_rows=4, staging_tokens=8192, chunk_len=512, dtype="bfloat16",
-        device="cuda",
-    )  # fmt: skip
+    planned = engine_memory(model, config)
     if before < 1.1 * planned.total_bytes:
         pytest.skip("too little memory on this GPU")
     runner = ModelRunner(Decoder(model, DecoderWeights.random(model, torch.bfloat16, "cuda", seed=0)), config)

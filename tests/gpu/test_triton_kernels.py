@@ -13,7 +13,9 @@ import importlib.util
 import pytest
 import torch
 
-from snapstream.kernels import dispatch, ops, reference
+from snapstream.kernels import reference
+from snapstream.kernels.bound import HeadNorm, RowPlaces, bind
+from tests.kernels.layers import one_layer
 from tests.kernels.triton import checks
 
 pytestmark = [
@@ -69,8 +71,9 @@ def test_decode_attention_beyond_two_to_the_31_elements() -> None:
     v[-1, :, :500] = torch.randn(groups, 500, head_dim, device="cuda")
     q = torch.randn(1, 32, head_dim, device="cuda").bfloat16()
     zero, length = torch.tensor([0], device="cuda"), torch.tensor([500], device="cuda")
-    got = ops.decode_attention(q, k, v, zero + rows - 1, length)
-    want = reference.decode_attention(q.float(), k[-1:, :, :500].float(), v[-1:, :, :500].float(), zero, length)
+    got = checks.decode_attention(q, one_layer(k, v), zero + rows - 1, length)
+    last = one_layer(k[-1:, :, :500].float(), v[-1:, :, :500].float())
+    want = reference.decode_attention(q.float(), last, zero, length)
     checks.assert_near(got, want, torch.bfloat16)
 
 
@@ -124,13 +127,13 @@ def test_a_captured_step_follows_its_inputs() -> None:
     """Rows, slots and lengths change between replays; the graph sees them, and no host synchronisation is captured."""
     torch.manual_seed(0)
     heads = torch.randn(4, 48, 128, device="cuda").bfloat16()
-    cos, sin = torch.randn(2, 4, 1, 128, device="cuda")
+    rope, kernels = torch.randn(2, 4, 1, 128, device="cuda").unbind(), bind("cuda", "triton")
     caches = torch.randn(2, 6, 8, 1000, 128, device="cuda").bfloat16()
     rows, slots = torch.tensor([0, 1, 2, 3], device="cuda"), torch.tensor([9, 99, 999, 0], device="cuda")
 
     def step(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q = dispatch.norm_rope_write(heads, None, 0.0, cos, sin, k, v, rows, slots)
-        return dispatch.decode_attention(q, k, v, rows, slots + 1)
+        places = RowPlaces(rows, slots, slots + 1)
+        return kernels.attend_rows(heads, HeadNorm(None, 0.0), (rope[0], rope[1]), one_layer(k, v), places, None)
 
     captured = caches.clone()
     stream = torch.cuda.Stream()

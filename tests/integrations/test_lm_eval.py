@@ -42,8 +42,9 @@ def test_log_likelihoods_are_those_of_transformers(model: Any, reference: Any) -
     pairs = [(TEXT, " What is it?"), ("", "The ticket"), (TEXT + "The number of golden oar is ", "6517328")]
     got = model.loglikelihood([ask(*pair) for pair in pairs], disable_tqdm=True)
     for (context, continuation), (value, is_greedy) in zip(pairs, got, strict=True):
-        if context:
-            before, after = model._encode_pair(context, continuation)
+        if context:  # spaces at its end belong to the continuation, whose tokens follow those of the context alone
+            before = model.tok_encode(context.rstrip())
+            after = model.tok_encode(context + continuation)[len(before) :]
         else:
             before, after = [model.prefix_token_id], model.tok_encode(continuation, add_special_tokens=False)
         logits = reference(torch.tensor([before + after])).logits[0, len(before) - 1 : -1].float().log_softmax(-1)
@@ -87,7 +88,7 @@ def test_settings_that_would_change_the_result_unseen_are_refused(model: Any) ->
         model.generate_until([ask("a", {"until": [], "typical_p": 0.5})])
 
 
-def test_what_does_not_fit_is_refused_or_loses_its_middle() -> None:
+def test_what_does_not_fit_is_refused_or_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     from snapstream.integrations.lm_eval import SnapstreamLM
 
     long = TEXT * 30
@@ -96,8 +97,13 @@ def test_what_does_not_fit_is_refused_or_loses_its_middle() -> None:
         strict.generate_until([ask(long, {"until": [], "max_gen_toks": 8})])
     lenient = SnapstreamLM(str(TINY_MODEL), max_model_len=128, too_long="middle")
     ids = lenient.tok_encode(long)
-    assert lenient._fitted(ids, 8) == ids[:60] + ids[-60:]
+    handed: list[Any] = []
+    generate = LLM.generate
+    monkeypatch.setattr(
+        LLM, "generate", lambda own, prompts, *rest: handed.extend(prompts) or generate(own, prompts, *rest)
+    )
     assert len(lenient.generate_until([ask(long, {"until": [], "max_gen_toks": 8})])) == 1
+    assert handed == [ids[:60] + ids[-60:]]
     with pytest.raises(ValueError, match="too_long"):
         SnapstreamLM(str(TINY_MODEL), too_long="left")
 

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import ModelConfig
+from snapstream.cache.spec import KVSpec
+from snapstream.config import DType, ModelConfig
 from snapstream.kernels import reference
 from snapstream.kernels.cpu import attention as cpu
+from tests.kernels.layers import one_layer
 
 HEADS = [(4, 4), (4, 2), (8, 1), (6, 2)]
 
@@ -54,7 +56,7 @@ def test_decode_attention(
     for row, length in zip(rows, lengths, strict=True):
         k[row, :, :length] = torch.randn(num_kv_heads, length, head_dim)
         v[row, :, :length] = torch.randn(num_kv_heads, length, head_dim)
-    args = (q, k, v, torch.tensor(rows), torch.tensor(lengths))
+    args = (q, one_layer(k, v), torch.tensor(rows), torch.tensor(lengths))
     want = reference.decode_attention(*args)
     assert want.isfinite().all()
     torch.testing.assert_close(cpu.decode_attention(*args), want, atol=2e-6, rtol=2e-5)
@@ -67,8 +69,8 @@ def test_decode_attention_in_half_precision_is_as_good_as_its_storage() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 16), torch.randn(3, 2, 40, 16), torch.randn(3, 2, 40, 16)
     rows, lengths = torch.tensor([0, 2]), torch.tensor([40, 13])
-    want = reference.decode_attention(q, k, v, rows, lengths)
-    got = cpu.decode_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), rows, lengths)
+    want = reference.decode_attention(q, one_layer(k, v), rows, lengths)
+    got = cpu.decode_attention(q.bfloat16(), one_layer(k.bfloat16(), v.bfloat16()), rows, lengths)
     error = (got.float() - want).norm() / want.norm()
     assert got.dtype == torch.bfloat16 and error < 2e-2
 
@@ -76,14 +78,14 @@ def test_decode_attention_in_half_precision_is_as_good_as_its_storage() -> None:
 def test_write_slots_touches_one_slot_per_row() -> None:
     k_cache, v_cache = torch.zeros(2, 4, 2, 6, 3)
     k, v = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
-    reference.write_slots(k_cache, v_cache, k, v, torch.tensor([2, 0]), torch.tensor([5, 1]))
+    reference.write_slots(k, v, one_layer(k_cache, v_cache), torch.tensor([2, 0]), torch.tensor([5, 1]))
     assert torch.equal(k_cache[2, :, 5], k[0]) and torch.equal(v_cache[0, :, 1], v[1])
     assert k_cache.count_nonzero() == k.numel() and v_cache.count_nonzero() == v.numel()
 
 
 def test_rows_share_a_call_only_at_little_waste() -> None:
     def runs(rows: list[int], lengths: list[int]) -> list[tuple[int, int, int, bool]]:
-        return [(run.row, run.num_rows, run.longest, run.is_even) for run in cpu._runs(rows, lengths)]
+        return [(run.row, run.num_rows, run.longest, run.is_even) for run in cpu.runs(rows, lengths)]
 
     assert runs([3, 4, 5], [8, 8, 8]) == [(3, 3, 8, True)]
     assert runs([3, 4, 5], [8, 7, 8]) == [(3, 3, 8, False)]
@@ -97,8 +99,9 @@ def test_rows_begin_as_zeros_that_cost_nothing() -> None:
         architecture="x", vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=64,
         intermediate_size=8, max_position=8,
     )  # fmt: skip
-    for dtype in (torch.float32, torch.bfloat16):
-        cache = KVCache(model, num_rows=3, capacity=50, dtype=dtype, device="cpu")
+    dtypes: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    for name, dtype in dtypes.items():
+        cache = KVCache(KVSpec.of(model, name), num_rows=3, capacity=50, device="cpu")
         assert cache.k.shape == (2, 4, 2, 50, 64) and cache.k.dtype == dtype and cache.k.is_contiguous()
         assert not cache.k.any() and not cache.v.any()
         cache.k[1, 2] = 1.0

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from snapstream.kernels import reference
 from snapstream.kernels.compile_cache import VARIABLE, compile_folder
-from snapstream.kernels.cpu import native, ops
+from snapstream.kernels.cpu import compiled, native  # noqa: F401 - registers the operators
+from snapstream.kernels.cpu.linear import takes_native
+from snapstream.kernels.rows import LayerRows
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")
 
@@ -27,8 +29,8 @@ def test_attend_rows_equals_the_reference(num_heads: int, num_kv_heads: int, hea
     lengths = torch.tensor([37, 1, 20, 36, 1, 1])
     slots = torch.tensor([5, 0, 19, 35, 0, 0])
     expected_k, expected_v = (cache.clone() for cache in caches)
-    reference.write_slots(expected_k[1], expected_v[1], k, v, rows, slots)
-    expected = reference.decode_attention(q, expected_k[1], expected_v[1], rows, lengths)
+    reference.write_slots(k, v, LayerRows(expected_k, expected_v, 1), rows, slots)
+    expected = reference.decode_attention(q, LayerRows(expected_k, expected_v, 1), rows, lengths)
     got = torch.ops.snapstream.attend_rows_cpu(q, k, v, *caches, 1, rows, slots, lengths)
     tolerance = 2e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got[:4], expected[:4], rtol=tolerance, atol=tolerance)
@@ -65,7 +67,7 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
 def test_linear_equals_torch(tokens: int, num_in: int, num_out: int) -> None:
     torch.manual_seed(tokens)
     x, weight, bias = torch.randn(num_in, tokens).t(), torch.randn(num_out, num_in), torch.randn(num_out)
-    assert ops.takes_linear(x, weight)
+    assert takes_native(x, weight)
     for b in (None, bias):
         got = torch.ops.snapstream.linear_cpu(x, weight, b)
         torch.testing.assert_close(got, F.linear(x, weight, b), rtol=1e-5, atol=1e-4)
@@ -73,8 +75,8 @@ def test_linear_equals_torch(tokens: int, num_in: int, num_out: int) -> None:
 
 @pytest.mark.parametrize("shape", [((3, 16), (16, 16)), ((40, 16), (16, 16)), ((1, 20), (16, 20)), ((1, 16), (20, 16))])
 def test_other_products_are_left_to_torch(shape: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    assert not ops.takes_linear(torch.empty(shape[0]), torch.empty(shape[1]))
-    assert not ops.takes_linear(torch.empty(1, 16, dtype=torch.bfloat16), torch.empty(16, 16, dtype=torch.bfloat16))
+    assert not takes_native(torch.empty(shape[0]), torch.empty(shape[1]))
+    assert not takes_native(torch.empty(1, 16, dtype=torch.bfloat16), torch.empty(16, 16, dtype=torch.bfloat16))
 
 
 def test_code_is_kept_where_nobody_else_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from snapstream.kernels import fp8, reference
-from snapstream.kernels.cpu import attention, native, ops  # noqa: F401 - registers the operators
+from snapstream.kernels.cpu import attention, compiled, native  # noqa: F401 - registers the operators
+from snapstream.kernels.rows import LayerRows
 
 needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")
 
@@ -78,11 +79,11 @@ def test_attention_is_that_of_the_numbers_meant(dtype: torch.dtype) -> None:
     k, v, k_scale, v_scale, wide_k, wide_v = rows_in_fp8(torch.float32)
     q = torch.randn(4, 6, 32).to(dtype)
     rows, lengths = torch.tensor([0, 1, 2, 4]), torch.tensor([37, 36, 5, 1])
-    want = reference.decode_attention(q.float(), wide_k[1], wide_v[1], rows, lengths)
-    scales = k_scale[1], v_scale[1]
+    want = reference.decode_attention(q.float(), LayerRows(wide_k, wide_v, 1), rows, lengths)
+    cache = LayerRows(k, v, 1, k_scale, v_scale)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for version in (reference, attention):
-        got = version.decode_attention(q, k[1], v[1], rows, lengths, scales)
+        got = version.decode_attention(q, cache, rows, lengths)
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * 40)
     if dtype != torch.float16:
@@ -102,10 +103,10 @@ def test_the_compiled_kernel_equals_the_reference(num_heads: int, num_kv_heads: 
     q, k, v = projected.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     rows, lengths, slots = (torch.tensor(x) for x in ([2, 0, 3, 1], [37, 1, 20, 36], [5, 0, 19, 35]))
     q, k, v = (x[:4] * 0.05 for x in (q, k, v))
-    own = scales[0][1], scales[1][1]
     want_k, want_v = (cache.clone() for cache in caches)
-    reference.write_slots(want_k[1], want_v[1], k, v, rows, slots, own)
-    want = reference.decode_attention(q, want_k[1], want_v[1], rows, lengths, own)
+    cache = LayerRows(want_k, want_v, 1, *scales)
+    reference.write_slots(k, v, cache, rows, slots)
+    want = reference.decode_attention(q, cache, rows, lengths)
     got = torch.ops.snapstream.attend_rows_cpu(q, k, v, *caches, 1, rows, slots, lengths, *scales)
     torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-4)
     for cache, expected in zip(caches, (want_k, want_v), strict=True):

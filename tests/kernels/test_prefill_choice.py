@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from snapstream.config import PrefillAttentionName
-from snapstream.kernels import dispatch, reference
-from snapstream.kernels.prefill import choice, table
+from snapstream.kernels import reference
+from snapstream.kernels.prefill import choice, race, samples, table
 from snapstream.kernels.prefill.choice import choose
 from snapstream.kernels.prefill.table import Entry
 from snapstream.kernels.prefill.versions import VERSIONS, Case, Version
@@ -42,10 +42,14 @@ def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Version]:
-    """Trials run on the CPU, and the kernels are those that the test puts into the returned table."""
+    """Trials run on the CPU and take no time, and the kernels are those that the test puts into the returned table."""
     versions: dict[str, Version] = {}
-    original = choice._random
-    monkeypatch.setattr(choice, "_random", lambda case, *n: original(replace(case, device=torch.device("cpu")), *n))
+    original = samples.random_chunk
+    monkeypatch.setattr(
+        choice, "random_chunk", lambda case, *n: original(replace(case, device=torch.device("cpu")), *n)
+    )
+    monkeypatch.setattr(race, "seconds", lambda version, case: 1.0)
+    monkeypatch.setattr(race, "known", dict)
     monkeypatch.setattr(choice, "VERSIONS", versions)
     monkeypatch.setattr(choice, "lookup", lambda *place: ENTRY)
     return versions
@@ -66,7 +70,12 @@ def test_versions_of_a_cpu_equal_the_reference(name: str) -> None:
     q, (k, v) = torch.randn(9, 4, 16), torch.randn(2, 2, 30, 16)
     got = choose(name, CPU).attend(q, k, v)
     torch.testing.assert_close(got, reference.prefill_attention(q, k, v), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dispatch.prefill_attention(q, k, v), got, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        choice.automatic(q.device, q.dtype, q.shape[2], q.shape[1] // k.shape[0]).attend(q, k, v),
+        got,
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_names_are_those_of_the_settings() -> None:
@@ -131,6 +140,58 @@ def test_a_kernel_that_fails_its_trial_is_passed_over(attend: Any, reason: str, 
     gpu["b"] = gpu["c"] = gpu["a"]
     with pytest.raises(ValueError, match="no prefill attention can serve here: a failed its trial"):
         choose("auto", HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("times", "name"),
+    [
+        ({"a": 1.0, "b": 0.5, "c": 0.7}, "b"),
+        ({"a": 1.0, "b": 0.95, "c": 0.91}, "a"),  # not by a tenth: the table's order stays
+        ({"a": float("inf"), "b": 0.95, "c": 2.0}, "b"),
+    ],
+)
+def test_those_that_serve_run_for_time(
+    times: dict[str, float], name: str, gpu: dict[str, Version], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(version: Version, case: Case) -> float:
+        if times[version.name] == float("inf"):
+            raise RuntimeError("out of memory")
+        return times[version.name]
+
+    monkeypatch.setattr(race, "seconds", seconds)
+    for key in times:
+        gpu[key] = Version(key, reference.prefill_attention, lambda case: "")
+    chosen = choose("auto", HOPPER)
+    assert chosen.name == name
+    assert chosen.why.startswith("first of the table's order" if name == "a" else "fastest in a trial at this start")
+    assert name == "a" or f"b {times['b'] * 1e3:.2f} ms" in chosen.why
+
+
+def test_a_race_is_run_once_and_without_those_that_cannot_serve(
+    gpu: dict[str, Version], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: race.Known = {}
+    ran: list[str] = []
+    monkeypatch.setattr(race, "known", lambda: measured)
+    monkeypatch.setattr(race, "seconds", lambda version, case: ran.append(version.name) or float(len(ran) == 1))
+    gpu["a"] = Version("a", reference.prefill_attention, lambda case: "")
+    gpu["b"] = Version("b", broken, lambda case: "")
+    gpu["c"] = Version("c", reference.prefill_attention, lambda case: "")
+    assert [choose("auto", HOPPER).name for _ in range(2)] == ["c", "c"] and ran == ["a", "c"]
+    choose("auto", replace(HOPPER, group_size=1))
+    assert ran == ["a", "c", "a", "c"]  # another shape is another question
+
+
+def test_the_reference_runs_no_race(gpu: dict[str, Version], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold a matrix of scores; it serves where nothing else does."""
+    entry = replace(ENTRY, chunk=("a", "reference"), packed=())
+    monkeypatch.setattr(choice, "lookup", lambda *place: entry)
+    monkeypatch.setattr(race, "seconds", lambda version, case: pytest.fail("a race of one"))
+    gpu["reference"] = VERSIONS["reference"]
+    gpu["a"] = Version("a", reference.prefill_attention, lambda case: "")
+    assert choose("auto", HOPPER).name == "a"
+    gpu["a"] = Version("a", broken, lambda case: "")
+    assert choose("auto", HOPPER).name == "reference"
 
 
 def test_a_packed_kernel_that_fails_its_trial_is_not_used(gpu: dict[str, Version]) -> None:

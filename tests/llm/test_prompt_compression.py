@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from snapstream import LLM, PromptCompression, PromptCompressor, SamplingParams, startup
+from snapstream import LLM, PromptCompression, PromptCompressor, SamplingParams
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import make_document
 from snapstream.spec_prefill.draft import Draft
 from snapstream.spec_prefill.protection import Candidate
 from snapstream.spec_prefill.settings import Protection
-from snapstream.spec_prefill.trimmer import _places, _token_ranges
+from snapstream.spec_prefill.trimmer import body_places, token_ranges
+from snapstream.start import measure
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 SHORT = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -104,9 +105,9 @@ def test_the_draft_is_there_before_memory_is_measured(monkeypatch: pytest.Monkey
     seen: list[str] = []
     load = Draft.load
     monkeypatch.setattr(Draft, "load", lambda *given, **named: seen.append("draft") or load(*given, **named))
-    monkeypatch.setattr(startup, "_free_bytes", lambda *given, **named: seen.append("memory") or 2**30)
+    monkeypatch.setattr(measure, "device_memory", lambda device: seen.append("memory") or (2**30, 2**30))
     with LLM(TINY_MODEL, budget=64, max_rows="auto", max_model_len=512, progress=False, draft=TINY_MODEL):
-        assert seen == ["draft", "memory"]
+        assert seen == ["memory", "draft", "memory"]  # what was wrong without it is refused before it is read
 
 
 def test_refusals(tiny: LLM, llm: LLM) -> None:
@@ -122,8 +123,8 @@ def test_refusals(tiny: LLM, llm: LLM) -> None:
 
 def test_only_tokens_wholly_inside_a_body_may_go() -> None:
     offsets = [(0, 3), (3, 5), (5, 5), (5, 8), (8, 12), (12, 14)]
-    assert _token_ranges(offsets, [(3, 12)]) == [(1, 5)]
-    assert _token_ranges(offsets, [(4, 12), (12, 13)]) == [(3, 5)]
+    assert token_ranges(offsets, [(3, 12)]) == [(1, 5)]
+    assert token_ranges(offsets, [(4, 12), (12, 13)]) == [(3, 5)]
 
 
 def test_a_document_that_the_system_message_has_too_is_cut_in_its_own_place(tiny: LLM) -> None:
@@ -143,7 +144,7 @@ def places(contents: list[str], template: Callable[[str], str] = str) -> list[st
     messages = [{"content": content} for content in contents]
     bodies = [Candidate(text=text, start=0, end=len(text), message=i) for i, text in enumerate(contents) if "o" in text]
     text = render(messages)
-    return [f"{start}:{text[start:stop]}" for start, stop in _places(text, messages, bodies, render)]
+    return [f"{start}:{text[start:stop]}" for start, stop in body_places(text, messages, bodies, render)]
 
 
 def test_bodies_are_found_where_the_template_puts_them() -> None:

@@ -6,22 +6,25 @@ import pytest
 
 from evals.chat import Chat
 from evals.forced import generate
+from evals.selectors import Random, Variant
 from evals.shared import Rule, generate_shared
 from evals.tasks import TASKS, make_items
 from snapstream.assets import TINY_MODEL
-from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
+from snapstream.cache.selectors.hops import Hops
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget, RescoringConfig
 from snapstream.llm import LLM
 
 RULES: list[Rule] = [
-    (KVBudget.full(640), SnapKVConfig(), None),
-    (KVBudget.of(64), SnapKVConfig(), None),
-    (KVBudget.of(64), SnapKVConfig(), RescoringConfig(every=8, num_queries=8)),
-    (KVBudget.of(64), SnapKVConfig(), RescoringConfig(every=4, num_queries=12, memory=0.0)),
-    (KVBudget.of(64), SnapKVConfig(num_hops=3), None),
-    (KVBudget.of(64), SnapKVConfig(selection="random"), None),
-    (KVBudget.of(96), SnapKVConfig(window_len=8, pool_kernel=13, pooling="max"), None),
-    (KVBudget.of(128, num_window=16), SnapKVConfig(), None),
-    (KVBudget.streaming(80), SnapKVConfig(), None),
+    (KVBudget.full(640), SnapKV(), None),
+    (KVBudget.of(64), SnapKV(), None),
+    (KVBudget.of(64), SnapKV(), RescoringConfig(every=8, num_queries=8)),
+    (KVBudget.of(64), SnapKV(), RescoringConfig(every=4, num_queries=12, memory=0.0)),
+    (KVBudget.of(64), Hops(num_hops=3), None),
+    (KVBudget.of(64), Random(), None),
+    (KVBudget.of(96), Variant(observation_len=8, pool_width=13), None),
+    (KVBudget.of(128, num_window=16), SnapKV(), None),
+    (KVBudget.streaming(80), SnapKV(), None),
 ]
 
 
@@ -33,9 +36,9 @@ def test_a_rule_answers_beside_others_as_it_does_alone(task: str) -> None:
     settings = {"max_rows": 4, "max_model_len": 640, "chunk_len": 128, "progress": False}
     with LLM(TINY_MODEL, budget="full", **settings) as llm:  # type: ignore[arg-type]
         shared = generate_shared(llm, prompts, forced, most, RULES)
-    for index, (budget, snapkv, rescoring) in enumerate(RULES):
-        with LLM(TINY_MODEL, budget=budget, snapkv=snapkv, rescoring=rescoring, **settings) as llm:  # type: ignore[arg-type]
+    for index, (budget, selector, rescoring) in enumerate(RULES):
+        with LLM(TINY_MODEL, budget=budget, selector=selector, rescoring=rescoring, **settings) as llm:  # type: ignore[arg-type]
             alone = [output.token_ids for output in generate(llm, prompts, forced, most)]
-        assert [answers[index] for answers in shared] == alone, (budget, snapkv, rescoring)
+        assert [answers[index] for answers in shared] == alone, (budget, selector, rescoring)
     texts = {tuple(map(tuple, (answers[index] for answers in shared))) for index in range(len(RULES))}
     assert len(texts) > 2, "the rules do not differ: the test says nothing"

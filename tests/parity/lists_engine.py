@@ -2,7 +2,7 @@
 
 Independent of slots, rings, staging, chunks and kernels: per layer and kv head it keeps a list of (position, key,
 value) and forgets by the rule in words - sinks and selected tokens stay, of the rest the oldest goes when the row is
-full. Only the decoder's two halves of a layer, which have a parity test of their own, are shared with the package.
+full. Only the decoder's layers, which have a parity test of their own, are shared with the package.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
+from evals.selectors import Random, Variant, as_variant
+from snapstream.config import KVBudget, RescoringConfig, Selector
+from snapstream.kernels.bound import CosSin, HeadNorm
 from snapstream.models.decoder import Decoder
+from tests.parity.heads import split
 from tests.unit.cache import row_by_lists
 
 Cell = tuple[int, Tensor, Tensor]  # position, key [E], value [E]
@@ -28,13 +31,42 @@ def attend(q: Tensor, cells: list[list[Cell]], last: int) -> Tensor:
     return torch.stack(out)
 
 
+class _Prompt:
+    """The view of a layer that a whole prompt passes."""
+
+    def __init__(self, cells: list[list[Cell]]) -> None:
+        self.cells = cells
+
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+        q, k, v = split(heads, norm, rope, len(self.cells))
+        self.queries, self.keys = q, k
+        for head, own in enumerate(self.cells):
+            own.extend((p, k[p, head], v[p, head]) for p in range(len(q)))
+        return torch.stack([attend(q[p], self.cells, p) for p in range(len(q))])
+
+
+class _Token:
+    """The view of a layer that one decoded token passes."""
+
+    def __init__(self, engine: ListsEngine, layer: int, position: int) -> None:
+        self.engine, self.layer, self.position = engine, layer, position
+
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+        cells = self.engine.cells[self.layer]
+        q, k, v = split(heads, norm, rope, len(cells))
+        self.engine.queries[self.layer].append(q[0])
+        self.engine.store(self.layer, self.position, k[0], v[0])
+        return attend(q[0], cells, self.position)[None]
+
+
 class ListsEngine:
     """Greedy generation for one prompt under a budget."""
 
     def __init__(
-        self, decoder: Decoder, budget: KVBudget, snapkv: SnapKVConfig, rescoring: RescoringConfig | None = None
+        self, decoder: Decoder, budget: KVBudget, selector: Selector, rescoring: RescoringConfig | None = None
     ) -> None:
-        self.decoder, self.budget, self.snapkv = decoder, budget, snapkv
+        self.decoder, self.budget, self.is_random = decoder, budget, isinstance(selector, Random)
+        self.rule = Variant() if self.is_random else as_variant(selector)
         layers, heads = range(decoder.config.num_layers), range(decoder.config.num_kv_heads)
         self.cells: list[list[list[Cell]]] = [[[] for _ in heads] for _ in layers]
         self.frozen: list[list[set[int]]] = [[set() for _ in heads] for _ in layers]
@@ -51,13 +83,9 @@ class ListsEngine:
         positions = torch.arange(len(prompt))
         rope = self.decoder.rope(positions, torch.full_like(positions, len(prompt)))
         for layer in range(self.decoder.config.num_layers):
-            q, k, v = self.decoder.project(layer, hidden, rope)
-            cells = self.cells[layer]
-            for head, own in enumerate(cells):
-                own.extend((p, k[p, head], v[p, head]) for p in range(len(prompt)))
-            attended = torch.stack([attend(q[p], cells, p) for p in range(len(prompt))])
-            hidden = self.decoder.finish(layer, hidden, attended)
-            self._compress(layer, q, k, len(prompt))
+            view = _Prompt(self.cells[layer])
+            hidden = self.decoder.layer(layer, hidden, rope, view)
+            self._compress(layer, view.queries, view.keys, len(prompt))
         tokens, logprobs = [], []
         for position in range(len(prompt), len(prompt) + count):
             scores = self.decoder.logits(hidden[-1:])[0].log_softmax(-1)
@@ -67,7 +95,7 @@ class ListsEngine:
         return tokens, logprobs
 
     def _compress(self, layer: int, q: Tensor, k: Tensor, prompt_len: int) -> None:
-        budget, config = self.budget, self.snapkv
+        budget, rule = self.budget, self.rule
         start, stop = budget.num_sink, prompt_len - budget.num_window - budget.num_recent
         spare = max(0, min(stop - start, budget.num_topk))  # top-k slots that this prompt fills
         window = set(range(prompt_len - budget.num_window, prompt_len))
@@ -76,22 +104,22 @@ class ListsEngine:
             self.frozen[layer][head] = set(range(start + spare)) | window
         if prompt_len <= budget.capacity:
             return
-        queries = q[-config.window_len :].tolist()
+        queries = q[-rule.observation_len :].tolist()
         keys = k.transpose(0, 1).tolist()
-        over_row, group_max = config.softmax_over == "row", config.group_reduce == "max"
+        over_row, group_max = rule.softmax_over == "row", rule.group_reduce == "max"
         scores = row_by_lists.votes(queries, keys, start, stop, over_row, group_max)
         recent = queries if self.rescoring is None else queries[-self.rescoring.num_queries :]
         remembered = row_by_lists.votes(recent, keys, start, stop, over_row, group_max)
         latest = total = [row_by_lists.normalised(own) for own in scores]
-        for _ in range(config.num_hops):
-            latest = row_by_lists.hop(latest, q.tolist(), keys, start, config.window_len)
+        for _ in range(rule.num_hops):
+            latest = row_by_lists.hop(latest, q.tolist(), keys, start, rule.observation_len)
             total = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(total, latest, strict=True)]
         for head in heads:
-            own_votes = row_by_lists.pooled(scores[head], config.pool_kernel, config.pooling, config.pool_half_life)
-            smooth = row_by_lists.pooled(total[head], config.pool_kernel, config.pooling, 0)
-            if config.num_hops == 0:
+            own_votes = row_by_lists.pooled(scores[head], rule.pool_width, rule.pooling, rule.pool_half_life)
+            smooth = row_by_lists.pooled(total[head], rule.pool_width, rule.pooling, 0)
+            if rule.num_hops == 0:
                 smooth = own_votes
-            if config.selection == "random":
+            if self.is_random:
                 smooth = [row_by_lists.chance(layer, head, p) for p in range(start, stop)]
                 own_votes = smooth
             chosen = {start + i for i in row_by_lists.best_with_hops(own_votes, smooth, budget.num_topk)}
@@ -108,19 +136,20 @@ class ListsEngine:
         for layer in range(self.decoder.config.num_layers):
             if self.rescoring is not None and len(self.queries[layer]) >= self.rescoring.num_queries:
                 self._rescore(layer, self.rescoring)
-            q, k, v = self.decoder.project(layer, hidden, rope)
-            self.queries[layer].append(q[0])
-            for head, own in enumerate(self.cells[layer]):
-                if len(own) == self.budget.capacity:
-                    movable = [cell for cell in own if cell[0] not in self.frozen[layer][head]]
-                    own.remove(min(movable, key=lambda cell: cell[0]))
-                own.append((position, k[0, head], v[0, head]))
-            hidden = self.decoder.finish(layer, hidden, attend(q[0], self.cells[layer], position)[None])
+            hidden = self.decoder.layer(layer, hidden, rope, _Token(self, layer, position))
         return hidden
+
+    def store(self, layer: int, position: int, k: Tensor, v: Tensor) -> None:
+        """A decoded token's ``k, v [G, E]``; of what may move the oldest goes when the row is full."""
+        for head, own in enumerate(self.cells[layer]):
+            if len(own) == self.budget.capacity:
+                movable = [cell for cell in own if cell[0] not in self.frozen[layer][head]]
+                own.remove(min(movable, key=lambda cell: cell[0]))
+            own.append((position, k[head], v[head]))
 
     def _rescore(self, layer: int, rescoring: RescoringConfig) -> None:
         """A full row: what is neither sink, window nor among the newest is voted on, and ``every`` of it go."""
-        budget, config = self.budget, self.snapkv
+        budget, rule = self.budget, self.rule
         for head, own in enumerate(self.cells[layer]):
             if len(own) < budget.capacity:
                 continue
@@ -137,15 +166,15 @@ class ListsEngine:
             ]
             ordered = [cell[1].tolist() for cell in [*stay, *old, *new]]
             (fresh,) = row_by_lists.votes(
-                queries, [ordered], len(stay), len(stay) + len(old), config.softmax_over == "row",
-                config.group_reduce == "max",
+                queries, [ordered], len(stay), len(stay) + len(old), rule.softmax_over == "row",
+                rule.group_reduce == "max",
             )  # fmt: skip
             before = self.votes[layer][head]
             total = [
                 max(score / len(queries), before.get(cell[0], 0.0) * rescoring.memory)
                 for score, cell in zip(fresh, old, strict=True)
             ]
-            smooth = row_by_lists.pooled(total, config.pool_kernel, config.pooling, config.pool_half_life)
+            smooth = row_by_lists.pooled(total, rule.pool_width, rule.pooling, rule.pool_half_life)
             chosen = row_by_lists.best(smooth, len(old) - rescoring.every)
             self.votes[layer][head] = {old[i][0]: total[i] for i in chosen}
             kept = [*stay, *(old[i] for i in chosen)]

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 
-from snapstream.config import KVBudget, RescoringConfig, SnapKVConfig
-from snapstream.kernels import dispatch, reference
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget, RescoringConfig
+from snapstream.kernels import bound
+from snapstream.kernels.bound import bind
 from snapstream.llm import LLM
+from snapstream.models import decoder
 from snapstream.request import SamplingParams
 from snapstream.runner import decode_graph, executors, results
 from snapstream.runner.programs import Capturer
-from snapstream.runner.views import RowsView
 from tests.parity import tape
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.test_graph import LENGTHS, params
 
 SETTINGS: dict[str, Any] = {
-    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "snapkv": SnapKVConfig(window_len=8), "max_rows": 5,
+    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "selector": SnapKV(observation_len=8), "max_rows": 5,
     "max_model_len": 160, "progress": False,
 }  # fmt: skip
 
@@ -41,14 +43,14 @@ def sampling() -> list[SamplingParams]:
 
 
 def on_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode of a GPU: its buckets and samplers, its view of the rows, and captures."""
+    """Decode of a GPU: its buckets and samplers, and captures."""
     tape.install(monkeypatch)
     sizes, to_host = executors.bucket_sizes, results._to_host
     monkeypatch.setattr(results, "_to_host", lambda field: None if field is None else to_host(field.clone()))  # a copy
     monkeypatch.setattr(executors, "Compiler", Capturer)
     monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", decode_graph.SAMPLERS["cuda"])
-    monkeypatch.setattr(executors, "CompiledRowsView", RowsView)
-    monkeypatch.setattr(dispatch.cpu_attention, "decode_attention", reference.decode_attention)  # a CPU's reads lengths
+    for module in (bound, decoder, executors):  # a CPU's kernels read lengths on the host
+        monkeypatch.setattr(module, "bind", lambda device, version=None: bind(device, "torch"))
     monkeypatch.setattr(executors, "bucket_sizes", lambda max_rows, _: sizes(max_rows, "cuda"))
 
 

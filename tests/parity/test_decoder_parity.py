@@ -13,10 +13,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from snapstream.kernels.bound import CosSin, HeadNorm
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
 from tests.parity.checkpoints import ARCHITECTURES, LLAMA3, SIZES, VOCAB, save
+from tests.parity.heads import split
 
 DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0,
                  "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -40,11 +42,13 @@ TOLERANCE = 1e-4  # on logits of order 1
 class FullAttention:
     """A KV view of one sequence: keeps every key and attends with an explicit causal softmax in fp32."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_kv_heads: int) -> None:
+        self.num_kv_heads = num_kv_heads
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+        q, k, v = split(heads, norm, rope, self.num_kv_heads)
         if layer in self.keys:
             k, v = torch.cat((self.keys[layer], k)), torch.cat((self.values[layer], v))
         self.keys[layer], self.values[layer] = k, v
@@ -86,6 +90,10 @@ def run(decoder: Decoder, view: FullAttention, ids: Tensor, start: int) -> Tenso
     return decoder.logits(hidden)
 
 
+def full_attention(decoder: Decoder) -> FullAttention:
+    return FullAttention(decoder.config.num_kv_heads)
+
+
 def assert_close(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> None:
     assert theirs.std() > 0.1, "logits too small for the tolerance to mean anything"
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=tolerance)
@@ -96,7 +104,7 @@ def test_prefill_and_decode_logits_equal_transformers(name: str, tmp_path: Path)
     model = build(name)
     decoder = load(save(model, tmp_path))
     ids = torch.randint(0, VOCAB, (PROMPT + DECODED,), generator=torch.Generator().manual_seed(1))
-    view, cache = FullAttention(), transformers.DynamicCache()
+    view, cache = full_attention(decoder), transformers.DynamicCache()
     pieces = [(0, PROMPT)] + [(n, n + 1) for n in range(PROMPT, PROMPT + DECODED)]
     for start, end in pieces:
         with torch.no_grad():
@@ -112,7 +120,7 @@ def test_stretching_acts(kind: str, tmp_path: Path) -> None:
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
     plain = load(save(model, tmp_path / "plain"))
     ids = torch.randint(0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(2))
-    difference = run(stretched, FullAttention(), ids, 0) - run(plain, FullAttention(), ids, 0)
+    difference = run(stretched, full_attention(stretched), ids, 0) - run(plain, full_attention(plain), ids, 0)
     assert difference.abs().max() > 100 * TOLERANCE
 
 
@@ -151,10 +159,11 @@ def test_half_precision_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
             parameter.data = parameter.data.to(dtype)
         theirs = model(ids[None]).logits[0].float()
     folder = save(model, tmp_path)
-    assert_close(run(load(folder), FullAttention(), ids, 0), exact)
+    whole = load(folder)
+    assert_close(run(whole, full_attention(whole), ids, 0), exact)
     half = load(folder, dtype)
     assert {tensor.dtype for tensor in half.weights.stored().values()} == {dtype}
-    ours = run(half, FullAttention(), ids, 0)
+    ours = run(half, full_attention(half), ids, 0)
     assert ours.dtype == torch.float32
     assert (ours - exact).pow(2).mean() <= (theirs - exact).pow(2).mean()
 
@@ -164,7 +173,8 @@ def test_tokens_of_a_layer_do_not_mix(num_tokens: int, tmp_path: Path) -> None:
     """Without attention a layer is a function of each token alone, whatever is packed beside it."""
 
     class ValuesOnly:
-        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+            q, k, _ = split(heads, norm, rope, decoder.config.num_kv_heads)
             return q + k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     decoder = load(save(build("qwen2"), tmp_path))

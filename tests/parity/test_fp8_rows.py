@@ -13,8 +13,8 @@ from evals.chat import Chat
 from evals.score import found
 from evals.tasks import make_items
 from snapstream.assets import TINY_MODEL
-from snapstream.config import KVBudget, SnapKVConfig
-from snapstream.kernels import dispatch
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
@@ -24,7 +24,7 @@ from tests.kernels.triton import interpreter
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 SETTINGS: dict[str, Any] = {
-    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "snapkv": SnapKVConfig(window_len=8),
+    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "selector": SnapKV(observation_len=8),
     "max_model_len": 160, "progress": False, "kv_dtype": "fp8",
 }  # fmt: skip
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -60,13 +60,13 @@ def test_graph_equals_eager(folder: Path, prompts: list[list[int]], monkeypatch:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(interpreter.why_not() is not None, reason=str(interpreter.why_not()))
-def test_triton_equals_plain(folder: Path, prompts: list[list[int]]) -> None:
+def test_triton_equals_plain(folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter.mend()
     short = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     some = [prompts[1], prompts[2]]
     want = tokens(answers(folder, some, short, max_rows=2, max_model_len=48))
-    with dispatch.forced("triton"):
-        assert tokens(answers(folder, some, short, max_rows=2, max_model_len=48)) == want
+    interpreter.bind_triton(monkeypatch)
+    assert tokens(answers(folder, some, short, max_rows=2, max_model_len=48)) == want
 
 
 def test_chunks_and_neighbours_change_nothing(folder: Path, prompts: list[list[int]]) -> None:
@@ -79,7 +79,7 @@ def test_the_response_counts_a_quarter_of_the_bytes(folder: Path, prompts: list[
     wide, narrow = (answers(folder, prompts[:1], max_rows=1, kv_dtype=kind)[0].compression for kind in ("auto", "fp8"))
     assert wide is not None and narrow is not None
     with LLM(folder, max_rows=1, **SETTINGS) as llm:
-        model, cache = llm.model_config, llm.engine._runner.cache  # type: ignore[attr-defined]
+        model, cache = llm.model_config, llm.engine.runner.cache  # type: ignore[attr-defined]
         assert cache.k.dtype == torch.float8_e4m3fn and cache.num_bytes == 2 * narrow.row_bytes
     scales = 2 * model.num_layers * model.num_kv_heads * 4
     assert narrow.row_bytes == wide.row_bytes // 4 + scales and narrow.full_bytes == wide.full_bytes // 4 + scales

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.profiler import ProfilerActivity, profile
 
-from snapstream.config import EngineConfig, KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import EngineConfig, KVBudget
 from snapstream.kernels.compile_cache import VARIABLE
 from snapstream.kernels.cpu.native import find_compiler
-from snapstream.layers.sampler import Sampled
 from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.llm import LLM
 from snapstream.models.decoder import Decoder
@@ -34,7 +33,7 @@ from tests.parity.checkpoints import VOCAB, make_model, save
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 SMALL = KVBudget(num_sink=2, num_topk=14, num_recent=16)
-SNAPKV = SnapKVConfig(window_len=8)
+SELECTOR = SnapKV(observation_len=8)
 LENGTHS = (70, 5, 120, 33, 18, 1, 90)
 
 
@@ -68,7 +67,7 @@ def test_tokens_equal_eager_and_nothing_compiles_later(
     prompts: list[list[int]], tmp_path: Path, one_bucket: None
 ) -> None:
     folder = save(make_model("qwen3"), tmp_path)
-    settings = {"budget": SMALL, "snapkv": SNAPKV, "max_rows": 3, "max_model_len": 160, "progress": False}
+    settings = {"budget": SMALL, "selector": SELECTOR, "max_rows": 3, "max_model_len": 160, "progress": False}
     with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
         expected = [output.token_ids for output in llm.generate(prompts, params())]
     with LLM(folder, executor="graph", **settings) as llm:  # type: ignore[arg-type]
@@ -117,7 +116,7 @@ def test_a_user_who_waits_is_told_for_what(
     monkeypatch.setattr("snapstream.runner.executors.Compiler", _Plain)
 
     def told(**settings: Any) -> str:
-        with LLM(folder, executor="graph", budget=SMALL, snapkv=SNAPKV, max_rows=2, max_model_len=160, **settings):
+        with LLM(folder, executor="graph", budget=SMALL, selector=SELECTOR, max_rows=2, max_model_len=160, **settings):
             return capsys.readouterr().err
 
     assert "Compiling decode (first start only)" in told()
@@ -131,9 +130,9 @@ def test_logits_equal_eager_in_any_rows(tmp_path: Path, one_bucket: None) -> Non
     folder = save(make_model("qwen3"), tmp_path)
     model = read_model_config(folder)
     decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
-    config = EngineConfig(budget=SMALL, snapkv=SNAPKV, max_model_len=160, max_rows=3, executor="graph")
+    config = EngineConfig(budget=SMALL, selector=SELECTOR, max_model_len=160, max_rows=3, executor="graph")
     runner = ModelRunner(decoder, config)
-    assert isinstance(runner._decode, GraphDecode)
+    assert isinstance(runner.decode, GraphDecode)
     torch.manual_seed(0)
     runner.cache.k.normal_()
     runner.cache.v.normal_()
@@ -146,12 +145,12 @@ def test_logits_equal_eager_in_any_rows(tmp_path: Path, one_bucket: None) -> Non
         for batch in ([0], [2, 0], [1, 2, 0]):
             rows = torch.tensor(batch)
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-                got = runner._decode.logits(rows).clone()
+                got = runner.decode.logits(rows).clone()
             assert max(event.cpu_memory_usage for event in seen.events()) < runner.cache.k[0].nbytes  # no copy of it
             written = runner.cache.k.clone()
             runner.cache.k.copy_(before[0])
             runner.cache.v.copy_(before[1])
-            eager = EagerDecode(decoder, runner.cache, runner.rows, runner.sampling)
+            eager = EagerDecode(runner.step_parts)
             torch.testing.assert_close(got, eager.logits(rows), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(written[:, :3], runner.cache.k[:, :3], rtol=1e-5, atol=1e-5)
 
@@ -161,11 +160,17 @@ class _Plain:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.runs: list[tuple[str, int]] = []  # name of the function and batch size of every program that ran
 
     def make(self, function, *inputs):  # type: ignore[no-untyped-def]
         self.sizes.append(inputs[0].shape[0])
         function(*inputs)
-        return function
+
+        def program(*inputs):  # type: ignore[no-untyped-def]
+            self.runs.append((function.__name__, inputs[0].shape[0]))
+            return function(*inputs)
+
+        return program
 
 
 @needs_compiler
@@ -179,24 +184,17 @@ def test_a_batch_runs_in_the_smallest_bucket_and_padding_harms_nobody(
     maker = _Plain()
     monkeypatch.setattr("snapstream.runner.executors.Compiler", lambda: maker)
     monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda *_: (2, 5))
-    settings = {"budget": SMALL, "snapkv": SNAPKV, "max_rows": 5, "max_model_len": 160, "progress": False}
+    settings = {"budget": SMALL, "selector": SELECTOR, "max_rows": 5, "max_model_len": 160, "progress": False}
     with LLM(folder, dtype=dtype, **settings) as llm:  # type: ignore[arg-type]
         expected = [output.token_ids for output in llm.generate(prompts, params())]
-    used: list[int] = []
     with LLM(folder, dtype=dtype, executor="graph", **settings) as llm:  # type: ignore[arg-type]
         assert maker.sizes == [5, 5, 5, 5, 2, 2, 2, 2]  # the largest first
-        decode = llm.engine._runner._decode  # type: ignore[attr-defined]
-        for bucket, program in list(decode._forward.items()):
-            decode._forward[bucket] = lambda *inputs, bucket=bucket, program=program: (
-                used.append(bucket),
-                program(*inputs),
-            )
         got = [output.token_ids for output in llm.generate(prompts, params())]
     if dtype == "float32":
         assert got == expected
     else:  # rounds differently with the size of the batch; the answers begin alike
         assert [tokens[0] for tokens in got] == [tokens[0] for tokens in expected]
-    assert set(used) == {2, 5}
+    assert {size for _, size in maker.runs} == {2, 5}
 
 
 def test_buckets_hold_every_batch() -> None:
@@ -230,11 +228,12 @@ def test_every_need_of_a_request_is_a_program_on_a_gpu(
     tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's samplers as plain functions: eager's tokens and log-probabilities, and nothing is drawn beside them."""
-    monkeypatch.setattr("snapstream.runner.executors.Compiler", _Plain)
+    maker = _Plain()
+    monkeypatch.setattr("snapstream.runner.executors.Compiler", lambda: maker)
     monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda *_: (2, 5))
     monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", decode_graph.SAMPLERS["cuda"])
     folder = save(make_model("llama-gqa-tied"), tmp_path)
-    settings = {"budget": SMALL, "snapkv": SNAPKV, "max_rows": 5, "max_model_len": 160, "progress": False}
+    settings = {"budget": SMALL, "selector": SELECTOR, "max_rows": 5, "max_model_len": 160, "progress": False}
     kinds = [
         *params(),
         SamplingParams(max_tokens=9, temperature=0.9, seed=6, logit_bias={5: 4.0, 9: -100.0}, ignore_eos=True),
@@ -245,15 +244,6 @@ def test_every_need_of_a_request_is_a_program_on_a_gpu(
     with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
         expected = llm.generate(many, kinds)
     with LLM(folder, executor="graph", **settings) as llm:  # type: ignore[arg-type]
-        decode = llm.engine._runner._decode  # type: ignore[attr-defined]
-        monkeypatch.setattr(decode._eager, "step", None)
-        by_programs, drawn = [], decode._eager.draw
-
-        def draw(logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
-            by_programs.append(any(needs is sampler for sampler in decode_graph.SAMPLERS["cuda"]))
-            return drawn(logits, rows, needs)
-
-        monkeypatch.setattr(decode._eager, "draw", draw)
         outputs = llm.generate(many, kinds)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     for output, other in zip(outputs, expected, strict=True):
@@ -261,4 +251,5 @@ def test_every_need_of_a_request_is_a_program_on_a_gpu(
             assert [token for token, _ in own.top] == [token for token, _ in same.top]
             values = [own.logprob, *(value for _, value in own.top)]
             assert values == pytest.approx([same.logprob, *(value for _, value in same.top)], abs=1e-4)
-    assert by_programs and all(by_programs)
+    forwards = [size for name, size in maker.runs if name == "_run_forward"]
+    assert forwards and forwards == [size for name, size in maker.runs if name == "run"]  # each step drew by a program

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.hops import Hops
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
-SNAPKV = SnapKVConfig(window_len=8)
+SELECTOR = SnapKV(observation_len=8)
 LENGTHS = (70, 5, 120, 33, 18, 64, 1, 90, 40)
 
 
@@ -36,7 +38,7 @@ def params() -> Iterator[SamplingParams]:
 
 
 def run(folder: Path, prompts: list[list[int]], wanted: list[SamplingParams], **settings: int) -> list[list[int]]:
-    with LLM(folder, budget=BUDGET, snapkv=SNAPKV, max_model_len=160, progress=False, **settings) as llm:  # type: ignore[arg-type]
+    with LLM(folder, budget=BUDGET, selector=SELECTOR, max_model_len=160, progress=False, **settings) as llm:  # type: ignore[arg-type]
         return [output.token_ids for output in llm.generate(prompts, wanted)]
 
 
@@ -72,7 +74,9 @@ def test_order_of_arrival_and_row_do_not_matter(folder: Path, prompts: list[list
 def test_reused_rows_remember_nothing(folder: Path, prompts: list[list[int]], alone: list[list[int]]) -> None:
     """One engine, the same prompts twice in another order: rows, staging and counters are left dirty in between."""
     wanted = list(params())
-    with LLM(folder, budget=BUDGET, snapkv=SNAPKV, max_model_len=160, max_rows=2, chunk_len=32, progress=False) as llm:
+    with LLM(
+        folder, budget=BUDGET, selector=SELECTOR, max_model_len=160, max_rows=2, chunk_len=32, progress=False
+    ) as llm:
         first = llm.generate(prompts, wanted)
         second = llm.generate(prompts[::-1], wanted[::-1])
     assert [o.token_ids for o in first] == alone
@@ -82,7 +86,9 @@ def test_reused_rows_remember_nothing(folder: Path, prompts: list[list[int]], al
 def test_samples_of_one_prompt_equal_requests_of_their_own(folder: Path, prompts: list[list[int]]) -> None:
     """n > 1 prefills once and writes n rows: each sample is what a single request with its seed gives."""
     prompt = prompts[2]
-    with LLM(folder, budget=BUDGET, snapkv=SNAPKV, max_model_len=160, max_rows=5, chunk_len=32, progress=False) as llm:
+    with LLM(
+        folder, budget=BUDGET, selector=SELECTOR, max_model_len=160, max_rows=5, chunk_len=32, progress=False
+    ) as llm:
         both = llm.generate([prompt], SamplingParams(n=4, max_tokens=12, temperature=1.0, seed=3, ignore_eos=True))[0]
         again = llm.generate([prompt], SamplingParams(n=2, max_tokens=12, temperature=1.0, seed=3, ignore_eos=True))[0]
         greedy = llm.generate([prompt], SamplingParams(n=3, max_tokens=12, temperature=0.0, ignore_eos=True))[0]
@@ -96,7 +102,28 @@ def test_requests_with_budgets_of_their_own_share_a_batch(folder: Path, prompts:
     """A smaller budget inside an engine with larger rows equals an engine with rows of that size."""
     want = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     small = KVBudget(num_sink=1, num_topk=6, num_recent=9)
-    with LLM(folder, budget=small, snapkv=SNAPKV, max_model_len=160, progress=False) as llm:
+    with LLM(folder, budget=small, selector=SELECTOR, max_model_len=160, progress=False) as llm:
         expected = [o.token_ids for o in llm.generate(prompts, want)]
-    with LLM(folder, budget="full", snapkv=SNAPKV, max_model_len=160, max_rows=4, progress=False) as llm:
+    with LLM(folder, budget="full", selector=SELECTOR, max_model_len=160, max_rows=4, progress=False) as llm:
         assert [o.token_ids for o in llm.generate(prompts, want, budget=small)] == expected
+
+
+def test_requests_with_selectors_of_their_own_share_a_batch(folder: Path, prompts: list[list[int]]) -> None:
+    """Each prompt is kept by its own request's method, whatever the engine's is and whoever shares its job."""
+    want = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, return_kept=True)
+    selectors = [SnapKV(observation_len=8), Hops(observation_len=8, num_hops=2), SnapKV(observation_len=3)]
+    settings = {"budget": BUDGET, "max_model_len": 160, "max_rows": 4, "progress": False}
+    alone = []
+    for selector in selectors:
+        with LLM(folder, selector=selector, **settings) as llm:  # type: ignore[arg-type]
+            alone.append(llm.generate(prompts, want))
+    with LLM(folder, selector=selectors[1], **settings) as llm:  # type: ignore[arg-type]
+        streams = [llm.stream(p, want, selector=selectors[i % 3]) for i, p in enumerate(prompts)]
+        together = [list(stream)[-1] for stream in streams]
+    for i, output in enumerate(together):
+        expected = alone[i % 3][i]
+        assert output.compression is not None and expected.compression is not None
+        assert output.compression.kept_positions == expected.compression.kept_positions, i
+        assert output.token_ids == expected.token_ids, i
+    kept = [outputs[2].compression for outputs in alone]
+    assert len({some.kept_positions for some in kept if some is not None}) == 3, "the methods keep the same tokens"

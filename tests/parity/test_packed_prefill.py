@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig
 from snapstream.kernels import reference
 from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.models.decoder import Decoder
@@ -23,6 +24,7 @@ MODEL = ModelConfig(
     head_dim=8, intermediate_size=48, max_position=256, qk_norm=True, eos_token_ids=(2,),
 )  # fmt: skip
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
+SELECTOR = SnapKV(observation_len=8)
 
 
 class Packed:
@@ -47,7 +49,11 @@ def rows_after(
 ) -> tuple[Tensor, list[int]]:
     """Keys of all rows and the first tokens, after a job of prompts of these lengths."""
     config = EngineConfig(
-        budget=BUDGET, max_model_len=256, max_rows=len(lengths), chunk_len=chunk_len, snapkv=SnapKVConfig(window_len=8)
+        budget=BUDGET,
+        max_model_len=256,
+        max_rows=len(lengths),
+        chunking=Chunking(chunk_len=chunk_len),
+        selector=SnapKV(observation_len=8),
     )
     runner = ModelRunner(Decoder(MODEL, DecoderWeights.random(MODEL, torch.float32, "cpu", seed=0)), config)
     runner.prefill_attention = replace(
@@ -56,7 +62,7 @@ def rows_after(
     entries = tuple(
         PrefillEntry(
             request_id=f"r{i}", token_ids=tuple((7 * i + 3 * j) % 80 + 3 for j in range(n)), rows=(i,), seeds=(i,),
-            sampling=SamplingParams(temperature=0.0), budget=BUDGET,
+            sampling=SamplingParams(temperature=0.0), budget=BUDGET, selector=SELECTOR,
         )
         for i, n in enumerate(lengths)
     )  # fmt: skip

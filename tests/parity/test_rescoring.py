@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapstream.cache.kv_cache import KVCache
-from snapstream.config import DTYPE_BYTES, EngineConfig, KVBudget, RescoringConfig, SnapKVConfig
+from evals.selectors import Random, Variant
+from snapstream.cache.selectors.hops import Hops
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import DTYPE_BYTES, EngineConfig, KVBudget, RescoringConfig, Selector
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.llm import LLM
-from snapstream.memory import engine_memory
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
+from snapstream.plan.memory import engine_memory
 from snapstream.request import SamplingParams
 from snapstream.runner.model_runner import ModelRunner
-from snapstream.runner.rescoring import RecentQueries
-from snapstream.runner.views import RowsView
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.lists_engine import ListsEngine
 
@@ -36,13 +36,13 @@ def rescoring_of(every: int, num_queries: int, memory: float = 0.98) -> Rescorin
 CASES = [
     # budget (sinks, top-k, window, ring), selection, rescoring (every, num_queries, memory): plain, no memory, every
     # token, more queries than are freed, softmax over the row, window, no sinks and hops
-    (budget_of(2, 12, 0, 10), SnapKVConfig(window_len=8, pool_kernel=3), rescoring_of(5, 5)),
-    (budget_of(2, 12, 0, 10), SnapKVConfig(window_len=8), rescoring_of(5, 5, 0.0)),
-    (budget_of(4, 10, 0, 6), SnapKVConfig(window_len=4, pool_kernel=1), rescoring_of(1, 2, 0.5)),
-    (budget_of(2, 9, 0, 8), SnapKVConfig(window_len=4), rescoring_of(3, 8)),
-    (budget_of(3, 9, 0, 8), SnapKVConfig(window_len=4, softmax_over="row", group_reduce="max"), rescoring_of(7, 6)),
-    (budget_of(2, 9, 5, 6), SnapKVConfig(window_len=4), rescoring_of(4, 4)),
-    (budget_of(0, 20, 0, 5), SnapKVConfig(window_len=4, num_hops=2), rescoring_of(3, 3, 1.0)),
+    (budget_of(2, 12, 0, 10), Variant(observation_len=8, pool_width=3), rescoring_of(5, 5)),
+    (budget_of(2, 12, 0, 10), SnapKV(observation_len=8), rescoring_of(5, 5, 0.0)),
+    (budget_of(4, 10, 0, 6), Variant(observation_len=4, pool_width=1), rescoring_of(1, 2, 0.5)),
+    (budget_of(2, 9, 0, 8), SnapKV(observation_len=4), rescoring_of(3, 8)),
+    (budget_of(3, 9, 0, 8), Variant(observation_len=4, softmax_over="row", group_reduce="max"), rescoring_of(7, 6)),
+    (budget_of(2, 9, 5, 6), SnapKV(observation_len=4), rescoring_of(4, 4)),
+    (budget_of(0, 20, 0, 5), Hops(observation_len=4, num_hops=2), rescoring_of(3, 3, 1.0)),
 ]
 LENGTHS = (1, 3, 15, 19, 24, 40, 60)
 COUNT = 32
@@ -58,29 +58,29 @@ def prompts(seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3"])
 def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Path) -> None:
     """Rows of different lengths decode side by side; the lists know of one."""
-    budget, snapkv, rescoring = CASES[case]
+    budget, selector, rescoring = CASES[case]
     folder = save(make_model(name), tmp_path)
     with LLM(
-        folder, budget=budget, snapkv=snapkv, rescoring=rescoring, max_rows=3, chunk_len=16, max_model_len=120,
+        folder, budget=budget, selector=selector, rescoring=rescoring, max_rows=3, chunk_len=16, max_model_len=120,
         progress=False,
     ) as llm:  # fmt: skip
         outputs = llm.generate(prompts(case), PARAMS)
-        decoder = llm.engine._runner.decoder  # type: ignore[attr-defined]
+        decoder = llm.engine.runner.decoder  # type: ignore[attr-defined]
     for prompt, output in zip(prompts(case), outputs, strict=True):
-        lists = ListsEngine(decoder, budget, snapkv, rescoring)
+        lists = ListsEngine(decoder, budget, selector, rescoring)
         tokens, logprobs = lists.generate(prompt, COUNT)
         assert output.token_ids == tokens, len(prompt)
         assert [entry.logprob for entry in output.logprobs or []] == pytest.approx(logprobs, abs=1e-3)
         assert lists.num_refreshes or len(prompt) == 1
-    plain = ListsEngine(decoder, budget, snapkv).generate(prompts(case)[-1], COUNT)[0]
+    plain = ListsEngine(decoder, budget, selector).generate(prompts(case)[-1], COUNT)[0]
     assert plain != tokens, "the plain rule gives the same answer: the equality says nothing"
 
 
 def test_a_row_is_alone(tmp_path: Path) -> None:
     """The same answers one after the other in one row, with a smaller budget of its own, and with two samples."""
-    budget, snapkv, rescoring = CASES[0]
+    budget, selector, rescoring = CASES[0]
     folder = save(make_model("qwen3"), tmp_path)
-    settings = {"budget": budget, "snapkv": snapkv, "rescoring": rescoring, "max_model_len": 120, "progress": False}
+    settings = {"budget": budget, "selector": selector, "rescoring": rescoring, "max_model_len": 120, "progress": False}
     with LLM(folder, max_rows=4, **settings) as llm:  # type: ignore[arg-type]
         together = [o.token_ids for o in llm.generate(prompts(9), PARAMS)]
         twice = llm.generate(prompts(9)[-1], replace(PARAMS, n=2))[0]
@@ -96,58 +96,54 @@ def test_a_row_is_alone(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 def test_graph_equals_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda max_rows, _: (max_rows,))
-    budget, snapkv, rescoring = CASES[0]
+    budget, selector, rescoring = CASES[0]
     folder = save(make_model("qwen3"), tmp_path)
     params = [PARAMS, replace(PARAMS, temperature=0.8, seed=1), replace(PARAMS, frequency_penalty=1.0)] * 2 + [PARAMS]
     answers = []
     for executor in ("eager", "graph"):
         with LLM(
-            folder, budget=budget, snapkv=snapkv, rescoring=rescoring, max_rows=3, max_model_len=120, progress=False,
-            executor=executor,
+            folder, budget=budget, selector=selector, rescoring=rescoring, max_rows=3, max_model_len=120,
+            progress=False, executor=executor,
         ) as llm:  # type: ignore[arg-type]  # fmt: skip
             answers.append([o.token_ids for o in llm.generate(prompts(3), params)])
     assert answers[0] == answers[1]
 
 
 def test_what_is_allocated_is_what_is_counted(tmp_path: Path) -> None:
-    budget, snapkv, rescoring = CASES[0]
+    budget, selector, rescoring = CASES[0]
     folder = save(make_model("qwen3"), tmp_path)
     model = read_model_config(folder)
     decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
-    config = EngineConfig(budget=budget, snapkv=snapkv, rescoring=rescoring, max_model_len=120, max_rows=3)
+    config = EngineConfig(budget=budget, selector=selector, rescoring=rescoring, max_model_len=120, max_rows=3)
     runner = ModelRunner(decoder, config)
-    memory = engine_memory(
-        model, budget.capacity, 120, max_rows=3, chunk_len=16, dtype="float32", device="cpu", rescoring=rescoring
-    )
+    memory = engine_memory(model, config)
     assert runner._rescorer is not None
     assert memory.row_bytes * 4 == runner.cache.num_bytes + runner._rescorer.num_bytes  # the padding row is one of them
-    plain = engine_memory(model, budget.capacity, 120, max_rows=3, chunk_len=16, dtype="float32", device="cpu")
+    plain = engine_memory(model, replace(config, rescoring=None))
     assert plain.row_bytes * 4 == runner.cache.num_bytes
-    assert DTYPE_BYTES["float32"] * runner._rescorer._queries.buffer.numel() == runner._rescorer._queries.num_bytes
+    assert DTYPE_BYTES["float32"] * runner.rescorer.queries.buffer.numel() == runner.rescorer.queries.num_bytes
 
 
 def test_without_it_nothing_is_kept(tmp_path: Path) -> None:
-    budget, snapkv, _ = CASES[0]
+    budget, selector, _ = CASES[0]
     folder = save(make_model("qwen3"), tmp_path)
     model = read_model_config(folder)
     decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
-    runner = ModelRunner(decoder, EngineConfig(budget=budget, snapkv=snapkv, max_model_len=120))
-    assert runner._rescorer is None
+    runner = ModelRunner(decoder, EngineConfig(budget=budget, selector=selector, max_model_len=120))
+    assert runner.rescorer is None
 
 
 @pytest.mark.parametrize(
-    ("rescoring", "snapkv", "message"),
+    ("rescoring", "selector", "message"),
     [
-        (RescoringConfig(every=10, num_queries=4), SnapKVConfig(window_len=8), "ring of 10 slots.*at least 11"),
-        (RescoringConfig(every=4, num_queries=11), SnapKVConfig(window_len=8), "ring of 10 slots.*at least 11"),
-        (RescoringConfig(every=4, num_queries=4), SnapKVConfig(window_len=8, selection="random"), "selection"),
+        (RescoringConfig(every=10, num_queries=4), SnapKV(observation_len=8), "ring of 10 slots.*at least 11"),
+        (RescoringConfig(every=4, num_queries=11), SnapKV(observation_len=8), "ring of 10 slots.*at least 11"),
+        (RescoringConfig(every=4, num_queries=4), Random(observation_len=8), "'random' cannot"),
     ],
 )
-def test_what_cannot_work_is_refused_at_the_start(
-    rescoring: RescoringConfig, snapkv: SnapKVConfig, message: str
-) -> None:
+def test_what_cannot_work_is_refused_at_the_start(rescoring: RescoringConfig, selector: Selector, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EngineConfig(budget=CASES[0][0], snapkv=snapkv, rescoring=rescoring, max_model_len=120)
+        EngineConfig(budget=CASES[0][0], selector=selector, rescoring=rescoring, max_model_len=120)
 
 
 @pytest.mark.parametrize("budget", [KVBudget.full(120), KVBudget(num_sink=4, num_topk=0, num_recent=40)])
@@ -157,32 +153,9 @@ def test_a_budget_that_selects_nothing_is_refused_with_it(budget: KVBudget) -> N
 
 
 def test_fp8_rows_are_refused_with_it() -> None:
-    budget, snapkv, rescoring = CASES[0]
+    budget, selector, rescoring = CASES[0]
     with pytest.raises(ValueError, match="kv_dtype"):
-        EngineConfig(budget=budget, snapkv=snapkv, rescoring=rescoring, max_model_len=120, kv_dtype="fp8")
-
-
-def test_fused_heads_leave_their_queries_too(tmp_path: Path) -> None:
-    """The view's way for Triton kernels, here with the plain ones, keeps what ``attend`` keeps."""
-    torch.manual_seed(0)
-    folder = save(make_model("qwen3"), tmp_path)
-    model = read_model_config(folder)
-    decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
-    rows, at = torch.tensor([2, 0]), torch.tensor([7, 3])
-    hidden, rope = torch.randn(2, model.hidden_size), decoder.rope(at, at + 1)
-    kept = []
-    for fused in (False, True):
-        cache = KVCache(model, 3, 8, torch.float32, "cpu")
-        queries = RecentQueries(model, 3, 4, torch.float32, "cpu")
-        view = RowsView(cache, rows, torch.tensor([1, 2]), torch.tensor([2, 3]), queries.of_step(rows, at))
-        own = decoder.layers[1]
-        if fused:
-            view.attend_heads(1, own.heads(hidden), *own.head_norm, rope)
-        else:
-            view.attend(1, *own.rotated(own.heads(hidden), rope))
-        kept.append(queries.buffer)
-    assert kept[0][1, 2, 3].any() and kept[0][1, 0, 3].any() and not kept[0][1, 1].any()
-    torch.testing.assert_close(kept[0], kept[1])
+        EngineConfig(budget=budget, selector=selector, rescoring=rescoring, max_model_len=120, kv_dtype="fp8")
 
 
 @pytest.mark.parametrize("fields", [{"every": 0}, {"num_queries": 0}, {"memory": 1.5}, {"memory": -0.1}])

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from snapstream.assembly import load_tokenizer
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.detokenizer import TextStream
 from snapstream.request import Compression, FinishReason, Logprob, Request, Timings
 from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta, SampleDelta
 from snapstream.server.settings import ModelFacts
+from snapstream.start.build import load_tokenizer
 
 ANSWER = "Hello wörld 😀, goodbye."
 FACTS = ModelFacts(

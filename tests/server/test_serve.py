@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.server_process import ServerProcess, is_running, served
 from snapstream.cli import main
+from snapstream.config import EngineOptions
 from snapstream.server.engine.api import EngineDead, EngineStats
 from snapstream.server.engine.messages import EngineSpec
 from snapstream.server.engine.process import EngineProcess
@@ -135,7 +136,8 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snapstream.server.run.serve", lambda spec, *_: specs.append(spec))
     assert main(["serve", "--max-rows", "auto", "--prefill-attention", "reference"]) == 0
     assert main(["serve"]) == 0
-    assert [(spec.max_rows, spec.prefill_attention) for spec in specs] == [("auto", "reference"), (8, "auto")]
+    said = EngineOptions(max_rows="auto", prefill_attention="reference", max_waiting=128)
+    assert [spec.options for spec in specs] == [said, EngineOptions(max_waiting=128)]
     assert main(["serve", "--max-rows", "most"]) == 2
 
 

@@ -1,4 +1,4 @@
-"""docs/accuracy.md and every plot show what is stored, and nothing else."""
+"""The documents and every plot show what is stored, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,30 +9,39 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures
-from benchmarks.svg import Line, Panel, chart
-from evals import cells, long_answers, plots, sections, sweep, sweep_tables, tables
+from evals import cells, long_answers, plots, sections, store, sweep, sweep_tables, tables
 from evals.arms import Arm, make_arm
 from evals.cells import Cell
 from evals.peer_table import peer_table
+from evals.selectors import Variant
 from evals.sweep import ARM, points_of
+from figures import documents
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
-DOCS = figures.DOCUMENTS[1]
+DOCS = documents.ROOT / "docs" / "accuracy.md"
 
 
 def test_every_file_is_what_the_stored_results_give() -> None:
-    for path, text in figures.rendered().items():
-        assert path.read_text() == text, f"{path.name} is out of date; run python -m benchmarks.figures"
+    for path, text in documents.rendered().items():
+        assert path.read_text() == text, f"{path.name} is out of date; run python -m figures"
 
 
-def test_sections_of_the_accuracy_document_are_known() -> None:
-    text = DOCS.read_text()
-    names = [match[2] for match in figures.SECTION.finditer(text)]
+@pytest.mark.parametrize("document", documents.DOCUMENTS, ids=lambda path: path.name)
+def test_sections_are_known_and_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    names = [match[2] for match in documents.SECTION.finditer(text)]
     assert len(names) == text.count("<!-- figures: ") == text.count("<!-- end -->") > 0
-    assert set(names) <= set(sections.SECTIONS) | set(plots.PLOTS) | set(figures.WITH_SOURCE)
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (DOCS.parent / target).exists(), target
+    assert set(names) <= documents.NAMES
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (document.parent / target).exists(), target
+
+
+def test_stored_cells_are_few_files_that_name_where_they_were_measured() -> None:
+    files = sorted(cells.RESULTS.rglob("*.json*"))
+    assert 0 < len(files) <= 30
+    for file in files:
+        for record in store.read(file).values():
+            assert {"settings", "result", "device", "python", "torch", "commit", "command", "date"} <= set(record), file
 
 
 @pytest.mark.parametrize("model", [TINY_MODEL, TINY_DRAFT_MODEL])
@@ -67,7 +76,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             write(task, make_arm("snapstream", 2048 // part, 2080, 32), base - part)
     write("kv", make_arm("snapstream", 512, 2080, 32), 1.0, prompts=20)  # fewer prompts: not shown
     for i, point in enumerate(points_of("sinks", 256)):
-        write("kv", Arm(name=ARM, slots=256, budget=point.budget, snapkv=point.snapkv), 60.0 + i)
+        write("kv", Arm(name=ARM, slots=256, budget=point.budget, selector=point.selector), 60.0 + i)
     return tmp_path
 
 
@@ -107,7 +116,7 @@ def test_what_was_wanted_stands_beside_what_came_of_it(stored: Path) -> None:
 
 def streaming_like(stored: Path) -> str:
     """The result of any stored cell."""
-    return json.dumps(json.loads(next(stored.glob("*/kv_*.json")).read_text())["result"])
+    return json.dumps(next(iter(store.read(next(stored.glob("*/exact_retrieval.jsonl"))).values()))["result"])
 
 
 def test_tasks_out_of_reach_are_named_and_only_there(stored: Path) -> None:
@@ -120,7 +129,7 @@ def test_tasks_out_of_reach_are_named_and_only_there(stored: Path) -> None:
 
 
 def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> None:
-    before = tables.accuracy(), tables.tasks_table(), plots.bytes_plot(), tables.source()
+    before = tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), sections.cells_of("accuracy")
     with pytest.raises(ValueError, match="python -m evals.run --kv-dtype fp8"):
         tables.fp8_table()
     cell = Cell(
@@ -134,11 +143,13 @@ def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> N
         "| SnapStream | 1/4 | fp32 | 0.50 MiB | 86.0 ± 3.0 |",
         "| SnapStream | 1/4 | FP8 | 0.12 MiB | 85.0 ± 2.0 |",
     ]
-    first = replace(cell, task="json", arm=make_arm("full", 2048, 2080, 32))  # its file is the first of all
-    first.write(scores, 1.0)
-    first.path.write_text(json.dumps(json.loads(first.path.read_text()) | {"device": "another machine"}))
-    assert (tables.accuracy(), tables.tasks_table(), plots.bytes_plot(), tables.source()) == before
-    assert tables.source(kv_dtype="fp8").startswith("another machine")
+    other = replace(cell, task="json", arm=make_arm("full", 2048, 2080, 32))
+    other.write(scores, 1.0)
+    record = other.read()
+    assert record is not None
+    store.append(other.path, record | {"device": "another machine"})
+    assert (tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), sections.cells_of("accuracy")) == before
+    assert sections.section("accuracy_fp8", DOCS, documents.PLOTS).rpartition("<sub>")[2].startswith("another machine")
 
 
 def test_long_answers_compare_arms_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +171,24 @@ def test_a_group_that_is_not_whole_is_left_out(stored: Path) -> None:
     missing = Cell(
         model=TINY_MODEL, task="json", arm=make_arm("snapstream", 512, 2080, 32), prompt_len=2048, num_prompts=200
     )
-    missing.path.unlink()
+    lines = missing.path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["settings"] != missing.settings]
+    assert len(kept) == len(lines) - 1
+    missing.path.write_text("".join(kept))
     assert "| SnapStream | 1/4 | 0.50 MiB |  | 46.0 |" in tables.accuracy()
 
 
 def test_plots_show_the_stored_cells(stored: Path) -> None:
-    svg = plots.accuracy_plot()
-    assert svg.count("<polyline") == 3 and ">exact retrieval<" in svg and svg == plots.accuracy_plot()
-    assert plots.bytes_plot().count("<circle") == 2  # SnapStream at two budgets; full attention is a level
+    panels = {panel.title: panel for panel in plots.accuracy_panels()}
+    full, own = panels["exact retrieval"].lines
+    assert full.is_level and full.points[0][1] == 94.0 and [y for _, y, _ in own.points] == [81.0, 77.0]
+    svg = plots.PLOTS["accuracy_plot"].svg()
+    assert ">exact retrieval<" in svg and svg == plots.PLOTS["accuracy_plot"].svg()
+    full, own = plots.bytes_panel().lines
+    assert full.is_level and len(own.points) == 2  # SnapStream at two budgets
+    lines = {line.name: line.points for line in plots.budget_panel().lines}
+    assert [(x, y) for x, y, _ in lines["exact retrieval"]] == [(0.0, 94.0), (1.0, 81.0), (2.0, 77.0)]
+    assert [x for x, _, _ in lines["multi-hop, 4 hops on"]] == [0.0]  # full attention alone
 
 
 def test_a_peer_stands_beside_what_the_arms_mean_today(stored: Path) -> None:
@@ -187,7 +208,7 @@ def test_a_peer_stands_beside_what_the_arms_mean_today(stored: Path) -> None:
     write("snapstream", own, 62.0)
     write("snapstream", own, 64.0, prompts=20)
     now = make_arm("snapstream", 512, 2080, 32)
-    write("snapstream", replace(now, snapkv=replace(now.snapkv, pool_kernel=9)), 63.0)  # a default of former days
+    write("snapstream", replace(now, selector=Variant(pool_width=9)), 63.0)  # a default of former days
     fp8 = Cell(model=TINY_MODEL, task="kv", arm=now, prompt_len=2048, num_prompts=300, kv_dtype="fp8")
     fp8.write({"accuracy": 50.0, "standard_error": 1.0, "accuracy_after_first_token": None}, 1.0)
     text = peer_table()
@@ -202,18 +223,9 @@ def test_a_peer_stands_beside_what_the_arms_mean_today(stored: Path) -> None:
     assert "kvpress 1." in text
 
 
-def test_a_chart_puts_points_where_they_belong() -> None:
-    line = Line(name="a <line>", colour="#123456", points=[(0.0, 0.0, 0.0), (1.0, 100.0, 5.0)])
-    svg = chart([Panel(title="one", ticks=["x", "y"], lines=[line])], columns=1)
-    (path,) = re.findall(r'points="([^"]+)"', svg)
-    (x0, y0), (x1, y1) = (tuple(map(float, point.split(","))) for point in path.split())
-    assert x0 < x1 and y0 > y1 and y0 - y1 == pytest.approx(190 - 26 - 36)
-    assert "a &lt;line&gt;" in svg
-
-
 def test_what_was_not_measured_is_said_to_be_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "RESULTS", tmp_path)
     text = "<!-- figures: chains -->\n<!-- end -->\n<!-- figures: accuracy_plot -->\n<!-- end -->\n"
-    shown = figures.render(text, DOCS)
-    assert shown.count("(not measured; run python -m evals.run)") == 2
-    assert figures.render(shown, DOCS) == shown
+    shown = documents.render(text, DOCS)
+    assert shown.count("(not measured; run python -m evals.") == 2
+    assert documents.render(shown, DOCS) == shown

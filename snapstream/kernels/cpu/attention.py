@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from snapstream.kernels.fp8 import Scales
+from snapstream.kernels.rows import LayerRows
 
 MAX_WASTE = 1.25  # slots read over slots visible, up to which unequal rows share a call
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -40,15 +40,14 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.lerp(out[0], before, share).transpose(0, 1)
 
 
-def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor, scales: Scales | None = None
-) -> Tensor:
-    """See ``reference.decode_attention``: ``q [B, H, E]``, ``k, v [rows+1, G, C, E]`` -> ``[B, H, E]``."""
+def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
+    """See ``reference.decode_attention``: ``q [B, H, E]`` -> ``[B, H, E']``."""
     batch, num_heads, head_dim = q.shape
+    k, v, scales = cache.k, cache.v, cache.scales
     num_kv_heads = k.shape[1]
-    grouped = q.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
     parts = []
-    for run in _runs(rows.tolist(), lengths.tolist()):
+    for run in runs(rows.tolist(), lengths.tolist()):
         span, longest = slice(run.row, run.row + run.num_rows), run.longest
         own = slice(run.start, run.start + run.num_rows)
         visible = None if run.is_even else lengths[own]
@@ -60,10 +59,10 @@ def decode_attention(
         wide = _attend(grouped[own].float() * k_scale, keys.float(), values.float(), visible)
         parts.append((wide * v_scale).to(q.dtype))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out.reshape(batch, num_heads, head_dim)
+    return out.reshape(batch, num_heads, -1)
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Neighbouring batch entries that lie in neighbouring rows and are read in one call."""
 
     start: int  # first entry of the batch
@@ -73,7 +72,7 @@ class _Run(NamedTuple):
     is_even: bool  # all rows are equally long
 
 
-def _runs(rows: list[int], lengths: list[int]) -> Iterator[_Run]:
+def runs(rows: list[int], lengths: list[int]) -> Iterator[Run]:
     """Cut a batch into runs whose rows may be read to the longest one's length at little waste."""
     start = 0
     while start < len(rows):
@@ -84,19 +83,22 @@ def _runs(rows: list[int], lengths: list[int]) -> Iterator[_Run]:
                 break
             longest, total = max(longest, lengths[stop]), total + lengths[stop]
             stop += 1
-        yield _Run(start, rows[start], stop - start, longest, total == longest * (stop - start))
+        yield Run(start, rows[start], stop - start, longest, total == longest * (stop - start))
         start = stop
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax attention of ``q [b, G, r, E]`` over ``k, v [b, G, n, E]``; ``visible [b]`` slots of each, None: all."""
+    """Softmax attention of ``q [b, G, r, E]`` over ``k [b, G, n, E], v [b, G, n, E']``, ``visible [b]`` slots each."""
     batch, num_kv_heads, group, head_dim = q.shape
     unseen = None
     if visible is not None:
         unseen = (torch.arange(k.shape[2]) >= visible[:, None])[:, None, None]  # [b, 1, 1, n]
     if q.dtype != torch.float32:  # products of half precision would round the scores
         return F.scaled_dot_product_attention(q, k, v, attn_mask=None if unseen is None else ~unseen)
-    keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [b*G, n, E], views: rows and heads lie evenly spaced
+    keys, values = (
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+    )  # [b*G, n, E] and [b*G, n, E'], views: rows and heads lie evenly spaced
     scaled = (q * head_dim**-0.5).reshape(batch * num_kv_heads, group, head_dim)
     if head_dim < 128:
         logits = torch.bmm(scaled, keys.transpose(1, 2))  # [b*G, r, n]
@@ -104,4 +106,4 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         logits = torch.bmm(keys, scaled.transpose(1, 2)).transpose(1, 2)
     if unseen is not None:
         logits = logits.view(batch, num_kv_heads, group, -1).masked_fill(unseen, float("-inf")).flatten(0, 1)
-    return torch.bmm(logits.softmax(-1), values).view(batch, num_kv_heads, group, head_dim)
+    return torch.bmm(logits.softmax(-1), values).view(batch, num_kv_heads, group, -1)

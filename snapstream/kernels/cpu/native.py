@@ -1,7 +1,7 @@
 """Kernels in C++ for CPU tensors, compiled on first use for the sizes of the model at hand.
 
 A compiler takes about half a second for one; the result is kept in ``compile_cache.compile_folder``. Invariant: without
-a compiler nothing here is used, and the same kernels exist in plain PyTorch. Called by ``ops.py``.
+a compiler nothing here is used, and the same kernels exist in plain PyTorch. ``linear.py`` and ``compiled.py`` call it.
 """
 
 from __future__ import annotations

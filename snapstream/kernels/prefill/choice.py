@@ -1,8 +1,9 @@
-"""Which kernel attends a prefill chunk: the first of the table's order that this machine has and that answers rightly.
+"""Which kernel attends a prefill chunk: the fastest that this machine has and that answers rightly.
 
 On a GPU every candidate first answers a small case (a chunk behind other keys, and two packed prompts) that is compared
-with the reference; one that raises, or is wrong, is passed over with its reason. Invariant: a choice is made once, at
-start-up, and says why; a kernel that was asked for by name and cannot serve is an error, never replaced.
+with the reference; one that raises, or is wrong, is passed over with its reason. Those that are left run for time
+(``race.py``); the table's order is what holds between equals. Invariant: a choice is made once, at start-up, and says
+why; a kernel that was asked for by name and cannot serve is an error, never replaced.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from snapstream.kernels import reference
+from snapstream.kernels.prefill import race
 from snapstream.kernels.prefill.packages import PackedLens
-from snapstream.kernels.prefill.table import lookup
+from snapstream.kernels.prefill.samples import random_chunk
+from snapstream.kernels.prefill.table import Entry, lookup
 from snapstream.kernels.prefill.versions import VERSIONS, Attend, AttendPacked, Case, Version
 
 TOLERANCE = 0.03  # of a trial in half precision; fp32 may use tf32 products
@@ -40,7 +43,7 @@ class PrefillAttention:
 
 
 def choose(name: str, case: Case) -> PrefillAttention:
-    """The kernel of that name, or by the table (``"auto"``). ValueError for one that cannot serve here."""
+    """The kernel of that name, or the fastest (``"auto"``). ValueError for one that cannot serve here."""
     if name != "auto":
         version = VERSIONS.get(name)
         if version is None:
@@ -54,17 +57,30 @@ def choose(name: str, case: Case) -> PrefillAttention:
     if case.capability is None:
         return _made(VERSIONS["reference"], None, f"nothing faster is known for {case.device}")
     entry = lookup(case.capability, case.dtype, case.head_dim)
-    passed_over: list[str] = []
-    for candidate in entry.chunk:
-        problem = problem_of(VERSIONS[candidate], case)
-        if not problem:
-            packed, reasons = _first_packed(entry.packed, case)
-            why = f"first of {entry.describe()}"
-            if passed_over:
-                why += f" that can serve; {'; '.join(passed_over[:_SHOWN])}"
-            return _made(VERSIONS[candidate], packed, why)
-        passed_over.append(f"{candidate} {problem}")
-    raise ValueError(f"no prefill attention can serve here: {'; '.join(passed_over)}")
+    version, why = _fastest(entry, case)
+    packed, _ = _first_packed(entry.packed, case)
+    return _made(version, packed, why)
+
+
+def _fastest(entry: Entry, case: Case) -> tuple[Version, str]:
+    """The first of the table's order that can serve, unless another is faster here; and why it is the one."""
+    problems = {name: problem_of(VERSIONS[name], case) for name in entry.chunk}
+    serving = [VERSIONS[name] for name in entry.chunk if not problems[name]]
+    if not serving:
+        reasons = "; ".join(f"{name} {problem}" for name, problem in problems.items())
+        raise ValueError(f"no prefill attention can serve here: {reasons}")
+    racing = [version for version in serving if version.name != "reference"]  # it holds a matrix of scores
+    if len(racing) > 1:
+        times = race.race(racing, case, race.seconds, race.known())
+        best = VERSIONS[race.winner(times)]
+        if best is not racing[0]:
+            told = ", ".join(f"{name} {time * 1e3:.2f} ms" for name, time in times.items() if time < float("inf"))
+            return best, f"fastest in a trial at this start: {told}"
+    first, why = serving[0], f"first of {entry.describe()}"
+    before = entry.chunk[: entry.chunk.index(first.name)]
+    if before:
+        why += f" that can serve; {'; '.join(f'{name} {problems[name]}' for name in before[:_SHOWN])}"
+    return first, why
 
 
 @lru_cache(maxsize=16)
@@ -100,25 +116,14 @@ def _first_packed(order: tuple[str, ...], case: Case) -> tuple[Version | None, l
     return None, reasons
 
 
-def _random(case: Case, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``q [T, H, E]`` and a part of a pool, as the engine passes it: ``k, v [2, N, E]``."""
-    generator = torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(case.device, case.dtype)
-
-    pool = numbers(2, 2, num_keys + 32, case.head_dim)
-    return numbers(num_queries, 2 * case.group_size, case.head_dim), *pool[:, :, 16 : 16 + num_keys]
-
-
 def _trial(attend: Attend, case: Case) -> str:
-    q, k, v = _random(case, 40, 200)
+    q, k, v = random_chunk(case, 40, 200)
     return _compare(lambda: attend(q, k, v), reference.prefill_attention(q, k, v))
 
 
 def _packed_trial(attend_packed: AttendPacked, case: Case) -> str:
     """Two prompts of 24 and 40 tokens; of the first, the last 8 are in the chunk."""
-    q, k, v = _random(case, 48, 64)
+    q, k, v = random_chunk(case, 48, 64)
     expected = torch.cat([
         reference.prefill_attention(q[:8], k[:, :24], v[:, :24]),
         reference.prefill_attention(q[8:], k[:, 24:], v[:, 24:]),

@@ -9,8 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
+from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 from snapstream.kernels.triton import configs
+from snapstream.kernels.triton.rope_write import norm_rope_write
 
 LOG2_E = 1.4426950408889634
 
@@ -109,15 +112,51 @@ def decode_merge_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, lengths: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, launch: configs.DecodeLaunch | None = None,
-) -> Tensor:  # fmt: skip
-    """See ``reference.decode_attention``: ``q [B, H, E]``, ``k, v [rows+1, G, C, E]`` -> ``[B, H, E]``.
+def attend_rows(
+    heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, places: RowPlaces, keep: Keep | None
+) -> Tensor:
+    """See ``reference.attend_rows``: two launches, three where a row is split; ValueError where values are keys."""
+    q = norm_rope_write(heads, norm, rope, cache, places.rows, places.slots)
+    if keep is not None:
+        keep(q)
+    return decode_attention(q, cache, places.rows, places.lengths)
 
-    Any strides, as long as the head dimension is contiguous; ``k_scale, v_scale [rows+1, G]`` contiguous, for rows in
-    FP8. Every length must be >= 1. ``launch`` is for the tuner.
+
+def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
+    """See ``reference.decode_attention``, through the operator."""
+    cache.refuse_latents("decode attention in Triton")
+    return decode_operator(
+        q, cache.keys, cache.values, cache.layer, rows, lengths, cache.key_scales, cache.value_scales
+    )
+
+
+@custom_op("snapstream::decode_attention", mutates_args=())
+def decode_operator(
+    q: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, lengths: Tensor,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``launch_decode_attention`` for tracing: opaque, with the fields of ``LayerRows`` one by one."""
+    return launch_decode_attention(q, LayerRows(keys, values, layer, key_scales, value_scales), rows, lengths)
+
+
+@decode_operator.register_fake
+def _(
+    q: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, lengths: Tensor,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape)
+
+
+def launch_decode_attention(
+    q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, launch: configs.DecodeLaunch | None = None
+) -> Tensor:
+    """See ``reference.decode_attention``: ``q [B, H, E]``, ``rows, lengths [B]`` -> ``[B, H, E]``.
+
+    Any strides, as long as the head dimension is contiguous; scales contiguous, for rows in FP8. Every length must be
+    >= 1. ``launch`` is for the tuner.
     """
+    k, v = cache.k, cache.v
+    k_scale, v_scale = cache.scales or (None, None)
     batch, num_heads, head_dim = q.shape
     num_kv_heads, capacity = k.shape[1], k.shape[2]
     if q.stride(2) != 1 or k.stride(3) != 1 or v.stride(3) != 1:

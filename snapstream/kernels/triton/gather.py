@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
+from snapstream.kernels.rows import LayerRows
 from snapstream.kernels.triton import configs
 from snapstream.kernels.triton.fp8 import saturated
 
@@ -42,11 +44,35 @@ def gather_row_kernel(
     tl.store(v_head + slot[:, None] * stride_vc_slot + dim[None, :], v.to(v_row_ptr.dtype.element_ty), mask=mask)
 
 
-def gather_rows(
-    k_cache: Tensor, v_cache: Tensor, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
+    """See ``reference.gather_rows``, through the operator; ValueError where values are keys."""
+    cache.refuse_latents("the gather in Triton")
+    gather_operator(
+        cache.keys, cache.values, cache.layer, rows, keys, values, index, cache.key_scales, cache.value_scales
+    )
+
+
+@custom_op("snapstream::gather_rows", mutates_args=("row_keys", "row_values"))
+def gather_operator(
+    row_keys: Tensor, row_values: Tensor, layer: int, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """``launch_gather_rows`` for tracing: opaque, with the fields of ``LayerRows`` one by one."""
+    launch_gather_rows(LayerRows(row_keys, row_values, layer, key_scales, value_scales), rows, keys, values, index)
+
+
+@gather_operator.register_fake
+def _(
+    row_keys: Tensor, row_values: Tensor, layer: int, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    return None
+
+
+def launch_gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
     """See ``reference.gather_rows``; any strides with a contiguous head dimension. One launch per row."""
+    k_cache, v_cache = cache.k, cache.v
+    k_scale, v_scale = cache.scales or (None, None)
     num_kv_heads, num_kept = index.shape
     head_dim = keys.shape[2]
     if any(tensor.stride(-1) != 1 for tensor in (k_cache, v_cache, keys, values)):

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
 from snapstream.kernels.triton import configs
 
@@ -30,7 +31,8 @@ def rms_norm_kernel(
     tl.store(out_ptr + row * SIZE + column, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """The norm of ``x``, or after ``residual += x`` that of the sum; rows whose elements are contiguous."""
     num_rows, size = x.shape
     if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise ValueError("RMSNorm needs rows whose elements are contiguous")
@@ -47,11 +49,23 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     return out
 
 
+@custom_op("snapstream::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
-    return _launch(x, None, weight, eps)
+    return launch_rms_norm(x, None, weight, eps)
 
 
+@rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@custom_op("snapstream::add_rms_norm", mutates_args=("residual",))
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.add_rms_norm``."""
-    return _launch(x, residual, weight, eps)
+    return launch_rms_norm(x, residual, weight, eps)
+
+
+@add_rms_norm.register_fake
+def _(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)

@@ -1,14 +1,15 @@
 """From the projection to the row: head norm of q and k, rotation, and the write of k and v into slots.
 
 ``norm_rope_write`` is all of it in one kernel: it reads the projected heads ``[T, H+2G, E]`` once and writes q and one
-slot per token (staging is a cache of one row, whose slots are positions). ``norm_rope`` and ``write_slots`` are its two
-halves, for callers that need the rotated keys in between.
+slot per token. ``norm_rope`` is its first half, for prefill, which needs the rotated keys.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
+from snapstream.kernels.rows import CosSin, HeadNorm, LayerRows
 from snapstream.kernels.triton import configs
 from snapstream.kernels.triton.fp8 import saturated
 
@@ -90,43 +91,66 @@ def rope_write_kernel(
     tl.store(v_at + half, high_raw.to(v_ptr.dtype.element_ty), mask=is_v)
 
 
-@triton.jit
-def write_slots_kernel(
-    from_k_ptr, from_v_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows_ptr, slots_ptr,
-    stride_from_k, stride_from_k_head, stride_from_v, stride_from_v_head,
-    stride_k_row, stride_k_head, stride_k_slot, stride_v_row, stride_v_head, stride_v_slot,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    IS_FP8: tl.constexpr,
-):  # fmt: skip
-    """``BLOCK`` kv heads of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-    dim = tl.arange(0, HEAD_PAD)[None, :]
-    mask = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
-    k = tl.load(from_k_ptr + token * stride_from_k + head * stride_from_k_head + dim, mask=mask)
-    v = tl.load(from_v_ptr + token * stride_from_v + head * stride_from_v_head + dim, mask=mask)
-    row, slot = tl.load(rows_ptr + token).to(tl.int64), tl.load(slots_ptr + token).to(tl.int64)
-    if IS_FP8:
-        scale_at = row * NUM_KV_HEADS + head  # [BLOCK, 1]
-        k = saturated(k, tl.load(k_scale_ptr + scale_at, mask=head < NUM_KV_HEADS, other=1.0))
-        v = saturated(v, tl.load(v_scale_ptr + scale_at, mask=head < NUM_KV_HEADS, other=1.0))
-    k_at = k_ptr + row * stride_k_row + slot * stride_k_slot + head * stride_k_head + dim
-    v_at = v_ptr + row * stride_v_row + slot * stride_v_slot + head * stride_v_head + dim
-    tl.store(k_at, k.to(k_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_at, v.to(v_ptr.dtype.element_ty), mask=mask)
-
-
 def _check(heads: Tensor, *caches: Tensor) -> None:
     if heads.stride(2) != 1 or heads.stride(1) != heads.shape[2] or any(cache.stride(3) != 1 for cache in caches):
         raise ValueError("the projected heads of a token must be contiguous, and so the head dimension of the cache")
 
 
 def norm_rope_write(
+    heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
+) -> Tensor:
+    """See ``reference.norm_rope_write``, through the operator."""
+    cache.refuse_latents("the write of slots in Triton")
+    return norm_rope_write_operator(
+        heads, *norm, *rope, cache.keys, cache.values, cache.layer, rows, slots, cache.key_scales, cache.value_scales
+    )
+
+
+@custom_op("snapstream::norm_rope_write", mutates_args=("keys", "values"))
+def norm_rope_write_operator(
     heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
-    k_cache: Tensor, v_cache: Tensor, rows: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    keys: Tensor, values: Tensor, layer: int, rows: Tensor, slots: Tensor,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """``launch_norm_rope_write`` for tracing: opaque, with the fields of its handles one by one."""
+    cache = LayerRows(keys, values, layer, key_scales, value_scales)
+    return launch_norm_rope_write(heads, HeadNorm(head_norm, eps), (cos, sin), cache, rows, slots)
+
+
+@norm_rope_write_operator.register_fake
+def _(
+    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
+    keys: Tensor, values: Tensor, layer: int, rows: Tensor, slots: Tensor,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return heads.new_empty(heads.shape[0], heads.shape[1] - 2 * keys.shape[2], heads.shape[2])
+
+
+def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
+    """See ``reference.norm_rope``, through the operator."""
+    return norm_rope_operator(heads, *norm, *rope, num_kv_heads)
+
+
+@custom_op("snapstream::norm_rope", mutates_args=())
+def norm_rope_operator(
+    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int
+) -> Tensor:
+    """``launch_norm_rope`` for tracing."""
+    return launch_norm_rope(heads, HeadNorm(head_norm, eps), (cos, sin), num_kv_heads)
+
+
+@norm_rope_operator.register_fake
+def _(heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int) -> Tensor:
+    return heads.new_empty(heads.shape[0], heads.shape[1] - num_kv_heads, heads.shape[2])
+
+
+def launch_norm_rope_write(
+    heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
+) -> Tensor:
     """See ``reference.norm_rope_write``; ``heads [T, H+2G, E]`` may be strided along T only."""
+    (head_norm, eps), (cos, sin) = norm, rope
+    k_cache, v_cache = cache.k, cache.v
+    k_scale, v_scale = cache.scales or (None, None)
     _check(heads, k_cache, v_cache)
     num_tokens, num_projected, head_dim = heads.shape
     num_kv_heads = k_cache.shape[1]
@@ -147,10 +171,9 @@ def norm_rope_write(
     return q
 
 
-def norm_rope(
-    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int
-) -> Tensor:
+def launch_norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
     """See ``reference.norm_rope``; ``heads [T, H+2G, E]`` may be strided along T only."""
+    (head_norm, eps), (cos, sin) = norm, rope
     _check(heads)
     num_tokens, num_projected, head_dim = heads.shape
     num_rotated = num_projected - num_kv_heads
@@ -166,24 +189,3 @@ def norm_rope(
             WRITES=False, IS_FP8=False, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def write_slots(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> None:  # fmt: skip
-    """See ``reference.write_slots``: ``k, v [B, G, E]`` with any strides and a contiguous head dimension."""
-    if any(tensor.stride(-1) != 1 for tensor in (k_cache, v_cache, k, v)):
-        raise ValueError("the write of slots needs a contiguous head dimension")
-    num_tokens, num_kv_heads, head_dim = k.shape
-    block = min(configs.power_of_two(num_kv_heads), HEADS_PER_PROGRAM)
-    if num_tokens:
-        write_slots_kernel[(num_tokens, triton.cdiv(num_kv_heads, block))](
-            k, v, k_cache, v_cache, k_cache if k_scale is None else k_scale, v_cache if v_scale is None else v_scale,
-            rows, slots,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-            v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-            NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=configs.power_of_two(head_dim), BLOCK=block,
-            IS_FP8=k_scale is not None, num_warps=4,
-        )  # fmt: skip

@@ -1,7 +1,7 @@
 """SnapKV scores in two passes over the staged keys; probabilities never reach memory.
 
 Pass 1 finds the log-sum-exp of every observation query over a constant number of keys per program, the partial results
-are merged in key order, pass 2 makes the products again and adds up the probabilities of window and group. Twice the
+are merged in key order, pass 2 makes the products again and adds up the probabilities of queries and group. Twice the
 keys is all that is read; how keys are cut depends on their number alone, so chunking a prompt cannot change a score.
 """
 
@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
 from snapstream.kernels.triton import configs
 from snapstream.kernels.triton.attention import LOG2_E
@@ -24,7 +25,7 @@ def window_lse_kernel(
 ):  # fmt: skip
     """Log-sum-exp (base 2) of ``ROWS`` (head, query) pairs over one split of the keys ``[low, high)``."""
     split, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    pair = part * ROWS + tl.arange(0, ROWS)  # head of the group x query of the window
+    pair = part * ROWS + tl.arange(0, ROWS)  # head of the group x query that votes
     query = pair % WINDOW
     is_pair = pair < GROUP * WINDOW
     dim = tl.arange(0, HEAD_PAD)
@@ -61,7 +62,7 @@ def votes_kernel(
     WINDOW: tl.constexpr, WINDOW_BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUP_MAX: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scores of ``BLOCK`` candidates of one kv head: probabilities summed over the window, merged over the group."""
+    """Scores of ``BLOCK`` candidates of one kv head: probabilities summed over the queries, merged over the group."""
     kv_head = tl.program_id(1)
     token = start + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, HEAD_PAD)
@@ -88,7 +89,22 @@ def votes_kernel(
     tl.store(scores_ptr + kv_head.to(tl.int64) * (stop - start) + (token - start), votes, mask=is_token)
 
 
+@custom_op("snapstream::snapkv_scores", mutates_args=())
 def snapkv_scores(
+    queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool
+) -> Tensor:
+    """See ``reference.snapkv_scores``."""
+    return launch_snapkv_scores(queries, keys, first_query, start, stop, over_row=over_row, group_max=group_max)
+
+
+@snapkv_scores.register_fake
+def _(
+    queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool
+) -> Tensor:
+    return keys.new_empty(keys.shape[0], stop - start, dtype=torch.float32)
+
+
+def launch_snapkv_scores(
     queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool,
     launch: configs.ScoreLaunch | None = None,
 ) -> Tensor:  # fmt: skip

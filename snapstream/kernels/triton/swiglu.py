@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
 BLOCK = 1024
 
@@ -20,7 +21,18 @@ def swiglu_kernel(x_ptr, out_ptr, stride_x, SIZE: tl.constexpr, BLOCK: tl.conste
     tl.store(out_ptr + token * SIZE + column, (silu * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@custom_op("snapstream::swiglu", mutates_args=())
 def swiglu(gate_up: Tensor) -> Tensor:
+    """See ``reference.swiglu``."""
+    return launch_swiglu(gate_up)
+
+
+@swiglu.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+def launch_swiglu(gate_up: Tensor) -> Tensor:
     """See ``reference.swiglu``: ``[T, 2I]`` (gate | up) -> ``[T, I]``."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.stride(1) != 1:

@@ -13,42 +13,18 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, Protocol
 
-from snapstream.chunking import ChunkLen
-from snapstream.config import (
-    DType,
-    EngineConfig,
-    Executor,
-    KVBudget,
-    KVDType,
-    ModelConfig,
-    PrefillAttentionName,
-    RescoringConfig,
-    SnapKVConfig,
-)
-from snapstream.draft_memory import DraftMemory
+from snapstream.config import EngineConfig, EngineOptions, ModelConfig
+from snapstream.plan.draft_memory import DraftMemory
 from snapstream.request import FinishReason, Logprob, Request
 from snapstream.server.engine.api import EngineStats, RequestDelta, SampleDelta
-from snapstream.startup import MaxRows
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """All that the engine process needs to build its engine; the arguments of ``LLM`` that a server sets."""
+    """All that the engine process needs to build its engine."""
 
     model: str  # checkpoint folder
-    budget: KVBudget | int | str = 8192  # the only text is "full"
-    snapkv: SnapKVConfig = field(default_factory=SnapKVConfig)
-    rescoring: RescoringConfig | None = None
-    dtype: DType = "float32"
-    kv_dtype: KVDType = "auto"
-    device: str = "cpu"
-    executor: Executor | None = None  # None means the default of the device
-    max_rows: MaxRows = 8
-    max_model_len: int | None = None  # None means the model's window
-    max_waiting: int = 128  # over it requests are refused; 0 means no bound
-    chunk_len: ChunkLen = "auto"
-    prefill_quantum: int = 0
-    prefill_attention: PrefillAttentionName = "auto"
+    options: EngineOptions = field(default_factory=EngineOptions)
     num_threads: int | None = None  # of torch on the CPU; None means its default
     beside: DraftMemory | None = None  # the front's draft on the same device
 

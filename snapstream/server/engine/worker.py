@@ -149,24 +149,7 @@ def build(spec: EngineSpec) -> LLM:
         import torch
 
         torch.set_num_threads(spec.num_threads)
-    return LLM(
-        spec.model,
-        budget=spec.budget,
-        snapkv=spec.snapkv,
-        rescoring=spec.rescoring,
-        dtype=spec.dtype,
-        kv_dtype=spec.kv_dtype,
-        device=spec.device,
-        executor=spec.executor,
-        max_rows=spec.max_rows,
-        max_model_len=spec.max_model_len,
-        max_waiting=spec.max_waiting,
-        chunk_len=spec.chunk_len,
-        prefill_quantum=spec.prefill_quantum,
-        prefill_attention=spec.prefill_attention,
-        progress=False,
-        beside=spec.beside,
-    )
+    return LLM(spec.model, spec.options, progress=False, beside=spec.beside)
 
 
 def child_main(connection: Connection, spec: EngineSpec) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, Selector
 from snapstream.request import FinishReason, KeptBitmap, Request, Trim
 from snapstream.server.engine.api import RequestDelta, SampleDelta
 from snapstream.server.openai.generation import Step
@@ -75,6 +75,7 @@ class Answer:
     shape: Shape
     requests: Sequence[Request]
     budget: KVBudget  # what was applied
+    selector: Selector
     offload: Offload
     prompt_compression: str | dict[str, Any] = "off"  # what was wished of the draft
     has_usage: bool = False
@@ -159,7 +160,7 @@ class Answer:
     def facts(self) -> dict[str, Any]:
         """Ours: what was applied, and what it did to each prompt."""
         return {
-            "kv_cache": {"budget": self.budget.capacity, **asdict(self.budget)},
+            "kv_cache": {"budget": self.budget.capacity, **asdict(self.budget), "selector": self.selector.name},
             "prompt_compression": self.prompt_compression,
             "prompts": self._prompts,
         }

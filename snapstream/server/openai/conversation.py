@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from snapstream.conversation import as_conversation
+from snapstream.request.conversation import as_conversation
 from snapstream.server.http.errors import bad_value
 
 PASSED_TEXTS = ("name", "tool_call_id", "reasoning_content")  # beside role, content and tool_calls

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
-from snapstream.assembly import tokenizer_json
 from snapstream.request import Grammar
 from snapstream.server.engine.api import AsyncEngine, EngineDead
 from snapstream.server.engine.grammar_gate import GrammarGate
@@ -29,6 +28,7 @@ from snapstream.server.openai.token_text import TokenText
 from snapstream.server.openai.tools.formats import choose_format
 from snapstream.server.openai.visit import AnswerVisit
 from snapstream.server.settings import ModelFacts, ServerSettings
+from snapstream.start.build import tokenizer_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -30,6 +30,7 @@ class KVCacheOptions(Body):
     model_config = ConfigDict(extra="forbid")
 
     budget: int | Literal["full"] | None = None  # slots; None means the server's
+    selector: str | None = None  # how its slots are filled; None means as the server does
     return_kept: bool | Literal["bitmap"] = False  # report which prompt tokens each layer and head kept
 
 

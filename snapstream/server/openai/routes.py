@@ -145,6 +145,7 @@ async def _respond(
         shape=shape,
         requests=requests,
         budget=requests[0].budget or front.facts.engine.budget,
+        selector=requests[0].selector or front.facts.engine.selector,
         offload=front.prompts.offload,
         prompt_compression=told(trimming.how),
         has_usage=body.has_usage,
@@ -185,7 +186,7 @@ def _limits(front: Front) -> dict[str, Any]:
     engine = facts.engine
     return {
         "max_budget": engine.budget.capacity,
-        "min_budget": DEFAULT_SINK + engine.snapkv.window_len,
+        "min_budget": DEFAULT_SINK + engine.selector.observation_len,
         "max_rows": engine.max_rows,
         "num_layers": facts.num_layers,
         "num_kv_heads": facts.num_kv_heads,

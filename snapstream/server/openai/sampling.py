@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from snapstream.config import InvalidValue, KVBudget, as_count
+from snapstream.config import InvalidValue, KVBudget, Selector, as_count, make_selector
 from snapstream.engine.validate import check_request
 from snapstream.request import MAX_LOGPROBS, Grammar, Request, SamplingParams, Trim
 from snapstream.server.http.errors import ApiError, bad_value
@@ -18,7 +18,7 @@ from snapstream.server.openai.errors import too_long
 from snapstream.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from snapstream.server.openai.tools.plan import AnswerPlan
 from snapstream.server.settings import ModelFacts, ServerSettings
-from snapstream.startup import resolve_budget
+from snapstream.start.resolve import resolve_budget
 
 T = TypeVar("T")
 
@@ -31,6 +31,7 @@ _API_NAMES = {
     "include_stop": "include_stop_str_in_output",
     "prompt_logprobs": "logprobs",
     "return_kept": "kv_cache",
+    "selector": "kv_cache.selector",
 }
 
 
@@ -41,6 +42,7 @@ class Wish:
     sampling: SamplingParams
     max_tokens: int | None
     budget: KVBudget | None
+    selector: Selector | None = None
 
 
 def chat_wish(body: ChatBody, facts: ModelFacts, plan: AnswerPlan) -> Wish:
@@ -84,7 +86,14 @@ def make_request(
         raise too_long(len(ids), wish.max_tokens, facts.max_model_len, prompt_param)
     try:
         sampling = wish.sampling if wish.max_tokens is not None else replace(wish.sampling, max_tokens=rest)
-        request = Request(request_id=request_id, prompt_token_ids=ids, sampling=sampling, budget=wish.budget, trim=trim)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            sampling=sampling,
+            budget=wish.budget,
+            selector=wish.selector,
+            trim=trim,
+        )
         check_request(request, facts.engine, vocab_size=facts.vocab_size, has_tokenizer=has_tokenizer)
     except ValueError as error:
         raise _fault(error, prompt_param) from None
@@ -175,10 +184,20 @@ def _wish(
         )
     except ValueError as error:
         raise _fault(error) from None
-    return Wish(sampling, max_tokens, _budget(body, facts))
+    selector = _selector(body)
+    return Wish(sampling, max_tokens, _budget(body, facts, selector), selector)
 
 
-def _budget(body: GenerationBody, facts: ModelFacts) -> KVBudget | None:
+def _selector(body: GenerationBody) -> Selector | None:
+    if body.kv_cache is None or body.kv_cache.selector is None:
+        return None
+    try:
+        return make_selector(body.kv_cache.selector)
+    except ValueError as error:
+        raise bad_value(str(error), "kv_cache.selector") from None
+
+
+def _budget(body: GenerationBody, facts: ModelFacts, selector: Selector | None) -> KVBudget | None:
     """The request's own row size; the server's is the maximum."""
     if body.kv_cache is None or body.kv_cache.budget is None:
         return None
@@ -187,8 +206,9 @@ def _budget(body: GenerationBody, facts: ModelFacts) -> KVBudget | None:
     if given != "full" and most < facts.max_model_len <= given:
         raise bad_value(f"a budget of {given} slots is larger than a row of this engine ({most})", "kv_cache")
     try:
-        budget = resolve_budget(given, facts.max_model_len, facts.engine.snapkv.window_len)
-        facts.engine.check_budget(budget)
+        observation_len = (selector or facts.engine.selector).observation_len
+        budget = resolve_budget(given, facts.max_model_len, observation_len)
+        facts.engine.check_budget(budget, selector)
     except ValueError as error:
         raise bad_value(str(error), "kv_cache") from None
     return budget

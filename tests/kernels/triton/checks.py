@@ -13,12 +13,30 @@ import torch
 from torch import Tensor
 
 from snapstream.config import RopeConfig
-from snapstream.kernels import ops, reference
+from snapstream.kernels import reference
+from snapstream.kernels.bound import CosSin, HeadNorm, LayerRows, bind
 from snapstream.layers.rope import Rope
+from tests.kernels.layers import one_layer
 from tests.live import LiveBytes
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm
 NAN = float("nan")
+
+
+def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
+    """The part of ``attend_rows`` that reads rows; imported here, because a machine may be without Triton."""
+    from snapstream.kernels.triton import attention
+
+    return attention.decode_attention(q, cache, rows, lengths)
+
+
+def norm_rope_write(
+    heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
+) -> Tensor:
+    """The part of ``attend_rows`` that writes them."""
+    from snapstream.kernels.triton import rope_write
+
+    return rope_write.norm_rope_write(heads, norm, rope, cache, rows, slots)
 
 
 def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
@@ -36,13 +54,13 @@ def filled_rows(
     lengths: dict[int, int],
     dtype: torch.dtype,
     device: str,
-) -> tuple[Tensor, Tensor]:
-    """Layer 1 of a three-layer cache ``[rows+1, G, C, E]``: NaN but for the visible slots."""
+) -> LayerRows:
+    """Layer 1 of a three-layer cache ``[3, rows+1, G, C, E]``: NaN but for the visible slots."""
     k, v = torch.full((2, 3, num_rows + 1, num_kv_heads, capacity, head_dim), NAN, dtype=dtype, device=device)
     for row, length in lengths.items():
         for cache in (k, v):
             cache[1, row, :, :length] = torch.randn(num_kv_heads, length, head_dim, device=device).to(dtype)
-    return k[1], v[1]
+    return LayerRows(k, v, 1)
 
 
 def check_decode_attention(
@@ -51,17 +69,18 @@ def check_decode_attention(
 ) -> None:  # fmt: skip
     """Equal to the reference; and a row alone gives bit for bit what it gives in the batch."""
     torch.manual_seed(capacity)
-    k, v = filled_rows(
+    cache = filled_rows(
         max(rows), num_kv_heads, capacity, head_dim, dict(zip(rows, lengths, strict=True)), dtype, device
     )
     q = torch.randn(len(rows), num_heads, head_dim, device=device).to(dtype)
     index, length = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
-    got = ops.decode_attention(q, k, v, index, length)
+    got = decode_attention(q, cache, index, length)
     assert got.dtype == dtype and got.is_contiguous()
-    want = reference.decode_attention(q.float(), k.nan_to_num().float(), v.nan_to_num().float(), index, length)
+    wide = one_layer(cache.k.nan_to_num().float(), cache.v.nan_to_num().float())
+    want = reference.decode_attention(q.float(), wide, index, length)
     assert_near(got, want, dtype)
     for i in {0, len(rows) - 1}:
-        alone = ops.decode_attention(q[i : i + 1], k, v, index[i : i + 1], length[i : i + 1])
+        alone = decode_attention(q[i : i + 1], cache, index[i : i + 1], length[i : i + 1])
         assert torch.equal(alone, got[i : i + 1])
 
 
@@ -74,36 +93,45 @@ def check_decode_attention_strides(
     q = wide[:, 1 : 1 + num_heads, :head_dim]
     caches = torch.randn(2, 200, 4, num_kv_heads, head_dim, device=device).to(dtype).permute(0, 2, 3, 1, 4)
     rows, lengths = torch.tensor([3, 0, 1], device=device), torch.tensor([200, 1, 131], device=device)
-    got = ops.decode_attention(q, *caches, rows, lengths)
-    assert torch.equal(got, ops.decode_attention(q.contiguous(), *caches.contiguous(), rows, lengths))
-    assert_near(got, reference.decode_attention(q.float(), *caches.float(), rows, lengths), dtype)
+    got = decode_attention(q, one_layer(*caches), rows, lengths)
+    assert torch.equal(got, decode_attention(q.contiguous(), one_layer(*caches.contiguous()), rows, lengths))
+    assert_near(got, reference.decode_attention(q.float(), one_layer(*caches.float()), rows, lengths), dtype)
 
 
 def check_refusals(device: str) -> None:
     """Kernels that would read the wrong numbers say so instead."""
     heads = torch.randn(3, 8, 32, device=device)
-    odd, caches = heads[..., ::2], torch.randn(2, 4, 2, 40, 16, device=device)
-    odd_caches = torch.randn(2, 4, 2, 40, 32, device=device)[..., ::2]
-    index, angles = torch.zeros(3, dtype=torch.int64, device=device), torch.randn(3, 1, 16, device=device)
+    odd, stored = heads[..., ::2], torch.randn(2, 4, 2, 40, 16, device=device)
+    odd_stored = torch.randn(2, 4, 2, 40, 32, device=device)[..., ::2]
+    cache, odd_cache, kernels = one_layer(*stored), one_layer(*odd_stored), bind(device, "triton")
+    index, angle = torch.zeros(3, dtype=torch.int64, device=device), torch.randn(3, 1, 16, device=device)
     even = heads[..., :16].contiguous()
     kept = torch.zeros(2, 5, dtype=torch.int64, device=device)
+    none, angles, ones = HeadNorm(None, 1e-6), (angle, angle), torch.ones(16, device=device)
     calls: list[Callable[[], object]] = [
-        lambda: ops.decode_attention(odd[:, :4], *caches, index, index + 1),
-        lambda: ops.decode_attention(even[:, :4], *odd_caches, index, index + 1),
-        lambda: ops.norm_rope_write(odd, None, 1e-6, angles, angles, *caches, index, index),
-        lambda: ops.norm_rope_write(even, None, 1e-6, angles, angles, *odd_caches, index, index),
-        lambda: ops.norm_rope(heads[:, :, :16], None, 1e-6, angles, angles, 2),  # heads of a token lie apart
-        lambda: ops.write_slots(*odd_caches, even[:, 4:6], even[:, 6:], index, index),
-        lambda: ops.write_slots(*caches, odd[:, 4:6], odd[:, 6:], index, index),
-        lambda: ops.rms_norm(odd[:, 0], torch.ones(16, device=device), 1e-6),
-        lambda: ops.add_rms_norm(odd[:, 0], even[:, 0], torch.ones(16, device=device), 1e-6),
-        lambda: ops.swiglu(odd[:, 0]),
-        lambda: ops.snapkv_scores(even[:, :4], odd_caches[0, 0], 37, 0, 30, False, False),
-        lambda: ops.gather_rows(*odd_caches, [0], *caches[:, 0], kept),
-        lambda: ops.gather_rows(*caches, [0], *odd_caches[:, 0], kept),
+        lambda: decode_attention(odd[:, :4], cache, index, index + 1),
+        lambda: decode_attention(even[:, :4], odd_cache, index, index + 1),
+        lambda: norm_rope_write(odd, none, angles, cache, index, index),
+        lambda: norm_rope_write(even, none, angles, odd_cache, index, index),
+        lambda: kernels.norm_rope(heads[:, :, :16], none, angles, 2),  # heads of a token lie apart
+        lambda: kernels.rms_norm(odd[:, 0], ones, 1e-6),
+        lambda: kernels.add_rms_norm(odd[:, 0], even[:, 0], ones, 1e-6),
+        lambda: kernels.swiglu(odd[:, 0]),
+        lambda: kernels.snapkv_scores(even[:, :4], odd_stored[0, 0], 37, 0, 30, over_row=False, group_max=False),
+        lambda: kernels.gather_rows(odd_cache, [0], *stored[:, 0], kept),
+        lambda: kernels.gather_rows(cache, [0], *odd_stored[:, 0], kept),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="contiguous"):
+            call()
+    latents = LayerRows(stored[:1], stored[:1, ..., :8], 0, values_are_keys=True)
+    calls = [
+        lambda: decode_attention(even[:, :4], latents, index, index + 1),
+        lambda: norm_rope_write(even[:, :6], none, angles, latents, index, index),
+        lambda: kernels.gather_rows(latents, [0], *stored[:, 0], kept),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="values are the keys"):
             call()
 
 
@@ -117,15 +145,16 @@ def check_norm_rope_write(
     heads = wide[:, : num_projected * head_dim].view(num_tokens, num_projected, head_dim)
     norm = torch.rand(num_heads + num_kv_heads, head_dim, device=device).to(dtype) + 0.5 if has_norm else None
     positions = torch.arange(num_tokens, device=device) * 37 + 5
-    cos, sin = Rope(RopeConfig(), head_dim, device).angles(positions, positions + 1)
+    rope = Rope(RopeConfig(), head_dim, device).angles(positions, positions + 1)
     rows = torch.arange(num_tokens, device=device).flip(0) % 5
     slots = torch.arange(num_tokens, device=device) // 5 + 2
     shape = (2, 5, num_kv_heads, num_tokens // 5 + 4, head_dim)
     k, v = torch.full((2, *shape), NAN, dtype=dtype, device=device)
     want_k, want_v = torch.full(shape[1:], NAN, device=device), torch.full(shape[1:], NAN, device=device)
-    got = ops.norm_rope_write(heads, norm, 1e-6, cos, sin, k[1], v[1], rows, slots)
-    wide_norm = None if norm is None else norm.float()
-    want = reference.norm_rope_write(heads.float(), wide_norm, 1e-6, cos, sin, want_k, want_v, rows, slots)
+    own = HeadNorm(norm, 1e-6)
+    got = norm_rope_write(heads, own, rope, LayerRows(k, v, 1), rows, slots)
+    wide_norm = HeadNorm(None if norm is None else norm.float(), 1e-6)
+    want = reference.norm_rope_write(heads.float(), wide_norm, rope, one_layer(want_k, want_v), rows, slots)
     assert got.dtype == dtype and got.is_contiguous()
     assert_near(got, want, dtype)
     for cache, expected in ((k, want_k), (v, want_v)):
@@ -134,13 +163,13 @@ def check_norm_rope_write(
     assert torch.equal(v[1, rows, :, slots], heads[:, -num_kv_heads:])
     unused = rows.clone().fill_(4)  # entries of the padding row meet in one slot; nobody else's slot is touched
     padded = torch.full((2, *shape[1:]), NAN, dtype=dtype, device=device)
-    q = ops.norm_rope_write(heads, norm, 1e-6, cos, sin, *padded, unused, slots.clone().fill_(1))
+    q = norm_rope_write(heads, own, rope, one_layer(*padded), unused, slots.clone().fill_(1))
     assert torch.equal(q, got) and not padded[:, 4, :, 1].isnan().any()
     assert padded.isnan().sum() == padded.numel() - padded[:, 4, :, 1].numel()
-    qk = ops.norm_rope(heads, norm, 1e-6, cos, sin, num_kv_heads)  # the two halves: the same, bit for bit
+    qk = bind(device, "triton").norm_rope(heads, own, rope, num_kv_heads)  # the two halves: the same, bit for bit
     assert torch.equal(qk[:, :num_heads], got)
     halves = torch.full((2, *shape[1:]), NAN, dtype=dtype, device=device)
-    ops.write_slots(*halves, qk[:, num_heads:], heads[:, -num_kv_heads:], rows, slots)
+    reference.write_slots(qk[:, num_heads:], heads[:, -num_kv_heads:], one_layer(*halves), rows, slots)
     for cache, expected in zip(halves, (k[1], v[1]), strict=True):
         assert torch.equal(cache.nan_to_num(), expected.nan_to_num()) and torch.equal(cache.isnan(), expected.isnan())
 
@@ -150,10 +179,11 @@ def check_rms_norm(num_rows: int, size: int, dtype: torch.dtype, device: str) ->
     torch.manual_seed(size)
     x, residual = torch.randn(2, num_rows, 2 * size, device=device).to(dtype)[..., :size]
     weight = torch.rand(size, device=device).to(dtype) + 0.5
-    assert_near(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
+    kernels = bind(device, "triton")
+    assert_near(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
     summed = residual.clone()
     want = reference.add_rms_norm(summed, x, weight, 1e-5)
-    got = ops.add_rms_norm(residual, x, weight, 1e-5)
+    got = kernels.add_rms_norm(residual, x, weight, 1e-5)
     assert_near(got, want, dtype)
     assert_near(residual, summed, dtype)
 
@@ -163,7 +193,7 @@ def check_swiglu(num_tokens: int, size: int, dtype: torch.dtype, device: str) ->
     torch.manual_seed(size)
     gate_up = torch.randn(num_tokens, 2 * size, device=device).to(dtype) * 4
     gate_up[:, 0] = -200.0
-    assert_near(ops.swiglu(gate_up), reference.swiglu(gate_up.float()), dtype)
+    assert_near(bind(device, "triton").swiglu(gate_up), reference.swiglu(gate_up.float()), dtype)
 
 
 def check_snapkv_scores(
@@ -176,7 +206,9 @@ def check_snapkv_scores(
     keys = pool[:, 4 : 4 + num_keys]
     keys.copy_(torch.randn(keys.shape, device=device) * 2)
     queries = torch.randn(window, num_heads, head_dim, device=device).to(dtype)
-    got = ops.snapkv_scores(queries, keys, num_keys - window, *span, over_row, group_max)
+    got = bind(device, "triton").snapkv_scores(
+        queries, keys, num_keys - window, *span, over_row=over_row, group_max=group_max
+    )
     want = reference.snapkv_scores(
         queries.float(), keys.float(), num_keys - window, *span, over_row=over_row, group_max=group_max
     )
@@ -192,7 +224,9 @@ def check_snapkv_memory(
     queries, keys = torch.randn(window, num_heads, head_dim), torch.randn(num_kv_heads, num_keys, head_dim)
     queries, keys = queries.to(device), keys.to(device)
     with LiveBytes(torch.device(device).type) as live:
-        scores = ops.snapkv_scores(queries, keys, num_keys - window, 0, num_keys - window, False, False)
+        scores = bind(device, "triton").snapkv_scores(
+            queries, keys, num_keys - window, 0, num_keys - window, over_row=False, group_max=False
+        )
     assert live.peak - scores.nbytes < window * num_heads * num_keys * 4 / 50
 
 
@@ -207,6 +241,6 @@ def check_gather_rows(
     index = torch.stack(kept).to(device)
     caches = torch.full((2, 4, num_kv_heads, num_kept + 5, head_dim), NAN, dtype=dtype, device=device)
     wanted = caches.clone()
-    ops.gather_rows(*caches, [0, 2], keys, values, index)
-    reference.gather_rows(*wanted, [0, 2], keys, values, index)
+    bind(device, "triton").gather_rows(one_layer(*caches), [0, 2], keys, values, index)
+    reference.gather_rows(one_layer(*wanted), [0, 2], keys, values, index)
     assert torch.equal(caches.nan_to_num(), wanted.nan_to_num()) and torch.equal(caches.isnan(), wanted.isnan())

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from snapstream.config import RopeConfig
-from snapstream.kernels import fp8, ops, reference
+from snapstream.kernels import fp8, reference
+from snapstream.kernels.bound import HeadNorm, bind
 from snapstream.layers.rope import Rope
-from tests.kernels.triton.checks import assert_near
+from tests.kernels.layers import one_layer
+from tests.kernels.triton.checks import assert_near, decode_attention, norm_rope_write
 
 
 def rows_of(num_rows: int, num_kv_heads: int, capacity: int, head_dim: int, device: str) -> tuple[Tensor, Tensor]:
@@ -42,10 +44,10 @@ def check_decode_attention(
             cache[row, :, :length] = fp8.quantise(numbers, scale[row, :, None, None])
     q = torch.randn(batch, num_heads, head_dim, device=device).to(dtype)
     rows, length = torch.arange(batch, device=device).flip(0), torch.tensor(lengths, device=device).flip(0)
-    got = ops.decode_attention(q, k, v, rows, length, *scales)
-    wide = (x.float().nan_to_num() for x in (k, v))
+    got = decode_attention(q, one_layer(k, v, scales), rows, length)
+    wide = one_layer(k.float().nan_to_num(), v.float().nan_to_num(), scales)
     assert got.dtype == dtype
-    assert_near(got, reference.decode_attention(q.float(), *wide, rows, length, scales), dtype)
+    assert_near(got, reference.decode_attention(q.float(), wide, rows, length), dtype)
 
 
 def new_tokens(batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -56,19 +58,6 @@ def new_tokens(batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dty
     return heads.to(dtype)
 
 
-def check_write_slots(num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
-    """Byte for byte, and no other slot is touched."""
-    torch.manual_seed(head_dim)
-    k, v = new_tokens(3, 0, num_kv_heads, head_dim, dtype, device).split(num_kv_heads, 1)
-    rows, slots = torch.tensor([2, 0, 1], device=device), torch.tensor([1, 4, 0], device=device)
-    scales = scales_of(2, num_kv_heads, device)
-    got, want = (rows_of(2, num_kv_heads, 5, head_dim, device) for _ in range(2))
-    ops.write_slots(*got, k, v, rows, slots, *scales)
-    reference.write_slots(*want, k, v, rows, slots, scales)
-    same_bytes(got, want)
-    assert got[0][2, :, 1].float().abs().amax() == fp8.MAX  # something was saturated, and is a number
-
-
 def check_norm_rope_write(
     num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, dtype: torch.dtype, device: str
 ) -> None:
@@ -77,15 +66,17 @@ def check_norm_rope_write(
     heads = new_tokens(3, num_heads, num_kv_heads, head_dim, dtype, device)
     norm = torch.rand(num_heads + num_kv_heads, head_dim, device=device).to(dtype) * 900 if has_norm else None
     positions = torch.tensor([5, 900, 70], device=device)
-    cos, sin = Rope(RopeConfig(), head_dim, device).angles(positions, positions + 1)
+    rope = Rope(RopeConfig(), head_dim, device).angles(positions, positions + 1)
     rows, slots = torch.tensor([1, 2, 0], device=device), torch.tensor([3, 0, 2], device=device)
     scales = scales_of(2, num_kv_heads, device)
     got, want = (rows_of(2, num_kv_heads, 5, head_dim, device) for _ in range(2))
-    q = ops.norm_rope_write(heads, norm, 1e-6, cos, sin, *got, rows, slots, *scales)
-    qk = ops.norm_rope(heads, norm, 1e-6, cos, sin, num_kv_heads)
+    own = HeadNorm(norm, 1e-6)
+    q = norm_rope_write(heads, own, rope, one_layer(*got, scales), rows, slots)
+    qk = bind(device, "triton").norm_rope(heads, own, rope, num_kv_heads)
     assert torch.equal(q, qk[:, :num_heads])
-    reference.write_slots(*want, qk[:, num_heads:], heads[:, -num_kv_heads:], rows, slots, scales)
+    reference.write_slots(qk[:, num_heads:], heads[:, -num_kv_heads:], one_layer(*want, scales), rows, slots)
     same_bytes(got, want)
+    assert (got[1][rows, :, slots].float().abs() == fp8.MAX).any()  # something was saturated, and is a number
 
 
 def check_gather_rows(num_kv_heads: int, head_dim: int, num_tokens: int, dtype: torch.dtype, device: str) -> None:
@@ -96,6 +87,6 @@ def check_gather_rows(num_kv_heads: int, head_dim: int, num_tokens: int, dtype: 
     index = torch.stack(kept).to(device)
     scales = scales_of(3, num_kv_heads, device)
     got, want = (rows_of(3, num_kv_heads, num_tokens, head_dim, device) for _ in range(2))
-    ops.gather_rows(*got, [0, 2], keys, values, index, *scales)
-    reference.gather_rows(*want, [0, 2], keys, values, index, scales)
+    bind(device, "triton").gather_rows(one_layer(*got, scales), [0, 2], keys, values, index)
+    reference.gather_rows(one_layer(*want, scales), [0, 2], keys, values, index)
     same_bytes(got, want)

@@ -32,12 +32,6 @@ def test_decode_attention_over_several_splits() -> None:
 
 
 @dtypes
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), (3, 80), (1, 192)])
-def test_write_slots(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    checks_fp8.check_write_slots(num_kv_heads, head_dim, dtype, "cpu")
-
-
-@dtypes
 @pytest.mark.parametrize(("heads", "has_norm"), NORMS)
 def test_norm_rope_write(heads: tuple[int, int, int], has_norm: bool, dtype: torch.dtype) -> None:
     checks_fp8.check_norm_rope_write(*heads, has_norm, dtype, "cpu")

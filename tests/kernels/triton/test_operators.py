@@ -6,14 +6,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from snapstream.config import KVBudget, SnapKVConfig
-from snapstream.kernels import dispatch, fp8, ops
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
+from snapstream.kernels import fp8
+from snapstream.kernels.bound import HeadNorm, LayerRows, RowPlaces, bind
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
 from tests.kernels.triton import interpreter
@@ -29,7 +32,7 @@ if REASON is None:
 
 
 def heads_and_rows() -> dict[str, Tensor]:
-    """Projected heads of three tokens (4 query heads, 2 kv heads, E = 16), angles, and a cache of four rows."""
+    """Projected heads of three tokens (4 query heads, 2 kv heads, E = 16), angles, and three layers of four rows."""
     torch.manual_seed(0)
     cache = torch.randn(2, 3, 4, 2, 40, 16)
     return {
@@ -40,63 +43,65 @@ def heads_and_rows() -> dict[str, Tensor]:
 
 
 def test_operators_say_truly_what_they_change_and_return() -> None:
+    from snapstream.kernels.triton import attention, gather, norm, rope_write, scores, swiglu
+
     t = heads_and_rows()
-    q, k, v = t["heads"][:, :4], t["k"][1], t["v"][1]
+    q, stacks, at = t["heads"][:, :4], (t["k"], t["v"]), (t["rows"], t["slots"])
     staged, index = torch.randn(2, 2, 60, 16), torch.arange(40).expand(2, -1)
-    x = torch.randn(3, 32)
+    x, ones = torch.randn(3, 32), torch.ones(32)
     angles = (t["cos"], t["sin"])
-    narrow = [torch.zeros(4, 2, 40, 16, dtype=torch.uint8).view(fp8.DTYPE) for _ in "kv"]
-    scales = torch.rand(2, 4, 2) + 0.5
-    calls = [
-        (ops.decode_attention, (q, k, v, t["rows"], t["lengths"])),
-        (ops.norm_rope_write, (t["heads"], t["norm"], 1e-6, *angles, k, v, t["rows"], t["slots"])),
-        (ops.norm_rope, (t["heads"], None, 1e-6, *angles, 2)),
-        (ops.write_slots, (k, v, t["heads"][:, 4:6], t["heads"][:, 6:], t["rows"], t["slots"])),
-        (ops.rms_norm, (x, x[0].clone(), 1e-6)),
-        (ops.add_rms_norm, (x.clone(), x, x[0].clone(), 1e-6)),
-        (ops.swiglu, (x,)),
-        (ops.snapkv_scores, (t["heads"][:, :4], staged[0], 57, 4, 50, False, False)),
-        (ops.gather_rows, (k, v, [1, 3], *staged, index)),
-        (ops.decode_attention, (q, *narrow, t["rows"], t["lengths"], *scales)),
-        (ops.norm_rope_write, (t["heads"], None, 1e-6, *angles, *narrow, t["rows"], t["slots"], *scales)),
-        (ops.write_slots, (*narrow, t["heads"][:, 4:6], t["heads"][:, 6:], t["rows"], t["slots"], *scales)),
-        (ops.gather_rows, (*narrow, [1, 3], *staged, index, *scales)),
+    narrow = [torch.zeros(3, 4, 2, 40, 16, dtype=torch.uint8).view(fp8.DTYPE) for _ in "kv"]
+    scales = torch.rand(2, 3, 4, 2) + 0.5
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (attention.decode_operator, (q, *stacks, 1, t["rows"], t["lengths"]), {}),
+        (rope_write.norm_rope_write_operator, (t["heads"], t["norm"], 1e-6, *angles, *stacks, 1, *at), {}),
+        (rope_write.norm_rope_operator, (t["heads"], None, 1e-6, *angles, 2), {}),
+        (norm.rms_norm, (x, ones, 1e-6), {}),
+        (norm.add_rms_norm, (x.clone(), x, ones, 1e-6), {}),
+        (swiglu.swiglu, (x,), {}),
+        (scores.snapkv_scores, (q, staged[0], 57, 4, 50), {"over_row": False, "group_max": False}),
+        (gather.gather_operator, (*stacks, 1, [1, 3], *staged, index), {}),
+        (attention.decode_operator, (q, *narrow, 1, t["rows"], t["lengths"], *scales), {}),
+        (rope_write.norm_rope_write_operator, (t["heads"], None, 1e-6, *angles, *narrow, 2, *at, *scales), {}),
+        (gather.gather_operator, (*narrow, 1, [1, 3], *staged, index, *scales), {}),
     ]
-    for operator, arguments in calls:
+    for operator, arguments, named in calls:
         is_fp8 = any(isinstance(value, Tensor) and value.dtype == fp8.DTYPE for value in arguments)
         # what compares before and after has no FP8 in torch; the schema is the same one
-        torch.library.opcheck(operator, arguments, **({"test_utils": ("test_faketensor",)} if is_fp8 else {}))
-    everyone = {value for value in vars(ops).values() if isinstance(value, torch.library.CustomOpDef)}
-    assert everyone == {operator for operator, _ in calls}
+        utils = {"test_utils": ("test_faketensor",)} if is_fp8 else {}
+        torch.library.opcheck(operator, arguments, named, **utils)
+    modules = (attention, gather, norm, rope_write, scores, swiglu)
+    everyone = {
+        value for module in modules for value in vars(module).values() if isinstance(value, torch.library.CustomOpDef)
+    }
+    assert everyone == {operator for operator, _, _ in calls}
 
 
 def test_a_compiled_step_is_one_graph_for_every_batch_content() -> None:
     """Norm, rotation, write and attention of two layers of one cache: same result, compiled once, nothing broken."""
-    t = heads_and_rows()
+    t, kernels = heads_and_rows(), bind("cpu", "triton")
 
     def step(heads: Tensor, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor, lengths: Tensor) -> Tensor:
         out = heads[:, :4]
+        norm, rope, places = HeadNorm(t["norm"], 1e-6), (t["cos"], t["sin"]), RowPlaces(rows, slots, lengths)
         for layer in (0, 2):
-            q = dispatch.norm_rope_write(
-                torch.cat((out, heads[:, 4:]), 1), t["norm"], 1e-6, t["cos"], t["sin"], k[layer], v[layer], rows, slots
-            )
-            out = out + dispatch.decode_attention(q, k[layer], v[layer], rows, lengths)
-        return dispatch.swiglu(dispatch.rms_norm(out.flatten(1), torch.ones(64), 1e-6))
+            entering = torch.cat((out, heads[:, 4:]), 1)
+            out = out + kernels.attend_rows(entering, norm, rope, LayerRows(k, v, layer), places, None)
+        return kernels.swiglu(kernels.rms_norm(out.flatten(1), torch.ones(64), 1e-6))
 
     count = CompileCounterWithBackend("aot_eager")  # functionalised, but without a C++ compiler
     compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=False)
-    with dispatch.forced("triton"):
-        for shift in range(3):
-            rows, lengths = (t["rows"] + shift) % 4, t["slots"] + 1 - shift * (t["slots"] > shift)
-            want_k, want_v = t["k"].clone(), t["v"].clone()
-            want = step(t["heads"], want_k, want_v, rows, t["slots"], lengths)
-            got = compiled(t["heads"], t["k"], t["v"], rows, t["slots"], lengths)
-            torch.testing.assert_close(got, want)
-            assert torch.equal(t["k"], want_k) and torch.equal(t["v"], want_v)
+    for shift in range(3):
+        rows, lengths = (t["rows"] + shift) % 4, t["slots"] + 1 - shift * (t["slots"] > shift)
+        want_k, want_v = t["k"].clone(), t["v"].clone()
+        want = step(t["heads"], want_k, want_v, rows, t["slots"], lengths)
+        got = compiled(t["heads"], t["k"], t["v"], rows, t["slots"], lengths)
+        torch.testing.assert_close(got, want)
+        assert torch.equal(t["k"], want_k) and torch.equal(t["v"], want_v)
     assert count.frame_count == 1
 
 
-def test_the_engine_answers_the_same(tmp_path: Path) -> None:
+def test_the_engine_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy tokens of prompts above and below the budget, every kernel the Triton one."""
     folder = save(make_model("qwen3"), tmp_path)
     rng = random.Random(3)
@@ -105,13 +110,13 @@ def test_the_engine_answers_the_same(tmp_path: Path) -> None:
     budget = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 
     def run() -> list[list[int]]:
-        with LLM(folder, budget=budget, snapkv=SnapKVConfig(window_len=8), max_rows=2, max_model_len=48,
+        with LLM(folder, budget=budget, selector=SnapKV(observation_len=8), max_rows=2, max_model_len=48,
                  progress=False) as llm:  # fmt: skip
             return [output.token_ids for output in llm.generate(prompts, params)]
 
     want = run()
-    with dispatch.forced("triton"):
-        assert run() == want
+    interpreter.bind_triton(monkeypatch)
+    assert run() == want
 
 
 def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,34 +127,28 @@ def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest
     from snapstream.kernels.triton import norm, rope_write
 
     calls: Counter[str] = Counter()
+
+    def kind(name: str, arguments: tuple[Any, ...]) -> str:
+        is_sum = name == "launch_rms_norm" and arguments[1] is not None  # the residual
+        return "add_rms_norm" if is_sum else name.removeprefix("launch_")
+
     for module, name in (
-        (rope_write, "norm_rope_write"), (rope_write, "norm_rope"), (rope_write, "write_slots"),
-        (norm, "rms_norm"), (norm, "add_rms_norm"),
+        (rope_write, "launch_norm_rope_write"), (rope_write, "launch_norm_rope"), (norm, "launch_rms_norm"),
     ):  # fmt: skip
         kernel = getattr(module, name)
         monkeypatch.setattr(
-            module, name, lambda *args, name=name, kernel=kernel: (calls.update([name]), kernel(*args))[1]
+            module, name, lambda *args, name=name, kernel=kernel: (calls.update([kind(name, args)]), kernel(*args))[1]
         )
     folder = save(make_model("qwen3"), tmp_path)
-    with dispatch.forced("triton"), LLM(folder, budget=32, snapkv=SnapKVConfig(window_len=8), max_rows=1,
-                                        max_model_len=48, progress=False) as llm:  # fmt: skip
+    interpreter.bind_triton(monkeypatch)
+    with LLM(folder, budget=32, selector=SnapKV(observation_len=8), max_rows=1, max_model_len=48,
+             progress=False) as llm:  # fmt: skip
         layers = llm.model_config.num_layers
         calls.clear()
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
     steps = 3  # the first token is the prefill's
     assert calls["norm_rope_write"] >= steps * layers and calls["norm_rope_write"] % layers == 0
-    assert calls["norm_rope"] == layers and calls["write_slots"] == 0
+    assert calls["norm_rope"] == layers
     decoded = calls["norm_rope_write"] // layers
-    assert calls["add_rms_norm"] == decoded * 2 * layers
-    assert calls["rms_norm"] == decoded + 2 * layers + 1  # the first norm of a step; all norms of the prefill
-
-
-def test_forced_ends_with_its_block() -> None:
-    x = torch.ones(1)
-    assert not dispatch.runs_triton(x)
-    with dispatch.forced("triton"):
-        assert dispatch.runs_triton(x)
-        with dispatch.forced("plain"):
-            assert not dispatch.runs_triton(x)
-        assert dispatch.runs_triton(x)
-    assert not dispatch.runs_triton(x)
+    assert calls["add_rms_norm"] == (2 * decoded + 1) * layers  # in a prefill the sum behind a layer stands alone
+    assert calls["rms_norm"] == decoded + layers + 1  # the first of a step; the first of a prefill's layers, its last

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.config import SnapKVConfig
-from snapstream.kernels import dispatch
+from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
 from tests.kernels.triton import interpreter
@@ -67,14 +66,15 @@ def kind_of(value: Any, is_fixed: bool) -> Any:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_no_request_launches_a_kernel_of_a_new_kind(
-    tmp_path: Path, launched: set[tuple[Any, ...]], kv_dtype: Any
+    tmp_path: Path, launched: set[tuple[Any, ...]], kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(make_model("qwen3"), tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (61, 3)]
     sampling = [SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, n=n) for n in (2, 1)]
-    with dispatch.forced("triton"), LLM(
-        folder, budget=40, snapkv=SnapKVConfig(window_len=8), max_rows=4, max_model_len=70, chunk_len=32,
+    interpreter.bind_triton(monkeypatch)
+    with LLM(
+        folder, budget=40, selector=SnapKV(observation_len=8), max_rows=4, max_model_len=70, chunk_len=32,
         kv_dtype=kv_dtype, progress=False,
     ) as llm:  # fmt: skip
         at_start = set(launched)

@@ -16,11 +16,13 @@ SOURCE = Path(__file__).parents[3]
 
 FRONT = """
 import asyncio, multiprocessing, sys
+from snapstream.config import EngineOptions
 from snapstream.server.engine.process import EngineProcess
 from snapstream.server.engine.messages import EngineSpec
 
 async def main():
-    engine = EngineProcess(EngineSpec(model=sys.argv[1], budget=64, max_rows=2, max_model_len=512, num_threads=1))
+    options = EngineOptions(budget=64, max_rows=2, max_model_len=512)
+    engine = EngineProcess(EngineSpec(model=sys.argv[1], options=options, num_threads=1))
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)
     if sys.argv[2] == "serving":

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from benchmarks.server_process import is_running
+from snapstream.config import EngineOptions
 from snapstream.engine.validate import QueueFull
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
@@ -57,7 +58,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def spec(folder: Path) -> EngineSpec:
-    return EngineSpec(model=str(folder), num_threads=1, **SETTINGS)
+    return EngineSpec(model=str(folder), num_threads=1, options=EngineOptions(**SETTINGS))
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +260,7 @@ def test_an_engine_that_cannot_be_built_says_why(folder: Path) -> None:
 
     async def main() -> None:
         with pytest.raises(ValueError, match="max_model_len is 100000"):
-            await EngineProcess(EngineSpec(model=str(folder), max_model_len=100_000)).start()
+            await EngineProcess(EngineSpec(model=str(folder), options=EngineOptions(max_model_len=100_000))).start()
         slow = EngineProcess(EngineSpec(model=str(folder)), load_timeout_s=0.01)
         with pytest.raises(EngineDead, match=r"not ready within 0\.01 s"):
             await slow.start()

@@ -47,6 +47,8 @@ BAD_CHAT = [
     ({"messages": HI, "kv_cache": {"budget": "full"}}, "kv_cache"),
     ({"messages": HI, "kv_cache": {"budget": "half"}}, "kv_cache"),
     ({"messages": HI, "kv_cache": {"bugdet": 64}}, "kv_cache"),
+    ({"messages": HI, "kv_cache": {"selector": "best"}}, "kv_cache.selector"),
+    ({"messages": HI, "kv_cache": {"selector": "hops"}}, "kv_cache.selector"),  # the server set no memory aside
     ({"messages": HI, "prompt_compression": {"keep": 0.2}}, "prompt_compression"),
     ({"messages": HI, "response_format": {"type": "yaml"}}, "response_format"),
     ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format"),
@@ -138,6 +140,7 @@ def test_harmless_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixtur
     ("wish", "message"),
     [
         ({"kv_cache": {"budget": 99_999}}, "a budget of 99999 slots is larger than a row of this engine (128)"),
+        ({"kv_cache": {"selector": "best"}}, "selector is 'best'; it must be one of snapkv, hops"),
         ({"max_completion_tokens": 0}, "max_completion_tokens is 0; it must be a whole number >= 1"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; it must be a whole number from 0 to 20"),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from snapstream.cache.selectors.snapkv import SnapKV
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, logprob_of, token_ids, tokenizer
 from tests.server.front_client import HI, client, frames, text_of
 
@@ -140,6 +141,17 @@ def test_budget_is_applied_and_told() -> None:
     assert prompt["compression"]["kept_tokens"] == 64
     assert prompt["compression"]["prompt_tokens"] == body["usage"]["prompt_tokens"] > 64  # the logical count
     assert prompt["timings"]["prefill_ms"] == 2.0
+
+
+def test_selector_is_applied_and_told() -> None:
+    engine = FakeEngine()
+    _, body = chat(engine, kv_cache={"selector": "snapkv"})
+    (request,) = engine.requests
+    assert request.selector == SnapKV() and request.budget is None
+    assert body["snapstream"]["kv_cache"]["selector"] == "snapkv"
+    _, chunks = chat(engine, stream=True)
+    assert engine.requests[1].selector is None
+    assert chunks[-1]["snapstream"]["kv_cache"]["selector"] == "snapkv"  # the server's own
 
 
 def test_the_server_budget_is_told_where_none_was_asked_for() -> None:

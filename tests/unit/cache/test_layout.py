@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from snapstream.cache import layout
+from snapstream.cache.spec import KVSpec
 from snapstream.config import KVBudget, ModelConfig
 from tests.unit.cache.row_by_lists import feed, frozen_positions, row_after_prefill
 
@@ -83,8 +84,9 @@ def test_bytes_of_a_row() -> None:
         architecture="LlamaForCausalLM", vocab_size=8, hidden_size=64, num_layers=32, num_heads=32, num_kv_heads=8,
         head_dim=128, intermediate_size=64, max_position=8,
     )  # fmt: skip
-    assert layout.token_bytes(model, 2) == 128 * 1024  # Llama-3.1-8B in bf16: 128 KiB per token
-    assert layout.row_bytes(model, 8192, 2) == 2**30
+    spec = KVSpec.of(model, "bfloat16")
+    assert spec.token_bytes() == 128 * 1024  # Llama-3.1-8B in bf16: 128 KiB per token
+    assert spec.row_bytes(8192) == 2**30
 
 
 def test_slots_for_the_window_come_out_of_the_ring() -> None:
@@ -101,5 +103,5 @@ def test_negative_or_empty_regions_are_refused(field: str) -> None:
         KVBudget(num_topk=3, num_recent=0)
     with pytest.raises(ValueError, match="num_window is 64; it must be a whole number from 0 to 63"):
         KVBudget.of(256, num_window=64)
-    with pytest.raises(ValueError, match=r"35 slots is smaller than sinks \+ observation window \(4 \+ 32 = 36\)"):
+    with pytest.raises(ValueError, match=r"35 slots is smaller than sinks \+ observation_len \(4 \+ 32 = 36\)"):
         KVBudget.of(35)

@@ -1,11 +1,14 @@
 """Requests that can never be served are refused with the value and the limit."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from snapstream.config import EngineConfig, InvalidValue, KVBudget
+from snapstream.cache.selectors.hops import Hops
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import Chunking, EngineConfig, InvalidValue, KVBudget, Selector
 from snapstream.engine.validate import check_request
 from snapstream.request import Request, SamplingParams
 
@@ -13,15 +16,14 @@ CONFIG = EngineConfig(
     budget=KVBudget(num_sink=4, num_topk=60, num_recent=16),
     max_model_len=200,
     max_rows=3,
-    chunk_len=8,
-    short_len=10,
+    chunking=Chunking(chunk_len=8, short_len=10),
     short_reserve=16,
 )
 # Without a reserve the pool may be smaller than the window: only then can a prompt be too long for staging.
 TIGHT = EngineConfig(
     budget=KVBudget.full(200),
     max_model_len=200,
-    short_len=10,
+    chunking=Chunking(short_len=10),
     staging_tokens=50,
     short_reserve=0,
 )
@@ -33,6 +35,7 @@ def check(
     config: EngineConfig = CONFIG,
     has_tokenizer: bool = True,
     budget: KVBudget | None = None,
+    selector: Selector | None = None,
     max_tokens: int = 5,
     **sampling: Any,
 ) -> None:
@@ -41,6 +44,7 @@ def check(
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         budget=budget,
+        selector=selector,
     )
     check_request(request, config, vocab_size=100, has_tokenizer=has_tokenizer)
 
@@ -49,6 +53,9 @@ def test_good_requests_pass_up_to_every_limit() -> None:
     check((0, 99), logit_bias={99: 1.0}, stop_token_ids=[99], n=3, stop="x")
     check((1,) * 195, max_tokens=5)
     check(budget=CONFIG.budget)
+    check(selector=SnapKV(observation_len=8), budget=KVBudget(num_sink=4, num_topk=8, num_recent=8))
+    check(selector=SnapKV(), config=replace(CONFIG, selector=Hops()))  # needs less than the engine's
+    check(selector=Hops(num_hops=9), config=replace(CONFIG, selector=Hops()))
     check((1,) * 50, config=TIGHT)
 
 
@@ -69,6 +76,12 @@ def test_good_requests_pass_up_to_every_limit() -> None:
         ({"n": 4}, r"n is 4.*engine has 3", "n"),
         ({"budget": KVBudget(num_sink=4, num_topk=61, num_recent=16)}, r"81 slots .*\(80\)", "budget"),
         ({"budget": KVBudget(num_sink=4, num_topk=8, num_recent=8)}, r"20 slots .*36\)", "budget"),
+        (
+            {"selector": Hops()},
+            "selector 'hops' needs the queries of a whole prompt.*start the engine with .* 'hops'",
+            "selector",
+        ),
+        ({"selector": SnapKV(observation_len=33)}, "selector 'snapkv' lets 33 queries vote.*memory for 32", "selector"),
         ({"prompt": (1,) * 51, "config": TIGHT}, r"51 tokens can never be staged.*50", "prompt_token_ids"),
         ({"stop": "x", "has_tokenizer": False}, r"stop strings \['x'\].*stop_token_ids", "stop"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +9,14 @@ import pytest
 
 from evals import cells as evals_cells
 from evals import run as evals_run
-from evals import sweep
+from evals import store, sweep
 from evals.arms import ARMS, LONG_ARMS, make_arm
 from evals.cells import Cell
 from evals.score import found, found_after_first, mean_and_error
+from evals.selectors import Random, as_variant
 from snapstream.assets import TINY_MODEL
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.llm import LLM
 
 
@@ -27,7 +28,7 @@ def test_an_arm_spends_the_slots_it_is_given(name: str, slots: int) -> None:
     prompt = arm.prompt(range(2000), 32)
     assert len(prompt) == (slots - 32 if name == "truncation" else 2000)
     assert prompt[0] == 0 and prompt[-1] == 1999
-    assert (arm.snapkv.selection == "random") == (name == "random")
+    assert isinstance(arm.selector, Random) == (name == "random")
 
 
 @pytest.mark.parametrize("name", LONG_ARMS)
@@ -95,7 +96,14 @@ def test_stored_cells_are_not_run_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert full is not None and small is not None
     assert full["result"]["mean_evicted_tokens"] == 0 < small["result"]["mean_evicted_tokens"]
     assert full["settings"]["weights"] in str(cells[0].path.parent)
-    monkeypatch.setattr(evals_cells, "run_cell", lambda _: pytest.fail("a stored cell was run again"))
+    torn = cells[3].path.read_text()[:-40]  # the last line of its file: as an interrupted run leaves it
+    cells[3].path.write_text(torn)
+    assert evals_cells.not_stored([*cells, *cells]) == [cells[3]]
+    evals_cells.run_cells(cells)
+    again = [cell.read() for cell in cells]
+    assert again[:3] == results[:3] and again[3] is not None and results[3] is not None
+    assert again[3]["result"]["accuracy"] == results[3]["result"]["accuracy"]
+    monkeypatch.setattr(evals_cells, "run_group", lambda _: pytest.fail("a stored cell was run again"))
     evals_cells.run_cells(cells)
     assert evals_run.table_of([r for r in results if r], args.families).row_count == 2
 
@@ -106,11 +114,13 @@ def test_arms_without_room_have_no_cell(capsys: pytest.CaptureFixture[str]) -> N
     assert "left out: recite, snapkv" in capsys.readouterr().err
 
 
-def test_any_setting_gives_a_cell_its_own_file() -> None:
+def test_any_setting_gives_a_cell_its_own_record() -> None:
     rows = [row for name in sweep.SWEEPS for row in sweep.cells_of(name, sweep.TINY_MODEL, 256)]
     every = [cell for _, cells in rows for cell in cells]
-    different = {json.dumps(cell.settings, sort_keys=True) for cell in every}
-    assert len({cell.path for cell in every}) == len(different) == len(set(every)) < len(every)
+    different = {store.key_of(cell.settings) for cell in every}
+    assert len(different) == len(set(every)) < len(every)
+    assert {cell.path.name for cell in every} < {"exact_retrieval.jsonl", "multi_hop.jsonl", "question_answering.jsonl",
+                                                 "second_question_same_row.jsonl", "retrieval.jsonl"}  # fmt: skip
     assert all(cell.arm.budget.capacity == 256 for cell in every)
     for name in sweep.SWEEPS:
         assert sum(point.is_default for point, _ in sweep.cells_of(name, sweep.TINY_MODEL, 256)) == 1, name
@@ -121,18 +131,19 @@ def test_a_new_default_of_the_pooling_leaves_other_cells_valid() -> None:
         cells = []
         for name in ARMS:
             arm = make_arm(name, 512, 2080, 32)
-            other = replace(arm, snapkv=replace(arm.snapkv, **changed))
-            cells.append(Cell(model=sweep.TINY_MODEL, task="kv", arm=other, prompt_len=2048, num_prompts=2))
-        return [cell.path.name for cell in cells]
+            if not isinstance(arm.selector, Random):
+                arm = replace(arm, selector=replace(as_variant(arm.selector), **changed))
+            cells.append(Cell(model=sweep.TINY_MODEL, task="kv", arm=arm, prompt_len=2048, num_prompts=2))
+        return [store.key_of(cell.settings) for cell in cells]
 
-    same = [a == b for a, b in zip(names(), names(pool_kernel=29), strict=True)]
+    same = [a == b for a, b in zip(names(), names(pool_width=29), strict=True)]
     assert dict(zip(ARMS, same, strict=True)) == {
         "full": True, "truncation": True, "streaming": True, "random": True, "snapkv": False, "snapstream": False,
         "hops": False,
     }  # fmt: skip
     published = make_arm("snapkv", 512, 2080, 32)
     assert "pool_half_life" not in published.selection  # cells from before the field keep their names
-    assert make_arm("snapstream", 512, 2080, 32).selection["pool_half_life"] == SnapKVConfig().pool_half_life > 0
+    assert make_arm("snapstream", 512, 2080, 32).selection["pool_half_life"] == SnapKV().pool_half_life > 0
 
 
 def test_what_a_peer_measures_is_another_cell() -> None:
@@ -141,14 +152,15 @@ def test_what_a_peer_measures_is_another_cell() -> None:
         Cell(model=sweep.TINY_MODEL, task="kv", arm=arm, prompt_len=2048, num_prompts=2, source=source)
         for source in ("snapstream", "kvpress")
     )
-    assert own.path != other.path and "kvpress" in other.path.name
+    assert store.key_of(own.settings) != store.key_of(other.settings) and own.path == other.path
 
 
 def test_the_settings_of_a_peer_are_written_out() -> None:
     """Its arm must not move with our defaults, and is run beside the peer only."""
     arm = make_arm("as_kvpress", 128, 2080, 32)
     assert arm.budget == KVBudget(num_sink=0, num_topk=32, num_recent=96)
-    assert (arm.snapkv.window_len, arm.snapkv.pool_kernel, arm.snapkv.pooling) == (64, 5, "avg")
+    rule = as_variant(arm.selector)
+    assert (rule.observation_len, rule.pool_width, rule.pooling) == (64, 5, "avg")
     assert {cell.arm.name for cell in evals_run.cells_of(evals_run.parse_args(["--families", "kv"]))} == set(ARMS)
     with pytest.raises(ValueError, match="96 slots leave nothing to select"):
         make_arm("as_kvpress", 96, 2080, 32)
@@ -160,7 +172,7 @@ def test_a_failed_cell_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     cell = Cell(model=tmp_path, task="kv", arm=arm, prompt_len=256, num_prompts=1)
     with pytest.raises((OSError, ValueError)):
         evals_cells.run_cells([cell])
-    assert not list(tmp_path.rglob("*.json"))
+    assert not list(tmp_path.rglob("*.jsonl"))
 
 
 def test_forced_tokens_are_fed_in_place_of_drawn_ones() -> None:
@@ -199,7 +211,7 @@ def test_a_row_keeps_what_the_first_question_asked_for() -> None:
 
 
 def test_the_storage_of_rows_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP8 has cells, a label and prefills of its own; cells from before the option keep their names."""
+    """FP8 has cells and prefills of its own; cells from before the option stay valid."""
     monkeypatch.setattr(evals_cells, "RESULTS", tmp_path)
     common = ["--families", "single_number", "--arms", "snapstream", "--budgets", "1/2", "--prompt-len", "256"]
     wide, narrow = (
@@ -207,7 +219,6 @@ def test_the_storage_of_rows_is_a_setting_of_its_own(tmp_path: Path, monkeypatch
         for more in ([], ["--kv-dtype", "fp8"])
     )
     assert "kv_dtype" not in wide.settings and narrow.settings == wide.settings | {"kv_dtype": "fp8"}
-    assert narrow.path != wide.path and "_snapstream-fp8_128_" in narrow.path.name
     assert len(evals_cells.group([wide, narrow])) == 2
     evals_cells.run_cells([wide, narrow])
     results = [cell.read() for cell in (wide, narrow)]

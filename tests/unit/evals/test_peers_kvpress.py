@@ -18,7 +18,9 @@ from evals.peers_kvpress import ARMS, Prefilled, answers, decode, peer_arm, pres
 from evals.shared import generate_shared
 from snapstream.assets import TINY_MODEL
 from snapstream.cache.compress import kept_positions
-from snapstream.config import KVBudget, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
+from snapstream.kernels.bound import bind
 from snapstream.llm import LLM
 
 PROMPT_LEN, MAX_TOKENS, SLOTS = 600, 32, 200
@@ -70,7 +72,7 @@ def test_full_attention_is_the_same_in_both_engines(model: Any) -> None:
     prompts = prompts_of("multi_uuid") + prompts_of("kv")
     arm = peer_arm("full", SLOTS, PROMPT_LEN + MAX_TOKENS, MAX_TOKENS)
     with LLM(TINY_MODEL, budget="full", max_model_len=PROMPT_LEN + MAX_TOKENS, max_rows=1, progress=False) as llm:
-        own = generate_shared(llm, prompts, [()] * len(prompts), MAX_TOKENS, [(arm.budget, arm.snapkv)])
+        own = generate_shared(llm, prompts, [()] * len(prompts), MAX_TOKENS, [(arm.budget, arm.selector)])
         ends = set(llm.model_config.eos_token_ids)
     outputs, _ = answers(model, prompts, [arm], MAX_TOKENS)
     for [ours], [theirs] in zip(own, outputs, strict=True):
@@ -80,11 +82,11 @@ def test_full_attention_is_the_same_in_both_engines(model: Any) -> None:
 @torch.inference_mode()
 def test_at_the_settings_of_their_snapkv_ours_keeps_the_same_tokens(model: Any) -> None:
     """On the keys and queries of a real prompt, in every layer and kv head; our default keeps others."""
-    window, num_kept = AS_KVPRESS.window_len, 168
+    window, num_kept = AS_KVPRESS.observation_len, 168
     budget = KVBudget(num_sink=0, num_topk=num_kept - window, num_recent=window)
     prompt = prompts_of("kv")[0]
     press = press_of("snapkv", len(prompt), num_kept)
-    num_different = 0
+    num_different, kernels, default = 0, bind("cpu"), SnapKV(observation_len=window)
     for module, kwargs, _ in Prefilled(model, prompt).calls:
         layer = kwargs["past_key_values"].layers[module.layer_idx]
         scores = press.score(module, kwargs["hidden_states"], layer.keys, layer.values, None, kwargs)
@@ -92,8 +94,8 @@ def test_at_the_settings_of_their_snapkv_ours_keeps_the_same_tokens(model: Any) 
         queries = get_prerope_query_states(module, kwargs["hidden_states"])
         queries, _ = apply_rotary_pos_emb(queries, queries, *kwargs["position_embeddings"])
         last = queries[0, :, -window:].transpose(0, 1)
-        ours = kept_positions(last, layer.keys[0], module.layer_idx, budget, AS_KVPRESS)
-        other = kept_positions(last, layer.keys[0], module.layer_idx, budget, SnapKVConfig(window_len=window))
+        ours = kept_positions(last, layer.keys[0], module.layer_idx, budget, AS_KVPRESS, kernels)
+        other = kept_positions(last, layer.keys[0], module.layer_idx, budget, default, kernels)
         for head in range(len(theirs)):
             assert set(ours[head].tolist()) == set(theirs[head].tolist())
             num_different += set(other[head].tolist()) != set(ours[head].tolist())

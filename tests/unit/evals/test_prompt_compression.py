@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evals import compression_table, tables
+from evals import compression_table, store, tables
 from evals import prompt_compression as measured
 from evals.chat import Chat
 from evals.cuts import Cutters
@@ -60,30 +59,29 @@ def test_the_whole_prompts_are_those_of_the_main_table(llm: LLM) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(compression_table, "RESULTS", tmp_path)
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(compression_table, "RESULTS", tmp_path / "cells.jsonl")
     monkeypatch.setattr(tables, "arm_cells", lambda: [])
 
-    def put(arm: str, accuracy: float, num_prompts: int = 200, family: str = "kv", **changes: Any) -> None:
+    def add(arm: str, accuracy: float, num_prompts: int = 200, family: str = "kv", **changes: Any) -> None:
         args = measured.parse_args(["--families", family, "--arms", arm, "--parts", "16"])
         args.num_prompts = num_prompts
         (settings,) = measured.cells_of(args)
         settings |= changes
         result = {"accuracy": accuracy, "standard_error": 1.0, "gold_survives": 50.0}
         head = {"device": "d", "torch": "t", "commit": f"c{num_prompts}"}
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
-        path.write_text(json.dumps({"settings": settings, **head, "result": result}))
+        store.append(tmp_path / "cells.jsonl", {"settings": settings, **head, "result": result})
 
-    return put
+    return add
 
 
-def test_most_prompts_win_fewer_are_marked_and_failing_is_bold(store: Any) -> None:
-    store("full", 100.0)
-    store("cross_family", 40.0, num_prompts=100)
-    store("cross_family", 96.0)
-    store("same_family", 94.0, num_prompts=100)
-    store("random", 3.0)
-    store("cross_family", 11.0, chunk_len=16)  # another setting: not in this table
+def test_most_prompts_win_fewer_are_marked_and_failing_is_bold(put: Any) -> None:
+    put("full", 100.0)
+    put("cross_family", 40.0, num_prompts=100)
+    put("cross_family", 96.0)
+    put("same_family", 94.0, num_prompts=100)
+    put("random", 3.0)
+    put("cross_family", 11.0, chunk_len=16)  # another setting: not in this table
     text = compression_table.compression_table()
     assert "| draft of another family | 128 | 96.0 (50) |" in text and "40.0" not in text and "11.0" not in text
     assert "| the target as its own draft | 128 | **94.0** (50)* |" in text and "(100 where marked *)" in text
@@ -91,12 +89,12 @@ def test_most_prompts_win_fewer_are_marked_and_failing_is_bold(store: Any) -> No
     assert "commit c100, c200" in text
 
 
-def test_the_table_of_settings_shows_the_default_beside_them(store: Any) -> None:
-    store("cross_family", 73.0, family="variable")
-    store("cross_family", 99.0, family="kv")  # no other setting of it was measured
+def test_the_table_of_settings_shows_the_default_beside_them(put: Any) -> None:
+    put("cross_family", 73.0, family="variable")
+    put("cross_family", 99.0, family="kv")  # no other setting of it was measured
     with pytest.raises(ValueError, match="not measured"):
         compression_table.settings_table()
-    store("cross_family", 98.0, num_prompts=100, family="variable", chunk_len=8)
+    put("cross_family", 98.0, num_prompts=100, family="variable", chunk_len=8)
     text = compression_table.settings_table()
     assert "| family | most tokens | prompt | chunks of 32, look-ahead 8 | chunks of 8, look-ahead 8 |" in text
     assert "| variable | 128 | draft of another family | 73.0 (50) | 98.0 (50) |" in text and "kv" not in text

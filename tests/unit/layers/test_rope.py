@@ -10,7 +10,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from snapstream.config import RopeConfig
-from snapstream.layers.rope import Rope, rope_frequencies, rotate
+from snapstream.kernels.plain import rotate
+from snapstream.layers.rope import Rope, rope_frequencies
 from snapstream.models.rope_config import parse_rope
 
 HEAD_DIM = 128

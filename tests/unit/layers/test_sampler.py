@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from snapstream.layers import sampler
-from snapstream.layers.random import stream_of, uniform_scalar
 from snapstream.layers.sampler import sample
 from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
+from snapstream.layers.splitmix import stream_of, uniform_scalar
 from snapstream.request import SamplingParams
 
 VAGUE = 1e-9  # closer than this to a threshold, float64 programs may differ

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapstream.layers.random import GOLDEN, mix64, stream_of, uniform, uniform_scalar
+from snapstream.layers.random import uniform
+from snapstream.layers.splitmix import GOLDEN, mix64, stream_of, uniform_scalar
 
 NUM_DRAWS = 100_000
 INT64 = st.integers(-(2**63), 2**63 - 1)

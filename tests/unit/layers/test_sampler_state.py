@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from snapstream.layers.row_state import row_state_bytes
 from snapstream.layers.sampler import adjusted, sample
 from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
-from snapstream.memory import SAMPLING_BYTES, sampling_state_bytes
+from snapstream.plan.memory import SAMPLING_BYTES
 from snapstream.request import NUM_STOP_IDS, SamplingParams
 
 NUM_ROWS = 7
@@ -43,13 +44,6 @@ KINDS = {
 
 def logits_at(step: int, seed: int = 0) -> Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(1000 * seed + step)) * 2  # [V]
-
-
-def tensors_of(state: SamplingState) -> dict[str, Tensor]:
-    found = {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
-    for group in (state.occurrences, state.logit_bias):
-        found |= group._asdict()
-    return found
 
 
 def run(
@@ -96,14 +90,14 @@ def test_padding_leaves_other_rows_and_logits_alone(params: SamplingParams) -> N
     state = SamplingState(NUM_ROWS, VOCAB, "cpu")
     for row in range(NUM_ROWS):
         state.set_row(row, params, row, [1, row], [2])
-    before = {name: value.clone() for name, value in tensors_of(state).items()}
+    before = {name: value.clone() for name, value in state.tensors().items()}
     logits = torch.stack([logits_at(step) for step in range(5)])
     untouched = logits.clone()
     sampled = sample(logits, state, torch.tensor([PADDING, 4, PADDING, PADDING, 2]), SamplingNeeds.of([params]))
     assert torch.equal(logits, untouched)
     assert sampled.token_ids[0] == logits[0].argmax()  # the padding row is greedy and neutral
     idle = [0, 1, 3, 5, 6]
-    for name, value in tensors_of(state).items():
+    for name, value in state.tensors().items():
         assert torch.equal(value[idle], before[name][idle]), name
     assert state.num_sampled[[2, 4]].tolist() == [1, 1]
 
@@ -129,12 +123,12 @@ def test_a_reused_row_keeps_nothing_of_the_earlier_request(later: SamplingParams
 def test_tensors_keep_their_address() -> None:
     state = SamplingState(2, VOCAB, "cpu")
     state.set_row(0, EVERYTHING, 1, [1], [2])
-    addresses = {name: value.data_ptr() for name, value in tensors_of(state).items()}
-    assert "output_counts" in addresses and "ids" in addresses
+    addresses = {name: value.data_ptr() for name, value in state.tensors().items()}
+    assert "output_counts" in addresses and "bias_ids" in addresses
     for row in (1, 0):
         state.set_row(row, EVERYTHING, 1, [1], [2])
         sample(logits_at(0)[None], state, torch.tensor([row]), SamplingNeeds.of([EVERYTHING]))
-    assert {name: value.data_ptr() for name, value in tensors_of(state).items()} == addresses
+    assert {name: value.data_ptr() for name, value in state.tensors().items()} == addresses
 
 
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS.keys())
@@ -202,10 +196,10 @@ def test_wrong_rows_are_refused_before_anything_is_written(
     row: int, params: SamplingParams, prompt: list[int], stops: list[int], message: str
 ) -> None:
     state = SamplingState(2, 10, "cpu")
-    before = {name: value.clone() for name, value in tensors_of(state).items()}
+    before = {name: value.clone() for name, value in state.tensors().items()}
     with pytest.raises(ValueError, match=message):
         state.set_row(row, params, 5, prompt, stops)
-    after = tensors_of(state)
+    after = state.tensors()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
@@ -217,7 +211,7 @@ def test_an_oversized_vocabulary_is_refused() -> None:
 @pytest.mark.parametrize("vocab_size", [VOCAB, 32_000])
 def test_the_state_is_as_large_as_the_plan_says(vocab_size: int) -> None:
     state = SamplingState(NUM_ROWS, vocab_size, "cpu")
-    assert state.num_bytes == (NUM_ROWS + 1) * sampling_state_bytes(vocab_size)
+    assert state.num_bytes == (NUM_ROWS + 1) * row_state_bytes(vocab_size)
     before = state.num_bytes
     state.set_row(1, EVERYTHING, 0, [1, 2], [7])
     state.allow([1], torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from snapstream.config import ModelConfig
-from snapstream.models.loader import load_weights, named_views
+from snapstream.models.loader import load_weights
 from snapstream.models.weights import DecoderWeights
 
 CONFIG = ModelConfig(
@@ -29,7 +29,7 @@ CONFIG = ModelConfig(
 def tensors_of(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """Random tensors under the names of a checkpoint."""
     generator = torch.Generator().manual_seed(seed)
-    plan = named_views(config, DecoderWeights.empty(config, torch.float32, "meta"))
+    plan = DecoderWeights.empty(config, torch.float32, "meta").checkpoint()
     return {name: torch.randn(view.shape, generator=generator) for name, view in plan.items()}
 
 
@@ -97,14 +97,14 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     weights = load(tmp_path, config)
     assert weights.lm_head is weights.embed
-    assert torch.equal(weights.embed, tensors["model.embed_tokens.weight"])
+    assert torch.equal(weights.embed.dense(), tensors["model.embed_tokens.weight"])
 
 
 def test_dtype_is_converted(tmp_path: Path) -> None:
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(CONFIG).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     weights = load_weights(tmp_path, CONFIG, torch.float16, "cpu", progress=False)
-    assert torch.equal(weights.embed, tensors["model.embed_tokens.weight"].to(torch.float16))
+    assert torch.equal(weights.embed.dense(), tensors["model.embed_tokens.weight"].to(torch.float16))
 
 
 def test_progress_bar_counts_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

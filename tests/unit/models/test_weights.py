@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from snapstream.config import ModelConfig
+from snapstream.kernels.bound import CosSin, HeadNorm
 from snapstream.models.decoder import Decoder
 from snapstream.models.shapes import num_parameters, weight_shapes
-from snapstream.models.weights import DecoderWeights, LayerWeights
+from snapstream.models.weights import DecoderWeights
 
 PLAIN = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=300, hidden_size=64, num_layers=8, num_heads=8,
@@ -40,9 +41,11 @@ def test_layers_are_views() -> None:
     weights = DecoderWeights.random(RICH, torch.float32, "cpu", seed=0)
     for index in range(RICH.num_layers):
         layer = weights.layer(index)
-        for field in fields(LayerWeights):
-            stack = getattr(weights, field.name)
-            assert getattr(layer, field.name).data_ptr() == stack[index].data_ptr(), field.name
+        for role in layer.matrices:
+            assert layer.matrix(role).dense().data_ptr() == weights.matrices[role].dense()[index].data_ptr(), role
+        for role in layer.vectors:
+            assert layer.vector(role).data_ptr() == weights.vectors[role][index].data_ptr(), role
+        assert len(layer.matrices) == 4 and len(layer.vectors) == 8
 
 
 @pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])
@@ -51,11 +54,11 @@ def test_random_weights_are_seeded_and_tame(config: ModelConfig) -> None:
     again = DecoderWeights.random(config, torch.float32, "cpu", seed=3)
     other = DecoderWeights.random(config, torch.float32, "cpu", seed=4)
     assert all(torch.equal(tensor, again.stored()[role]) for role, tensor in weights.stored().items())
-    assert not torch.equal(weights.qkv, other.qkv)
+    assert not torch.equal(weights.stored()["qkv"], other.stored()["qkv"])
 
     class Echo:
-        def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return v.repeat_interleave(config.group_size, 1)
+        def attend(self, layer: int, heads: torch.Tensor, norm: HeadNorm, rope: CosSin) -> torch.Tensor:
+            return heads[:, -config.num_kv_heads :].repeat_interleave(config.group_size, 1)
 
     decoder = Decoder(config, weights)
     positions = torch.arange(32)

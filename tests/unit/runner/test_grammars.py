@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from snapstream.assets import TINY_MODEL
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, make_selector
 from snapstream.grammar import GrammarCompiler
 from snapstream.layers.sampler import Sampled
 from snapstream.layers.sampling_state import SamplingState
@@ -31,7 +31,7 @@ def entry_of(rows: tuple[int, ...], pattern: str | None) -> PrefillEntry:
     sampling = SamplingParams(grammar=Grammar.regex(pattern) if pattern else None, n=len(rows))
     return PrefillEntry(
         request_id=f"r{rows}", token_ids=(9,), rows=rows, seeds=(0,) * len(rows), sampling=sampling,
-        budget=KVBudget.full(8),
+        budget=KVBudget.full(8), selector=make_selector(),
     )  # fmt: skip
 
 

@@ -15,22 +15,22 @@ from typing import Any
 import pytest
 import torch
 
+from snapstream.cache.selectors.hops import Hops
 from snapstream.cli.__main__ import main
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, RescoringConfig, SnapKVConfig
-from snapstream.draft_memory import draft_memory
-from snapstream.kernels import dispatch
+from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, RescoringConfig
+from snapstream.kernels.bound import bind, has_triton
 from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.layers.logprobs import prompt_logprobs
-from snapstream.memory import FRAMEWORK_BYTES, EngineMemory
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import read_model_config
 from snapstream.models.weights import DecoderWeights
+from snapstream.plan.draft_memory import draft_memory
+from snapstream.plan.memory import FRAMEWORK_BYTES, EngineMemory, engine_memory
 from snapstream.request import SamplingParams
 from snapstream.runner import model_runner
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.spec_prefill.lookahead import scores_of_windows
 from snapstream.spec_prefill.settings import ScoringSettings
-from snapstream.startup import _memory_of
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 from tests.live import LiveBytes
 
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
     "fp8": {"kv_dtype": "fp8"},
     "rescoring": {"rescoring": RescoringConfig(every=40)},
-    "hops": {"snapkv": SnapKVConfig(num_hops=1)},
+    "hops": {"selector": Hops()},
 }
 
 
@@ -60,39 +60,41 @@ def model(tmp_path: Path) -> ModelConfig:
 def measured(model: ModelConfig, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Bytes that an engine holds at the start, and the most after a prompt of all tokens and steps of all rows."""
     monkeypatch.setattr(model_runner, "warm_up_kernels", lambda *_: None)  # the prompt below is all of it
-    with LiveBytes("meta") as live, dispatch.forced("triton"):
+    with LiveBytes("meta") as live:
         weights = DecoderWeights.empty(model, getattr(torch, config.dtype), "meta")
-        runner = ModelRunner(Decoder(model, weights), config)
+        runner = ModelRunner(Decoder(model, weights, bind("meta", "triton")), config)
         runner.prefill_attention = PrefillAttention(
             "none", lambda q, k, v: q.new_empty(q.shape), packed_name="loop", attend_packed=None, why=""
         )  # a kernel that returns its result and takes nothing else
         static = live.now
         entry = PrefillEntry(request_id="r", token_ids=(5,) * LENGTH, rows=(0,), seeds=(0,), sampling=SAMPLED,
-                             budget=config.budget)  # fmt: skip
+                             budget=config.budget, selector=config.selector)  # fmt: skip
         job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
         units = UnitRange(0, 0, job.num_units(CHUNK, model.num_layers))
         runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,)))
-        runner._params = dict.fromkeys(range(ROWS), SAMPLED)
+        runner.occupy(range(ROWS), LENGTH, SAMPLED)
         runner.submit(StepPlan(step_id=1, decode_rows=tuple(range(ROWS))))
-        if runner._rescorer is not None:
+        if runner.rescorer is not None:
             with torch.inference_mode():
-                runner._rescorer._refresh(0, runner._rescorer._states[0])
+                runner.rescorer.refresh(0)
         peak = live.peak
         del runner, weights
         gc.collect()
     return static, peak
 
 
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed, and its operators know their shapes")
 @pytest.mark.parametrize("case", CASES)
 def test_plan_and_engine_agree(
     model: ModelConfig, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = EngineConfig(
-        budget=KVBudget.of(SLOTS), max_model_len=LENGTH, max_rows=ROWS, chunk_len=CHUNK, short_len=CHUNK,
+        budget=KVBudget.of(SLOTS), max_model_len=LENGTH, max_rows=ROWS,
+        chunking=Chunking(chunk_len=CHUNK, short_len=CHUNK),
         **{"dtype": "bfloat16", **CASES[case]},
     )  # fmt: skip
     static, peak = measured(model, config, monkeypatch)
-    planned = _memory_of(model, replace(config, device="cuda"))
+    planned = engine_memory(model, replace(config, device="cuda"))
     at_start = planned.weight_bytes + planned.staging_bytes + (ROWS + 1) * (planned.row_bytes + planned.state_bytes)
     assert at_start == pytest.approx(static, rel=1e-3)
     assert planned.total_bytes - FRAMEWORK_BYTES == pytest.approx(peak, rel=0.03)
@@ -103,7 +105,7 @@ def test_plan_and_engine_agree(
 
 def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """``snapstream plan`` for a device that holds just what the engine needs."""
-    options = {"fp32": ["--dtype", "float32"], "fp8": ["--kv-dtype", "fp8"], "hops": ["--hops", "1"],
+    options = {"fp32": ["--dtype", "float32"], "fp8": ["--kv-dtype", "fp8"], "hops": ["--selector", "hops"],
                "rescoring": ["--rescore-every", "40"]}  # fmt: skip
     arguments = ["plan", str(folder), "--json", "--budget", str(SLOTS), "--max-model-len", str(LENGTH)]
     arguments += ["--chunk-len", str(CHUNK), "--memory", f"{planned.total_bytes}B", *options.get(case, [])]
@@ -143,6 +145,6 @@ def test_a_draft_takes_what_the_plan_says(settings: ScoringSettings, tmp_path: P
         before = live.peak = live.now
         for _ in scores_of_windows(decoder, [[5] * window] * 3, settings):
             pass
-    planned = draft_memory(model, settings, dtype_bytes=4, device="cpu")
+    planned = draft_memory(model, settings, dtype="float32", device="cpu")
     assert planned.weight_bytes == pytest.approx(before, rel=0.01)
     assert live.peak - before <= planned.working_bytes <= 1.5 * (live.peak - before)

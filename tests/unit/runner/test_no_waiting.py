@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snapstream.config import EngineConfig, KVBudget, KVDType, ModelConfig, RescoringConfig, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import Chunking, EngineConfig, KVBudget, KVDType, ModelConfig, RescoringConfig
 from snapstream.models.decoder import Decoder
 from snapstream.models.weights import DecoderWeights
 from snapstream.request import SamplingParams
@@ -25,6 +26,7 @@ MODEL = ModelConfig(
     head_dim=4, intermediate_size=24, max_position=64, qk_norm=True, eos_token_ids=(2,),
 )  # fmt: skip
 BUDGET = KVBudget(num_sink=2, num_topk=4, num_recent=8)
+SELECTOR = SnapKV(observation_len=4)
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=1, logprobs=2, min_tokens=2)
 EVERYTHING = replace(SAMPLED, logit_bias={5: 1.0}, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.2)
 
@@ -45,15 +47,21 @@ class Parcels(TorchDispatchMode):
 
 def runner_on(device: str, kv_dtype: KVDType = "auto", rescoring: RescoringConfig | None = None) -> ModelRunner:
     config = EngineConfig(
-        budget=BUDGET, max_model_len=64, max_rows=6, chunk_len=64, short_len=64, short_reserve=64,
-        snapkv=SnapKVConfig(window_len=4), kv_dtype=kv_dtype, rescoring=rescoring,
+        budget=BUDGET, max_model_len=64, max_rows=6, chunking=Chunking(chunk_len=64, short_len=64), short_reserve=64,
+        selector=SnapKV(observation_len=4), kv_dtype=kv_dtype, rescoring=rescoring,
     )  # fmt: skip
     return ModelRunner(Decoder(MODEL, DecoderWeights.empty(MODEL, torch.float32, device)), config)
 
 
 def prefill(rows: tuple[int, ...], step_id: int = 0, sampling: SamplingParams = SAMPLED) -> StepPlan:
     entry = PrefillEntry(
-        request_id="r", token_ids=tuple(range(3, 30)), rows=rows, seeds=rows, sampling=sampling, budget=BUDGET
+        request_id="r",
+        token_ids=tuple(range(3, 30)),
+        rows=rows,
+        seeds=rows,
+        sampling=sampling,
+        budget=BUDGET,
+        selector=SELECTOR,
     )
     job = JobSpec(job_id=step_id, staging_start=0, entries=(entry,))
     return StepPlan(step_id=step_id, opened_jobs=(job,), units=(UnitRange(step_id, 0, MODEL.num_layers),))

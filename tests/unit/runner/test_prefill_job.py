@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, SnapKVConfig
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig
 from snapstream.models.decoder import Decoder
 from snapstream.models.weights import DecoderWeights
 from snapstream.request import SamplingParams
@@ -17,13 +18,14 @@ MODEL = ModelConfig(
     head_dim=4, intermediate_size=24, max_position=64,
 )  # fmt: skip
 BUDGET = KVBudget(num_sink=2, num_topk=4, num_recent=8)
+SELECTOR = SnapKV(observation_len=4)
 
 
 @pytest.fixture
 def runner() -> ModelRunner:
     config = EngineConfig(
-        budget=BUDGET, max_model_len=64, max_rows=2, chunk_len=8, short_len=8, short_reserve=16,
-        snapkv=SnapKVConfig(window_len=4),
+        budget=BUDGET, max_model_len=64, max_rows=2, chunking=Chunking(chunk_len=8, short_len=8), short_reserve=16,
+        selector=SnapKV(observation_len=4),
     )  # fmt: skip
     weights = DecoderWeights.random(MODEL, torch.float32, "cpu", seed=0)
     return ModelRunner(Decoder(MODEL, weights), config)
@@ -37,6 +39,7 @@ def entry(length: int, row: int, sampling: SamplingParams | None = None) -> Pref
         seeds=(row,),
         sampling=sampling or SamplingParams(temperature=0.0),
         budget=BUDGET,
+        selector=SELECTOR,
     )
 
 
@@ -60,7 +63,7 @@ def test_a_unit_out_of_order_is_a_bug_and_ends_the_job(runner: ModelRunner) -> N
     runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(UnitRange(3, 0, 2),)))
     with pytest.raises(RuntimeError, match="unit 3 was planned, unit 2 is next"):
         runner.submit(StepPlan(step_id=1, units=(UnitRange(3, 3, 1),)))
-    assert runner._jobs == {}
+    assert runner.num_jobs == 0
 
 
 def test_a_dropped_job_is_forgotten(runner: ModelRunner) -> None:

@@ -1,0 +1,150 @@
+"""Markdown of stored results, for README.md and docs; ``python -m figures`` puts it there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import RESULTS
+from figures.markdown import link, table
+
+
+def newest(name: str) -> tuple[Path, dict[str, Any]]:
+    """The latest stored result of that name; file names begin with their date."""
+    found = sorted((RESULTS / "cpu").glob(f"????-??-??_{name}.json"))
+    if not found:
+        raise ValueError(f"not measured; run python -m benchmarks.{name} --save")
+    return found[-1], json.loads(found[-1].read_text())
+
+
+def decode(figures: dict[str, Any]) -> str:
+    rows = []
+    for arm in figures["arms"]:
+        against = (
+            f"{arm['speedup']:.2f}x | {arm['predicted']:.2f}x | {arm['measured_over_predicted']:.2f}"
+            if "speedup" in arm
+            else "1 | 1 | "
+        )
+        rows.append([arm["budget"], f"{arm['slots']:,}", f"{arm['tokens_per_s']:.1f}", *against.split(" | ")])
+    heads = ["cache", "slots", "tokens/s", "faster", "as the bytes predict", "ratio"]
+    return f"Decode of {figures['rows']} rows after a {figures['prompt_len']:,}-token prompt:\n\n" + table(heads, rows)
+
+
+def prefill(figures: dict[str, Any]) -> str:
+    rows = [
+        [f"{arm['prompt_len']:,}", f"{arm['slots']:,}", f"{arm['tokens_per_s']:,.0f}", f"{arm['compress_share']:.2%}"]
+        for arm in figures["arms"]
+    ]
+    heads = ["prompt", "slots", "tokens/s", "scoring + selection + write"]
+    return "What compression adds to a prefill:\n\n" + table(heads, rows)
+
+
+def memory(figures: dict[str, Any]) -> str:
+    rows = [
+        [str(arm["layers"]), f"{arm['measured_mib']:.0f} MiB", f"{arm['planned_mib']:.0f} MiB",
+         f"{arm['measured_over_planned']:.2f}", f"{arm['chunk_major_staging_mib']:,.0f} MiB"]
+        for arm in figures["arms"]
+    ]  # fmt: skip
+    heads = ["layers", "measured peak", "`plan` says", "ratio", "K and V of all layers"]
+    return f"Memory that a {figures['prompt_len']:,}-token prefill needs beside weights and row:\n\n" + table(
+        heads, rows
+    )
+
+
+def peers(figures: dict[str, Any]) -> str:
+    rows = []
+    for arm in figures["arms"]:
+        same = f"{arm['same_tokens']:.1%}" if "same_tokens" in arm else ""
+        rows.append([arm["engine"], f"{arm['output_tokens_per_s']:,.0f}", f"{arm['speedup']:.2f}x", same])
+    size = f"{figures['rows']} prompts of {figures['prompt_len']:,} tokens, {figures['new_tokens']} new tokens each"
+    heads = ["engine", "output tokens/s, prefill included", "speed-up", "same greedy tokens"]
+    return f"{size}:\n\n" + table(heads, rows)
+
+
+def serving(figures: dict[str, Any]) -> str:
+    rows = [
+        ["output tokens/s", f"{figures['engine_tokens_per_s']:,.0f}", f"{figures['server_tokens_per_s']:,.0f}",
+         f"{figures['throughput_ratio']:.1%}"],
+        ["ms to the first token when idle", f"{figures['engine_first_token_ms']:.1f}",
+         f"{figures['server_first_token_ms']:.1f}", f"+{figures['first_token_cost_ms']:.1f} ms"],
+    ]  # fmt: skip
+    size = f"{figures['rows']} streams of {figures['max_tokens']} tokens after {figures['prompt_len']}-token prompts"
+    return f"What HTTP costs, {size}:\n\n" + table(["", "engine in-process", "over HTTP", "against it"], rows)
+
+
+def soak(figures: dict[str, Any]) -> str:
+    outcomes = figures["outcomes"]
+    rows = [
+        ["right, compared with the engine alone", f"{outcomes['right']:,}"],
+        ["cancelled by the client", f"{outcomes['cancelled']:,}"],
+        ["malformed and refused", f"{outcomes['refused']:,}"],
+        ["wrong, lost or 5xx", f"{len(figures['failures']):,}"],
+        ["429, tried again", f"{outcomes.get('tried again', 0):,}"],
+        *([f"growth of the {name}'s memory, second half", f"{growth:+.1%}"]
+          for name, growth in figures["memory_growth"].items()),
+    ]  # fmt: skip
+    size = f"{figures['requests']:,} requests from {figures['clients']} clients on {figures['max_rows']} rows"
+    return f"Soak, {size}:\n\n" + table(["", ""], rows)
+
+
+def spec_prefill(figures: dict[str, Any]) -> str:
+    rows = [
+        [f"{arm['prompt_len']:,}", f"{arm['keep']:.0%}", str(arm["look_ahead"]), f"{arm['full_s']:.2f} s",
+         f"{arm['first_token_s']:.2f} s", f"{arm['draft_s']:.2f} s", f"{arm['speedup']:.1f}x",
+         f"{arm['predicted']:.1f}x"]
+        for arm in figures["arms"]
+    ]  # fmt: skip
+    heads = ["prompt", "kept", "look-ahead", "first token, whole prompt", "first token, draft included", "of it draft",
+             "sooner", "as the operations predict"]  # fmt: skip
+    return "Time to the first token with a draft in front:\n\n" + table(heads, rows)
+
+
+def executors(figures: dict[str, Any]) -> str:
+    rows = [
+        [f"{arm['context']:,}", arm["sampling"], f"{arm['eager_ms']:.2f} ms", f"{arm['graph_ms']:.2f} ms",
+         f"{arm['speedup']:.2f}x"]
+        for arm in figures["arms"]
+    ]  # fmt: skip
+    heads = ["tokens in the rows", "sampling", "eager", "graph", "faster"]
+    return f"A decode step of {figures['rows']} rows, plain calls against the compiled step (medians):\n\n" + table(
+        heads, rows
+    )
+
+
+def grammar(figures: dict[str, Any]) -> str:
+    rows = []
+    for run in figures["runs"]:
+        sampled = {entry["rows"]: entry for entry in run["sampling"]}[8]
+        rows += [
+            [f"{run['size']:,}", name, f"{mask['compile_ms']:.1f} ms", f"{mask['mask_us_median']:.0f} µs",
+             f"{mask['mask_us_p99']:.0f} µs", f"{sampled['extra_us_per_row']:.0f} µs"]
+            for name, mask in run["masks"].items()
+        ]  # fmt: skip
+    heads = ["vocabulary", "grammar", "compiled once in", "a mask, median", "p99", "sampling, more per row (8 rows)"]
+    return "What a grammar costs on the host:\n\n" + table(heads, rows)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "decode": decode, "prefill": prefill, "memory": memory, "peers_100m": peers,
+    "peers_tiny": peers, "spec_prefill": spec_prefill, "serving": serving, "soak": soak,
+    "executors": executors, "grammar": grammar,
+}  # fmt: skip
+
+TINY = "the tiny model that ships"
+MODELS = {
+    "peers_tiny": TINY, "soak": TINY, "serving": TINY, "executors": TINY, "grammar": "masks and sampling alone",
+}  # fmt: skip  # elsewhere the result names its model
+
+
+def section(name: str, document: Path) -> str:
+    """Markdown of the newest result of that name, with its source underneath, for ``document``.
+
+    ValueError if nothing was measured.
+    """
+    path, result = newest(name)
+    figures = result["figures"]
+    model = figures.get("model", MODELS.get(name, "random Llama 100M fp32"))
+    where = f"[{path.relative_to(RESULTS.parents[1]).as_posix()}]({link(path, document)})"
+    return f"{TABLES[name](figures)}\n\n<sub>{model}; {result['device']}; `{result['command']}`; {where}</sub>\n"

@@ -1,0 +1,138 @@
+"""Selection that only experiments use: random tokens, and SnapKV with every part of it open to change.
+
+``Variant()`` keeps what ``SnapKV()`` keeps; ``AS_PUBLISHED`` and ``AS_KVPRESS`` are settings of others in its terms.
+The package has one selector for each method that a user would choose; what these measure decides which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from snapstream.cache.selectors.hops import Hops, votes_of_rounds
+from snapstream.cache.selectors.pooling import carry_ahead, pool_max
+from snapstream.cache.selectors.snapkv import POOL_WIDTH, SnapKV
+from snapstream.cache.selectors.topk import select_topk
+from snapstream.config import DEFAULT_OBSERVATION, Selector, as_count
+from snapstream.kernels.bound import Kernels
+
+Pooling = Literal["avg", "max"]
+SoftmaxOver = Literal["candidates", "row"]
+GroupReduce = Literal["sum", "max"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(Selector):
+    """Random tokens: the floor that a selection must beat. They depend on layer, head and position alone."""
+
+    name: ClassVar[str] = "random"
+    observation_len: int = DEFAULT_OBSERVATION  # not used; budgets are split as the default's
+
+    def select(
+        self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Kernels
+    ) -> Tensor:
+        chance = random_scores(layer, keys.shape[0], candidates.start, candidates.stop, keys.device)  # [G, n]
+        return select_topk(chance, num_topk) + candidates.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant(Selector):
+    """SnapKV and hops with their constants open; the defaults are the package's."""
+
+    name: ClassVar[str] = "variant"
+    can_rescore: ClassVar[bool] = True
+    observation_len: int = DEFAULT_OBSERVATION
+    pool_width: int = POOL_WIDTH  # odd width of the centred pooling, stride 1, zero padding
+    pooling: Pooling = "max"  # SnapKV's code has both
+    pool_half_life: int = SnapKV.pool_half_life
+    softmax_over: SoftmaxOver = "candidates"  # or over the whole visible row, as SnapKV has it
+    group_reduce: GroupReduce = "sum"  # how query heads that share a kv head merge, after the softmax
+    num_hops: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("observation_len", 1), ("pool_width", 1), ("pool_half_life", 0), ("num_hops", 0)):
+            as_count(name, getattr(self, name), least)
+        if self.pool_width % 2 == 0:
+            raise ValueError(f"pool_width is {self.pool_width}; it must be odd")
+        for name, known in (
+            ("pooling", ("avg", "max")), ("softmax_over", ("candidates", "row")), ("group_reduce", ("sum", "max")),
+        ):  # fmt: skip
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {known[0]!r} or {known[1]!r}")
+
+    @property
+    def needs_all_queries(self) -> bool:
+        return self.num_hops > 0
+
+    def select(
+        self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Kernels
+    ) -> Tensor:
+        votes = self.votes(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
+        if self.num_hops == 0:
+            return select_topk(self.pool(votes), num_topk) + candidates.start
+        first = select_topk(self.pool(votes), -(-num_topk // 2))
+        total = votes_of_rounds(votes, queries, keys, candidates, self.num_hops, self.observation_len, kernels)
+        return select_topk(self._centred(total).scatter_(1, first, float("inf")), num_topk) + candidates.start
+
+    def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Kernels) -> Tensor:
+        return kernels.snapkv_scores(
+            queries, keys, keys.shape[1] - queries.shape[0], candidates.start, candidates.stop,
+            over_row=self.softmax_over == "row", group_max=self.group_reduce == "max",
+        )  # fmt: skip
+
+    def pool(self, votes: Tensor) -> Tensor:
+        return carry_ahead(self._centred(votes), self.pool_half_life)
+
+    def _centred(self, votes: Tensor) -> Tensor:
+        if self.pooling == "max":
+            return pool_max(votes, self.pool_width)
+        return F.avg_pool1d(votes[None], self.pool_width, stride=1, padding=self.pool_width // 2)[0]
+
+
+def as_variant(selector: Selector) -> Variant:
+    """The variant that keeps what ``selector`` keeps; TypeError for a method of another kind."""
+    if isinstance(selector, Variant):
+        return selector
+    if not isinstance(selector, SnapKV):
+        raise TypeError(f"selector {selector.name!r} is no variant of SnapKV")
+    num_hops = selector.num_hops if isinstance(selector, Hops) else 0
+    return Variant(observation_len=selector.observation_len, pool_half_life=selector.pool_half_life, num_hops=num_hops)
+
+
+AS_PUBLISHED = Variant(pool_width=7, pooling="max", pool_half_life=0, softmax_over="row")  # arXiv 2404.14469
+# What kvpress's SnapKVPress does by default, in this project's terms; written out, as our defaults may change.
+AS_KVPRESS = Variant(
+    observation_len=64, pool_width=5, pooling="avg", pool_half_life=0, softmax_over="row", group_reduce="sum"
+)
+
+
+def random_scores(layer: int, num_kv_heads: int, start: int, stop: int, device: torch.device | str) -> Tensor:
+    """A score in [0, 1) for every candidate that depends on layer, head and position alone: ``[G, stop - start]`` fp32.
+
+    A hash (the finaliser of MurmurHash3 in 32 bits), so that it is the same in every batch and on every device.
+    """
+    position = torch.arange(start, stop, device=device)
+    head = torch.arange(num_kv_heads, device=device)[:, None]
+    word = (position * 0x1E3779B1 + head * 0x05EBCA6B + (layer + 1) * 0x42B2AE35) & 0xFFFFFFFF  # [G, n]
+    for shift, factor in ((16, 0x05EBCA6B), (13, 0x42B2AE35)):  # below 2**31: products fit in 63 bits
+        word = ((word ^ (word >> shift)) * factor) & 0xFFFFFFFF
+    return (word ^ (word >> 16)).bitwise_right_shift(8).float() / 2**24
+
+
+def stored_settings(selector: Selector) -> dict[str, Any]:
+    """What decides what is kept, spelled as in stored results: their keys outlive the names of classes and fields.
+
+    ``pool_half_life`` stands there only if votes are carried ahead: older results do not know it.
+    """
+    if isinstance(selector, Random):
+        return {"selection": "random"}
+    stored = {"selection": "snapkv", **asdict(as_variant(selector))}
+    stored["window_len"] = stored.pop("observation_len")
+    stored["pool_kernel"] = stored.pop("pool_width")
+    if stored["pool_half_life"] == 0:
+        del stored["pool_half_life"]
+    return stored

@@ -1,0 +1,45 @@
+"""Where a figure was measured: device, versions, commit and command, for the head of every stored result."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def describe() -> dict[str, Any]:
+    """Device, versions, commit, command and date of this run, as plain data."""
+    import transformers
+
+    return {
+        "device": f"cpu: {_cpu_name()}, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
+        "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(*args: str) -> str:
+    try:
+        return subprocess.run(["git", *args], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _module() -> str:
+    return ".".join(Path(sys.argv[0]).resolve().with_suffix("").parts[-2:])

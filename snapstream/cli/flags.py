@@ -1,0 +1,130 @@
+"""Flags of a command from the fields of settings classes, so that a command takes a few objects, not thirty values.
+
+A parameter of a command whose type is a dataclass stands for a flag per field. A field has an ``Annotated`` option of
+typer's, or was made by ``config.options.setting``, whose metadata are its words; a field with neither has no flag.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+Command = Callable[..., None]
+
+
+def whole_number(text: str) -> int:
+    """``text`` as a whole number, else one line of error."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    """``text`` as a number, else one line of error."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+def whole_option(help_text: str) -> Any:
+    """An option that takes a whole number."""
+    return typer.Option(help=help_text, parser=whole_number, metavar="N")
+
+
+def number_option(help_text: str) -> Any:
+    """An option that takes a number."""
+    return typer.Option(help=help_text, parser=number, metavar="X")
+
+
+def text_option(metavar: str, help_text: str, envvar: str | None = None) -> Any:
+    """An option that takes a text, or several; also from a variable of the environment."""
+    return typer.Option(help=help_text, metavar=metavar, envvar=envvar)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """How one command shows a settings class, by the names of its fields."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # other than the class's
+    words: Mapping[str, str] = field(default_factory=dict)  # help, other than the class's
+    without: tuple[str, ...] = ()  # fields that have no flag here
+
+
+def as_command(function: Command) -> Command:
+    """``function`` with its settings classes taken apart: what typer is given."""
+    hints = get_type_hints(function, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    for name, own in inspect.signature(function).parameters.items():
+        kind = get_args(hints[name])[0] if get_origin(hints[name]) is Annotated else hints[name]
+        if not is_dataclass(kind):
+            parameters.append(own.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        shown = next((extra for extra in get_args(hints[name]) if isinstance(extra, Flags)), Flags())
+        flags = _flags_of(kind, shown)
+        parameters += flags
+        groups[name] = (kind, [flag.name for flag in flags])
+
+    def command(**values: Any) -> None:
+        made = {
+            name: kind(**{field_name: values.pop(field_name) for field_name in names})
+            for name, (kind, names) in groups.items()
+        }
+        function(**values, **made)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = {}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _flags_of(settings: Any, shown: Flags) -> list[inspect.Parameter]:
+    hints = get_type_hints(settings, include_extras=True)
+    flags = []
+    own_first = sorted(fields(settings), key=lambda own: own.name not in settings.__annotations__)  # then the inherited
+    for own in own_first:
+        is_told = get_origin(hints[own.name]) is Annotated
+        if own.name in shown.without or not (is_told or "help" in own.metadata):
+            continue
+        default = shown.defaults.get(own.name, own.default)
+        flags.append(
+            inspect.Parameter(
+                own.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if default is MISSING else default,
+                annotation=hints[own.name] if is_told else _annotation(own, hints[own.name], shown),
+            )
+        )
+    return flags
+
+
+def _annotation(own: Field[Any], hint: Any, shown: Flags) -> Any:
+    """A field of ``setting``: its type, if that is words to choose from or a text, else what its ``parse`` reads."""
+    told: dict[str, Any] = {"help": shown.words.get(own.name, own.metadata["help"])}
+    names = [own.metadata["flag"]] if own.metadata["flag"] else []
+    parse, metavar = own.metadata["parse"], own.metadata["metavar"]
+    if parse is not None:
+        hint, told["parser"] = Any, _read_with(parse)
+    elif int in (hint, *get_args(hint)):
+        hint, told["parser"], metavar = Any, whole_number, metavar or "N"
+    elif str in get_args(hint):  # a text, or something that no command line can write
+        hint = str | None if own.default is None else str
+    if metavar:
+        told["metavar"] = metavar
+    return Annotated[hint, typer.Option(*names, **told)]
+
+
+def _read_with(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        try:
+            return parse(value) if isinstance(value, str) else value  # defaults come through here too
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return read

@@ -1,0 +1,96 @@
+"""What a user may say about an engine. The command line, the server and ``LLM`` carry this object as it is.
+
+A field is a setting: its default, and in its metadata the words and the form of its flag, which ``cli/flags.py`` reads.
+``start/resolve.py`` makes an ``EngineConfig`` of it. Here stand the settings about which something is decided;
+``settings.py`` has those that an engine takes as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, cast
+
+from snapstream.config.cache import KVBudget
+from snapstream.config.engine import EXECUTORS
+from snapstream.config.selector import DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
+from snapstream.config.settings import Settings, setting
+from snapstream.config.values import as_count, check, set_counts
+
+Budget = KVBudget | int | str  # the only text is "full"
+AutoCount = int | Literal["auto"]
+
+
+def _count_or(word: str) -> Callable[[str], int | str]:
+    """Reads a whole number or that word."""
+
+    def parse(text: str) -> int | str:
+        try:
+            return text if text == word else int(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a whole number or {word!r}") from None
+
+    return parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(Settings):
+    """Settings of an engine; lengths in tokens. ValueError for what no engine could be."""
+
+    budget: Budget = setting(
+        8192,  # what the paper keeps of a 128k prompt
+        "Slots of a row, or 'full'; a request may ask for less. At most the window.",
+        metavar="N|full",
+        parse=_count_or("full"),
+    )
+    selector: str | Selector = setting(
+        DEFAULT_SELECTOR, "Method that chooses what a row keeps.", metavar="|".join(SELECTORS.names)
+    )
+    device: str = setting("cpu", "Where the engine runs.", metavar="cpu|cuda")
+    executor: str | None = setting(
+        None,
+        "Decode as plain calls, or compiled/captured. Default: graph on a GPU only.",
+        metavar="|".join(EXECUTORS.names),
+    )
+    max_rows: AutoCount = setting(
+        8, "Rows: samples decoded together; auto: as many as fit.", metavar="N|auto", parse=_count_or("auto")
+    )
+    max_model_len: int | None = setting(None, "Prompt and output tokens. Default: the model's window.")
+    chunk_len: AutoCount = setting(
+        "auto",
+        "Tokens of one prefill unit; auto: what suits model and device.",
+        metavar="N|auto",
+        parse=_count_or("auto"),
+    )
+    prefill_quantum: int = setting(0, "Units of prefill per step while rows decode. 0: what suits the device.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        set_counts(self, prefill_quantum=0)
+        for name in ("max_rows", "chunk_len"):
+            if getattr(self, name) != "auto":
+                object.__setattr__(self, name, as_count(name, getattr(self, name), 1))
+        if self.max_model_len is not None:
+            set_counts(self, max_model_len=1)
+        if self.executor is not None:
+            EXECUTORS.check(self.executor)
+        make_selector(self.selector)
+        check_budget(self.budget)
+
+    @classmethod
+    def of(cls, options: EngineOptions | None, given: dict[str, Any]) -> EngineOptions:
+        """``options``, by default the defaults, with the fields ``given`` by name; TypeError for an unknown name."""
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise TypeError(f"{unknown[0]} is no setting of an engine; the settings are {', '.join(known)}")
+        return replace(cls() if options is None else options, **given)
+
+
+def check_budget(budget: Any) -> Budget:
+    """``budget`` itself; ValueError unless it is a ``KVBudget``, a number of slots or ``"full"``."""
+    if isinstance(budget, str):
+        check(budget == "full", f"budget is {budget!r}; it must be a KVBudget, a number of slots or 'full'")
+    elif not isinstance(budget, KVBudget):
+        as_count("budget", budget, 1)
+    return cast(Budget, budget)

@@ -1,0 +1,161 @@
+"""The functions that a layer and a cache call on one device, bound once when an engine is loaded.
+
+``bind`` makes the object; it is handed to the decoder, the cache and the views, which call its fields and never ask
+what device they are on. ``reference.py`` holds the meaning of every field, in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels import plain, reference, scores
+from snapstream.kernels.cpu import attention, compiled, trial
+from snapstream.kernels.cpu.norm import Norms
+from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
+
+__all__ = ["CosSin", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "RowPlaces", "bind", "has_triton"]
+
+KernelVersion = Literal["triton", "cpu", "compiled_cpu", "torch"]
+
+
+class ScoreKernel(Protocol):
+    def __call__(
+        self, queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Tensors in, tensors out; the meaning of each field is the function of its name in ``reference.py``."""
+
+    version: KernelVersion
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [T, D], weight [O, D], bias [O] -> [T, O]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [T, D], weight [D], eps
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]  # residual += x in place, and the norm of the sum
+    swiglu: Callable[[Tensor], Tensor]  # [T, 2I] -> [T, I]
+    norm_rope: Callable[[Tensor, HeadNorm, CosSin, int], Tensor]  # heads [T, H+2G, E], G -> [T, H+G, E]
+    # A decode step's attention in one layer: norm, rotate, write a slot per row, attend over the visible slots.
+    # heads [B, H+2G, E] as projected -> [B, H, E]
+    attend_rows: Callable[[Tensor, HeadNorm, CosSin, LayerRows, RowPlaces, Keep | None], Tensor]
+    gather_rows: Callable[[LayerRows, Sequence[int], Tensor, Tensor, Tensor], None]  # rows, keys, values, index [G, n]
+    snapkv_scores: ScoreKernel
+    hop_scores: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+
+    def sum_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """``residual [T, D] += x`` in place unless there is no ``x``, and the norm of the sum."""
+        return self.rms_norm(residual, weight, eps) if x is None else self.add_rms_norm(residual, x, weight, eps)
+
+    def tuned(self, weights: Sequence[Tensor], max_tokens: int) -> Kernels:
+        """These kernels with the fastest way here to multiply up to ``max_tokens`` tokens with ``weights [O, D]``.
+
+        Plain calls on a CPU have several; a trial of under a second at load finds it. Other versions stay as they are.
+        """
+        if self.version != "cpu":
+            return self
+        return replace(self, linear=trial.tuned_linear(weights, max_tokens))
+
+
+def bind(device: torch.device | str, version: KernelVersion | None = None) -> Kernels:
+    """The kernels of a device: by default Triton's on an NVIDIA GPU that has it, those of ``cpu/`` on a CPU.
+
+    ``"compiled_cpu"`` is for the decode step that ``torch.compile`` compiles on a CPU; ``"torch"`` runs anywhere.
+    ``"triton"`` on other devices needs Triton's interpreter. ValueError for a version that cannot be had here.
+    """
+    kind = torch.device(device).type
+    version = version or _default(kind)
+    if version in ("cpu", "compiled_cpu") and kind not in ("cpu", "meta"):
+        raise ValueError(f"kernels {version!r} run on a CPU, and the device is {device}")
+    match version:
+        case "triton":
+            return _triton()
+        case "cpu":
+            return _cpu()
+        case "compiled_cpu":
+            return _compiled_cpu()
+        case "torch":
+            return _torch()
+    raise ValueError(f"kernels are {version!r}; they must be one of {', '.join(get_args(KernelVersion))}")
+
+
+def has_triton() -> bool:
+    """True where Triton is installed beside a PyTorch for NVIDIA GPUs; it is not imported."""
+    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
+
+
+def _default(kind: str) -> KernelVersion:
+    if kind == "cuda":
+        return "triton" if has_triton() else "torch"
+    return "cpu" if kind == "cpu" else "torch"
+
+
+def _torch() -> Kernels:
+    return Kernels(
+        version="torch",
+        linear=reference.linear,
+        rms_norm=plain.rms_norm,
+        add_rms_norm=plain.add_rms_norm,
+        swiglu=plain.swiglu,
+        norm_rope=plain.norm_rope,
+        attend_rows=plain.rows_attention(plain.norm_rope, reference.decode_attention),
+        gather_rows=reference.gather_rows,
+        snapkv_scores=scores.snapkv_scores,
+        hop_scores=scores.hop_scores,
+    )
+
+
+def _cpu() -> Kernels:
+    norms = Norms(remembers=True)
+    return Kernels(
+        version="cpu",
+        linear=reference.linear,
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
+        swiglu=plain.swiglu,
+        norm_rope=norms.norm_rope,
+        attend_rows=plain.rows_attention(norms.norm_rope, attention.decode_attention),
+        gather_rows=reference.gather_rows,
+        snapkv_scores=scores.snapkv_scores,
+        hop_scores=scores.hop_scores,
+    )
+
+
+def _compiled_cpu() -> Kernels:
+    return Kernels(
+        version="compiled_cpu",
+        linear=compiled.linear,
+        rms_norm=compiled.NORMS.rms_norm,
+        add_rms_norm=compiled.NORMS.add_rms_norm,
+        swiglu=plain.swiglu,
+        norm_rope=compiled.NORMS.norm_rope,
+        attend_rows=compiled.attend_rows,
+        gather_rows=reference.gather_rows,
+        snapkv_scores=scores.snapkv_scores,
+        hop_scores=scores.hop_scores,
+    )
+
+
+def _triton() -> Kernels:
+    if not has_triton():
+        raise ValueError("kernels 'triton' need Triton, which is not installed for this PyTorch")
+    from snapstream.kernels.triton import attention as triton_attention
+    from snapstream.kernels.triton import gather, norm, rope_write, swiglu
+    from snapstream.kernels.triton import scores as triton_scores
+
+    return Kernels(
+        version="triton",
+        linear=reference.linear,
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        swiglu=swiglu.swiglu,
+        norm_rope=rope_write.norm_rope,
+        attend_rows=triton_attention.attend_rows,
+        gather_rows=gather.gather_rows,
+        snapkv_scores=triton_scores.snapkv_scores,
+        hop_scores=scores.hop_scores,
+    )

@@ -1,0 +1,72 @@
+"""The kernels in plain PyTorch for any device: as ``reference.py`` means them, without its fp32 copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from snapstream.kernels import reference
+from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
+
+NormRope = Callable[[Tensor, HeadNorm, CosSin, int], Tensor]
+DecodeAttention = Callable[[Tensor, LayerRows, Tensor, Tensor], Tensor]
+AttendRows = Callable[[Tensor, HeadNorm, CosSin, LayerRows, RowPlaces, Keep | None], Tensor]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.rms_norm``."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.add_rms_norm``."""
+    return rms_norm(residual.add_(x), weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See ``reference.swiglu``; in the dtype of the input."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rotate(heads: Tensor, rope: CosSin) -> Tensor:
+    """``heads [T, any, E]`` turned by their angles: fp32 inside, result in the dtype of ``heads``."""
+    cos, sin = rope
+    half = heads.shape[-1] // 2
+    return torch.addcmul(heads * cos, heads.roll(half, dims=-1), sin).to(heads.dtype)
+
+
+def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
+    """See ``reference.norm_rope``."""
+    qk = heads[:, : heads.shape[1] - num_kv_heads]
+    if norm.weight is not None:
+        qk = F.rms_norm(qk, (qk.shape[-1],), None, norm.eps) * norm.weight
+    return rotate(qk, rope)
+
+
+def rows_attention(norm_rope: NormRope, decode_attention: DecodeAttention) -> AttendRows:
+    """``reference.attend_rows`` of these parts."""
+
+    def attend_rows(
+        heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, places: RowPlaces, keep: Keep | None
+    ) -> Tensor:
+        q, k, v = split_heads(heads, norm_rope, norm, rope, cache)
+        if keep is not None:
+            keep(q)
+        reference.write_slots(k, v, cache, places.rows, places.slots)
+        return decode_attention(q, cache, places.rows, places.lengths)
+
+    return attend_rows
+
+
+def split_heads(
+    heads: Tensor, norm_rope: NormRope, norm: HeadNorm, rope: CosSin, cache: LayerRows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated q ``[B, H, E]`` and k ``[B, G, E]``, and v ``[B, G, E]``, as views; latents have no v."""
+    num_kv_heads = cache.num_kv_heads
+    qk = norm_rope(heads, norm, rope, 0 if cache.values_are_keys else num_kv_heads)
+    num_heads = qk.shape[1] - num_kv_heads
+    return qk[:, :num_heads], qk[:, num_heads:], heads[:, heads.shape[1] - num_kv_heads :]

@@ -1,0 +1,73 @@
+"""What kernels are handed beside plain tensors: one layer of all rows, places in it, the norm of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from snapstream.kernels.fp8 import Scales
+
+CosSin = tuple[Tensor, Tensor]  # [T, 1, E] fp32 each, the minus of the rotation in the sine
+Keep = Callable[[Tensor], object]  # takes the rotated queries [B, H, E] of a decode step
+
+
+class HeadNorm(NamedTuple):
+    """Norm of the heads of q and k before the rotation; no weight where a model has none."""
+
+    weight: Tensor | None  # [H+G, E]
+    eps: float
+
+
+class RowPlaces(NamedTuple):
+    """Where the tokens of a decode step go, and what they see."""
+
+    rows: Tensor  # [B] int64
+    slots: Tensor  # [B] int64: where each row's new token is written
+    lengths: Tensor  # [B] int64: visible slots once it is
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Stored tensors of one layer, as views of the stacks; FP8 rows have scales.
+
+    The stacks stay in the handle because an operator of a compiled graph must write to a whole tensor, not to a view.
+    Where values are the first numbers of the keys (latents), ``values`` is a view of ``keys`` and nothing is written
+    to it.
+    """
+
+    keys: Tensor  # [L, rows+1, G, C, E], all layers
+    values: Tensor  # [L, rows+1, G, C, E']
+    layer: int
+    key_scales: Tensor | None = None  # [L, rows+1, G] fp32
+    value_scales: Tensor | None = None  # [L, rows+1, G] fp32
+    values_are_keys: bool = False
+
+    @property
+    def k(self) -> Tensor:
+        """Keys of this layer ``[rows+1, G, C, E]``."""
+        return self.keys[self.layer]
+
+    @property
+    def v(self) -> Tensor:
+        """Values of this layer ``[rows+1, G, C, E']``."""
+        return self.values[self.layer]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads of a row."""
+        return self.keys.shape[2]
+
+    @property
+    def scales(self) -> Scales | None:
+        """Scales of K and V ``[rows+1, G]``; None unless rows are FP8."""
+        if self.key_scales is None or self.value_scales is None:
+            return None
+        return self.key_scales[self.layer], self.value_scales[self.layer]
+
+    def refuse_latents(self, kernel: str) -> None:
+        """ValueError where values are no tensor of their own, for a kernel that reads two."""
+        if self.values_are_keys:
+            raise ValueError(f"{kernel} reads keys and values from two tensors; in these rows the values are the keys")

@@ -1,0 +1,107 @@
+"""A matrix of a model as it lies in memory: the seam behind which its numbers may be narrower than those computed with.
+
+A layer asks a ``Weight`` for its product and never sees its storage; a loader asks it for a place to put a checkpoint's
+tensor. ``Dense`` keeps plain numbers. Another width is a class of its own with the product that reads it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from snapstream.kernels.bound import Kernels
+
+Index = int | slice | tuple[int | slice, ...]
+
+
+class Weight(ABC):
+    """A matrix ``[out, in]``, or a stack of such: ``[L, out, in]``, ``[L, experts, out, in]``."""
+
+    @classmethod
+    @abstractmethod
+    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Self:
+        """Uninitialised storage for numbers that are computed with in ``dtype``."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers it stands for."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of the storage, scales included."""
+
+    @abstractmethod
+    def __getitem__(self, index: Index) -> Weight:
+        """A layer, an expert, or a slice of rows: a view, never a copy."""
+
+    @abstractmethod
+    def fill(self, numbers: Tensor) -> None:
+        """Store ``numbers``, of this shape and any float dtype, in place."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The numbers as they are computed with."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """``x [T, in]`` times this matrix transposed, plus ``bias [out]``: ``[T, out]``."""
+
+    @abstractmethod
+    def lookup(self, token_ids: Tensor) -> Tensor:
+        """Rows of an embedding table: ``token_ids [T]`` to ``[T, in]``."""
+
+    @abstractmethod
+    def shard(self, dim: int, rank: int, num_ranks: int) -> Weight:
+        """The share of one rank, cut evenly along ``dim``. ValueError where that does not come out even."""
+
+
+class Dense(Weight):
+    """Plain numbers in the dtype that is computed with."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Self:
+        """See ``Weight.empty``."""
+        return cls(torch.empty(shape, dtype=dtype, device=device))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes
+
+    def __getitem__(self, index: Index) -> Dense:
+        return Dense(self.data[index])
+
+    def fill(self, numbers: Tensor) -> None:
+        """See ``Weight.fill``; the numbers are rounded to the dtype of the storage."""
+        self.data.copy_(numbers)
+
+    def dense(self) -> Tensor:
+        """The storage itself."""
+        return self.data
+
+    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """See ``Weight.multiply``."""
+        return kernels.linear(x, self.data, bias)
+
+    def lookup(self, token_ids: Tensor) -> Tensor:
+        """See ``Weight.lookup``."""
+        return F.embedding(token_ids, self.data)
+
+    def shard(self, dim: int, rank: int, num_ranks: int) -> Dense:
+        """See ``Weight.shard``."""
+        size = self.data.shape[dim]
+        if size % num_ranks:
+            raise ValueError(f"a weight of shape {list(self.shape)} cannot be cut into {num_ranks} along {dim}")
+        return Dense(self.data.narrow(dim, rank * (size // num_ranks), size // num_ranks))

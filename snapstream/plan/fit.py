@@ -1,0 +1,61 @@
+"""What options come to on a device: the config of an engine with a given budget, and how many of its rows fit.
+
+``start/resolve.py`` decides by this what an engine will be, and ``plan.py`` what one would be: one formula for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from snapstream.config import AutoCount, EngineConfig, EngineOptions, KVBudget, ModelConfig, Settings, make_selector
+from snapstream.plan.chunking import resolve_chunking
+from snapstream.plan.memory import EngineMemory, engine_memory
+
+MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
+
+
+def default_executor(device: str) -> str:
+    """On a GPU graphs, which take seconds to capture. On a CPU plain calls: a first start of ``graph`` compiles for a
+    minute and later ones load for seconds, which pays for a server but not for one prompt.
+    """
+    return "graph" if device.startswith("cuda") else "eager"
+
+
+def engine_config(
+    model: ModelConfig,
+    options: EngineOptions,
+    budget: KVBudget,
+    max_model_len: int,
+    *,
+    device: str,
+    max_rows: int = 1,
+    reserved_bytes: int = 0,
+) -> EngineConfig:
+    """All that follows from the options once budget and window are known. ValueError where they contradict."""
+    kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
+    chunking = resolve_chunking(
+        model, dtype=options.dtype, device=device, chunk_len=options.chunk_len, prefill_quantum=options.prefill_quantum
+    )
+    return EngineConfig(
+        budget=budget,
+        max_model_len=max_model_len,
+        selector=make_selector(options.selector),
+        max_rows=max_rows,
+        chunking=chunking,
+        device=device,
+        executor=options.executor or default_executor(device),
+        reserved_bytes=reserved_bytes,
+        **kept,
+    )
+
+
+def auto_rows(memory: EngineMemory, free_bytes: int) -> int:
+    """Rows that ``max_rows="auto"`` takes; 0 where not one fits."""
+    return max(0, min(memory.rows_that_fit(free_bytes), MAX_AUTO_ROWS))
+
+
+def num_rows(model: ModelConfig, config: EngineConfig, wanted: AutoCount, free_bytes: int) -> int:
+    """Rows that were asked for, or with ``"auto"`` those that fit beside all else of ``config``; at least one."""
+    if wanted != "auto":
+        return wanted
+    return max(auto_rows(engine_memory(model, config), free_bytes), 1)

@@ -1,0 +1,148 @@
+"""What an engine allocates, from the integers of its config: what ``plan`` prints and what the start checks.
+
+Bytes that do not depend on the number of rows: weights, the staging pool, the temporaries of one prefill chunk and of
+one scoring block, the padding row. Bytes per row: keys and values, the sampler's state, and what one entry of a decode
+batch needs - logits, the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own.
+With hops a layer's queries of all staged tokens are held beside the pool. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from snapstream.cache.spec import KVSpec
+from snapstream.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, Selector
+from snapstream.layers.row_state import row_state_bytes
+from snapstream.models.shapes import weight_bytes
+from snapstream.plan.sizes import format_bytes
+
+SCORING_KEYS = 4096  # keys that are scored at a time
+# Of one batch entry and token of the vocabulary, where top-p looks for its threshold: fp32 logits and scores, keys,
+# integer weights, and the buckets of a histogram.
+SAMPLING_BYTES = 52
+FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: workspaces of the matrix library, kernels, what the allocator cannot fill
+
+
+def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
+    """Temporaries of a prefill unit of so many tokens."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    # Projected and rotated heads; the chunk's own keys and values repeated, queries folded, two outputs, their merge.
+    attention = hidden + 2 * (query_size + 2 * kv_size) + 6 * query_size
+    mlp = query_size + 4 * hidden + 3 * inner  # attended heads, residual, norm and its parts, gate and up, product
+    return num_tokens * max(attention, mlp) * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillMemory:
+    """Peak bytes that one prompt's prefill needs beside weights and rows."""
+
+    hidden_bytes: int  # residual stream [N, D]
+    staging_bytes: int  # K and V [2, G, N, E] of one layer
+    transient_bytes: int  # the larger of one chunk's activations and one scoring block
+    query_bytes: int = 0  # with hops: the queries of one layer [N, H, E]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.hidden_bytes + self.staging_bytes + self.transient_bytes + self.query_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """Where the bytes of an engine go."""
+
+    weight_bytes: int
+    staging_bytes: int  # the pool: hidden states and one layer's keys and values
+    transient_bytes: int  # of one prefill chunk or scoring block
+    framework_bytes: int
+    row_bytes: int  # keys and values of a row, in FP8 their scales, and what rescoring keeps of it
+    state_bytes: int  # the sampler's, of a row
+    batch_bytes: int  # of one entry of a decode batch
+    max_rows: int
+    query_bytes: int = 0  # with hops: one layer's queries of all tokens of the pool
+    reserved_bytes: int = 0  # what a draft will take on this device
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All that is there without a single row; the padding row is."""
+        parts = self.weight_bytes, self.staging_bytes, self.transient_bytes, self.framework_bytes
+        return sum(parts) + self.query_bytes + self.reserved_bytes + self.row_bytes + self.state_bytes
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What one more row costs."""
+        return self.row_bytes + self.state_bytes + self.batch_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.fixed_bytes + self.max_rows * self.bytes_per_row
+
+    def rows_that_fit(self, free_bytes: int) -> int:
+        """Rows beside the fixed bytes; 0 or less where not even those fit."""
+        return (free_bytes - self.fixed_bytes) // self.bytes_per_row
+
+    def describe(self) -> str:
+        """The sum in words, for an error."""
+        decode = self.max_rows * self.batch_bytes + (self.max_rows + 1) * self.state_bytes
+        parts = [
+            f"{format_bytes(self.weight_bytes)} of weights",
+            f"{self.max_rows} + 1 rows of {format_bytes(self.row_bytes)}",
+            f"{format_bytes(self.staging_bytes)} of staging",
+            f"{format_bytes(self.transient_bytes)} of prefill temporaries",
+            *([f"{format_bytes(self.query_bytes)} of queries for hops"] if self.query_bytes else []),
+            *([f"{format_bytes(self.reserved_bytes)} for the draft"] if self.reserved_bytes else []),
+            f"{format_bytes(decode + self.framework_bytes)} for decode and the framework",
+        ]
+        return f"{', '.join(parts[:-1])} and {parts[-1]} need {format_bytes(self.total_bytes)}"
+
+
+def prefill_memory(
+    model: ModelConfig, num_tokens: int, *, chunk_len: int, dtype: DType, selector: Selector
+) -> PrefillMemory:
+    """Peak memory of prefilling ``num_tokens`` tokens layer by layer; it does not grow with the number of layers."""
+    spec = KVSpec.of(model, dtype)
+    keys = min(SCORING_KEYS, num_tokens)
+    scoring_bytes = 4 * (
+        selector.observation_len * spec.num_heads * keys + spec.key_size * keys
+    )  # fp32 block and its keys
+    # Scores of all keys: as voted, pooled, carried ahead; with hops also the sum, the latest votes and their parts.
+    scoring_bytes += 4 * (6 if selector.needs_all_queries else 3) * spec.num_kv_heads * num_tokens
+    return PrefillMemory(
+        hidden_bytes=num_tokens * model.hidden_size * DTYPE_BYTES[dtype],
+        staging_bytes=spec.staging_bytes(num_tokens),
+        transient_bytes=max(chunk_bytes(model, min(chunk_len, num_tokens), dtype), scoring_bytes),
+        query_bytes=spec.query_bytes(num_tokens) if selector.needs_all_queries else 0,
+    )
+
+
+def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """What one entry of a decode batch takes: logits, the sampler's work, activations."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    activations = (4 * model.hidden_size + 3 * heads + 3 * model.intermediate_size) * DTYPE_BYTES[config.dtype]
+    batch = model.vocab_size * SAMPLING_BYTES + activations
+    if config.device.startswith("cuda"):
+        return 2 * batch
+    if config.kv_dtype == "fp8":  # plain PyTorch widens the visible slots of one layer
+        batch += KVSpec.of(model, "float32").staging_bytes(config.budget.capacity)
+    return batch
+
+
+def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
+    """Bytes of an engine that was decided to be ``config``."""
+    spec = KVSpec.of(model, config.dtype, config.kv_dtype)
+    capacity = config.budget.capacity
+    prefill = prefill_memory(
+        model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector
+    )
+    return EngineMemory(
+        weight_bytes=weight_bytes(model, config.dtype),
+        staging_bytes=prefill.hidden_bytes + prefill.staging_bytes,
+        transient_bytes=max(prefill.transient_bytes, spec.refresh_bytes(config.rescoring, capacity)),
+        framework_bytes=FRAMEWORK_BYTES if config.device.startswith("cuda") else 0,
+        row_bytes=spec.row_bytes(capacity) + spec.rescoring_bytes(config.rescoring, capacity),
+        state_bytes=row_state_bytes(model.vocab_size),
+        batch_bytes=batch_bytes(model, config),
+        max_rows=config.max_rows,
+        query_bytes=prefill.query_bytes,
+        reserved_bytes=config.reserved_bytes,
+    )

@@ -1,0 +1,236 @@
+"""What a model costs before it is loaded: bytes per row, rows that fit, prefill memory, byte-bound speed.
+
+Everything follows from the config's integers, so the figures are bounds, not measurements. No torch.
+
+* a row: ``2 L G C E`` numbers (keys and values), however long the prompt was; in FP8 also ``2 L G`` fp32 scales; with
+  rescoring also ``L w H E`` numbers (its last queries) and ``L G C`` fp32 votes;
+* weights: the shapes of ``models/shapes.py``;
+* a prefill of N tokens: hidden states ``N D``, staging of the one layer in work ``2 N G E``, and the larger
+  of one chunk's temporaries, ``T max(D + (8 H + 4 G) E, H E + 4 D + 3 I)``, and one fp32 scoring block,
+  ``window H`` by 4096 keys (``memory.py``); with hops also one layer's queries ``N H E``;
+* rows that fit: ``(memory - fixed) / (row + decode of a row)``, as the engine itself counts (``memory.py``): fixed are
+  weights, prefill, the padding row, the framework and a draft; prefill is here the pool that the engine allocates
+  once, for ``max_model_len`` and a reserve for short prompts;
+* tokens per second at most: ``B bandwidth / (weights read + B visible row bytes)``. A step reads every weight
+  once (an untied embedding table is left out: B lines of it) and the visible slots of every row once.
+
+``report.py`` prints a ``Plan`` for people; ``Plan.as_dict`` is what ``snapstream plan --json`` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from snapstream.cache.layout import num_visible
+from snapstream.cache.spec import KVSpec
+from snapstream.config import (
+    DEFAULT_OBSERVATION,
+    DEFAULT_SINK,
+    EngineOptions,
+    KVBudget,
+    KVDType,
+    ModelConfig,
+    make_selector,
+)
+from snapstream.engine.pace import job_chunk_len
+from snapstream.models.shapes import decode_weight_bytes, num_parameters
+from snapstream.plan.draft_memory import DraftMemory
+from snapstream.plan.fit import auto_rows, engine_config
+from snapstream.plan.memory import EngineMemory, PrefillMemory, engine_memory, prefill_memory
+
+MAX_PLANNED_LEN = 131_072  # default prompt length where the model's window is longer
+DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of the prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """The machine that asks."""
+
+    device: str
+    free_bytes: int  # now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The GPU that is planned for, by default one of 80 GiB."""
+
+    memory_bytes: int = 80 * 2**30
+    bandwidth_bytes_per_s: int = 3_350_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """One line of the table: a row of ``capacity`` slots."""
+
+    name: str  # "full", or the number of slots
+    capacity: int
+    visible_slots: int  # slots that a decode step reads right after the prompt
+    row_bytes: int  # with what rescoring keeps of it
+    full_fraction: float  # of the full row's bytes
+    max_rows: int  # rows that fit the memory, the padding row already taken off
+    tokens_per_s_one: float  # byte bound, one row decoding
+    tokens_per_s_max: float  # byte bound, max_rows rows decoding; 0 if none fits
+    rows_here: int | None = None  # what --max-rows auto gives on this machine; 0 where not one row fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The whole answer; sizes in bytes, lengths in tokens."""
+
+    architecture: str
+    num_parameters: int
+    dtype: str
+    kv_dtype: KVDType  # of rows; "auto" is dtype
+    prompt_len: int
+    max_model_len: int
+    chunk_len: int  # of a prompt of prompt_len
+    short_chunk_len: int  # of a short prompt
+    here: Here | None
+    memory_bytes: int
+    bandwidth_bytes_per_s: int
+    weight_bytes: int
+    token_bytes: int  # K and V of one token, all layers
+    prefill: PrefillMemory  # one prompt of prompt_len
+    prefill_pool_bytes: int  # what the engine sets aside: the same for max_model_len + EngineConfig.short_reserve
+    all_layers_staging_bytes: int  # what chunk-major prefill of this prompt would stage
+    draft: DraftMemory | None
+    rows: tuple[RowPlan, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields above under their names; ``prefill`` also has ``total_bytes``, ``rows`` is a list."""
+        plain = asdict(self)
+        plain["prefill"]["total_bytes"] = self.prefill.total_bytes
+        plain["rows"] = list(plain["rows"])
+        return plain
+
+
+def default_budgets(prompt_len: int) -> tuple[int, ...]:
+    """Slots of the default table: 1/2 to 1/16 of the prompt, as far as a budget may be that small."""
+    parts = (prompt_len // part for part in DEFAULT_FRACTIONS)
+    return tuple(part for part in parts if part >= DEFAULT_SINK + DEFAULT_OBSERVATION)
+
+
+def _check_len(name: str, value: int, limit: int, of_what: str) -> None:
+    if not 1 <= value <= limit:
+        raise ValueError(f"{name} is {value}; it must be from 1 to {limit} ({of_what})")
+
+
+class _Planner:
+    """What the lines of a plan share: a model, options, the lengths of a prompt and of a full row."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        options: EngineOptions,
+        prompt_len: int,
+        max_model_len: int,
+        gpu: Device,
+        here: Here | None,
+        draft: DraftMemory | None,
+    ) -> None:
+        self.model, self.options, self.gpu, self.here = model, options, gpu, here
+        self.prompt_len, self.max_model_len = prompt_len, max_model_len
+        self.spec = KVSpec.of(model, options.dtype, options.kv_dtype)
+        self._reserved_bytes = 0 if draft is None else draft.total_bytes
+
+    def budgets(self, given: Sequence[int]) -> list[KVBudget]:
+        """Of the table's lines but the first."""
+        voters = make_selector(self.options.selector).observation_len
+        budgets = [KVBudget.of(slots, observation_len=voters) for slots in given or default_budgets(self.prompt_len)]
+        if self.options.rescoring is not None:
+            for budget in budgets:
+                self.options.rescoring.check_budget(budget)
+        return budgets
+
+    def memory(self, budget: KVBudget, device: str = "cuda") -> EngineMemory:
+        """Of an engine with such rows, on a GPU by default. Full rows have nothing to rescore."""
+        options = self.options if budget.num_topk else replace(self.options, rescoring=None)
+        config = engine_config(
+            self.model, options, budget, self.max_model_len, device=device, reserved_bytes=self._reserved_bytes
+        )
+        return engine_memory(self.model, config)
+
+    def row(self, name: str, budget: KVBudget) -> RowPlan:
+        """A line of the table."""
+        memory, here = self.memory(budget), self.here
+        visible = num_visible(self.prompt_len, budget.capacity)
+        read, weights = self.spec.row_bytes(visible), decode_weight_bytes(self.model, self.options.dtype)
+        max_rows, bandwidth = max(0, memory.rows_that_fit(self.gpu.memory_bytes)), self.gpu.bandwidth_bytes_per_s
+        return RowPlan(
+            name=name,
+            capacity=budget.capacity,
+            visible_slots=visible,
+            row_bytes=memory.row_bytes,
+            full_fraction=memory.row_bytes / self.spec.row_bytes(self.max_model_len),
+            max_rows=max_rows,
+            tokens_per_s_one=bandwidth / (weights + read),
+            tokens_per_s_max=max_rows * bandwidth / (weights + max_rows * read),
+            rows_here=None if here is None else auto_rows(self.memory(budget, here.device), here.free_bytes),
+        )
+
+
+def _lengths(model: ModelConfig, options: EngineOptions, prompt_len: int | None) -> tuple[int, int]:
+    """Of the prompt, and of a full row."""
+    window, max_model_len = model.max_position, options.max_model_len
+    if prompt_len is None:
+        prompt_len = min(max_model_len or window, window, MAX_PLANNED_LEN)
+    _check_len("prompt_len", prompt_len, window, "the model's window")
+    if max_model_len is None:
+        max_model_len = prompt_len
+    _check_len("max_model_len", max_model_len, window, "the model's window")
+    _check_len("prompt_len", prompt_len, max_model_len, "max_model_len")
+    if options.chunk_len != "auto":
+        _check_len("chunk_len", options.chunk_len, window, "the model's window")
+    return prompt_len, max_model_len
+
+
+def make_plan(
+    model: ModelConfig,
+    options: EngineOptions | None = None,
+    *,
+    budgets: Sequence[int] = (),
+    prompt_len: int | None = None,
+    gpu: Device | None = None,
+    here: Here | None = None,
+    draft: DraftMemory | None = None,
+) -> Plan:
+    """Cost of full rows and of each of ``budgets`` (slots); without budgets, of the default table.
+
+    ``prompt_len`` defaults to the model's window, at most 131,072; ``options.max_model_len``, the capacity of a full
+    row, to ``prompt_len``. The options' own budget, rows and device are not looked at: the lines are for ``gpu``, and
+    beside them for ``here``. Rescoring holds for the rows of budgets; full rows have nothing to choose again.
+    """
+    options, gpu = options or EngineOptions(dtype="bfloat16"), gpu or Device()
+    prompt_len, max_model_len = _lengths(model, options, prompt_len)
+    planner = _Planner(model, options, prompt_len, max_model_len, gpu, here, draft)
+    full = KVBudget.full(max_model_len)
+    chunking = engine_config(model, replace(options, rescoring=None), full, max_model_len, device="cuda").chunking
+    chunk_len = job_chunk_len(chunking, prompt_len)
+    selector = make_selector(options.selector)
+    prefill = prefill_memory(model, prompt_len, chunk_len=chunk_len, dtype=options.dtype, selector=selector)
+    of_full = planner.memory(full)
+    return Plan(
+        architecture=model.architecture,
+        num_parameters=num_parameters(model),
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        prompt_len=prompt_len,
+        max_model_len=max_model_len,
+        chunk_len=chunk_len,
+        short_chunk_len=chunking.chunk_len,
+        here=here,
+        memory_bytes=gpu.memory_bytes,
+        bandwidth_bytes_per_s=gpu.bandwidth_bytes_per_s,
+        weight_bytes=of_full.weight_bytes,
+        token_bytes=planner.spec.token_bytes(),
+        prefill=prefill,
+        prefill_pool_bytes=of_full.staging_bytes + of_full.transient_bytes + of_full.query_bytes,
+        all_layers_staging_bytes=model.num_layers * prefill.staging_bytes,
+        draft=draft,
+        rows=(
+            planner.row("full", full),
+            *(planner.row(str(budget.capacity), budget) for budget in planner.budgets(budgets)),
+        ),
+    )

@@ -1,0 +1,33 @@
+"""One token per row through the model: from row indices to the scores of the next tokens.
+
+Everything in between stays on the device. A decode step (``decode_eager.py``) draws from the scores; a draft that looks
+ahead takes the best.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from snapstream.cache.kv_cache import KVCache
+from snapstream.kernels.bound import RowPlaces
+from snapstream.models.decoder import Decoder
+from snapstream.models.views import RowsView
+from snapstream.runner.rescoring import RecentQueries
+from snapstream.runner.rows import Rows
+
+
+class RowsForward:
+    """Feeds rows of the persistent state their last token."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows, queries: RecentQueries | None = None) -> None:
+        """``queries`` keeps the last queries of every row; None where nobody asks for them."""
+        self._decoder, self._cache, self._rows, self._queries = decoder, cache, rows, queries
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Feed each of ``rows [B]`` int64 its last token; scores of the next ``[B, V]`` fp32."""
+        positions = self._rows.next_position[rows]  # [B]
+        queries = None if self._queries is None else self._queries.of_step(rows, positions)
+        places = RowPlaces(rows, self._rows.slots(rows), self._rows.lengths(rows))
+        view = RowsView(self._cache, places, self._decoder.kernels, queries)
+        hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
+        return self._decoder.run(hidden, self._decoder.rope(positions, positions + 1), view)

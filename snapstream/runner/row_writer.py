@@ -1,0 +1,53 @@
+"""Writes prompts into their rows, layer by layer, as a pass has read them.
+
+What follows from one rule per request - its budget, its selector, votes for rescoring - stands here, so that whoever
+wants other rows of the same pass overrides a writer and nothing else.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from snapstream.cache import layout
+from snapstream.cache.compress import write_rows
+from snapstream.cache.kv_cache import KVCache
+from snapstream.config import EngineConfig
+from snapstream.runner.rescoring import Rescorer
+from snapstream.runner.rows import Counters, Rows
+from snapstream.step import PrefillEntry
+
+
+class RowWriter:
+    """One rule for all rows of a request."""
+
+    def __init__(self, cache: KVCache, config: EngineConfig, rescorer: Rescorer | None = None) -> None:
+        self.cache, self.config, self.rescorer = cache, config, rescorer
+
+    def num_queries(self, entry: PrefillEntry) -> int:
+        """How many of the last queries of a prompt ``write`` needs; 0 where nothing is selected."""
+        prompt_len = len(entry.token_ids)
+        if not layout.candidates(entry.budget, prompt_len):
+            return 0
+        return entry.selector.num_queries(prompt_len)
+
+    def write(
+        self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, values: Tensor
+    ) -> Tensor | None:
+        """Write one layer of a prompt: ``queries [w, H, E]``, ``keys, values [G, N, E]``.
+
+        Returns the kept positions ``[G, C]``, None if all were kept.
+        """
+        kept = write_rows(self.cache, layer, entry.rows, keys, values, queries, entry.budget, entry.selector)
+        if self.rescorer is not None:
+            self.rescorer.keep_votes(layer, entry, queries, keys, kept)
+        return kept
+
+    def counters(self, entry: PrefillEntry) -> list[Counters]:
+        """Counters of each of the entry's rows, which hold the whole prompt now."""
+        own = Rows.entry(len(entry.token_ids), entry.next_position, entry.budget)
+        return [own] * len(entry.rows)
+
+    def admit(self, entry: PrefillEntry) -> None:
+        """The entry's rows go over to decode."""
+        if self.rescorer is not None:
+            self.rescorer.admit(entry, self.config.rescoring)

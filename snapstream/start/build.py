@@ -1,0 +1,78 @@
+"""The parts of an engine that come from a checkpoint folder: tokenizer, grammars, runner. ``llm.py`` joins them.
+
+torch and transformers are imported by the functions that need them, so that importing this costs nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from snapstream.config import DType, EngineConfig, EngineOptions, ModelConfig
+from snapstream.grammar import GrammarCompiler
+from snapstream.plan.draft_memory import DraftMemory, draft_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from snapstream.spec_prefill.compressor import PromptCompressor
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The folder's tokenizer, or None where there is none (token ids in, token ids out)."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in names):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def grammar_compiler(tokenizer: PreTrainedTokenizerBase | None, model: ModelConfig) -> GrammarCompiler | None:
+    """For grammars over this model's vocabulary; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return GrammarCompiler(lambda: tokenizer_json(tokenizer), model.vocab_size, model.eos_token_ids)
+
+
+def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the tokenizer's tokenizer.json would be; ValueError for one that is written in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"grammar: it needs a fast tokenizer, and this checkpoint has {type(tokenizer).__name__}")
+    return str(backend.to_str())
+
+
+def load_compressor(draft: PromptCompressor | str | Path, options: EngineOptions) -> PromptCompressor:
+    """A draft that is loaded already, or one from its folder, in the engine's numbers and on its device."""
+    from snapstream.spec_prefill.compressor import PromptCompressor
+
+    if isinstance(draft, PromptCompressor):
+        return draft
+    return PromptCompressor(draft, dtype=options.dtype, device=options.device)
+
+
+def memory_of(compressor: PromptCompressor, device: str) -> DraftMemory | None:
+    """Bytes of a draft that is loaded; None where it is on another device."""
+    decoder = compressor.draft.decoder
+    if decoder.device.type != device.split(":")[0]:
+        return None
+    dtype = cast(DType, str(decoder.dtype).removeprefix("torch."))
+    return draft_memory(decoder.config, compressor.scoring, dtype=dtype, device=decoder.device.type)
+
+
+def build_runner(
+    folder: Path, model: ModelConfig, config: EngineConfig, grammars: GrammarCompiler | None, progress: bool
+) -> Any:
+    """Load the weights and put a runner around them."""
+    import torch
+
+    from snapstream.kernels.bound import bind
+    from snapstream.models.decoder import Decoder
+    from snapstream.models.loader import load_weights
+    from snapstream.runner.model_runner import ModelRunner
+
+    dtype = getattr(torch, config.dtype)
+    weights = load_weights(folder, model, dtype, config.device, progress)
+    kernels = bind(config.device).tuned(weights.factors(), config.max_rows)
+    return ModelRunner(Decoder(model, weights, kernels), config, grammars, progress=progress)

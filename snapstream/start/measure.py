@@ -1,0 +1,73 @@
+"""Measures the facts about a machine that ``resolve.py`` decides by, and refuses a device that cannot be used.
+
+torch is imported only where a GPU is asked for, so that a plan on a CPU starts at once.
+"""
+
+from __future__ import annotations
+
+from snapstream.config import EngineConfig, ModelConfig
+from snapstream.plan.draft_memory import DraftMemory
+from snapstream.plan.host import host_memory
+from snapstream.start.resolve import Machine
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this engine does not know, cannot choose or that this machine does not have."""
+    if not isinstance(device, str) or device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
+    if device == "cpu":
+        return
+    import torch
+
+    _, _, index = device.partition(":")
+    if index not in ("", "0"):  # streams, captures and kernels are made on the current GPU, which is the first
+        raise ValueError(
+            f"device is {device!r}; the engine runs on the first GPU that it sees: "
+            f"set CUDA_VISIBLE_DEVICES={index} and use 'cuda'"
+        )
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # which of the two depends on how torch was built
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def device_memory(device: str) -> tuple[int, int]:
+    """Bytes of a device that are free now, and all that it has."""
+    if not device.startswith("cuda"):
+        memory = host_memory()
+        return memory.available, memory.total
+    import torch
+
+    return torch.cuda.mem_get_info(device)
+
+
+def measure_machine(device: str, draft: DraftMemory | None = None) -> Machine:
+    """The facts of this machine; ValueError for a device that cannot be used."""
+    check_device(device)
+    free, total = device_memory(device)
+    if not device.startswith("cuda"):
+        from snapstream.kernels.cpu.native import find_compiler
+
+        has_compiler = find_compiler() is not None
+        return Machine(device=device, free_bytes=free, total_bytes=total, has_compiler=has_compiler, draft=draft)
+    import torch
+
+    return Machine(
+        device=device,
+        free_bytes=free,
+        total_bytes=total,
+        name=torch.cuda.get_device_name(device),
+        capability=None if torch.version.hip is not None else torch.cuda.get_device_capability(device),
+        draft=draft,
+    )
+
+
+def describe_prefill(model: ModelConfig, config: EngineConfig) -> str:
+    """The line that says which kernel will attend prompts, and why. ValueError for one that cannot serve here."""
+    import torch
+
+    from snapstream.kernels.prefill.choice import choose
+    from snapstream.kernels.prefill.versions import Case
+
+    case = Case.of(torch.device(config.device), getattr(torch, config.dtype), model.head_dim, model.group_size)
+    return choose(config.prefill_attention, case).describe()

@@ -1,0 +1,111 @@
+"""Decides, before a weight is read, what an engine will be: from a model, what the user said, and what the machine has.
+
+``resolve`` is a function of plain data. Invariant: what cannot be served is refused here, with the numbers, and not in
+the middle of an answer. The formulas are those of ``plan/``, which ``snapstream plan`` prints. Used by ``llm.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from snapstream.config import Budget, EngineConfig, EngineOptions, KVBudget, ModelConfig, make_selector
+from snapstream.config.options import check_budget
+from snapstream.plan.draft_memory import DraftMemory
+from snapstream.plan.fit import engine_config, num_rows
+from snapstream.plan.memory import engine_memory
+from snapstream.plan.sizes import format_bytes
+
+FP8_CAPABILITY = (8, 9)  # Ada, Hopper and newer convert e4m3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Facts that decisions rest on, as ``measure.py`` finds them; sizes in bytes."""
+
+    device: str  # as torch names it: cpu or cuda
+    free_bytes: int  # on that device, now
+    total_bytes: int  # of that device
+    name: str = ""  # of the GPU
+    capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
+    has_compiler: bool = True  # of C++
+    draft: DraftMemory | None = None  # of a draft that is loaded on this device, perhaps by another process
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> EngineConfig:
+    """What the engine will be. ValueError for options that the model or the machine cannot serve."""
+    if machine.device != options.device:
+        raise ValueError(f"device is {options.device!r}; these are facts about {machine.device!r}")
+    max_model_len = model.max_position if options.max_model_len is None else options.max_model_len
+    if max_model_len > model.max_position:
+        raise ValueError(f"max_model_len is {max_model_len}; the model's window is {model.max_position} tokens")
+    budget = resolve_budget(options.budget, max_model_len, make_selector(options.selector).observation_len)
+    reserved_bytes = _reserved_bytes(options, machine)
+
+    def config_of(max_rows: int) -> EngineConfig:
+        return engine_config(
+            model,
+            options,
+            budget,
+            max_model_len,
+            device=machine.device,
+            max_rows=max_rows,
+            reserved_bytes=reserved_bytes,
+        )
+
+    one_row = config_of(1)
+    _check_machine(one_row, machine)
+    config = config_of(num_rows(model, one_row, options.max_rows, machine.free_bytes))
+    _check_memory(model, config, options, machine)
+    return config
+
+
+def resolve_budget(budget: Budget, max_model_len: int, observation_len: int) -> KVBudget:
+    """``"full"``, a number of slots, or a budget. Slots for a whole sequence or more mean full attention."""
+    budget = check_budget(budget)
+    if isinstance(budget, KVBudget):
+        return budget
+    if isinstance(budget, str) or budget >= max_model_len:
+        return KVBudget.full(max_model_len)
+    return KVBudget.of(budget, observation_len=observation_len)
+
+
+def _counts_free(options: EngineOptions, machine: Machine) -> bool:
+    """Whether rows must fit what is free now: always on a GPU; on a CPU, rows asked for by number may use it all."""
+    return machine.is_gpu or options.max_rows == "auto"
+
+
+def _reserved_bytes(options: EngineOptions, machine: Machine) -> int:
+    """What a draft takes of the memory that is counted; of what is free now its weights are gone already."""
+    if machine.draft is None:
+        return 0
+    return machine.draft.working_bytes if _counts_free(options, machine) else machine.draft.total_bytes
+
+
+def _check_machine(config: EngineConfig, machine: Machine) -> None:
+    if config.executor == "graph" and not machine.is_gpu and not machine.has_compiler:
+        raise ValueError("executor 'graph' compiles C++ on a CPU, and neither $CXX nor g++ is here; use 'eager'")
+    if config.kv_dtype == "fp8" and machine.is_gpu and (machine.capability or (0, 0)) < FP8_CAPABILITY:
+        has = "is not NVIDIA's"
+        if machine.capability is not None:
+            has = f"has compute capability {machine.capability[0]}.{machine.capability[1]}"
+        raise ValueError(
+            f"kv_dtype is 'fp8'; {machine.name} {has}, and FP8 (e4m3) needs "
+            f"an NVIDIA GPU of {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer; use kv_dtype 'auto'"
+        )
+
+
+def _check_memory(model: ModelConfig, config: EngineConfig, options: EngineOptions, machine: Machine) -> None:
+    """ValueError with the sum where the memory cannot hold the engine."""
+    counts_free = _counts_free(options, machine)
+    memory, room = engine_memory(model, config), machine.free_bytes if counts_free else machine.total_bytes
+    if memory.total_bytes <= room:
+        return
+    what = "this GPU has" if machine.is_gpu else "this machine has"
+    raise ValueError(
+        f"{memory.describe()}; {what} {format_bytes(room)}{' free' if counts_free else ''}. "
+        f"Lower max_rows, the budget or max_model_len{', or the window of the draft' if config.reserved_bytes else ''}"
+    )

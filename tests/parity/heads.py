@@ -1,0 +1,15 @@
+"""For views that tests write: the heads that a layer hands over, made into what attention takes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from snapstream.kernels.bound import CosSin, HeadNorm, bind
+
+_KERNELS = bind("cpu", "torch")
+
+
+def split(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Normed and rotated q ``[T, H, E]`` and k ``[T, G, E]``, and v ``[T, G, E]``, of ``heads [T, H+2G, E]``."""
+    qk = _KERNELS.norm_rope(heads, norm, rope, num_kv_heads)  # [T, H+G, E]
+    return qk[:, :-num_kv_heads], qk[:, -num_kv_heads:], heads[:, -num_kv_heads:]

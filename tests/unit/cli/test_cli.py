@@ -1,0 +1,199 @@
+"""The command line: what it prints, where, and how it ends. ``generate`` has a file of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import snapstream
+from snapstream.assets import TINY_MODEL
+from snapstream.cli import main
+from snapstream.config import EngineOptions
+from snapstream.models.registry import read_model_config
+from snapstream.plan.host import HostMemory
+from snapstream.start.measure import measure_machine
+from snapstream.start.resolve import resolve
+
+SOURCE = Path(snapstream.__file__).parents[1]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    return file
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"snapstream {snapstream.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    for command in ("plan", "generate", "serve", "compress", "demo"):
+        assert f"\n  {command} " in out
+
+
+@pytest.mark.parametrize("command", ["plan", "generate", "serve", "compress"])
+def test_command_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"snapstream {command} " in capsys.readouterr().out.split("Examples:")[1]
+
+
+def test_plan_json_from_file_and_folder(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--budget", "512", "--budget", "1024", "--dtype", "float32", "--memory", "1GiB", "--json"]
+    assert main(["plan", str(config_file), *options]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["token_bytes"] == 2 * 2 * 2 * 16 * 4
+    assert plan["prompt_len"] == 4096
+    assert plan["memory_bytes"] == 2**30
+    assert plan["prefill"]["total_bytes"] == sum(
+        plan["prefill"][part] for part in ("hidden_bytes", "staging_bytes", "transient_bytes", "query_bytes")
+    )
+    assert [(row["name"], row["row_bytes"]) for row in plan["rows"]] == [
+        ("full", 4096 * 512),
+        ("512", 512 * 512),
+        ("1024", 1024 * 512),
+    ]
+    assert main(["plan", str(config_file.parent), *options]) == 0
+    from_folder = json.loads(capsys.readouterr().out)
+    assert without_here(from_folder) == without_here(plan)
+
+
+def without_here(plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan without what depends on the memory that is free at the moment."""
+    rows = [{name: value for name, value in row.items() if name != "rows_here"} for row in plan["rows"]]
+    return plan | {"here": None, "rows": rows}
+
+
+def test_plan_shows_the_rows_that_auto_would_give_here(
+    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("snapstream.start.measure.host_memory", lambda: HostMemory(2**30, 64 * 2**20))
+    assert main(["plan", str(config_file), "--budget", "512", "--dtype", "float32", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    model = read_model_config(config_file)
+    options = EngineOptions(budget=512, max_rows="auto")
+    assert plan["rows"][1]["rows_here"] == resolve(model, options, measure_machine("cpu")).max_rows > 1
+    assert plan["here"] == {"device": "cpu", "free_bytes": 64 * 2**20}
+    assert main(["plan", str(config_file)]) == 0
+    assert "--max-rows auto gives on this machine now (cpu, 64 MiB free)" in capsys.readouterr().out
+
+
+def test_plan_counts_a_draft(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(config_file), "--budget", "512", "--memory", "64MiB"]
+    assert main([*arguments, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--json", "--draft", str(config_file), "--draft-window-len", "512"]) == 0
+    beside = json.loads(capsys.readouterr().out)
+    assert beside["draft"]["weight_bytes"] == alone["weight_bytes"] and alone["draft"] is None
+    assert beside["rows"][1]["rows_here"] <= alone["rows"][1]["rows_here"]
+    assert main([*arguments, "--draft", str(config_file)]) == 0
+    assert "while it scores a text" in capsys.readouterr().out
+    assert main([*arguments, "--draft-window-len", "512"]) == 2
+    assert "there is no draft" in capsys.readouterr().err
+
+
+def test_plan_cuts_long_prompts_shorter_unless_told(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    big = CONFIG | {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32, "head_dim": 128,
+                    "num_hidden_layers": 32, "max_position_embeddings": 131_072}  # fmt: skip
+    config_file.write_text(json.dumps(big))
+    assert main(["plan", str(config_file)]) == 0
+    assert "prefilled in chunks of 512 (short prompts: of 2,048)" in capsys.readouterr().out
+    assert main(["plan", str(config_file), "--chunk-len", "1024"]) == 0
+    assert "prefilled in chunks of 1,024\n" in capsys.readouterr().out
+
+
+def test_plan_of_rows_in_fp8(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config_file), "--kv-dtype", "fp8", "--dtype", "float32", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["kv_dtype"] == "fp8" and plan["token_bytes"] == 2 * 2 * 2 * 16
+    assert plan["rows"][0]["row_bytes"] == 4096 * 128 + 2 * 2 * 2 * 4
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_commands_that_store_rows_take_their_dtype(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert "--kv-dtype" in capsys.readouterr().out
+    assert main([command, "--kv-dtype", "int4", "somewhere"]) == 2
+    assert "'int4' is not one of 'auto', 'fp8'" in capsys.readouterr().err
+
+
+def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config_file), "--prompt-len", "2048"]) == 0
+    out = capsys.readouterr().out
+    assert "2,048 tokens" in out
+    for slots in ("full", "1,024", "512", "256", "128"):
+        assert f" {slots} │" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompt-len", "5000"], ["prompt_len is 5000", "4096"]),
+        (["--prompt-len", "many"], ["--prompt-len", "'many' is not a whole number"]),
+        (["--budget", "7"], ["budget of 7", "36"]),
+        (["--budget", "1.5"], ["--budget", "'1.5' is not a whole number"]),
+        (["--memory", "lots"], ["'lots'", "80GiB"]),
+        (["--bandwidth", "-3TB/s"], ["'-3TB/s'", "3.35TB/s"]),
+        (["--dtype", "int8"], ["'int8'", "bfloat16"]),
+        (["--chunk-len", "some"], ["--chunk-len", "'some'", "'auto'"]),
+        (["--chunk-len", "0"], ["chunk_len is 0", ">= 1"]),
+        (["--chunk-len", "4097"], ["chunk_len is 4097", "from 1 to 4096"]),
+        (["--device", "tpu"], ["device is 'tpu'"]),
+        (["--no-such-option"], ["--no-such-option"]),
+    ],
+)
+def test_plan_refuses_in_one_line(
+    config_file: Path, options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(config_file), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    for word in words:
+        assert word in captured.err
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [(None, "does not exist"), ("{", "config.json"), ('{"architectures": ["MambaForCausalLM"]}', "Mamba")],
+)
+def test_plan_refuses_configs_in_one_line(
+    tmp_path: Path, content: str | None, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    assert main(["plan", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert word in err
+
+
+def test_rescoring_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """The engine refuses what its budget cannot do, so the option has arrived."""
+    command = ["generate", str(TINY_MODEL), "hi", "--max-tokens", "2", "--rescore-every"]
+    assert main([*command, "60", "--budget", "200"]) == 2
+    assert "a ring of 50 slots is too small for rescoring with every=60" in capsys.readouterr().err
+    assert main([*command, "0"]) == 2
+    assert "'--rescore-every': every is 0; it must be a whole number >= 1" in capsys.readouterr().err
+    assert main([*command, "8", "--budget", "200"]) == 0

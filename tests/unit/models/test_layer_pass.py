@@ -1,0 +1,86 @@
+"""A pass shows every layer of a prompt whole, the same however it is cut, and computes no output that nobody reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from snapstream.config import ModelConfig
+from snapstream.kernels.prefill.choice import automatic
+from snapstream.models.decoder import Decoder
+from snapstream.models.layer_pass import LayerPass, Outputs, PassTokens
+from snapstream.models.staging import StagingBuffers
+from snapstream.models.weights import DecoderWeights
+
+MODEL = ModelConfig(
+    architecture="Qwen3ForCausalLM", vocab_size=60, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2,
+    head_dim=8, intermediate_size=48, max_position=128, qk_norm=True,
+)  # fmt: skip
+LENS, QUERIES, START = (13, 1, 30), (4, 1, 0), 5
+Seen = dict[tuple[int, int], tuple[Tensor | None, Tensor, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder(MODEL, DecoderWeights.random(MODEL, torch.float32, "cpu", seed=2))
+
+
+def read(decoder: Decoder, chunk_len: int, outputs: Outputs = "last") -> tuple[Seen, LayerPass]:
+    """What the hook saw by prompt and layer, and the pass."""
+    seen: Seen = {}
+
+    def done(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        seen[prompt, layer] = (None if queries is None else queries.clone(), keys.clone(), values.clone())
+
+    positions = torch.cat([torch.arange(n) for n in LENS])
+    tokens = PassTokens(
+        token_ids=(positions * 7 + 3) % 60,
+        positions=positions,
+        seq_lens=torch.cat([torch.full((n,), n) for n in LENS]),
+        prompt_lens=LENS,
+        num_queries=QUERIES,
+        staging_start=START,
+    )
+    buffers = StagingBuffers(decoder.kv_spec(), MODEL.hidden_size, START + sum(LENS), torch.float32, "cpu")
+    for buffer in (buffers.keys, buffers.values, buffers.hidden):
+        buffer.fill_(float("nan"))
+    attention = automatic(torch.device("cpu"), torch.float32, MODEL.head_dim, MODEL.group_size)
+    one = LayerPass(decoder, buffers, tokens, chunk_len, attention, done, outputs)
+    with torch.inference_mode():
+        one.run()
+    assert one.is_done and one.num_units == 3 * -(-sum(LENS) // chunk_len)
+    return seen, one
+
+
+@pytest.mark.parametrize("chunk_len", [1, 5, 13, 44])
+def test_the_hook_sees_the_same_however_a_pass_is_cut(decoder: Decoder, chunk_len: int) -> None:
+    whole, expected = read(decoder, 100)
+    seen, one = read(decoder, chunk_len)
+    assert list(seen) == [(prompt, layer) for layer in range(3) for prompt in range(3)]
+    for place, (queries, keys, values) in seen.items():
+        prompt = place[0]
+        assert keys.shape == values.shape == (2, LENS[prompt], 8)
+        assert (queries is None) == (QUERIES[prompt] == 0)
+        if queries is not None:
+            assert queries.shape == (QUERIES[prompt], 4, 8)
+            torch.testing.assert_close(queries, whole[place][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(keys, whole[place][1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(values, whole[place][2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one.last_hidden(), expected.last_hidden(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_last_layer_computes_what_is_read(decoder: Decoder) -> None:
+    full, last, none = (read(decoder, 20, outputs)[1] for outputs in ("all", "last", "none"))
+    ends = [12, 13, 43]
+    torch.testing.assert_close(last.last_hidden(), full.hidden[ends], rtol=1e-5, atol=1e-5)
+    others = [i for i in range(44) if i not in ends]
+    assert not torch.isclose(last.hidden[others], full.hidden[others]).all(-1).any()
+    torch.testing.assert_close(last.hidden[others], none.hidden[others], rtol=1e-5, atol=1e-5)
+    assert not torch.isclose(none.hidden[ends], full.hidden[ends]).all(-1).any()
+
+
+def test_units_run_in_order(decoder: Decoder) -> None:
+    _, one = read(decoder, 20)
+    with pytest.raises(RuntimeError, match="unit 3 was planned, unit 9 is next"):
+        one.run_unit(3)

@@ -1,0 +1,192 @@
+"""What an engine is decided to be: rows sized from memory, executors per device, and what is refused at once."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from snapstream.assets import TINY_MODEL
+from snapstream.config import AutoCount, EngineConfig, EngineOptions, RescoringConfig, Settings
+from snapstream.kernels.cpu import native
+from snapstream.llm import LLM
+from snapstream.models.registry import model_config_from_dict, read_model_config
+from snapstream.models.shapes import weight_bytes
+from snapstream.plan.draft_memory import DraftMemory
+from snapstream.plan.fit import MAX_AUTO_ROWS
+from snapstream.plan.host import HostMemory
+from snapstream.plan.plan import Device, make_plan
+from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.worker import build
+from snapstream.server.run import ServeOptions, memory_beside
+from snapstream.start import measure
+from snapstream.start.measure import check_device, measure_machine
+from snapstream.start.resolve import Machine, resolve
+
+GIB = 2**30
+LLAMA_1B = model_config_from_dict({
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "hidden_size": 2048,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "intermediate_size": 8192, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    "hidden_act": "silu", "tie_word_embeddings": True,
+})  # fmt: skip
+
+
+H100 = Machine(device="cuda", free_bytes=80 * GIB, total_bytes=80 * GIB, name="Some GPU", capability=(9, 0))
+LAPTOP = Machine(device="cpu", free_bytes=3 * GIB, total_bytes=80 * GIB)
+
+
+def decided(machine: Machine = H100, slots: int = 8192, **said: Any) -> EngineConfig:
+    """The engine of ``LLAMA_1B`` with as many rows as fit, unless it is said otherwise."""
+    options = EngineOptions(budget=slots, dtype="bfloat16", max_rows="auto", device=machine.device, executor="eager")
+    return resolve(LLAMA_1B, replace(options, **said), machine)
+
+
+def planned_rows(slots: int, **said: Any) -> int:
+    options = EngineOptions(dtype="bfloat16", max_model_len=131_072, **said)
+    return make_plan(LLAMA_1B, options, budgets=[slots], gpu=Device(memory_bytes=80 * GIB)).rows[1].max_rows
+
+
+@pytest.mark.parametrize("slots", [8192, 32_768])
+def test_auto_rows_are_those_of_the_plan(slots: int) -> None:
+    """One formula: `snapstream plan` promises what the engine then allocates."""
+    rows = decided(slots=slots).max_rows
+    assert rows == min(planned_rows(slots), MAX_AUTO_ROWS)
+    assert rows > 1
+
+
+def test_as_many_rows_as_fit_and_not_one_more() -> None:
+    rows = decided(slots=32_768).max_rows
+    assert decided(slots=32_768, max_rows=rows).max_rows == rows
+    with pytest.raises(ValueError, match=rf"{rows + 1} \+ 1 rows of 1 GiB.* need .* this GPU has 80 GiB free"):
+        decided(slots=32_768, max_rows=rows + 1)
+
+
+def test_auto_rows_have_a_bound_and_need_room_for_one() -> None:
+    assert decided(replace(H100, free_bytes=10**15)).max_rows == MAX_AUTO_ROWS
+    with pytest.raises(ValueError, match=r"2.30 GiB of weights, 1 \+ 1 rows .* 3 GiB free"):
+        decided(replace(H100, free_bytes=3 * GIB))
+
+
+def test_what_is_taken_as_it_is_said_arrives() -> None:
+    said = {"rescoring": RescoringConfig(), "dtype": "float16", "prefill_attention": "sdpa_flash", "max_waiting": 5}
+    found = decided(**said)
+    assert {name: getattr(found, name) for name in said} == said
+    assert {field.name for field in fields(Settings)} == said.keys() | {"kv_dtype"}  # which rescoring excludes
+
+
+def test_full_attention_is_a_row_of_the_window() -> None:
+    for budget in ("full", 131_072, 10**6):
+        config = decided(budget=budget, max_rows=1)
+        assert (config.budget.capacity, config.budget.num_topk) == (131_072, 0)
+    with pytest.raises(ValueError, match="max_model_len is 131073; the model's window is 131072 tokens"):
+        decided(max_model_len=131_073)
+
+
+def test_executor_by_default_is_the_devices() -> None:
+    assert decided(LAPTOP, executor=None, max_rows=1).executor == "eager"
+    assert decided(replace(H100, device="cuda:0"), executor=None).executor == "graph"
+    assert decided(executor="eager").executor == "eager"
+    assert decided(LAPTOP, executor="graph", max_rows=1).executor == "graph"
+
+
+def test_graph_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.shutil, "which", lambda name: f"/bin/{name}" if name == "g++" else None)
+    monkeypatch.delenv("CXX", raising=False)
+    assert measure_machine("cpu").has_compiler
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not measure_machine("cpu").has_compiler
+    bare = replace(LAPTOP, has_compiler=False)
+    with pytest.raises(ValueError, match="neither .CXX nor g\\+\\+"):
+        decided(bare, executor="graph", max_rows=1)
+    decided(bare, max_rows=1)  # eager needs none
+    decided(replace(H100, has_compiler=False), executor="graph")  # nor does a GPU
+
+
+def test_facts_are_those_of_the_device_that_was_asked_for() -> None:
+    with pytest.raises(ValueError, match="device is 'cuda'; these are facts about 'cpu'"):
+        decided(LAPTOP, device="cuda")
+
+
+def test_auto_rows_on_a_cpu_ask_for_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "host_memory", lambda: HostMemory(total=80 * GIB, available=3 * GIB))
+    found = measure_machine("cpu")
+    assert (found.free_bytes, found.total_bytes) == (3 * GIB, 80 * GIB)
+    with pytest.raises(ValueError, match="this machine has 3 GiB free"):
+        decided(found)
+    assert decided(found, max_rows=2).max_rows == 2
+
+
+def test_rows_in_fp8_fit_twice_as_often() -> None:
+    """Plan and engine agree here too; the rest of a row's entry in a batch stays what it was."""
+    rows = decided(slots=65_536, kv_dtype="fp8").max_rows
+    assert rows == planned_rows(65_536, kv_dtype="fp8")
+    assert rows > 1.9 * decided(slots=65_536).max_rows
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
+def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it(capability: tuple[int, int]) -> None:
+    older = replace(H100, capability=capability)
+    with pytest.raises(ValueError, match=rf"Some GPU has compute capability {capability[0]}\.{capability[1]}.*8\.9"):
+        decided(older, kv_dtype="fp8")
+    with pytest.raises(ValueError, match="Some GPU is not NVIDIA's"):
+        decided(replace(H100, capability=None), kv_dtype="fp8")
+    decided(older)
+    decided(LAPTOP, kv_dtype="fp8", max_rows=1)
+    decided(kv_dtype="fp8")
+
+
+def test_a_gpu_is_not_chosen_by_its_number() -> None:
+    with pytest.raises(ValueError, match="set CUDA_VISIBLE_DEVICES=2 and use 'cuda'"):
+        check_device("cuda:2")
+
+
+@pytest.mark.parametrize(("device", "max_rows"), [("cuda", "auto"), ("cuda", 2), ("cpu", "auto")])
+def test_what_a_draft_works_with_is_kept_free(device: str, max_rows: AutoCount) -> None:
+    """Its weights are loaded already and missing from what is free."""
+    alone = replace(H100, device=device)
+    beside = replace(alone, draft=DraftMemory(weight_bytes=10**15, working_bytes=20 * GIB))
+    rows = decided(alone, slots=32_768).max_rows
+    assert 19 <= rows - decided(beside, slots=32_768).max_rows <= 20  # of 1 GiB, and what decode needs for each
+    if max_rows != "auto":
+        with pytest.raises(ValueError, match="20 GiB for the draft.*or the window of the draft"):
+            decided(beside, slots=32_768, max_rows=rows)
+
+
+def test_a_draft_counts_whole_against_all_of_a_machine() -> None:
+    draft = DraftMemory(weight_bytes=70 * GIB, working_bytes=10 * GIB)
+    with pytest.raises(ValueError, match="80 GiB for the draft"):
+        decided(replace(LAPTOP, draft=draft), max_rows=1)
+
+
+def test_a_draft_of_another_process_is_counted() -> None:
+    """The server's draft lives in front of the engine's process."""
+    beside = DraftMemory(weight_bytes=0, working_bytes=10**18)
+    with pytest.raises(ValueError, match="for the draft"):
+        build(EngineSpec(model=str(TINY_MODEL), beside=beside))
+
+
+def test_an_own_draft_is_counted() -> None:
+    with LLM(TINY_MODEL, draft=TINY_MODEL, progress=False) as llm:
+        assert llm.config.reserved_bytes > weight_bytes(llm.model_config, "float32")
+    with LLM(TINY_MODEL, progress=False) as llm:
+        assert llm.config.reserved_bytes == 0
+
+
+def test_a_server_tells_its_engine_of_the_draft() -> None:
+    """All of it, because it may or may not be loaded when the engine measures."""
+    spec = EngineSpec(model=str(TINY_MODEL))
+    assert memory_beside(spec, ServeOptions()) is None
+    whole, short = (memory_beside(spec, ServeOptions(draft=TINY_MODEL, draft_window_len=n)) for n in (None, 128))
+    weights = weight_bytes(read_model_config(TINY_MODEL), "float32")
+    assert whole is not None and short is not None
+    assert weights < short.working_bytes < whole.working_bytes
+
+
+def test_an_llm_takes_options_and_single_fields_in_their_place() -> None:
+    with LLM(TINY_MODEL, EngineOptions(budget=128, max_rows=2), budget=64, selector="hops", progress=False) as llm:
+        assert (llm.config.budget.capacity, llm.config.max_rows) == (64, 2)
+        assert llm.config.selector.needs_all_queries
+    with pytest.raises(TypeError, match="max_row is no setting of an engine"):
+        LLM(TINY_MODEL, max_row=3)

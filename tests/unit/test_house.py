@@ -1,0 +1,216 @@
+"""The rules of the house that a machine can count: sizes of files, parameter lists, types, private names.
+
+Files are those that git tracks (a walk over the folders where there is no git), read as syntax trees. A rule that is
+broken lists every offender as ``file:line: what``; a number in capitals below is a limit, and none is raised to let
+something through.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = ("snapstream", "evals", "benchmarks", "recipes")
+PUBLIC_TESTS = ("tests/engine", "tests/integrations", "tests/llm")  # rooms of tests that go through public names
+CODE_SUFFIXES = (".py", ".cpp", ".js", ".css", ".html")
+
+MAX_FILE_LINES = 300
+MAX_PARAMETERS = 8
+MAX_ROOT_MODULES = 6
+MAX_RESULT_FILES = 30
+MAX_README_LINES = 130
+
+# Private names of other people's packages, as their dotted access is written, each with why there is no public way.
+FOREIGN_PRIVATES = {
+    "os._exit": "its documented name; there is no other way to end a process whose threads hang",
+    "torch.ops.aten._scaled_dot_product_": "attention of one backend has no other name",
+    "torch._inductor.runtime.cache_dir_utils": "says where torch.compile keeps its programs unless it is told",
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """Paths from the root, as git knows them; what lies in the folders where git does not know this tree."""
+    try:
+        done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+        names = done.stdout.split("\0") if done.returncode == 0 else []
+    except OSError:
+        names = []
+    found = [name for name in names if name and (ROOT / name).is_file()]
+    if not found:  # an unpacked source archive
+        walked = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+        found = [str(path) for path in walked if not any(p.startswith((".", "__pycache__")) for p in path.parts)]
+    return tuple(sorted(found))
+
+
+def files(*folders: str, suffixes: tuple[str, ...] = (".py",)) -> list[str]:
+    return [name for name in tracked() if name.endswith(suffixes) and name.startswith(tuple(f"{f}/" for f in folders))]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[Function, bool]]:
+    """Every function, nested ones too, and whether its first parameter is the object or the class."""
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, FUNCTIONS):
+                is_static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in child.decorator_list)
+                yield child, isinstance(node, ast.ClassDef) and not is_static
+
+
+def parameters(function: Function, is_bound: bool) -> list[ast.arg]:
+    """Those that a caller names or places; without self or cls, ``*args`` and ``**kwargs``."""
+    placed = [*function.args.posonlyargs, *function.args.args]
+    return [*placed[is_bound:], *function.args.kwonlyargs]
+
+
+def long_parameter_lists(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """What a dataclass generates has no list in the source and does not count."""
+    for function, is_bound in functions(tree):
+        count = len(parameters(function, is_bound))
+        if count > MAX_PARAMETERS:
+            yield function.lineno, f"{function.name} takes {count} parameters"
+
+
+def untyped_functions(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for function, is_bound in functions(tree):
+        rest = [arg for arg in (function.args.vararg, function.args.kwarg) if arg is not None]
+        bare = [arg.arg for arg in (*parameters(function, is_bound), *rest) if arg.annotation is None]
+        bare += ["what it returns"] if function.returns is None else []
+        if bare:
+            yield function.lineno, f"{function.name} has no types for {', '.join(bare)}"
+
+
+def is_private(name: str) -> bool:
+    """Neither a special name nor what every named tuple offers."""
+    return name.startswith("_") and not re.fullmatch(r"_+|__\w+__|_asdict|_fields|_make|_replace", name)
+
+
+def own_privates(tree: ast.AST) -> set[str]:
+    """Private names that this file defines: functions, classes, variables, attributes that a method gives ``self``."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            found.add(node.attr)
+    return {name for name in found if is_private(name)}
+
+
+def is_self(value: ast.expr) -> bool:
+    """``self``, ``cls`` or ``super()``."""
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id == "super"
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def foreign_privates(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """``x._y`` and ``from x import _y`` where this file does not define ``_y``."""
+    own = own_privates(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            if not is_self(node.value) and not is_allowed(ast.unparse(node)):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            yield from ((node.lineno, f"import {name}") for name in names if reaches_private(name))
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from ((node.lineno, f"import of {name}") for name in names if reaches_private(name))
+
+
+def reaches_private(dotted: str) -> bool:
+    return any(is_private(part) for part in dotted.split(".")) and not is_allowed(dotted)
+
+
+def is_allowed(dotted: str) -> bool:
+    return dotted.startswith(tuple(FOREIGN_PRIVATES))
+
+
+def over(names: Iterable[str], rule: Callable[[ast.AST], Iterable[tuple[int, str]]]) -> list[str]:
+    """A line per offender, in the order of files and lines."""
+    return [f"{name}:{line}: {what}" for name in names for line, what in sorted(rule(ast.parse(read(name), name)))]
+
+
+def report(offenders: list[str]) -> None:
+    assert not offenders, f"{len(offenders)} offenders:\n" + "\n".join(offenders)
+
+
+def test_files_have_at_most_300_lines() -> None:
+    lengths = ((name, len(read(name).splitlines())) for name in files(*CODE, suffixes=CODE_SUFFIXES))
+    report([f"{name}:{length}: {length} lines" for name, length in lengths if length > MAX_FILE_LINES])
+
+
+def test_parameter_lists_are_short() -> None:
+    """Outside kernels, whose arguments are tensors and their sizes."""
+    outside = [name for name in files(*CODE) if not name.startswith("snapstream/kernels/")]
+    report(over(outside, long_parameter_lists))
+
+
+def test_every_function_is_typed() -> None:
+    """Outside Triton's kernels, whose arguments are pointers and numbers of a language of its own."""
+    outside = [name for name in files("snapstream") if not name.startswith("snapstream/kernels/triton/")]
+    report(over(outside, untyped_functions))
+
+
+def test_nobody_reaches_for_private_names() -> None:
+    report(over(files("snapstream", "evals", "benchmarks", *PUBLIC_TESTS), foreign_privates))
+
+
+def test_the_root_of_the_package_holds_few_modules() -> None:
+    """Counted: every ``snapstream/*.py`` but ``__init__.py``; ``version.py`` too, packages and ``py.typed`` not."""
+    roots = [name for name in files("snapstream") if name.count("/") == 1 and not name.endswith("/__init__.py")]
+    report([f"{name}:1: one of {len(roots)} root modules" for name in roots] if len(roots) > MAX_ROOT_MODULES else [])
+
+
+def test_results_are_few_files() -> None:
+    count = sum(name.startswith("evals/results/") for name in tracked())
+    report([f"evals/results:0: {count} tracked files"] if count > MAX_RESULT_FILES else [])
+
+
+def test_the_readme_is_short() -> None:
+    length = len(read("README.md").splitlines())
+    report([f"README.md:{length}: {length} lines"] if length > MAX_README_LINES else [])
+
+
+NINE = "a, b, c, d, /, e, f, g, *, h, i"
+
+
+@pytest.mark.parametrize(
+    ("rule", "source", "found"),
+    [
+        (long_parameter_lists, f"def f({NINE}): ...", ["f takes 9 parameters"]),
+        (long_parameter_lists, "def f(a, b, c, d, e, f, g, *args, h, **more): ...", []),
+        (long_parameter_lists, f"class A:\n  def f(self, {NINE}): ...", ["f takes 9 parameters"]),
+        (long_parameter_lists, "class A:\n  async def f(self, a, b, c, d, e, f, g, h): ...", []),
+        (long_parameter_lists, f"class A:\n  @staticmethod\n  def f({NINE}): ...", ["f takes 9 parameters"]),
+        (long_parameter_lists, f"def g():\n  def f({NINE}): ...", ["f takes 9 parameters"]),
+        (untyped_functions, "def f(a, *b: int, **c) -> int: ...", ["f has no types for a, c"]),
+        (untyped_functions, "class A:\n  def f(self): ...", ["f has no types for what it returns"]),
+        (untyped_functions, "class A:\n  def f(self, a: int) -> None: ...", []),
+        (foreign_privates, "x._y", ["x._y"]),
+        (foreign_privates, "self.x._y\nself._z\nsuper()._z()\nx.__doc__\nnp.r_\nt._replace(a=1)", ["self.x._y"]),
+        (foreign_privates, "class A:\n  def f(self, other):\n    self._y = other._y", []),
+        (foreign_privates, "class A:\n  _y: int = 0\nx._y", []),
+        (foreign_privates, "torch.ops.aten._scaled_dot_product_x(q)\ntorch._C.x()", ["torch._C"]),
+        (foreign_privates, "from a._b import c\nfrom a import _d", ["import of a._b.c", "import of a._d"]),
+    ],
+)
+def test_the_rules_see_what_they_should(
+    rule: Callable[[ast.AST], Iterable[tuple[int, str]]], source: str, found: list[str]
+) -> None:
+    assert [what for _, what in sorted(rule(ast.parse(source)))] == found
