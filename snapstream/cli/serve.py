@@ -115,7 +115,7 @@ def serve(
         api_keys=tuple(flags.api_key or ()),
         cors_origins=tuple(flags.cors_origin or ()),
         allowed_hosts=answered_hosts(flags.host, flags.allowed_host or ()),
-        max_requests=run.most_requests(engine),
+        max_requests=run.most_requests(engine.max_rows, engine.max_waiting),
         has_page=not flags.no_page,
         has_vllm_names=not flags.no_vllm_names,
         tool_parser=flags.tool_parser,
@@ -123,6 +123,7 @@ def serve(
             trim.draft, trim.prompt_keep, trim.prompt_max_tokens, trim.prompt_threshold
         ),
     )
+    spec = EngineSpec(model=str(model or TINY_MODEL), options=engine)
     options = run.ServeOptions(
         host=flags.host,
         port=flags.port,
@@ -135,7 +136,6 @@ def serve(
         draft_threshold=trim.prompt_threshold,
         draft_window_len=trim.draft_window_len,
     )
-    spec = EngineSpec(model=str(model or TINY_MODEL), options=engine)
     try:
         run.serve(spec, settings, options)
     except EngineDead as error:

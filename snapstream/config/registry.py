@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Generic, TypeVar, cast
 
+from snapstream.config.values import InvalidValue
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ class Registry(Generic[T]):
     def check(self, name: Any) -> str:
         """``name`` itself; ValueError with the known names for any other value."""
         if name not in self:
-            raise ValueError(f"{self.kind} is {name!r}; it must be one of {', '.join(self._entries)}")
+            raise InvalidValue(f"{self.kind} is {name!r}; it must be one of {', '.join(self._entries)}", self.kind)
         return cast(str, name)
 
     def get(self, name: str) -> T:

@@ -79,8 +79,9 @@ def _check_selector(selector: Selector, config: EngineConfig) -> None:
             "selector",
         )
     if config.rescoring is not None and not selector.can_rescore:
-        message = f"selector {name!r} cannot rescore, and this engine does; start the engine without rescoring"
-        raise InvalidValue(message, "selector")
+        raise InvalidValue(
+            f"selector {name!r} cannot rescore, and this engine does; start the engine without rescoring", "selector"
+        )
 
 
 def _check_positions(request: Request, positions: tuple[int, ...], config: EngineConfig) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from snapstream.assets import TINY_MODEL
-from snapstream.config import EngineOptions
+from snapstream.config import AutoCount
 from snapstream.models.registry import read_model_config
 from snapstream.plan.draft_memory import DraftMemory, draft_memory
 from snapstream.plan.fit import MAX_AUTO_ROWS
@@ -73,10 +73,10 @@ class ServeOptions:
                 raise ValueError(f"{file} is not a file")
 
 
-def most_requests(options: EngineOptions) -> int:
-    """HTTP requests that may be open at once beside an engine of this size."""
-    rows = MAX_AUTO_ROWS if options.max_rows == "auto" else options.max_rows
-    return rows + options.max_waiting + SPARE_REQUESTS if options.max_waiting else UNBOUNDED_REQUESTS
+def most_requests(max_rows: AutoCount, max_waiting: int) -> int:
+    """HTTP requests that may be open at once beside an engine of this size; ``max_waiting`` 0 means no bound there."""
+    rows = MAX_AUTO_ROWS if max_rows == "auto" else max_rows
+    return rows + max_waiting + SPARE_REQUESTS if max_waiting else UNBOUNDED_REQUESTS
 
 
 def default_compression(

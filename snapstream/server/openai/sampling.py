@@ -182,19 +182,14 @@ def _wish(
             grammar=grammar,
             return_kept=False if body.kv_cache is None else body.kv_cache.return_kept,
         )
+        selector = _selector(body)
     except ValueError as error:
         raise _fault(error) from None
-    selector = _selector(body)
     return Wish(sampling, max_tokens, _budget(body, facts, selector), selector)
 
 
 def _selector(body: GenerationBody) -> Selector | None:
-    if body.kv_cache is None or body.kv_cache.selector is None:
-        return None
-    try:
-        return make_selector(body.kv_cache.selector)
-    except ValueError as error:
-        raise bad_value(str(error), "kv_cache.selector") from None
+    return None if body.kv_cache is None or body.kv_cache.selector is None else make_selector(body.kv_cache.selector)
 
 
 def _budget(body: GenerationBody, facts: ModelFacts, selector: Selector | None) -> KVBudget | None:

@@ -81,7 +81,11 @@ def test_good_requests_pass_up_to_every_limit() -> None:
             "selector 'hops' needs the queries of a whole prompt.*start the engine with .* 'hops'",
             "selector",
         ),
-        ({"selector": SnapKV(observation_len=33)}, "selector 'snapkv' lets 33 queries vote.*memory for 32", "selector"),
+        (
+            {"selector": SnapKV(observation_len=33)},
+            "selector 'snapkv' lets 33 queries vote.*memory for 32",
+            "selector",
+        ),
         ({"prompt": (1,) * 51, "config": TIGHT}, r"51 tokens can never be staged.*50", "prompt_token_ids"),
         ({"stop": "x", "has_tokenizer": False}, r"stop strings \['x'\].*stop_token_ids", "stop"),
     ],
