@@ -26,7 +26,7 @@ from snapstream.request import SamplingParams
 def transformers_run(folder: str, prompts: list[list[int]], new_tokens: int, repeats: int) -> tuple[float, list[Any]]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     ids = torch.tensor(prompts)
     best, tokens = float("inf"), []

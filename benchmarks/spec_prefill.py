@@ -16,8 +16,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from benchmarks.machine import ceilings, report
 from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import llama_folder
@@ -25,6 +23,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import make_document
 from snapstream.llm import LLM
 from snapstream.models.shapes import num_parameters
+from snapstream.models.tokenizer import load_tokenizer
 from snapstream.request import SamplingParams
 from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings
@@ -41,7 +40,7 @@ FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 def folder_of(**changes: Any) -> Iterator[Path]:
     """A random checkpoint with the shipped tokenizer, so that it can read text."""
     with llama_folder(**changes) as folder:
-        AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(folder)
+        load_tokenizer(TINY_MODEL).save_pretrained(folder)
         yield folder
 
 
@@ -77,7 +76,7 @@ def measure(llm: LLM, draft: PromptCompressor, text: str, keeps: list[float]) ->
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Every prompt length with every look-ahead."""
     arms, sizes = [], {}
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer = load_tokenizer(TINY_MODEL)
     with folder_of() as target, folder_of(**DRAFT) as small:
         for look_ahead in args.look_ahead:
             draft = PromptCompressor(small, scoring=ScoringSettings(look_ahead=look_ahead), cache_size=0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from snapstream.models.tokenizer import load_tokenizer
+
 Message = dict[str, str]
 
 
@@ -12,9 +14,7 @@ class Chat:
     """Counts with a memo, because generated sentences repeat."""
 
     def __init__(self, model: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        self.tokenizer: Any = load_tokenizer(model)
         self._fast: Any = getattr(self.tokenizer, "backend_tokenizer", None)
         self._counts: dict[str, int] = {}
 

@@ -231,7 +231,9 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True).eval()
+    path, dtype = args.model, torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, trust_remote_code=False)
+    model.eval()
     cells = cells_of(args)
     for some in group(not_stored(cells)):
         run_group(model, some)

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from snapstream.assets.documents import FAMILIES as ALL_FAMILIES
 from snapstream.assets.documents import NUM_ANSWERS, make_document
+from snapstream.models.tokenizer import load_tokenizer
 
 FAMILIES = tuple(family for family in ALL_FAMILIES if family != "mixed")
 QUESTION_FIRST = ("single_number", "multi_number", "multi_words", "kv")
@@ -35,8 +36,8 @@ _loaded: tuple[Any, Any] | None = None  # model and tokenizer of a worker proces
 def _load(checkpoint: Path) -> None:
     global _loaded
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    _loaded = model, AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False, dtype=torch.float32).eval()
+    _loaded = model, load_tokenizer(checkpoint)
 
 
 @torch.inference_mode()

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
-from snapstream.config import Budget, EngineOptions, KVBudget, Selector, make_selector
+from snapstream.config import Budget, EngineOptions, KVBudget, Selector, as_kind, make_selector
 from snapstream.engine.core import Engine
 from snapstream.engine.detokenizer import Tokenizer
 from snapstream.engine.driver import Driver
 from snapstream.models.registry import read_model_config
+from snapstream.models.tokenizer import find_tokenizer
 from snapstream.plan.draft_memory import DraftMemory
 from snapstream.request import Request, RequestOutput, SamplingParams, Trim
 from snapstream.request.conversation import as_conversation
 from snapstream.request.inputs import as_conversations, as_params, as_prompts
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.start.build import build_runner, grammar_compiler, load_compressor, load_tokenizer, memory_of
+from snapstream.start.build import build_runner, grammar_compiler, load_compressor, memory_of
 from snapstream.start.measure import describe_prefill, measure_machine
 from snapstream.start.resolve import resolve, resolve_budget
 
@@ -49,7 +51,8 @@ class LLM:
     their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen by itself.
     ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
     ``beside``: a draft that another process has loaded on this device; what it will work with is kept free.
-    Raises ValueError for anything that cannot be supported, with the reason, and TypeError for an unknown setting.
+    Threads may share it: their calls take turns (``engine/driver.py``). Raises ValueError for anything that cannot be
+    supported, with the reason, and TypeError for an unknown setting and for wrong Python types.
     """
 
     def __init__(
@@ -63,13 +66,15 @@ class LLM:
         **fields: Any,
     ) -> None:
         self.options = options = EngineOptions.of(options, fields)
+        if beside is not None:
+            as_kind("beside", beside, DraftMemory)
         self.model_config = read_model_config(model)
         # Decided before anything is loaded, so that what cannot be is refused at once.
         self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
         self.notes = (describe_prefill(self.model_config, self.config),)
         if progress:
             print(*self.notes, sep="\n", file=sys.stderr)
-        self.tokenizer = load_tokenizer(Path(model))
+        self.tokenizer = find_tokenizer(Path(model))
         self._trimmer: PromptTrimmer | None = None
         if draft is not None:
             self._trimmer = self._make_trimmer(draft)
@@ -86,7 +91,7 @@ class LLM:
             tokenizer=cast("Tokenizer | None", self.tokenizer),
         )
         self._driver = Driver(engine, shows_progress=progress)
-        self._num_requests = 0
+        self._numbers = count(1)  # of requests; safe in several threads
 
     @property
     def engine(self) -> Engine:
@@ -139,7 +144,7 @@ class LLM:
         if prompt_compression is None:
             prompts = [self.chat_token_ids(some) for some in conversations]
             return self.generate(prompts, params, budget=budget, selector=selector)
-        trimmer, row = self._need_trimmer(), self._row(budget, selector)
+        trimmer, row = self._need_trimmer(prompt_compression), self._row(budget, selector)
         return self._answer(
             [
                 self._trimmed_request(trimmer.chat(some, prompt_compression, self._render_chat), own, row)
@@ -176,16 +181,16 @@ class LLM:
 
     def _render_chat(self, messages: Sequence[Message]) -> str:
         """A conversation in the model's chat template."""
-        from jinja2 import TemplateError
-
         tokenizer = self._need_tokenizer("chat")
         if tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; pass a prompt to generate() instead")
-        (given,) = as_conversations(messages)
+        given, *others = as_conversations(messages)
+        if others:
+            raise ValueError(f"{len(others) + 1} conversations were given; this takes one, as a list of messages")
         conversation = as_conversation(given, has_developer="developer" in str(tokenizer.chat_template))
         try:
             return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
-        except TemplateError as error:  # roles that the template does not take, or their order
+        except Exception as error:  # roles that it does not take, or their order; or it is broken, whichever way
             raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
 
     def close(self) -> None:
@@ -208,7 +213,8 @@ class LLM:
 
         return PromptTrimmer(load_compressor(draft, self.options), self._need_tokenizer("prompt compression"))
 
-    def _need_trimmer(self) -> PromptTrimmer:
+    def _need_trimmer(self, how: PromptCompression) -> PromptTrimmer:
+        as_kind("prompt_compression", how, PromptCompression)
         if self._trimmer is None:
             raise ValueError("prompt_compression needs a draft model; make the LLM with draft=...")
         return self._trimmer
@@ -233,7 +239,7 @@ class LLM:
         compression: PromptCompression | None = None,
     ) -> Request:
         if compression is not None:
-            return self._trimmed_request(self._need_trimmer().prompt(prompt, compression), params, row)
+            return self._trimmed_request(self._need_trimmer(compression).prompt(prompt, compression), params, row)
         text = prompt if isinstance(prompt, str) else None
         ids: Any = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
         return self._make_request(ids, params, row, text=text)
@@ -248,9 +254,8 @@ class LLM:
         positions: tuple[int, ...] | None = None,
         trim: Trim | None = None,
     ) -> Request:
-        self._num_requests += 1
         return Request(
-            request_id=f"request-{self._num_requests}",
+            request_id=f"request-{next(self._numbers)}",
             prompt_token_ids=tuple(ids),
             sampling=params,
             budget=row.budget,

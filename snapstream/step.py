@@ -95,7 +95,10 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step produced. Where no log-probabilities were asked for, ``Logprob.logprob`` is NaN."""
+    """What a step produced. Where no log-probabilities were asked for, ``Logprob.logprob`` is NaN.
+
+    A token id below 0 says that the row's logits were not finite, so that nothing could be drawn.
+    """
 
     step_id: int
     prefilled: dict[str, PrefillResult] = field(default_factory=dict)  # by request id; jobs that ended in this step

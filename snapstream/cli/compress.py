@@ -12,6 +12,7 @@ import typer
 
 from snapstream.cli.draft import DraftFlags
 from snapstream.cli.flags import number_option, whole_option
+from snapstream.cli.text import decode_text, read_stdin
 from snapstream.spec_prefill.report import CompressionReport
 from snapstream.spec_prefill.settings import Mode, Snap
 
@@ -69,9 +70,8 @@ def read_text(file: str | None, stdin: TextIO) -> str:
     if file is None and stdin.isatty():
         raise ValueError("no text: give a file, or the text on stdin")
     if file not in (None, "-"):
-        return Path(str(file)).read_bytes().decode("utf-8")
-    # The bytes, because a text stream would turn CR LF into LF.
-    return stdin.buffer.read().decode("utf-8") if hasattr(stdin, "buffer") else stdin.read()
+        return decode_text(Path(str(file)).read_bytes(), str(file))
+    return read_stdin(stdin)
 
 
 def summary(report: CompressionReport) -> str:
@@ -129,8 +129,10 @@ def _messages_of(source: str) -> list[dict[str, Any]]:
     """OpenAI messages from JSON: a list, or an object that has them under ``messages``."""
     try:
         data = json.loads(source)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"--messages needs JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("--messages needs JSON that is not nested so deeply") from None
     if isinstance(data, dict):
         data = data.get("messages")
     if not isinstance(data, list) or not all(isinstance(message, dict) and "role" in message for message in data):

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from snapstream.cli.flags import Flags, number_option, whole_option
+from snapstream.cli.text import decode_text, read_stdin
 from snapstream.config import EngineOptions
 from snapstream.plan.sizes import format_bytes
-from snapstream.request import RequestOutput, SamplingParams
+from snapstream.request import FinishReason, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from snapstream.llm import LLM, Prompt
@@ -28,6 +29,9 @@ Examples:
   snapstream generate Llama-3.2-1B-Instruct/ --file report.txt --budget 4096
   cat question.txt | snapstream generate Qwen2.5-0.5B/ --raw --temperature 0.7 --seed 1
 """
+
+
+INTERRUPTED = 130  # exit code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +85,8 @@ def read_prompt(prompt: str | None, file: str | None, stdin: TextIO) -> str:
         return prompt
     if file is None and stdin.isatty():
         raise ValueError("no prompt: give it as an argument, with --file, or on stdin")
-    text = stdin.read() if file in (None, "-") else Path(str(file)).read_text(encoding="utf-8")
-    return text.removesuffix("\n")
+    text = read_stdin(stdin) if file in (None, "-") else decode_text(Path(str(file)).read_bytes(), str(file))
+    return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
 def encode_prompt(llm: LLM, text: str, *, chat: bool | None, system: str | None) -> Prompt:
@@ -109,6 +113,8 @@ def summary(output: RequestOutput) -> str:
         parts.append(f"first token after {timings.first_token_ms / 1e3:.2f} s")
     speed = f", {1e3 / timings.per_token_ms:,.1f} tokens/s" if timings.per_token_ms else ""
     parts.append(f"output {len(output.token_ids):,} tokens{speed}")
+    if kept is not None and output.has_outgrown_ring:
+        parts.append(f"outgrew the ring of {kept.ring_tokens:,} recent tokens")
     if output.finish_reason is not None:
         parts.append(output.finish_reason.value)
     return " | ".join(parts)
@@ -120,8 +126,10 @@ def as_dict(output: RequestOutput) -> dict[str, Any]:
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason.value if output.finish_reason else None,
+        "stop_reason": output.samples[0].stop_reason,
         "prompt_tokens": len(output.prompt_token_ids),
         "output_tokens": len(output.token_ids),
+        "has_outgrown_ring": output.has_outgrown_ring,
         "compression": asdict(output.compression) if output.compression else None,
         "timings": asdict(output.timings),
     }
@@ -136,7 +144,7 @@ def stream_answer(
     err: TextIO,
     as_json: bool,
 ) -> int:
-    """Stream the answer; returns the exit code. Ctrl-C keeps what was finished, and its summary."""
+    """Stream the answer; the exit code is 1 if the model fails. Ctrl-C keeps what was finished, and its summary."""
     output: RequestOutput | None = None
     num_printed, code = 0, 0
     try:
@@ -146,11 +154,14 @@ def stream_answer(
                 out.flush()
                 num_printed = len(output.text)
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
     if output is not None:
         out.write(json.dumps(as_dict(output)) + "\n" if as_json else output.text[num_printed:] + "\n")
         out.flush()
         err.write(summary(output) + "\n")
-    if code:
+        if output.finish_reason is FinishReason.ERROR:
+            err.write(f"error: {output.samples[0].stop_reason}\n")
+            code = code or 1
+    if code == INTERRUPTED:
         err.write("interrupted\n")
     return code

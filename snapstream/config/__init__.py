@@ -24,8 +24,12 @@ from snapstream.config.values import (
     InvalidValue,
     KVDType,
     as_count,
+    as_kind,
     as_number,
+    as_path,
+    as_token_ids,
     kv_dtype_bytes,
+    plain,
 )
 
 __all__ = [
@@ -53,7 +57,11 @@ __all__ = [
     "Selector",
     "Settings",
     "as_count",
+    "as_kind",
     "as_number",
+    "as_path",
+    "as_token_ids",
     "kv_dtype_bytes",
     "make_selector",
+    "plain",
 ]

@@ -58,6 +58,8 @@ class KVBudget:
 
         ``num_window`` slots, for prompt tokens that stay, come out of the recent ones.
         """
+        num_sink = as_count("num_sink", num_sink, 0)
+        observation_len = as_count("observation_len", observation_len, 1)
         capacity, least = as_count("budget", capacity, 1), num_sink + observation_len
         check(
             capacity >= least,
@@ -76,7 +78,7 @@ class KVBudget:
     @classmethod
     def streaming(cls, capacity: int, *, num_sink: int = DEFAULT_SINK) -> KVBudget:
         """StreamingLLM at ``capacity`` slots: sinks and a ring, nothing selected."""
-        capacity = as_count("budget", capacity, 1)
+        capacity, num_sink = as_count("budget", capacity, 1), as_count("num_sink", num_sink, 0)
         check(capacity > num_sink, f"a budget of {capacity} slots leaves no ring beside {num_sink} sinks")
         return cls(num_sink=num_sink, num_topk=0, num_recent=capacity - num_sink)
 

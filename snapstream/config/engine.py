@@ -10,7 +10,7 @@ from snapstream.config.chunking import Chunking
 from snapstream.config.registry import Registry
 from snapstream.config.selector import Selector, make_selector
 from snapstream.config.settings import Settings
-from snapstream.config.values import check, set_counts
+from snapstream.config.values import as_kind, check, set_counts
 
 SHORT_RESERVE = 4096  # tokens of the staging pool that only short prompts may use
 # Functions from runner.decode_step.StepParts to a DecodeStep, by name.
@@ -40,6 +40,9 @@ class EngineConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        as_kind("budget", self.budget, KVBudget)
+        if not isinstance(self.selector, Selector):
+            raise TypeError(f"selector is {self.selector!r}; it must be a Selector")
         set_counts(self, max_model_len=1, max_rows=1, staging_tokens=0, short_reserve=0, reserved_bytes=0)
         EXECUTORS.check(self.executor)
         self.check_budget(self.budget)

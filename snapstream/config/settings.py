@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from snapstream.config.cache import RescoringConfig
-from snapstream.config.values import DTYPE_BYTES, DType, KVDType, check, kv_dtype_bytes, set_counts
+from snapstream.config.values import DTYPE_BYTES, DType, KVDType, as_kind, check, kv_dtype_bytes, set_counts
 
 PrefillAttentionName = Literal[
     "auto",
@@ -63,6 +63,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         set_counts(self, max_waiting=0)
+        if self.rescoring is not None:
+            as_kind("rescoring", self.rescoring, RescoringConfig)
         check(
             isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES,
             f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
 from operator import index
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 DType = Literal["float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "fp8"]
+
+T = TypeVar("T")
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPES: tuple[KVDType, ...] = ("auto", "fp8")
@@ -50,6 +55,35 @@ def as_number(name: str, value: Any, low: float, high: float, *, field: str | No
     if not (math.isfinite(number) and low <= number <= high):
         raise InvalidValue(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}", field or name)
     return number
+
+
+def as_kind(name: str, value: Any, kind: type[T]) -> T:
+    """``value``, if it is a ``kind``; else TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}; it must be a {kind.__name__}")
+    return value
+
+
+def as_path(name: str, value: Any) -> Path:
+    """A path of text; TypeError for anything else, ValueError for a text that can be no path."""
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+        raise TypeError(f"{name} is {value!r}; it must be a path")
+    if "\0" in os.fspath(value):
+        raise ValueError(f"{name} is {str(value)!r}; no path has a null character")
+    return Path(value)
+
+
+def plain(value: Any) -> Any:
+    """Arrays and tensors as lists, everything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, Sequence) else value
+
+
+def as_token_ids(name: str, value: Any) -> list[int]:
+    """A sequence, array or tensor of token ids as ints; ValueError unless each is a whole number >= 0."""
+    given = plain(value)
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes, bytearray)):
+        raise ValueError(f"{name} is {value!r}; it must be a list of token ids")
+    return [as_count(f"{name}: token id", token, 0) for token in given]
 
 
 def kv_dtype_bytes(dtype: str, kv_dtype: KVDType) -> int:

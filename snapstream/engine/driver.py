@@ -1,13 +1,17 @@
-"""Steps an engine for callers of one thread: batches to their end, and streams that are read in turn.
+"""Steps an engine for its callers: batches to their end, and streams that are read in turn.
 
 Invariant: whatever ends a call - its end, an error, Ctrl-C, a closed stream - its requests are gone from the engine
-afterwards. After a step that failed the state of the device is unknown, and nothing more is run. ``llm.py`` makes the
-requests.
+afterwards. After a step that failed the state of the device is unknown, and nothing more is run.
+
+Threads take turns: a batch holds the engine from its first step to its last, a stream while it is read, so that a
+reader waits for a batch of another thread, and never for the reader of another stream. Open requests share the steps,
+whoever makes them. ``llm.py`` makes the requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from threading import RLock
 from typing import Any
 
 from snapstream.engine.core import Engine
@@ -23,6 +27,7 @@ class Driver:
         self._shows_progress = shows_progress
         self._changed: dict[str, bool] = {}  # by id of every open request: has it grown since its reader looked?
         self._is_broken = False
+        self._turn = RLock()  # whoever holds it may step; a thread may generate between two reads of its own streams
 
     @property
     def engine(self) -> Engine:
@@ -34,11 +39,16 @@ class Driver:
         return self._engine
 
     def close(self) -> None:
-        """Drop the engine, and with it weights and rows."""
-        self._engine = None
+        """Drop the engine, and with it weights and rows, once nobody steps it."""
+        with self._turn:
+            self._engine = None
 
     def run(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run checked requests to their end, feeding the queue as it takes them."""
+        with self._turn:
+            return self._run(requests)
+
+    def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         num_finished = 0
         bar = _progress_bar(len(requests), self._shows_progress)
@@ -60,18 +70,21 @@ class Driver:
 
     def stream(self, request: Request) -> Iterator[RequestOutput]:
         """Yield the request's output each time it has grown; closing the iterator aborts the request."""
-        output = self._open(request)
+        with self._turn:
+            output = self._open(request)
         try:
             while True:
-                while not self._changed[request.request_id]:
-                    self._step()
-                self._changed[request.request_id] = False
-                is_finished = output.is_finished
+                with self._turn:
+                    while not self._changed[request.request_id]:
+                        self._step()
+                    self._changed[request.request_id] = False
+                    is_finished = output.is_finished
                 yield output
                 if is_finished:
                     return
         finally:
-            self._release([request])
+            with self._turn:
+                self._release([request])
 
     def _open(self, request: Request) -> RequestOutput:
         output = self.engine.add_request(request)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from snapstream.config import KVBudget, Selector
 from snapstream.engine.detokenizer import TextStream
-from snapstream.request import FinishReason, Logprob, Request, RequestOutput, SampleOutput, SamplingParams
+from snapstream.request import NOT_FINITE, FinishReason, Logprob, Request, RequestOutput, SampleOutput, SamplingParams
 from snapstream.step import PrefillResult
 
 
@@ -40,8 +40,12 @@ class LiveSample:
     def take(self, token: Logprob, eos_token_ids: frozenset[int], grammar_end: str | None = None) -> None:
         """Append a token that the device reported, and decide whether the sample ends with it.
 
-        ``grammar_end``: the grammar lets nothing follow; empty where the text is complete, else the reason.
+        ``grammar_end``: the grammar lets nothing follow; empty where the text is complete, else the reason. A token
+        below 0 is none: the model's logits were not finite, and the sample ends with that.
         """
+        if token.token_id < 0:
+            self.end(FinishReason.ERROR, NOT_FINITE)
+            return
         self.output.token_ids.append(token.token_id)
         if self.output.logprobs is not None:
             self.output.logprobs.append(token)

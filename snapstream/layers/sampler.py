@@ -11,7 +11,11 @@ than k. The nucleus includes the token that crosses p.
 Invariant: the token of a row is a function of its logits, parameters, seed and number of output tokens alone.
 For that, probabilities become integer weights, 2^42 for the likeliest token: integer sums do not depend on
 device, batch shape or order of addition, so the cumulative distribution (in vocabulary order) is exact and
-monotone. Tokens 2^42 times less likely than the likeliest are never drawn. Next: ``sampling_state.py``,
+monotone. Tokens 2^42 times less likely than the likeliest are never drawn.
+
+A row whose logits hold NaN, or no finite maximum, draws ``NO_TOKEN``, so that the host ends its request instead of
+taking token 0 for an answer. Nobody waits for the device to know that: whoever keeps the row going feeds it any token,
+and the host sees the mark when it reads the step. Next: ``sampling_state.py``,
 ``random.py``, ``logit_order.py``.
 """
 
@@ -27,13 +31,14 @@ from snapstream.layers.logprobs import token_logprobs
 from snapstream.layers.random import uniform
 from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
 
+NO_TOKEN = -1  # stands for the token of a row whose logits are not finite
 WEIGHT_ONE = 2**42  # weight of the likeliest token; times MAX_VOCAB = 2^20 it stays below 2^63
 
 
 class Sampled(NamedTuple):
     """One token per row. ``top_*`` have n = min(needs.num_logprobs, V) columns, falling."""
 
-    token_ids: Tensor  # [B] int64
+    token_ids: Tensor  # [B] int64; NO_TOKEN where the logits are not finite
     logprobs: Tensor | None = None  # [B] fp32, of token_ids, raw model distribution
     top_ids: Tensor | None = None  # [B, n] int64
     top_logprobs: Tensor | None = None  # [B, n] fp32
@@ -55,9 +60,11 @@ def sample(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNe
         drawn = draw(weights(scores, state, rows, needs), state, rows)
         token_ids = torch.where(state.is_greedy[rows], token_ids, drawn)
     _advance(state, rows, token_ids, needs)
+    # The maximum of a row with NaN is NaN. Of the model's own logits: a mask may hide NaN, and leave nothing finite.
+    marked = token_ids.masked_fill(~logits.amax(-1).isfinite(), NO_TOKEN)
     if needs.num_logprobs is None:
-        return Sampled(token_ids)
-    return Sampled(token_ids, *token_logprobs(logits, token_ids, needs.num_logprobs))
+        return Sampled(marked)
+    return Sampled(marked, *token_logprobs(logits, token_ids, needs.num_logprobs))
 
 
 def adjusted(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Tensor:

@@ -6,13 +6,16 @@ compares the manifest with what the model needs before a byte of weights is read
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from snapstream.models.json_file import read_object
+from snapstream.request.conversation import named
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -66,15 +69,26 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _indexed_shards(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of shards: {error!r}") from error
-    files = [index.parent / name for name in names]
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"{index} is not an index of shards: weight_map is {named(weight_map)}; it must map tensors to files"
+        )
+    for tensor, name in weight_map.items():
+        _check_name(index, tensor, name)
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(f"{index.parent}: {len(missing)} of {len(files)} shards missing: {', '.join(missing)}")
     return files
+
+
+def _check_name(index: Path, tensor: str, name: Any) -> None:
+    """A shard lies in the folder of its index. It may be a link to elsewhere, as in the caches of model hubs."""
+    if not isinstance(name, str):
+        raise ValueError(f"{index}: weight_map names {named(name)} for {tensor}; it must be the name of a file")
+    if name in ("", ".", "..") or any(sign in name for sign in ("/", "\\", "\0")):
+        raise ValueError(f"{index}: weight_map names {name!r} for {tensor}; a shard is a file of the same folder")
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:

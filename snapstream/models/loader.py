@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from snapstream.config import ModelConfig
 from snapstream.models.checkpoint import FLOAT_DTYPES, StoredTensor, open_shard, read_manifest
@@ -42,13 +43,17 @@ def load_weights(
     plan = {name: (role, place) for name, role, place in checkpoint_names(roles, config.num_layers)}
     _check(manifest, _shapes(plan, roles), config)
     weights = DecoderWeights.empty(config, dtype, device, weight)
+    bounds: dict[str, Tensor] = {}
     with _progress_bar(len(plan), progress) as bar:
         for file in dict.fromkeys(manifest[name].file for name in plan):
             with open_shard(file) as shard:
                 for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
                     if name in plan:
-                        weights.fill(*plan[name], shard.get_tensor(name))
+                        numbers = shard.get_tensor(name)
+                        bounds[name] = torch.stack(torch.aminmax(numbers)).to(dtype)
+                        weights.fill(*plan[name], numbers)
                         bar.update()
+    _check_finite(manifest, bounds, dtype)
     return weights
 
 
@@ -86,6 +91,23 @@ def _check(manifest: Mapping[str, StoredTensor], plan: Mapping[str, tuple[int, .
             raise ValueError(
                 f"{name} in {stored.file.name} is stored as {stored.dtype}; known: {', '.join(FLOAT_DTYPES)}"
             )
+
+
+def _check_finite(manifest: Mapping[str, StoredTensor], bounds: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Refuse weights that hold NaN or infinity, as stored or once they are ``dtype``: every answer would be noise.
+
+    ``bounds``: least and greatest weight of each tensor, ``[2]`` as ``dtype``; both are NaN where one is. They cost one
+    more reading of a tensor that is about to be copied: somewhat less than the copy itself, little beside a disk.
+    """
+    is_finite = torch.stack(list(bounds.values())).isfinite().all(1).tolist()
+    wrong = [name for name, is_sound in zip(bounds, is_finite, strict=True) if not is_sound]
+    if wrong:
+        low, high = bounds[wrong[0]].tolist()
+        what = "NaN" if low != low else f"infinity as {str(dtype).removeprefix('torch.')}"
+        raise ValueError(
+            f"{manifest[wrong[0]].file}: {wrong[0]} holds {what}; weights must be finite "
+            f"({len(wrong)} of {len(bounds)} tensors are not)"
+        )
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:

@@ -1,5 +1,8 @@
 """From config.json to a ``ModelConfig``; what cannot be run faithfully is refused, with every reason.
 
+Invariant: a folder whose files name code of their own is refused (``json_file.py``), and so is every field that is not
+what it should be, with file and field (``fields.py``).
+
 Neither torch nor transformers is imported, so ``snapstream plan`` answers at once. Both spellings of the rope
 settings are read: ``rope_theta`` beside ``rope_scaling``, and the ``rope_parameters`` of transformers 5. Rope
 is parsed in ``rope_config.py``; a new architecture is a row of ``FAMILIES`` (``families.py``).
@@ -7,13 +10,16 @@ is parsed in ``rope_config.py``; a new architecture is a row of ``FAMILIES`` (``
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from snapstream.config import ModelConfig
+from snapstream.config import ModelConfig, as_path
 from snapstream.models.families import FAMILIES, Family
+from snapstream.models.fields import flag, number, token_ids, whole_number
+from snapstream.models.json_file import read_object, refuse_code
 from snapstream.models.rope_config import parse_rope, stretched_window
 
 EXPERT_FIELDS = (
@@ -25,21 +31,40 @@ EXPERT_FIELDS = (
 )
 
 
+# What config.json may call the type of the weights; the loader reads their own headers.
+DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
+
+
 def read_model_config(path: str | Path) -> ModelConfig:
-    """Read a checkpoint folder or a config.json, and the end tokens of a generation_config.json beside it."""
-    file = Path(path)
+    """Read a checkpoint folder or a config.json, and the end tokens of a generation_config.json beside it.
+
+    ValueError, with file and field, for what is broken, cannot be run faithfully, or needs code of the checkpoint.
+    """
+    file = as_path("the model's folder", path)
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist; expected a checkpoint folder or a config.json")
-    settings = _read_json(file)
-    config = model_config_from_dict(settings)
+    refuse_code(file.parent)
+    settings = read_object(file)
+    with _naming(file):
+        config = model_config_from_dict(settings)
     beside = file.parent / "generation_config.json"
     if not beside.is_file():
         return config
-    extra = _token_ids(_read_json(beside).get("eos_token_id"))
-    merged = tuple(dict.fromkeys(config.eos_token_ids + extra))
-    return model_config_from_dict({**settings, "eos_token_id": list(merged)})
+    with _naming(beside):
+        extra = token_ids(read_object(beside), "eos_token_id")
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Refusals of what a file says begin with its path."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(str(file)) else f"{file}: {text}") from None
 
 
 def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
@@ -49,31 +74,32 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
     if refusals:
         raise ValueError(f"cannot run {architecture}: " + "; ".join(refusals))
     family = FAMILIES.get(architecture)
-    hidden, heads = _integer(settings, "hidden_size"), _integer(settings, "num_attention_heads")
-    window = _integer(settings, "max_position_embeddings")
+    hidden, heads = whole_number(settings, "hidden_size"), whole_number(settings, "num_attention_heads")
+    window = whole_number(settings, "max_position_embeddings")
     rope = parse_rope(settings, window)
-    has_attention_bias = family.reads_attention_bias and bool(settings.get("attention_bias"))
-    head_dim = settings.get("head_dim") or family.head_dim
+    has_attention_bias = family.reads_attention_bias and flag(settings, "attention_bias")
+    head_dim = family.head_dim if settings.get("head_dim") is None else whole_number(settings, "head_dim")
     return family.config_class(
         **family.read_more(settings),
         architecture=architecture,
-        vocab_size=_integer(settings, "vocab_size"),
+        vocab_size=whole_number(settings, "vocab_size"),
         hidden_size=hidden,
-        num_layers=_integer(settings, "num_hidden_layers"),
+        num_layers=whole_number(settings, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(settings, "num_key_value_heads", heads),
-        head_dim=_integer({"head_dim": head_dim}, "head_dim") if head_dim else _split(hidden, heads),
-        intermediate_size=_integer(settings, "intermediate_size"),
+        num_kv_heads=whole_number(settings, "num_key_value_heads", heads),
+        head_dim=_split(hidden, heads) if head_dim is None else head_dim,
+        intermediate_size=whole_number(settings, "intermediate_size"),
         max_position=stretched_window(rope, window),
-        rms_norm_eps=float(settings.get("rms_norm_eps", 1e-6)),
+        # Absent it has a value, null it has none: transformers would compute with None.
+        rms_norm_eps=number({"rms_norm_eps": 1e-6, **settings}, "rms_norm_eps", above=0.0, most=1.0),
         rope=rope,
-        tie_word_embeddings=bool(settings.get("tie_word_embeddings", False)),
+        tie_word_embeddings=flag(settings, "tie_word_embeddings"),
         qkv_bias=family.qkv_bias or has_attention_bias,
         o_bias=has_attention_bias,
-        mlp_bias=family.reads_mlp_bias and bool(settings.get("mlp_bias")),
+        mlp_bias=family.reads_mlp_bias and flag(settings, "mlp_bias"),
         qk_norm=family.qk_norm,
-        bos_token_id=next(iter(_token_ids(settings.get("bos_token_id"))), None),
-        eos_token_ids=_token_ids(settings.get("eos_token_id")),
+        bos_token_id=next(iter(token_ids(settings, "bos_token_id")), None),
+        eos_token_ids=token_ids(settings, "eos_token_id"),
     )
 
 
@@ -83,7 +109,7 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
     reasons = []
     if architecture not in FAMILIES:
         reasons.append(f"unknown architecture (known: {', '.join(FAMILIES.names)})")
-    if settings.get("is_encoder_decoder"):
+    if flag(settings, "is_encoder_decoder"):
         reasons.append("encoder-decoder models have cross attention, which rows do not hold")
     if settings.get("model_type") == "gpt_oss" or "GptOss" in architecture:
         reasons.append("learned attention sinks (gpt-oss) are not supported")
@@ -95,17 +121,40 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
     experts = [name for name in EXPERT_FIELDS if settings.get(name)]
     if experts:
         reasons.append(f"mixture-of-experts layers are not supported ({experts[0]} is {settings[experts[0]]})")
-    if settings.get("quantization_config"):
-        method = settings["quantization_config"].get("quant_method", "unnamed")
-        reasons.append(f"quantization_config is present ({method}); weights must be fp32, bf16 or fp16")
+    reasons += _number_refusals(settings)
     activation = settings.get("hidden_act", "silu")
     if activation != "silu":
         reasons.append(f"hidden_act is {activation!r}; only 'silu' is supported")
     return reasons
 
 
+def _number_refusals(settings: Mapping[str, Any]) -> list[str]:
+    """What config.json says of the weights' numbers."""
+    reasons = []
+    quantization = settings.get("quantization_config")
+    if quantization is not None and not isinstance(quantization, Mapping):
+        reasons.append(
+            f"quantization_config is {quantization!r}; it must be an object, and weights must not be quantized"
+        )
+    elif quantization:
+        method = quantization.get("quant_method", "unnamed")
+        reasons.append(f"quantization_config is present ({method}); weights must be fp32, bf16 or fp16")
+    for name in ("dtype", "torch_dtype"):
+        dtype = settings.get(name)
+        if dtype is not None and not (isinstance(dtype, str) and dtype.removeprefix("torch.") in DTYPES):
+            reasons.append(f"{name} is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return reasons
+
+
 def _layer_type_refusals(settings: Mapping[str, Any]) -> list[str]:
-    kinds = dict.fromkeys(settings.get("layer_types") or ())
+    given = settings.get("layer_types")
+    if given is None:
+        return []
+    num_layers = whole_number(settings, "num_hidden_layers")
+    if not isinstance(given, list) or len(given) != num_layers or not all(isinstance(kind, str) for kind in given):
+        found = f"a list of {len(given)}" if isinstance(given, list) else repr(given)
+        return [f"layer_types is {found}; it must be a list that names the kind of each of the {num_layers} layers"]
+    kinds = dict.fromkeys(given)
     reasons = []
     if "sliding_attention" in kinds:
         reasons.append("layer_types has 'sliding_attention'; only full attention layers are supported")
@@ -120,7 +169,7 @@ def _layer_type_refusals(settings: Mapping[str, Any]) -> list[str]:
 
 def _sliding_window(settings: Mapping[str, Any], family: Family) -> int | None:
     """The window, if any layer would use it. Qwen models name one and switch it on separately."""
-    if family.has_window_switch and not settings.get("use_sliding_window"):
+    if family.has_window_switch and not flag(settings, "use_sliding_window"):
         return None
     window: int | None = settings.get("sliding_window", family.sliding_window)
     return window
@@ -128,38 +177,13 @@ def _sliding_window(settings: Mapping[str, Any], family: Family) -> int | None:
 
 def _architecture(settings: Mapping[str, Any]) -> str:
     names = settings.get("architectures")
-    if not isinstance(names, list) or len(names) != 1:
-        raise ValueError(
-            f"config.json must name one architecture, found {names!r} (known: {', '.join(FAMILIES.names)})"
-        )
-    return str(names[0])
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        known = ", ".join(FAMILIES.names)
+        raise ValueError(f"architectures must name one architecture, found {names!r} (known: {known})")
+    return names[0]
 
 
 def _split(hidden: int, heads: int) -> int:
     if hidden % heads:
         raise ValueError(f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads})")
     return hidden // heads
-
-
-def _integer(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = settings.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"config.json: {name} is {value!r}; it must be a whole number")
-    return value
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}; expected an object of settings")
-    return content

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from snapstream.config import RopeConfig, RopeKind
+from snapstream.models.fields import flag, number, whole_number
 
 KINDS: tuple[str, ...] = get_args(RopeKind)
 DEFAULT_THETA = 10000.0  # of all supported architectures in transformers
+MAX_FACTOR = 1e6  # by which a window may be stretched; published models stay below 1000
 
 
 def parse_rope(settings: Mapping[str, Any], window: int) -> RopeConfig:
@@ -21,15 +23,15 @@ def parse_rope(settings: Mapping[str, Any], window: int) -> RopeConfig:
     values = _gather(settings)
     kind = str(values.get("rope_type") or values.get("type") or "default")
     _refuse_unsupported(values, kind)
-    theta = _number(values, "rope_theta", DEFAULT_THETA)
+    theta = number(values, "rope_theta", DEFAULT_THETA, above=1.0)  # with 1 all dimensions would turn alike
     if kind == "default":
         return RopeConfig(theta=theta)
     original = _original_window(settings, values, window, kind)
-    factor = _number(values, "factor", window / original if kind == "yarn" else None)
+    factor = number(values, "factor", window / original if kind == "yarn" else None, most=MAX_FACTOR)
     if factor < 1.0:
         raise ValueError(f"rope {kind}: factor is {factor}; it must be >= 1")
     if kind == "llama3":
-        low, high = _number(values, "low_freq_factor"), _number(values, "high_freq_factor")
+        low, high = number(values, "low_freq_factor", above=0.0), number(values, "high_freq_factor", above=0.0)
         if high <= low:
             raise ValueError(f"rope llama3: high_freq_factor ({high}) must exceed low_freq_factor ({low})")
         return RopeConfig(kind="llama3", theta=theta, factor=factor, original_max_position=original,
@@ -72,15 +74,16 @@ def _original_window(settings: Mapping[str, Any], values: Mapping[str, Any], win
     if kind in ("linear", "dynamic"):
         return window
     name = "original_max_position_embeddings"
-    original = settings.get(name) or values.get(name) or window
-    if not isinstance(original, int) or original < 1:
-        raise ValueError(f"rope {kind}: {name} is {original!r}; it must be a whole number >= 1")
+    source = settings if settings.get(name) is not None else values
+    original = whole_number(source, name, window)
+    if original < 1:
+        raise ValueError(f"rope {kind}: {name} is {original}; it must be >= 1")
     return original
 
 
 def _yarn(values: Mapping[str, Any], theta: float, factor: float, original: int) -> RopeConfig:
     def optional(name: str) -> float | None:
-        return None if values.get(name) is None else _number(values, name)
+        return None if values.get(name) is None else number(values, name, above=0.0)
 
     return RopeConfig(
         kind="yarn",
@@ -92,13 +95,5 @@ def _yarn(values: Mapping[str, Any], theta: float, factor: float, original: int)
         beta_slow=optional("beta_slow") or 1.0,
         mscale=optional("mscale"),
         mscale_all_dim=optional("mscale_all_dim"),
-        truncate=bool(values.get("truncate", True)),
+        truncate=flag(values, "truncate", default=True),
     )
-
-
-def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = values.get(name)
-    value = default if value is None else value
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"rope settings: {name} is {value!r}; it must be a number")
-    return float(value)

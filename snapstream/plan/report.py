@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
+
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from snapstream.plan.plan import Plan, RowPlan
 from snapstream.plan.sizes import format_bytes
 
+INDENT = " " * 9  # below the labels
+
 
 def _format_rate(rate: float) -> str:
+    """Three digits at least, and no more than seven characters."""
+    if rate >= 1e6:
+        return f"{rate / 1e6:,.3g}M" if rate < 1e9 else f"{rate / 1e6:,.0f}M"
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
@@ -19,7 +27,7 @@ def _table_line(row: RowPlan) -> tuple[str, ...]:
         row.name if row.name == "full" else f"{row.capacity:,}",
         format_bytes(row.row_bytes),
         f"{100 * row.full_fraction:.3g} %",
-        f"{row.max_rows:,}" if fits else "none",
+        _format_rate(row.max_rows) if row.max_rows >= 1e6 else f"{row.max_rows:,}" if fits else "none",
         _format_rate(row.tokens_per_s_one),
         _format_rate(row.tokens_per_s_max) if fits else "-",
         *([] if row.rows_here is None else [f"{row.rows_here:,}" if row.rows_here else "none"]),
@@ -62,23 +70,32 @@ def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Write the plan to ``console``."""
+    """Write the plan to ``console``; 60 columns are enough."""
     for label, text in _fixed_costs(plan):
-        console.print(f"{label:<8} {text}", highlight=False, markup=False, soft_wrap=True)
-    table = Table()
-    titles = ["slots", "row", "of full", "rows\nthat fit", "tok/s\n1 row", "tok/s\nall rows"]
+        _print_line(console, f"{label:<{len(INDENT)}}", text)
+    # No frame, no wrapped cells: seven columns then fit into 60.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    titles = ["slots", "row", "of\nfull", "rows\nthat fit", "tok/s\n1 row", "tok/s\nall rows"]
     if plan.here is not None:
-        titles.append("auto rows\nhere")
+        titles.append("auto\nhere")
     for title in titles:
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for row in plan.rows:
         table.add_row(*_table_line(row))
+    console.print()
     console.print(table)
-    console.print("tok/s: the bound set by bytes read per step, not a measurement", highlight=False)
+    console.print()
+    _print_line(console, "tok/s    ", "the bound set by bytes read per step, not a measurement")
     if plan.here is not None:
-        console.print(
-            f"auto rows here: what --max-rows auto gives on this machine now "
-            f"({plan.here.device}, {format_bytes(plan.here.free_bytes)} free)",
-            highlight=False,
-            soft_wrap=True,
+        free = format_bytes(plan.here.free_bytes)
+        _print_line(
+            console, "auto     ", f"rows of --max-rows auto on this machine now ({plan.here.device}, {free} free)"
         )
+
+
+def _print_line(console: Console, label: str, text: str) -> None:
+    """A line that goes on below its text, not below its label, where the console is narrow."""
+    own = len(text) - len(text.lstrip())
+    lines = wrap(text, console.width - len(label), subsequent_indent=" " * own) or [""]
+    for index, line in enumerate(lines):
+        console.print((INDENT if index else label) + line, highlight=False, markup=False, soft_wrap=True)

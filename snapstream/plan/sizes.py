@@ -10,13 +10,13 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _parse(text: str) -> int:
-    """0 where ``text`` is no size."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]I?)?)B?\s*", text.upper())
-    return int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    """0 where ``text`` is no size, or only a number: nobody means 80 bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]I?)B?|B)\s*", text.upper())
+    return int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
 
 
 def parse_bytes(text: str) -> int:
-    """``"80GiB"``, ``"24GB"``, ``"512M"``, or plain bytes."""
+    """``"80GiB"``, ``"24GB"``, ``"512M"``, ``"100B"``; a number without a unit is refused."""
     size = _parse(text)
     if size < 1:
         raise ValueError(f"{text!r} is not a size; write a number > 0 and a unit, such as 80GiB or 24GB")

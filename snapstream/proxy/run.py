@@ -63,12 +63,9 @@ def load_target(folder: Path | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer that counts the upstream's tokens; ValueError where the folder has none."""
     if folder is None:
         return None
-    from snapstream.start.build import load_tokenizer
+    from snapstream.models.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer")
-    return tokenizer
+    return load_tokenizer(folder)
 
 
 def uvicorn_config(app: ASGIApp) -> uvicorn.Config:

@@ -4,6 +4,7 @@ See ``engine/`` for the life of a request.
 """
 
 from snapstream.request.output import (
+    NOT_FINITE,
     Compression,
     FinishReason,
     KeptBitmap,
@@ -29,6 +30,6 @@ from snapstream.request.sampling import (
 
 __all__ = [
     "MAX_GRAMMAR_CHARS", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_SAMPLES", "MAX_STOP_STRINGS", "MAX_STOP_TOKEN_IDS",
-    "NUM_STOP_IDS", "Compression", "FinishReason", "Grammar", "GrammarKind", "KeptBitmap", "Logprob", "Request",
-    "RequestOutput", "SampleOutput", "SamplingParams", "Timings", "Trim",
+    "NOT_FINITE", "NUM_STOP_IDS", "Compression", "FinishReason", "Grammar", "GrammarKind", "KeptBitmap", "Logprob",
+    "Request", "RequestOutput", "SampleOutput", "SamplingParams", "Timings", "Trim",
 ]  # fmt: skip

@@ -20,6 +20,9 @@ def as_conversation(messages: Sequence[Any], *, has_developer: bool = True) -> l
 
     ``has_developer``: the template knows that role; otherwise it becomes ``system``, its older name.
     """
+    if not is_list(messages):
+        raise ValueError(f"messages is {named(messages)}; it must be a list of messages, each with role and content")
+    check_texts("messages", messages)
     return [_as_message(message, f"messages[{index}]", has_developer) for index, message in enumerate(messages)]
 
 
@@ -82,6 +85,36 @@ def _as_tool_call(call: Any, place: str) -> dict[str, Any]:
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }
+
+
+def as_text(name: str, value: Any) -> str:
+    """A text that a tokenizer can take; TypeError or ValueError else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {named(value)}; it must be text")
+    check_texts(name, value)
+    return value
+
+
+def check_texts(name: str, value: Any) -> None:
+    """ValueError where a text, however deep in lists and mappings, holds half a surrogate pair: that is no Unicode."""
+    waiting = [(name, value)]
+    while waiting:
+        place, item = waiting.pop()
+        if isinstance(item, str):
+            _check_text(place, item)
+        elif isinstance(item, Mapping):
+            waiting += [(f"{place}.{key}", inner) for key, inner in item.items()]
+        elif is_list(item):
+            waiting += [(f"{place}[{index}]", inner) for index, inner in enumerate(item)]
+
+
+def _check_text(place: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place} holds the lone surrogate {text[error.start]!r} at character {error.start}; it is no valid text"
+        ) from None
 
 
 def is_list(value: Any) -> bool:

@@ -7,24 +7,27 @@ depend on the model in ``engine/validate.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from snapstream.config import as_count
+from snapstream.config import as_token_ids, plain
 from snapstream.request import SamplingParams
-from snapstream.request.conversation import as_conversation, is_list, named
+from snapstream.request.conversation import as_conversation, as_text, is_list, named
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
     """One prompt or several, as a list: texts, or lists of token ids."""
-    prompts = _plain(prompts)
+    prompts = plain(prompts)
     if isinstance(prompts, str):
-        return [prompts]
+        return [as_text("prompt", prompts)]
     if is_list(prompts):
-        items = [_plain(item) for item in prompts]
+        items = [plain(item) for item in prompts]
         if items and not any(isinstance(item, str) or is_list(item) for item in items):
             return [_as_ids(items, "prompt")]
-        return [item if isinstance(item, str) else _as_ids(item, f"prompt {i}") for i, item in enumerate(items)]
+        return [
+            as_text(f"prompt {i}", item) if isinstance(item, str) else _as_ids(item, f"prompt {i}")
+            for i, item in enumerate(items)
+        ]
     raise ValueError(f"prompts is {named(prompts)}; it must be a text, a list of token ids, or a list of these")
 
 
@@ -41,18 +44,17 @@ def as_params(params: Any, count: int) -> list[SamplingParams]:
 
 def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
     """One conversation or several, as a list of lists of messages whose content is text."""
-    if messages is None or not is_list(messages) or not messages:
+    messages = plain(messages)
+    if not is_list(messages) or not messages:
         raise ValueError(f"messages is {named(messages)}; it must be a list of messages, each with role and content")
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
+    for index, conversation in enumerate(conversations):
+        if not is_list(conversation) or not conversation:
+            raise ValueError(f"messages[{index}] is {named(conversation)}; it must be a message with role and content")
     return [as_conversation(conversation) for conversation in conversations]
-
-
-def _plain(value: Any) -> Any:
-    """Arrays and tensors as lists, everything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, Sequence) else value
 
 
 def _as_ids(value: Any, name: str) -> list[int]:
     if not is_list(value):
         raise ValueError(f"{name} is {named(value)}; it must be a text or a list of token ids")
-    return [as_count(f"{name}: token id", token, 0, field="prompts") for token in value]
+    return as_token_ids(name, value)

@@ -12,7 +12,10 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end token, stop id or stop string
     LENGTH = "length"  # max_tokens
     ABORT = "abort"  # the caller gave up
-    ERROR = "error"  # the grammar could not be followed any further; ``stop_reason`` says why
+    ERROR = "error"  # the logits were not finite, or the grammar could not be followed; ``stop_reason`` says which
+
+
+NOT_FINITE = "logits are not finite"  # stop_reason of an ERROR: the model computed NaN or infinity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,9 @@ class Compression:
     row_bytes: int  # K and V of one row, all layers, at the request's capacity
     full_bytes: int  # what a full cache of this prompt would hold
     compress_ms: float  # scoring, selection and the write of the row, all layers
+    ring_tokens: (
+        int  # slots of the ring of recent tokens as the prompt left it; answer and end of the prompt share them
+    )
     # Selected prompt positions by layer and kv head, ascending; None unless asked for and something was evicted.
     kept_positions: tuple[tuple[tuple[int, ...], ...], ...] | None = None  # [L][G][K]
     kept_bitmap: KeptBitmap | None = None  # all that was kept; under the same conditions
@@ -117,6 +123,14 @@ class RequestOutput:
     @property
     def is_finished(self) -> bool:
         return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def has_outgrown_ring(self) -> bool:
+        """Whether a sample is longer than the ring of its row: the end of the prompt, which is usually the question,
+        has then left the ring, and so does the answer's own beginning. What a window region or rescoring keeps stays.
+        """
+        ring = None if self.compression is None else self.compression.ring_tokens
+        return ring is not None and any(len(sample.token_ids) > ring for sample in self.samples)
 
     @property
     def text(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from snapstream.config import InvalidValue, as_count, as_number
+from snapstream.config import InvalidValue, as_count, as_number, plain
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 32
@@ -33,8 +33,9 @@ _NUMBERS: tuple[tuple[str, float, float], ...] = (
 )  # fmt: skip
 
 
-def _as_tuple(name: str, values: Sequence[Any] | None) -> tuple[Any, ...]:
-    if values is not None and not isinstance(values, Sequence):
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    values = plain(values)
+    if values is not None and (not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray))):
         raise InvalidValue(f"{name} is {values!r}; it must be a list", name)
     return tuple(values or ())
 
@@ -56,8 +57,8 @@ class Grammar:
         if self.kind not in get_args(GrammarKind):
             raise ValueError(f"grammar kind is {self.kind!r}; it must be one of {', '.join(get_args(GrammarKind))}")
         if not isinstance(self.text, str) or not self.text or len(self.text) > MAX_GRAMMAR_CHARS:
-            size = len(self.text) if isinstance(self.text, str) else repr(self.text)
-            raise ValueError(f"grammar text has {size} characters; it must have 1 to {MAX_GRAMMAR_CHARS}")
+            what = f"has {len(self.text)} characters" if isinstance(self.text, str) else f"is {self.text!r}"
+            raise ValueError(f"grammar text {what}; it must be a text of 1 to {MAX_GRAMMAR_CHARS} characters")
 
     @classmethod
     def json_object(cls) -> Self:
@@ -157,11 +158,11 @@ class SamplingParams:
         self._set("stop_token_ids", checked)
 
     def _check_bias(self) -> None:
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise InvalidValue(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers", "logit_bias")
         if not self.logit_bias:
             self._set("logit_bias", None)
             return
-        if not isinstance(self.logit_bias, Mapping):
-            raise InvalidValue(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers", "logit_bias")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             message = f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}"
             raise InvalidValue(message, "logit_bias")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from snapstream.grammar import GrammarCompiler, Matcher
+from snapstream.layers.sampler import NO_TOKEN
 from snapstream.layers.sampling_state import SamplingState
 from snapstream.runner.results import HostCopy, SubmittedStep
 from snapstream.step import JobSpec, PrefillEntry
@@ -79,6 +80,9 @@ class RowGrammars:
         for drawn in waiting:
             ids = drawn.tokens.token_ids()
             drawn.ends.update((row, self._faults.pop(row)) for _, row in drawn.places if row in self._faults)
+            for index, row in drawn.places:
+                if ids[index] == NO_TOKEN:  # the request ends, whatever its grammar says
+                    self._matchers.pop(row, None)
             places = [(index, row) for index, row in drawn.places if row in self._matchers]
             for index, row in places:
                 self._matchers[row].take(ids[index])

@@ -168,7 +168,7 @@ class ModelRunner:
         params = [entry.sampling for entry in new]
         logits = self.decoder.logits(job.last_hidden())[source]  # [rows, V]
         sampled = sample(logits, self.sampling, rows, SamplingNeeds.of(params))
-        self.rows.last_token[rows] = sampled.token_ids
+        self.rows.feed(rows, sampled.token_ids)
         finished = [
             FinishedPrompt(
                 prompt.entry.request_id,
@@ -192,6 +192,7 @@ class ModelRunner:
             row_bytes=spec.row_bytes(budget.capacity),
             full_bytes=spec.row_bytes(prompt.prompt_len),
             compress_ms=0.0,
+            ring_tokens=budget.capacity - layout.ring_start(budget, prompt.prompt_len),
             kept_positions=selected_positions(prompt.kept, budget) if prompt.kept and not is_bitmap else None,
             kept_bitmap=kept_bitmap(prompt.kept, prompt.prompt_len) if prompt.kept and is_bitmap else None,
         )

@@ -40,6 +40,10 @@ class Rows:
         ):
             counter[rows] = values
 
+    def feed(self, rows: Tensor, tokens: Tensor) -> None:
+        """``tokens [B]`` are the next to embed; a row that drew none (``sampler.NO_TOKEN``) goes on with token 0."""
+        self.last_token[rows] = tokens.clamp(min=0)
+
     def refresh(self, row: int, num_tokens: int, ring_start: int) -> None:
         """A row was rescored: its counters are those of a row that holds this much."""
         self.num_tokens[row].fill_(num_tokens)  # `tensor[row] = number` would wait for a GPU
@@ -60,6 +64,6 @@ class Rows:
 
     def advance(self, rows: Tensor, tokens: Tensor) -> None:
         """One decode step is over: ``tokens [B]`` were drawn for ``rows [B]``."""
-        self.last_token[rows] = tokens
+        self.feed(rows, tokens)
         self.num_tokens[rows] += 1
         self.next_position[rows] += 1

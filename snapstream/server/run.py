@@ -21,6 +21,7 @@ import uvicorn
 from snapstream.assets import TINY_MODEL
 from snapstream.config import AutoCount
 from snapstream.models.registry import read_model_config
+from snapstream.models.tokenizer import find_tokenizer
 from snapstream.plan.draft_memory import DraftMemory, draft_memory
 from snapstream.plan.fit import MAX_AUTO_ROWS
 from snapstream.server.app import make_app
@@ -33,7 +34,6 @@ from snapstream.server.http.trimming import load_compressor
 from snapstream.server.openai.front import Front
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings, scoring_of
-from snapstream.start.build import load_tokenizer
 
 if TYPE_CHECKING:
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -134,7 +134,7 @@ async def _load_front(
     names: tuple[str, ...],
 ) -> Front:
     """Read what the front needs, and let it answer."""
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(spec.model))
+    tokenizer = await asyncio.to_thread(find_tokenizer, Path(spec.model))
     created = int(time.time())
     compressor = None if options.draft is None else await asyncio.to_thread(_load_draft, spec, options)
     if compressor is not None and tokenizer is None:

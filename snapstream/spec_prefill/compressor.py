@@ -16,7 +16,9 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from snapstream.config import DType
+from snapstream.config import DType, as_count, as_kind, as_token_ids
+from snapstream.models.tokenizer import load_tokenizer
+from snapstream.request.conversation import as_text, check_texts, is_list, named
 from snapstream.spec_prefill.assemble import (
     Spans,
     forced_in,
@@ -72,10 +74,11 @@ class PromptCompressor:
         cache_size: int = 256,
     ) -> None:
         self.draft = draft if isinstance(draft, Draft) else Draft.load(draft, dtype=dtype, device=device)
-        self.scoring, self.cut = scoring or ScoringSettings(), cut or CutSettings()
-        self.protection = protection or Protection()
+        self.scoring = as_kind("scoring", ScoringSettings() if scoring is None else scoring, ScoringSettings)
+        self.cut = as_kind("cut", CutSettings() if cut is None else cut, CutSettings)
+        self.protection = as_kind("protection", Protection() if protection is None else protection, Protection)
         self.draft.window_of(self.scoring)  # refuses now what every text would be refused for
-        self._scorer = Scorer(self.draft, self.scoring, self.cut, cache_size)
+        self._scorer = Scorer(self.draft, self.scoring, self.cut, as_count("cache_size", cache_size, 0))
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}  # of targets that were given as folders
         self._lock = Lock()
 
@@ -104,10 +107,13 @@ class PromptCompressor:
         beyond the draft's window where windows are refused.
         """
         check_amount(keep, max_tokens)
+        if query is not None:
+            as_text("query", query)
         least = self.protection.threshold if threshold is None else threshold
         amount = _Amount(keep=keep, max_tokens=max_tokens, threshold=least)
         counter = TokenCounter(self._target(target_tokenizer))
         counted_with = "draft" if target_tokenizer is None else "target"
+        _check_prompt(prompt)
         if isinstance(prompt, str):
             if isinstance(keep_spans, Mapping):
                 raise ValueError("keep_spans is a mapping; a plain text takes a list of (start, end)")
@@ -149,7 +155,9 @@ class PromptCompressor:
         because the answer begins with it. Amounts as in ``compress``.
         """
         check_amount(keep, max_tokens)
-        ids = tuple(token_ids)
+        ids = tuple(as_token_ids("token_ids", token_ids))
+        if ids and max(ids) >= (limit := self.draft.decoder.config.vocab_size):
+            raise ValueError(f"token id {max(ids)} is outside the draft's vocabulary (0 to {limit - 1})")
         size = self.cut.chunk_len or CHUNK_LEN["code" if self.cut.mode == "code" else "text"]
         ranges = merged(
             (max(a, 0), min(b, len(ids) - 1)) for a, b in ([(0, len(ids))] if candidates is None else candidates)
@@ -226,15 +234,23 @@ class PromptCompressor:
         if target is None:
             return self.draft.tokenizer
         if not isinstance(target, (str, Path)):
+            if not callable(target):
+                raise TypeError(f"target_tokenizer is {named(target)}; it must be a tokenizer, or a folder with one")
             return target
         with self._lock:
             if str(target) not in self._tokenizers:
-                if not Path(target).is_dir():
-                    raise ValueError(f"{target} is not a folder; the target's tokenizer is read from its checkpoint")
-                from transformers import AutoTokenizer
-
-                self._tokenizers[str(target)] = AutoTokenizer.from_pretrained(target, local_files_only=True)
+                self._tokenizers[str(target)] = load_tokenizer(Path(target))
             return self._tokenizers[str(target)]
+
+
+def _check_prompt(prompt: Any) -> None:
+    """TypeError for what is neither a text nor a list of messages; ValueError for texts that are no Unicode."""
+    if isinstance(prompt, str):
+        as_text("prompt", prompt)
+        return
+    if not is_list(prompt) or not all(isinstance(message, Mapping) for message in prompt):
+        raise TypeError(f"prompt is {named(prompt)}; it must be a text, or a list of messages with role and content")
+    check_texts("messages", prompt)
 
 
 def _why_not(amount: _Amount, before: int, has_candidates: bool) -> str:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from snapstream.config import DTYPE_BYTES, DType
+from snapstream.config import DTYPE_BYTES, DType, as_path
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
+from snapstream.models.tokenizer import load_tokenizer
 from snapstream.spec_prefill.lookahead import scores_of_windows, token_scores
 from snapstream.spec_prefill.settings import ScoringSettings, check_choice
 
@@ -58,13 +59,12 @@ class Draft:
     def load(cls, folder: str | Path, *, dtype: DType = "float32", device: str = "cpu", progress: bool = False) -> Self:
         """Read a Hugging Face checkpoint folder. ValueError for what cannot be a draft, with the reason."""
         check_choice("dtype", dtype, tuple(DTYPE_BYTES))
-        folder = Path(folder)
+        folder = as_path("the draft's folder", folder)
+        check_torch_device(device)
         config = read_model_config(folder)
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             raise ValueError(f"{folder} has no tokenizer; a draft needs a tokenizer.json")
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = load_tokenizer(folder)
         weights = load_weights(folder, config, getattr(torch, dtype), device, progress)
         return cls(Decoder(config, weights), tokenizer, f"{_digest_of(folder)}/{dtype}")
 
@@ -149,6 +149,14 @@ class Draft:
             return_special_tokens_mask=True,
             verbose=False,  # a text longer than the window is no surprise here
         )
+
+
+def check_torch_device(device: str) -> None:
+    """ValueError for a device that torch does not know or this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # which of them depends on how torch was built
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def windows_of(num_tokens: int, room: int, overlap: int) -> list[tuple[int, int]]:

@@ -143,24 +143,32 @@ class _Drawing:
     def draw(self, settings: ScoringSettings) -> list[list[int]]:
         """Greedy tokens after the prompts, ``look_ahead`` of each, fewer where the draft ends.
 
-        All but the last are fed. A row that has ended is fed on with the others, to no effect.
+        All but the last are fed. A row that has ended is fed on with the others, to no effect. RuntimeError where
+        logits are not finite.
         """
         device, ends = self._decoder.device, () if settings.ignore_eos else self._decoder.config.eos_token_ids
         rows = torch.arange(len(self._hidden), dtype=torch.int64, device=device)
         counters = self._rows.entry(self._prompt_len, self._prompt_len, self._budget)
         self._rows.admit(rows, torch.tensor([counters] * len(rows), dtype=torch.int64, device=device))
-        tokens = self._decoder.logits(torch.cat(self._hidden)).argmax(-1)  # [B]
+        tokens = _best(self._decoder.logits(torch.cat(self._hidden)))  # [B]
         self._rows.last_token[rows] = tokens
         drawn = [[token] for token in tokens.tolist()]
         for _ in range(settings.look_ahead - 1):
             if all(own[-1] in ends for own in drawn):
                 break
-            tokens = self._forward.logits(rows).argmax(-1)
+            tokens = _best(self._forward.logits(rows))
             self._rows.advance(rows, tokens)
             for own, token in zip(drawn, tokens.tolist(), strict=True):
                 if own[-1] not in ends:
                     own.append(token)
         return drawn
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The likeliest token of each of ``logits [B, V]``: ``[B]``. RuntimeError where they are not finite."""
+    if not bool(logits.amax(-1).isfinite().all()):
+        raise RuntimeError("the draft's logits are not finite; it cannot say what matters")
+    return logits.argmax(-1)
 
 
 def _read(

@@ -1,4 +1,4 @@
-"""The parts of an engine that come from a checkpoint folder: tokenizer, grammars, runner. ``llm.py`` joins them.
+"""The parts of an engine that come from a checkpoint folder: grammars, runner. ``llm.py`` joins them.
 
 torch and transformers are imported by the functions that need them, so that importing this costs nothing.
 """
@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from snapstream.spec_prefill.compressor import PromptCompressor
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer, or None where there is none (token ids in, token ids out)."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    if not any((folder / name).is_file() for name in names):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def grammar_compiler(tokenizer: PreTrainedTokenizerBase | None, model: ModelConfig) -> GrammarCompiler | None:

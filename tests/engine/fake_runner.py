@@ -8,6 +8,7 @@ none given to a second owner - allowing for the one step by which the host lags 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from snapstream.cache.layout import ring_start
 from snapstream.config import EngineConfig
 from snapstream.request import Compression, Logprob
 from snapstream.step import JobSpec, PrefillEntry, PrefillResult, StepPlan, StepResult
@@ -159,6 +160,7 @@ class FakeRunner:
                 row_bytes=entry.budget.capacity,
                 full_bytes=size,
                 compress_ms=0.0,
+                ring_tokens=entry.budget.capacity - ring_start(entry.budget, size),
             ),
             prompt_logprobs=None
             if entry.sampling.prompt_logprobs is None

@@ -94,6 +94,25 @@ def test_rows_share_a_call_only_at_little_waste() -> None:
     assert runs([0, 1], [10, 100]) == [(0, 1, 10, True), (1, 1, 100, True)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_an_earlier_owner_left_past_a_rows_end_is_silent(dtype: torch.dtype) -> None:
+    """NaN with weight 0 is NaN; the row whose own slots hold NaN keeps it."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(4, 4, 8, generator=generator).to(dtype)
+    k, v = (torch.randn(5, 2, 20, 8, generator=generator).to(dtype) for _ in "kv")
+    rows, lengths = torch.arange(4), torch.tensor([20, 17, 20, 18])
+    want = cpu.decode_attention(q, k, v, rows, lengths)
+    for cache in (k, v):
+        cache[1, :, 17:] = torch.nan
+        cache[3, :, 18:] = torch.inf
+    torch.testing.assert_close(cpu.decode_attention(q, k, v, rows, lengths), want)
+    v[2, :, 5] = torch.nan
+    got = cpu.decode_attention(q, k, v, rows, lengths)
+    assert got[2].isnan().all()
+    torch.testing.assert_close(got[[0, 1, 3]], want[[0, 1, 3]])
+    assert want.isfinite().all()
+
+
 def test_rows_begin_as_zeros_that_cost_nothing() -> None:
     model = ModelConfig(
         architecture="x", vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=64,

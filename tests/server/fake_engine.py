@@ -15,10 +15,10 @@ from typing import Any
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.detokenizer import TextStream
-from snapstream.request import Compression, FinishReason, Logprob, Request, Timings
+from snapstream.models.tokenizer import load_tokenizer
+from snapstream.request import NOT_FINITE, Compression, FinishReason, Logprob, Request, Timings
 from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta, SampleDelta
 from snapstream.server.settings import ModelFacts
-from snapstream.start.build import load_tokenizer
 
 ANSWER = "Hello wörld 😀, goodbye."
 FACTS = ModelFacts(
@@ -47,9 +47,11 @@ def logprob_of(token: int, num_top: int) -> Logprob:
 class FakeEngine:
     answer: str = ANSWER
     fail_after: int | None = None  # tokens, then EngineDead
+    noise_after: int | None = None  # tokens, then logits that are not finite
     hang_after: int | None = None  # tokens, then nothing until ``released``
     refuse: Exception | None = None
     is_ready: bool = True
+    ring_tokens: int = 1000
     requests: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_running: int = 0
@@ -83,6 +85,9 @@ class FakeEngine:
             await asyncio.sleep(0)
             if step == self.fail_after:
                 raise EngineDead("the engine process ended")
+            if step == self.noise_after:
+                yield self._noise(request)
+                return
             if step == self.hang_after:
                 self.hanging.set()
                 await self.released.wait()
@@ -99,6 +104,12 @@ class FakeEngine:
             yield self._delta(request, step, token, text, reason, stop)
             if reason is not None:
                 return
+
+    def _noise(self, request: Request) -> RequestDelta:
+        sample = SampleDelta(
+            index=0, text="", token_ids=(), logprobs=None, finish_reason=FinishReason.ERROR, stop_reason=NOT_FINITE
+        )
+        return RequestDelta(request_id=request.request_id, samples=(sample,), is_finished=True, timings=Timings())
 
     def _delta(
         self, request: Request, step: int, token: int, text: str, reason: FinishReason | None, stop: str | None
@@ -118,6 +129,7 @@ class FakeEngine:
             row_bytes=capacity * 8,
             full_bytes=num_prompt * 8,
             compress_ms=1.0,
+            ring_tokens=self.ring_tokens,
         )
         return RequestDelta(
             request_id=request.request_id,

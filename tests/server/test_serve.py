@@ -172,7 +172,7 @@ def test_503_while_anything_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         raise ValueError("the tokenizer is broken")
 
     monkeypatch.setattr(EngineProcess, "start", start)
-    monkeypatch.setattr("snapstream.server.run.load_tokenizer", load)
+    monkeypatch.setattr("snapstream.server.run.find_tokenizer", load)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 

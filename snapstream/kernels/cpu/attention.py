@@ -4,11 +4,13 @@ Prefill: the keys before the chunk are visible to every query of it, so that par
 a group folded into the query length (no repeated keys); the chunk itself is one causal square; the two are merged by
 their log-sum-exp. Decode: rows are read in place, neighbouring rows of about one length in one call; a query per row
 is too few for the flash kernel, plain batched products read the row faster (figures in ``docs/log.md``). Slots past a
-row's length may then be read, with weight 0: they must hold numbers, which ``KVCache`` sees to.
+row's length may then be read, with weight 0, and 0 x NaN is NaN: ``KVCache`` begins with zeros, and what an earlier
+owner of the row left there is silenced where it turns out to be no number.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from snapstream.kernels.fp8 import Scales
 from snapstream.kernels.rows import LayerRows
 
 MAX_WASTE = 1.25  # slots read over slots visible, up to which unequal rows share a call
@@ -52,14 +55,30 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
         own = slice(run.start, run.start + run.num_rows)
         visible = None if run.is_even else lengths[own]
         keys, values = k[span, :, :longest], v[span, :, :longest]
-        if scales is None:
-            parts.append(_attend(grouped[own], keys, values, visible))
-            continue
-        k_scale, v_scale = (scale[span, :, None, None] for scale in scales)  # of a whole head: left to q and the result
-        wide = _attend(grouped[own].float() * k_scale, keys.float(), values.float(), visible)
-        parts.append((wide * v_scale).to(q.dtype))
+        own_scales = None if scales is None else (scales[0][span], scales[1][span])
+        part = _attend_stored(grouped[own], keys, values, visible, own_scales)
+        if visible is not None and not math.isfinite(part.sum(dtype=torch.float32).item()):
+            _silence(keys, visible)  # too: a mask that is added to a NaN leaves it
+            _silence(values, visible)
+            part = _attend_stored(grouped[own], keys, values, visible, own_scales)
+        parts.append(part)
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.reshape(batch, num_heads, -1)
+
+
+def _attend_stored(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scales: Scales | None) -> Tensor:
+    """``_attend`` over rows as they are stored; the scales of a whole head are left to ``q`` and the result."""
+    if scales is None:
+        return _attend(q, k, v, visible)
+    k_scale, v_scale = (scale[:, :, None, None] for scale in scales)
+    return (_attend(q.float() * k_scale, k.float(), v.float(), visible) * v_scale).to(q.dtype)
+
+
+def _silence(slots: Tensor, visible: Tensor) -> None:
+    """Zero the slots of ``slots [b, G, n, E]``, in the cache, that lie past each row's end: nobody owns them."""
+    stored = slots.view(torch.uint8) if slots.itemsize == 1 else slots  # FP8 is not filled everywhere
+    for row, length in zip(stored, visible.tolist(), strict=True):
+        row[:, length:].zero_()
 
 
 class Run(NamedTuple):

@@ -15,6 +15,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from snapstream.request import NOT_FINITE
+
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 500
@@ -71,6 +73,11 @@ def queue_full(reason: str, retry_after_s: int) -> ApiError:
 def internal() -> ApiError:
     """500: a bug of ours. The cause goes to the log, not to the client."""
     return ApiError(500, "internal error; the server's log has the cause", kind="server_error", code="internal_error")
+
+
+def not_finite() -> ApiError:
+    """500: the model computed NaN or infinity for this request. Nothing that it answered can be trusted."""
+    return ApiError(500, f"the model failed: its {NOT_FINITE}", kind="server_error", code="logits_not_finite")
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -84,6 +84,7 @@ class Answer:
     first_at: float | None = None  # monotonic, when the first token came
     _num_open: int = 0
     _is_large: bool = False
+    _num_tokens: dict[int, int] = field(default_factory=dict)  # by choice, whatever the caller is told of
     _num_listed: int = 0  # log-probabilities of generated tokens
     _ends: dict[int, dict[str, Any]] = field(default_factory=dict)
     _prompts: list[dict[str, Any]] = field(default_factory=list)
@@ -192,6 +193,7 @@ class Answer:
         for sample in delta.samples:
             index = prompt * self.requests[prompt].sampling.n + sample.index
             self.completion_tokens += self.shape.num_tokens(sample)
+            self._count(prompt, index, len(sample.token_ids))
             self.shape.see(index, prompt, delta, sample)
             if sample.logprobs:
                 self._num_listed += len(sample.logprobs) * (1 + len(sample.logprobs[0].top))
@@ -201,6 +203,14 @@ class Answer:
             if index in self._ends or self.shape.has_news(index):
                 ready.append(index)
         return ready
+
+    def _count(self, prompt: int, choice: int, num_new: int) -> None:
+        """Note when an answer has outgrown the ring of its row (``RequestOutput.has_outgrown_ring``)."""
+        self._num_tokens[choice] = self._num_tokens.get(choice, 0) + num_new
+        facts = self._prompts[prompt]["compression"]
+        if facts is not None:
+            is_longer = self._num_tokens[choice] > facts["ring_tokens"]
+            facts["has_outgrown_ring"] = facts.get("has_outgrown_ring", False) or is_longer
 
     def _chunk(self, index: int) -> dict[str, Any]:
         end = self._ends.get(index, {"finish_reason": None})

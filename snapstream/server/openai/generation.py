@@ -13,8 +13,9 @@ from time import monotonic
 from typing import cast
 
 from snapstream.engine.validate import QueueFull
-from snapstream.request import FinishReason, Request
-from snapstream.server.engine.api import AsyncEngine, EngineDead, RequestDelta
+from snapstream.request import NOT_FINITE, FinishReason, Request
+from snapstream.server.engine.api import AsyncEngine, EngineDead, RequestDelta, SampleDelta
+from snapstream.server.http.errors import not_finite
 from snapstream.server.metrics import Metrics, RequestWatch
 
 RETRY_S = 0.05  # how long a later prompt of a request waits when the queue is full; doubles up to
@@ -107,6 +108,8 @@ async def _run(
                 if any(sample.finish_reason is FinishReason.ABORT for sample in delta.samples):
                     raise EngineDead("the engine ended the request before its answer was complete")
                 watch.see(delta)
+                if any(_is_not_finite(sample) for sample in delta.samples):
+                    raise not_finite()
                 is_finished = is_finished or delta.is_finished
                 yield delta
                 if is_finished:
@@ -120,6 +123,10 @@ async def _run(
     finally:
         if watch is not None:
             watch.end()
+
+
+def _is_not_finite(sample: SampleDelta) -> bool:
+    return sample.finish_reason is FinishReason.ERROR and sample.stop_reason == NOT_FINITE
 
 
 def _watch(metrics: Metrics, request: Request, born: float) -> RequestWatch:

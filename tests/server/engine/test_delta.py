@@ -14,7 +14,7 @@ from snapstream.server.engine.delta import DeltaTracker
 from snapstream.server.engine.messages import Deltas
 
 COMPRESSION = Compression(
-    prompt_tokens=9, kept_tokens=5, evicted_tokens=4, row_bytes=10, full_bytes=18, compress_ms=1.5
+    prompt_tokens=9, kept_tokens=5, evicted_tokens=4, row_bytes=10, full_bytes=18, compress_ms=1.5, ring_tokens=3
 )
 
 

@@ -154,6 +154,15 @@ def test_selector_is_applied_and_told() -> None:
     assert chunks[-1]["snapstream"]["kv_cache"]["selector"] == "snapkv"  # the server's own
 
 
+@pytest.mark.parametrize(("ring_tokens", "has_outgrown"), [(3, True), (30, False)])
+def test_an_answer_that_outgrew_its_ring_says_so(ring_tokens: int, has_outgrown: bool) -> None:
+    for options in ({}, {"n": 2}):
+        _, body = chat(FakeEngine(ring_tokens=ring_tokens), max_tokens=4, **options)
+        (prompt,) = body["snapstream"]["prompts"]
+        assert prompt["compression"]["ring_tokens"] == ring_tokens
+        assert prompt["compression"]["has_outgrown_ring"] is has_outgrown
+
+
 def test_the_server_budget_is_told_where_none_was_asked_for() -> None:
     engine = FakeEngine()
     _, chunks = chat(engine, stream=True)

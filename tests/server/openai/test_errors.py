@@ -31,6 +31,17 @@ def test_queue_full_and_dead_engine(stream: bool) -> None:
     error_of(call(CHAT, body, engine=FakeEngine(fail_after=0)), 503)
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("noise_after", [0, 2])
+def test_logits_that_are_not_finite_are_an_error(path: str, noise_after: int) -> None:
+    body = {"messages": HI} if path == CHAT else {"prompt": "a"}
+    error = error_of(call(path, body, engine=FakeEngine(noise_after=noise_after)), 500)
+    assert error["code"] == "logits_not_finite" and error["message"].endswith("its logits are not finite")
+    streamed = call(path, {**body, "stream": True}, engine=FakeEngine(noise_after=noise_after))
+    assert streamed.status_code == (200 if noise_after else 500)  # the status line went with the first token
+    assert "logits_not_finite" in streamed.text and '"finish_reason":"' not in streamed.text.replace(" ", "")
+
+
 def test_not_ready_is_503_everywhere_it_matters() -> None:
     engine = FakeEngine(is_ready=False)
     error_of(call(CHAT, {"messages": HI}, engine=engine), 503)

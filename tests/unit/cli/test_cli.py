@@ -95,7 +95,7 @@ def test_plan_shows_the_rows_that_auto_would_give_here(
     assert plan["rows"][1]["rows_here"] == resolve(model, options, measure_machine("cpu")).max_rows > 1
     assert plan["here"] == {"device": "cpu", "free_bytes": 64 * 2**20}
     assert main(["plan", str(config_file)]) == 0
-    assert "--max-rows auto gives on this machine now (cpu, 64 MiB free)" in capsys.readouterr().out
+    assert "--max-rows auto on this machine now (cpu, 64 MiB free)" in capsys.readouterr().out
 
 
 def test_plan_counts_a_draft(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +142,7 @@ def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     assert "2,048 tokens" in out
     for slots in ("full", "1,024", "512", "256", "128"):
-        assert f" {slots} │" in out
+        assert [slots] in [line.split()[:1] for line in out.splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,16 @@ import pytest
 
 import snapstream
 from snapstream.cli import main
-from snapstream.cli.generate import encode_prompt, read_prompt, stream_answer, summary
-from snapstream.request import Compression, FinishReason, RequestOutput, SampleOutput, SamplingParams, Timings
+from snapstream.cli.generate import as_dict, encode_prompt, read_prompt, stream_answer, summary
+from snapstream.request import (
+    NOT_FINITE,
+    Compression,
+    FinishReason,
+    RequestOutput,
+    SampleOutput,
+    SamplingParams,
+    Timings,
+)
 from tests.waiting import HANG_S
 
 SOURCE = Path(snapstream.__file__).parents[1]
@@ -103,6 +111,22 @@ def test_ctrl_c_before_the_first_token() -> None:
     assert answer(FakeLLM([KeyboardInterrupt()])) == (130, "", "interrupted\n")
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_model_that_fails_ends_with_an_error(as_json: bool) -> None:
+    class Failing(FakeLLM):
+        def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+            for output in super().stream(prompt, params):
+                output.samples[0].finish_reason = None
+                yield output
+            output.samples[0].finish_reason, output.samples[0].stop_reason = FinishReason.ERROR, NOT_FINITE
+            yield output
+
+    code, out, err = answer(Failing(["one"]), as_json=as_json)
+    assert code == 1 and err.endswith(" | error\nerror: logits are not finite\n")
+    if as_json:
+        assert (json.loads(out)["finish_reason"], json.loads(out)["stop_reason"]) == ("error", NOT_FINITE)
+
+
 def test_summary_names_what_the_row_kept() -> None:
     output = RequestOutput(
         request_id="r",
@@ -115,6 +139,7 @@ def test_summary_names_what_the_row_kept() -> None:
             row_bytes=2**20,
             full_bytes=3 * 2**19,
             compress_ms=1.0,
+            ring_tokens=11,
         ),
         timings=Timings(first_token_ms=1500.0, per_token_ms=20.0),
     )
@@ -122,6 +147,9 @@ def test_summary_names_what_the_row_kept() -> None:
         "prompt 1,234 tokens | kept 512, evicted 722 | row 1 MiB (full cache of the prompt 1.50 MiB) | "
         "first token after 1.50 s | output 11 tokens, 50.0 tokens/s | stop"
     )
+    output.samples[0].token_ids.append(1)
+    assert summary(output).endswith("12 tokens, 50.0 tokens/s | outgrew the ring of 11 recent tokens | stop")
+    assert as_dict(output)["has_outgrown_ring"]
 
 
 def test_prompt_from_argument_file_and_stdin(tmp_path: Path) -> None:

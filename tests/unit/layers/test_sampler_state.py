@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from snapstream.layers.row_state import row_state_bytes
-from snapstream.layers.sampler import adjusted, sample
+from snapstream.layers.sampler import NO_TOKEN, adjusted, sample
 from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
 from snapstream.plan.memory import SAMPLING_BYTES
 from snapstream.request import NUM_STOP_IDS, SamplingParams
@@ -153,17 +153,34 @@ def test_a_single_possible_token_is_drawn(params: SamplingParams) -> None:
         assert int(sample(logits, state, torch.tensor([0]), needs).token_ids) == VOCAB - 1
 
 
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), EVERYTHING])
+@pytest.mark.parametrize("spoilt", [1, 6])
 @pytest.mark.parametrize("bad", [-math.inf, math.nan, math.inf])
-def test_broken_logits_give_a_valid_id_and_leave_neighbours_alone(bad: float) -> None:
-    state = SamplingState(2, 6, "cpu")
+def test_logits_that_are_not_finite_draw_nothing_and_leave_neighbours_alone(
+    bad: float, spoilt: int, params: SamplingParams
+) -> None:
+    state = SamplingState(2, 12, "cpu")
+    needs, good = SamplingNeeds.of([params]), torch.arange(12.0)
     for row in (0, 1):
-        state.set_row(row, SamplingParams(top_p=0.9), 1, [], [])
-    needs, good = SamplingNeeds.of([SamplingParams(top_p=0.9)]), torch.arange(6.0)
-    expected = int(sample(good[None], state, torch.tensor([0]), needs).token_ids)
-    broken = torch.stack([torch.full((6,), bad), good])
-    state.set_row(0, SamplingParams(top_p=0.9), 1, [], [])
-    tokens = sample(broken, state, torch.tensor([0, 1]), needs).token_ids.tolist()
-    assert 0 <= tokens[0] < 6 and tokens[1] == expected
+        state.set_row(row, params, 1, [], [])
+    expected = sample(good[None], state, torch.tensor([1]), needs)
+    for row in (0, 1):
+        state.set_row(row, params, 1, [], [])
+    broken = good.clone()
+    broken[2 : 2 + 2 * spoilt : 2] = bad
+    if bad == -math.inf:  # one token that cannot be is no fault
+        broken[:] = bad
+    drawn = sample(torch.stack([broken, good]), state, torch.tensor([0, 1]), needs)
+    assert drawn.token_ids.tolist() == [NO_TOKEN, int(expected.token_ids)]
+    if drawn.logprobs is not None and expected.logprobs is not None:
+        assert drawn.logprobs[1] == expected.logprobs[0]
+
+
+def test_tokens_that_cannot_be_are_no_fault() -> None:
+    state = SamplingState(1, 6, "cpu")
+    state.set_row(0, SamplingParams(temperature=0.0), 1, [], [])
+    logits = torch.tensor([[-math.inf, -math.inf, -3.0, -math.inf, -5.0, -math.inf]])
+    assert sample(logits, state, torch.tensor([0]), SamplingNeeds()).token_ids.tolist() == [2]
 
 
 def test_needs_are_read_off_the_parameters() -> None:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -248,3 +249,21 @@ def test_peak_memory_is_model_plus_one_shard(tmp_path: Path) -> None:
     peak = _status_bytes("VmHWM")
     assert weights.num_bytes == model_bytes
     assert 0.9 * model_bytes < peak - before < model_bytes + shard_bytes + 2**22
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "what"),
+    [
+        (float("nan"), torch.float32, "NaN"),
+        (float("inf"), torch.float32, "infinity as float32"),
+        (float("-inf"), torch.bfloat16, "infinity as bfloat16"),
+        (1e5, torch.float16, "infinity as float16"),  # finite as it is stored
+    ],
+)
+def test_weights_that_are_not_finite(value: float, dtype: torch.dtype, what: str, tmp_path: Path) -> None:
+    tensors, name = tensors_of(CONFIG), "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 1] = value
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(file))}: {name} holds {what}; weights must be finite .1 of"):
+        load_weights(tmp_path, CONFIG, dtype, "cpu", progress=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 
 import pytest
 import torch
@@ -235,7 +236,7 @@ def test_report_prints_every_row(llama_8b: ModelConfig) -> None:
         "80 GiB, 3,350 GB/s",
     ):
         assert words in text
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    lines = [re.split(r"\s{2,}", line.strip()) for line in text.split("─\n")[1].splitlines()]
     assert lines[:2] == [
         ["full", "16 GiB", "100 %", "2", "104", "136"],
         ["32,768", "4 GiB", "25 %", "14", "174", "624"],

@@ -16,7 +16,7 @@ from snapstream.plan.sizes import format_bytes, parse_bandwidth, parse_bytes
         ("1.5TiB", 3 * 2**39),
         ("512M", 512 * 10**6),
         ("4ki", 4096),
-        ("123", 123),
+        ("123 B", 123),
         ("7B", 7),
     ],
 )
@@ -24,7 +24,9 @@ def test_parse_bytes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-1GB", "0", "0.0GiB", "1e9", "10 GiBs", "5 XB", "nan", "GB"])
+@pytest.mark.parametrize(
+    "text", ["", "lots", "-1GB", "0", "0.0GiB", "1e9", "10 GiBs", "5 XB", "nan", "GB", "80", "3.35"]
+)
 def test_parse_bytes_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)
@@ -34,6 +36,8 @@ def test_parse_bandwidth() -> None:
     assert parse_bandwidth("3.35TB/s") == parse_bandwidth("3350 GB") == 3_350_000_000_000
     with pytest.raises(ValueError, match="'fast' is not a bandwidth"):
         parse_bandwidth("fast")
+    with pytest.raises(ValueError, match=r"'3.35' is not a bandwidth; write a number > 0 and a unit, such as 3.35TB/s"):
+        parse_bandwidth("3.35")
 
 
 @pytest.mark.parametrize(

@@ -112,3 +112,12 @@ def test_the_digest_follows_the_checkpoint(tmp_path: Path) -> None:
     config = copy / "config.json"
     config.write_text(config.read_text().replace("1e-05", "1e-06"))
     assert Draft.load(copy).digest != first
+
+
+@pytest.mark.parametrize("keys", ["all_layers", "one_layer"])
+def test_logits_that_are_not_finite_are_an_error(keys: Any) -> None:
+    """Scores of such a draft would look like any others."""
+    own = Draft.load(TINY_MODEL)
+    own.decoder.weights.embed[100] = torch.nan
+    with pytest.raises(RuntimeError, match="the draft's logits are not finite"):
+        token_scores(own.decoder, (*range(50, 120), 7), ScoringSettings(keys=keys))

@@ -1,0 +1,87 @@
+"""The one place that loads a tokenizer, from a checkpoint folder on disk.
+
+Invariant: nothing of the folder is run. ``refuse_code`` turns away folders that name code, before transformers sees
+them; ``trust_remote_code=False`` keeps transformers from asking on stdin whatever it finds. Chat templates are rendered
+in transformers' sandbox, without a loader, so that they include no file. transformers is imported on first use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from snapstream.models.json_file import read_object, refuse_code
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds a file that a tokenizer can be read from."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer. ValueError where there is none, it needs code, or a file of it is broken."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; a tokenizer is read from a checkpoint folder")
+    if not has_tokenizer(folder):
+        raise ValueError(f"{folder} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
+    refuse_code(folder)
+    for name in JSON_FILES[:-1]:  # the last is large: transformers parses it, and we only where that fails
+        if (folder / name).is_file():
+            read_object(folder / name)
+    _refuse_places(folder)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raises bare exceptions, and panics that are no Exception
+        raise ValueError(_reason(folder, error)) from error
+    _check_settings(folder, tokenizer)
+    return tokenizer
+
+
+def find_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """As ``load_tokenizer``, but None where the folder has no tokenizer (token ids in, token ids out)."""
+    return load_tokenizer(folder) if has_tokenizer(folder) else None
+
+
+def _refuse_places(folder: Path) -> None:
+    """``fast_tokenizer_files`` names files of the folder, and nothing else."""
+    file = folder / "tokenizer_config.json"
+    names = read_object(file).get("fast_tokenizer_files") if file.is_file() else None
+    for name in names if isinstance(names, list) else ():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{file}: fast_tokenizer_files names {name!r}; it may name files of its own folder only")
+
+
+def _check_settings(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What transformers takes as it is, and stumbles over with the first prompt."""
+    file, template, longest = folder / "tokenizer_config.json", tokenizer.chat_template, tokenizer.model_max_length
+    if template is not None and not isinstance(template, (str, dict)):
+        raise ValueError(f"{file}: chat_template is {template!r}; it must be a text, or several by name")
+    if not isinstance(longest, (int, float)):
+        raise ValueError(f"{file}: model_max_length is {longest!r}; it must be a number")
+
+
+def _reason(folder: Path, error: BaseException) -> str:
+    """Which file is broken, as far as that can be told."""
+    file = folder / JSON_FILES[-1]
+    if not file.is_file():
+        return f"{folder}: its tokenizer cannot be read: {_first_line(error)}"
+    try:
+        read_object(file)
+    except ValueError as broken:
+        return str(broken)
+    return f"{file} and tokenizer_config.json make no tokenizer: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else 'no reason given'}"
