@@ -20,9 +20,9 @@ async def read_object(
 ) -> dict[str, Any]:
     """The body as a JSON object, read no further than the limit and no longer than ``timeout_s``.
 
-    ``take`` is told of bytes before they are kept, and raises if there are too many of all requests together.
+    ``take`` hears of bytes before they are kept, and raises if all requests together hold too many.
 
-    The content type is insisted upon because a browser sends other types across origins without asking the server
+    Only the content type of JSON passes, because a browser sends other types across origins without asking the server
     first: any page could use a server on its reader's machine.
     """
     given = request.headers.get("content-type", "")

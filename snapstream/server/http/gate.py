@@ -54,7 +54,7 @@ class Gate:
             raise unavailable(f"the {self._name} is shutting down; try again later", self._limits.retry_after_s)
 
     def error(self, error: Exception) -> ApiError:
-        """What the client is told of any error; a front that knows more kinds of them asks this one last."""
+        """The answer to any error; a front that knows more kinds of errors asks this method last."""
         if isinstance(error, ApiError):
             return error
         return bad_value(str(error), None) if isinstance(error, ValueError) else internal()

@@ -51,7 +51,7 @@ class Shape(Protocol):
         ...
 
     def num_tokens(self, delta: SampleDelta) -> int:
-        """Tokens of this delta that the caller is told of."""
+        """Tokens of this delta that count for the caller."""
         ...
 
     def finish_reason(self, choice: int, reason: FinishReason) -> str:
@@ -77,7 +77,7 @@ class Answer:
     budget: KVBudget  # what was applied
     selector: Selector
     offload: Offload
-    prompt_compression: str | dict[str, Any] = "off"  # what was wished of the draft
+    prompt_compression: str | dict[str, Any] = "off"  # the wish, as a request writes it
     has_usage: bool = False
     has_running_usage: bool = False
     completion_tokens: int = 0

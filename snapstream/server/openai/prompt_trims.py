@@ -70,7 +70,7 @@ class PromptTrims:
         settings: ServerSettings,
         count: Callable[[int], None],
     ) -> None:
-        """``count`` is told of tokens that were taken out. ValueError for a default that nobody can grant."""
+        """``count`` gets the number of tokens taken out. ValueError for a default that nobody can grant."""
         self._settings, self._count = settings, count
         self._trimmer: Trimmer | None = None
         if compressor is not None:
@@ -118,7 +118,7 @@ class PromptTrims:
         return await self._granted(messages, num_chars, "messages", wish, partial(trimmer.chat, messages, how, tools))
 
     async def texts(self, prompts: Sequence[Any], wish: TrimWish) -> tuple[list[Any], list[Cut | None]]:
-        """The prompts of a completion, each with what it lost; all whole, and None, where nothing is wished."""
+        """The prompts of a completion, each with its cut; all whole, and None, if the request has no wish."""
         trimmer, how = self._trimmer, wish.how
         if trimmer is None or how is None:
             return list(prompts), [None] * len(prompts)

@@ -19,7 +19,7 @@ from snapstream.plan.host import HostMemory
 from snapstream.plan.plan import Device, make_plan
 from snapstream.server.engine.messages import EngineSpec
 from snapstream.server.engine.worker import build
-from snapstream.server.run import ServeOptions, _draft_memory
+from snapstream.server.run import ServeOptions, memory_beside
 from snapstream.start import measure
 from snapstream.start.measure import check_device, measure_machine
 from snapstream.start.resolve import Machine, resolve
@@ -177,8 +177,8 @@ def test_an_own_draft_is_counted() -> None:
 def test_a_server_tells_its_engine_of_the_draft() -> None:
     """All of it, because it may or may not be loaded when the engine measures."""
     spec = EngineSpec(model=str(TINY_MODEL))
-    assert _draft_memory(spec, ServeOptions()) is None
-    whole, short = (_draft_memory(spec, ServeOptions(draft=TINY_MODEL, draft_window_len=n)) for n in (None, 128))
+    assert memory_beside(spec, ServeOptions()) is None
+    whole, short = (memory_beside(spec, ServeOptions(draft=TINY_MODEL, draft_window_len=n)) for n in (None, 128))
     weights = weight_bytes(read_model_config(TINY_MODEL), "float32")
     assert whole is not None and short is not None
     assert weights < short.working_bytes < whole.working_bytes
@@ -187,6 +187,6 @@ def test_a_server_tells_its_engine_of_the_draft() -> None:
 def test_an_llm_takes_options_and_single_fields_in_their_place() -> None:
     with LLM(TINY_MODEL, EngineOptions(budget=128, max_rows=2), budget=64, selector="hops", progress=False) as llm:
         assert (llm.config.budget.capacity, llm.config.max_rows) == (64, 2)
-        assert llm.config.snapkv.needs_all_queries
+        assert llm.config.selector.needs_all_queries
     with pytest.raises(TypeError, match="max_row is no setting of an engine"):
         LLM(TINY_MODEL, max_row=3)

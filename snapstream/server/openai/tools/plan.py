@@ -30,7 +30,7 @@ class AnswerPlan:
     grammar_param: str = "response_format"  # the field to name if the grammar is refused
     make_parser: Callable[[], ToolCallParser] | None = None  # one for each choice
     shows_special: bool = False  # the tags of calls are special tokens, which text leaves out otherwise
-    has_tools: bool = True  # the template is told of the tools
+    has_tools: bool = True  # the template hears of the tools
 
 
 def tools_of(body: TemplateOptions, form: CallFormat | None, *, has_place: bool) -> ToolWish:

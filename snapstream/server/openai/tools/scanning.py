@@ -1,7 +1,7 @@
 """Looks at the beginning of a call and finds the end of its arguments, in text that may go on.
 
-Invariant: what is said of a text holds however it goes on; where that cannot be, ``Unready`` is raised. ``parser.py``
-decides what to do with it.
+Invariant: an answer about a text holds however the text goes on; if there is none yet, ``Unready`` is raised.
+``parser.py`` decides what to do with it.
 """
 
 from __future__ import annotations
