@@ -7,7 +7,7 @@ serving. Only answers (and the end mark after them) are labelled.
 
 from __future__ import annotations
 
-from dataclasses import replace, dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 

@@ -30,7 +30,7 @@ def llm(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
 
     def spoilt(*args: Any) -> Any:
         weights = load(*args)
-        weights.embed[BAD] = float("nan")
+        weights.embed.dense()[BAD] = float("nan")
         return weights
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from snapstream.assets.documents import FAMILIES, make_document
+from snapstream.assets.documents import FAMILIES, Style, make_document
 
 HIDDEN = ("passkey", "number_string")
 PINNED = 2055984478  # of test_old_families_keep_their_documents
@@ -51,7 +51,9 @@ def test_held_out_values_never_occur_in_training(family: str) -> None:
     def values(split: str) -> set[str]:
         found = set()
         for seed in range(40):
-            document = make_document(family=family, seed=seed, count_tokens=words, target_tokens=300, style=Style(split=split))
+            document = make_document(
+                family=family, seed=seed, count_tokens=words, target_tokens=300, style=Style(split=split)
+            )
             found |= {answer for question in document.questions for answer in question.answers}
         return found
 

@@ -67,7 +67,15 @@ def functions(tree: ast.AST) -> Iterator[tuple[Function, bool]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, FUNCTIONS):
                 is_static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in child.decorator_list)
-                yield child, isinstance(node, ast.ClassDef) and not is_static
+                yield child, (isinstance(node, ast.ClassDef) or child in _conditional_methods(tree)) and not is_static
+
+
+def _conditional_methods(tree: ast.AST) -> list[Function]:
+    """Those that stand below an ``if`` in their class, as what is there for the type checker alone."""
+    branches = (node for owner in ast.walk(tree) if isinstance(owner, ast.ClassDef) for node in owner.body)
+    return [
+        child for node in branches if isinstance(node, ast.If) for child in node.body if isinstance(child, FUNCTIONS)
+    ]
 
 
 def parameters(function: Function, is_bound: bool) -> list[ast.arg]:
