@@ -6,11 +6,13 @@ greedy tokens under a full cache must agree.
 
     python -m benchmarks.peers                 # the 100M shape, random weights
     python -m benchmarks.peers --model tiny    # the tiny model that ships
+    python -m benchmarks.peers --batches 1 4 8 --prompt-len 128   # plain calls alone, one batch size after the other
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any, Literal
 
@@ -66,6 +68,8 @@ def compare(folder: str, vocab_size: int, args: argparse.Namespace) -> list[dict
         ("snapstream, 1/4", args.prompt_len // 4, "eager"),
         ("snapstream, 1/4, compiled step", args.prompt_len // 4, "graph"),
     ]
+    if args.batches:
+        arms = arms[:1]
     for name, budget, executor in arms:
         seconds, tokens = snapstream_run(folder, prompts, args.new_tokens, args.repeats, budget, executor)
         figure = _figure(name, seconds, theirs, args)
@@ -89,19 +93,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["100m", "tiny"], default="100m")
     parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument(
+        "--batches", type=int, nargs="+", help="rows, one after the other; plain calls and a full cache"
+    )
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     ceiling = ceilings()
-    if args.model == "tiny":
-        figures = compare(str(TINY_MODEL), 1000, args)
-    else:
-        with llama_folder() as folder:
-            figures = compare(str(folder), 32000, args)
-    settings = {"rows": args.rows, "prompt_len": args.prompt_len, "new_tokens": args.new_tokens}
-    report(f"peers_{args.model}", ceiling, {**settings, "arms": figures}, save=args.save)
+    figures = []
+    with nullcontext(TINY_MODEL) if args.model == "tiny" else llama_folder() as folder:
+        for rows in args.batches or [args.rows]:
+            args.rows = rows
+            own = compare(str(folder), 1000 if args.model == "tiny" else 32000, args)
+            figures += [{"rows": rows, **figure} if args.batches else figure for figure in own]
+    settings = {"rows": args.batches or args.rows, "prompt_len": args.prompt_len, "new_tokens": args.new_tokens}
+    name = f"peers_batches_{args.model}" if args.batches else f"peers_{args.model}"
+    report(name, ceiling, {**settings, "arms": figures}, save=args.save)
 
 
 if __name__ == "__main__":
