@@ -63,6 +63,17 @@ def peers(figures: dict[str, Any]) -> str:
     return f"{size}:\n\n" + table(heads, rows)
 
 
+def peers_batches(figures: dict[str, Any]) -> str:
+    rows = [
+        [str(arm["rows"]), f"{theirs['output_tokens_per_s']:,.0f}", f"{arm['output_tokens_per_s']:,.0f}",
+         f"{arm['speedup']:.2f}x", f"{arm['same_tokens']:.1%}"]
+        for theirs, arm in zip(figures["arms"][::2], figures["arms"][1::2], strict=True)
+    ]  # fmt: skip
+    size = f"{figures['prompt_len']:,} tokens of prompt, {figures['new_tokens']} new tokens, full cache, plain calls"
+    heads = ["rows", "transformers generate, tokens/s", "snapstream, tokens/s", "speed-up", "same greedy tokens"]
+    return f"{size}:\n\n" + table(heads, rows)
+
+
 def serving(figures: dict[str, Any]) -> str:
     rows = [
         ["output tokens/s", f"{figures['engine_tokens_per_s']:,.0f}", f"{figures['server_tokens_per_s']:,.0f}",
@@ -128,7 +139,7 @@ def grammar(figures: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode": decode, "prefill": prefill, "memory": memory, "peers_100m": peers,
-    "peers_tiny": peers, "spec_prefill": spec_prefill, "serving": serving, "soak": soak,
+    "peers_tiny": peers, "peers_batches_100m": peers_batches, "spec_prefill": spec_prefill, "serving": serving, "soak": soak,
     "executors": executors, "grammar": grammar,
 }  # fmt: skip
 
