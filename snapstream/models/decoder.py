@@ -9,6 +9,7 @@ ways in which layers are run.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -19,6 +20,7 @@ from snapstream.config import DType, KVDType, ModelConfig
 from snapstream.kernels.bound import CosSin, Kernels, bind
 from snapstream.layers.attention import KVView
 from snapstream.layers.rope import Rope
+from snapstream.models import loader
 from snapstream.models.families import FAMILIES
 from snapstream.models.weights import DecoderWeights
 
@@ -54,6 +56,14 @@ class Decoder:
             layer(index, config, weights.layer(index), self.kernels) for index in range(config.num_layers)
         ]
         self._rope = Rope(config.rope, config.head_dim, self.device)
+
+    @classmethod
+    def load(
+        cls, folder: Path, config: ModelConfig, dtype: str, device: str, *, max_tokens: int, progress: bool
+    ) -> Decoder:
+        """Read a checkpoint, and choose by trial how steps of up to ``max_tokens`` tokens multiply on this machine."""
+        weights = loader.load_weights(folder, config, getattr(torch, dtype), device, progress)
+        return cls(config, weights, bind(device).tuned(weights.factors(), max_tokens))
 
     def with_kernels(self, kernels: Kernels) -> Decoder:
         """The same weights under other kernels."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from snapstream.config import DTYPE_BYTES, DType, as_path
 from snapstream.models.decoder import Decoder
-from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import load_tokenizer
 from snapstream.spec_prefill.lookahead import scores_of_windows, token_scores
@@ -27,6 +26,8 @@ from snapstream.spec_prefill.settings import ScoringSettings, check_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+STEP_TOKENS = 4  # windows that look ahead together, as a rule: a token of each is fed at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,8 @@ class Draft:
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             raise ValueError(f"{folder} has no tokenizer; a draft needs a tokenizer.json")
         tokenizer = load_tokenizer(folder)
-        weights = load_weights(folder, config, getattr(torch, dtype), device, progress)
-        return cls(Decoder(config, weights), tokenizer, f"{_digest_of(folder)}/{dtype}")
+        decoder = Decoder.load(folder, config, dtype, device, max_tokens=STEP_TOKENS, progress=progress)
+        return cls(decoder, tokenizer, f"{_digest_of(folder)}/{dtype}")
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text on its own, without special ones."""

@@ -55,14 +55,8 @@ def build_runner(
     folder: Path, model: ModelConfig, config: EngineConfig, grammars: GrammarCompiler | None, progress: bool
 ) -> Any:
     """Load the weights and put a runner around them."""
-    import torch
-
-    from snapstream.kernels.bound import bind
     from snapstream.models.decoder import Decoder
-    from snapstream.models.loader import load_weights
     from snapstream.runner.model_runner import ModelRunner
 
-    dtype = getattr(torch, config.dtype)
-    weights = load_weights(folder, model, dtype, config.device, progress)
-    kernels = bind(config.device).tuned(weights.factors(), config.max_rows)
-    return ModelRunner(Decoder(model, weights, kernels), config, grammars, progress=progress)
+    decoder = Decoder.load(folder, model, config.dtype, config.device, max_tokens=config.max_rows, progress=progress)
+    return ModelRunner(decoder, config, grammars, progress=progress)
