@@ -1,4 +1,4 @@
-"""Named things that a user chooses from: selectors, executors, weight formats, model families.
+"""Named things that a user chooses from: selectors, executors, model families.
 
 A registry maps a name to a class, or to the text ``"module:attribute"`` of one that is imported when it is first asked
 for: so settings can check a name without importing torch. Anyone may add an entry; nothing in the package enumerates
