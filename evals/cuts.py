@@ -36,7 +36,7 @@ class Cutters:
     def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
         assert llm.tokenizer is not None
         self._llm, self._tokenizer = llm, llm.tokenizer
-        self._scoring = ScoringSettings(look_ahead=args.look_ahead, window_len=args.window_len, overlap=64)
+        self._scoring = ScoringSettings(look_ahead=args.look_ahead, context_len=args.context_len, overlap=64)
         self._cut = CutSettings(snap=args.snap, chunk_len=args.chunk_len, delimiter=args.delimiter)
         self._drafts: dict[Path, PromptCompressor] = {}
         self._draft_ms: dict[tuple[Path, str], float] = {}  # of the one reading of a text

@@ -78,11 +78,11 @@ def summary(report: CompressionReport) -> str:
     """One line for stderr."""
     if not report.is_applied:
         return f"left as it is: {report.reason}"
-    windows = sum(text.num_windows for text in report.texts)
+    passages = sum(text.num_passages for text in report.texts)
     return (
         f"{report.tokens_before:,} to {report.tokens_after:,} {report.counted_with} tokens ({report.ratio:.1%}) | "
         f"{sum(len(text.spans) for text in report.texts):,} pieces | draft {report.draft_ms / 1e3:.2f} s"
-        + (f" in {windows:,} windows" if windows > 1 else "")
+        + (f" in {passages:,} passages" if passages > 1 else "")
     )
 
 
@@ -96,7 +96,7 @@ def shorten(source: str, flags: CompressFlags, draft: DraftFlags, *, out: TextIO
     check_amount(keep, flags.max_tokens)  # before a model is loaded
     compressor = PromptCompressor(
         draft.folder,
-        scoring=scoring_of(flags.look_ahead, draft.window_len, no_windows=draft.no_windows),
+        scoring=scoring_of(flags.look_ahead, draft.context_len, refuse_longer=draft.refuse_longer),
         cut=cut_of(draft.chunk_len, mode=flags.mode, snap=flags.snap, delimiter=flags.delimiter),
         dtype=draft.dtype,
         device=draft.device,

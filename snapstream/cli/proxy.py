@@ -94,7 +94,7 @@ def proxy(
     set_up("text")
     for name in ("httpx", "httpcore"):  # httpx tells whole URLs, and a query may hold a key
         logging.getLogger(name).setLevel(logging.WARNING)
-    scoring = scoring_of(flags.look_ahead, draft.window_len, no_windows=draft.no_windows)
+    scoring = scoring_of(flags.look_ahead, draft.context_len, refuse_longer=draft.refuse_longer)
     cut = cut_of(draft.chunk_len)
 
     def load() -> tuple[PromptCompressor, PreTrainedTokenizerBase | None]:

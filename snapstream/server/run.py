@@ -58,15 +58,15 @@ class ServeOptions:
     tls_key: Path | None = None
     draft: Path | None = None  # checkpoint folder
     draft_threshold: int | None = None  # prompts of fewer tokens are left alone; None: the published number
-    draft_window_len: int | None = None  # tokens that it reads at once; None: its own window
+    draft_context_len: int | None = None  # tokens that it reads at once; None: as many as its model allows
 
     def __post_init__(self) -> None:
         check_place(self.port, self.drain_timeout_s)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("TLS needs both a certificate and a key")
-        if self.draft is None and self.draft_window_len is not None:
+        if self.draft is None and self.draft_context_len is not None:
             raise ValueError(
-                f"--draft-window-len is {self.draft_window_len}, and there is no draft; give one with --draft"
+                f"--draft-context-len is {self.draft_context_len}, and there is no draft; give one with --draft"
             )
         for file in (self.tls_cert, self.tls_key):
             if file is not None and not file.is_file():
@@ -162,7 +162,7 @@ def memory_beside(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None
     """What the engine must leave to the draft. Weights too: they may or may not be there when it measures."""
     if options.draft is None:
         return None
-    settings = scoring_of(None, options.draft_window_len) or ScoringSettings()
+    settings = scoring_of(None, options.draft_context_len) or ScoringSettings()
     memory = draft_memory(
         read_model_config(options.draft), settings, dtype=spec.options.dtype, device=spec.options.device
     )
@@ -175,7 +175,7 @@ def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:
     return load_compressor(
         options.draft,
         threshold=options.draft_threshold,
-        scoring=scoring_of(None, options.draft_window_len),
+        scoring=scoring_of(None, options.draft_context_len),
         dtype=spec.options.dtype,
         device=spec.options.device,
     )

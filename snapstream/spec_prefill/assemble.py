@@ -76,7 +76,7 @@ def text_report(candidate: Candidate, own: ScoredText, kept: set[int], forced: l
             for i, ((a, b), score) in enumerate(zip(own.chunks, own.scores, strict=True))
         ),
         num_draft_tokens=own.num_tokens,
-        num_windows=own.num_windows,
+        num_passages=own.num_passages,
         is_code=own.cutter.is_code,
     )
 
@@ -99,6 +99,6 @@ def make_report(
         draft_tokens_before=sum(own.num_tokens for own in scored),
         draft_tokens_after=sum(kept_tokens(scored, choice or [])),
         draft_ms=sum(own.draft_ms for own in scored),
-        num_cached=sum(own.num_windows == 0 for own in scored),
+        num_cached=sum(own.num_passages == 0 for own in scored),
         texts=texts,
     )

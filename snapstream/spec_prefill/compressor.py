@@ -77,7 +77,7 @@ class PromptCompressor:
         self.scoring = as_kind("scoring", ScoringSettings() if scoring is None else scoring, ScoringSettings)
         self.cut = as_kind("cut", CutSettings() if cut is None else cut, CutSettings)
         self.protection = as_kind("protection", Protection() if protection is None else protection, Protection)
-        self.draft.window_of(self.scoring)  # refuses now what every text would be refused for
+        self.draft.context_of(self.scoring)  # refuses now what every text would be refused for
         self._scorer = Scorer(self.draft, self.scoring, self.cut, as_count("cache_size", cache_size, 0))
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}  # of targets that were given as folders
         self._lock = Lock()
@@ -104,7 +104,7 @@ class PromptCompressor:
         messages a mapping from their index. ``threshold`` overrides ``Protection.threshold``.
 
         Raises ValueError for wrong arguments, for a ceiling that the protected text alone exceeds, and for a text
-        beyond the draft's window where windows are refused.
+        beyond the draft's context if such texts are refused.
         """
         check_amount(keep, max_tokens)
         if query is not None:

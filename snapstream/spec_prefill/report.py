@@ -26,7 +26,7 @@ class TextReport:
     spans: tuple[tuple[int, int], ...]  # characters that are still there, ascending and disjoint
     chunks: tuple[ScoredChunk, ...]  # the candidates; what lies outside them was protected
     num_draft_tokens: int  # of the candidates
-    num_windows: int  # in which the draft read them; 0: from the cache
+    num_passages: int  # in which the draft read them; 0: from the cache
     is_code: bool
 
 

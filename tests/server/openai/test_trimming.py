@@ -274,8 +274,8 @@ def test_who_leaves_while_waiting_is_not_read_and_makes_room() -> None:
     [
         (("--prompt-keep", "0.5"), "--draft"),
         (("--prompt-threshold", "9"), "--draft"),
-        (("--draft-window-len", "900"), "--draft"),
-        (("--draft", str(TINY_DRAFT_MODEL), "--draft-window-len", "99999"), "window_len is 99999"),
+        (("--draft-context-len", "900"), "--draft"),
+        (("--draft", str(TINY_DRAFT_MODEL), "--draft-context-len", "99999"), "context_len is 99999"),
         (("--draft", str(TINY_DRAFT_MODEL), "--prompt-keep", "0"), "keep"),
         (("--draft", str(TINY_DRAFT_MODEL), "--prompt-keep", "0.5", "--prompt-max-tokens", "9"), "give exactly one"),
         (("--draft", "/nowhere"), "/nowhere"),

@@ -270,14 +270,14 @@ def test_rescoring_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None:
         plan_8b(llama_8b, budgets=[64], rescoring=RescoringConfig())
 
 
-def test_windows_that_look_ahead_together_are_held_together() -> None:
-    """Qwen3-0.6B in bf16: 112 KiB of K and V per token in 28 layers, four windows of 8,192 on a GPU, one on a CPU."""
+def test_passages_that_look_ahead_together_are_held_together() -> None:
+    """Qwen3-0.6B in bf16: 112 KiB of K and V per token in 28 layers, four passages of 8,192 on a GPU, one on a CPU."""
     model = model_config_from_dict({**LLAMA_32_1B, "num_hidden_layers": 28, "head_dim": 128, "hidden_size": 1024,
                                     "num_attention_heads": 16, "intermediate_size": 3072})  # fmt: skip
-    settings = ScoringSettings(window_len=8192)
+    settings = ScoringSettings(context_len=8192)
     held = 8192 * 112 * 1024
     gpu = draft_memory(model, settings, dtype="bfloat16", device="cuda:0")
     assert 4 * held < gpu.working_bytes < 4.3 * held
     assert held < draft_memory(model, settings, dtype="bfloat16", device="cpu").working_bytes < 1.2 * held
-    whole = draft_memory(model, ScoringSettings(window="refuse"), dtype="bfloat16", device="cuda")
-    assert (16 + 16 / 28) * held < whole.working_bytes < 17.2 * held  # one window of 131,072, and a layer of it staged
+    whole = draft_memory(model, ScoringSettings(long_texts="refuse"), dtype="bfloat16", device="cuda")
+    assert (16 + 16 / 28) * held < whole.working_bytes < 17.2 * held  # one text of 131,072, and a layer of it staged

@@ -80,7 +80,7 @@ def test_the_ceiling_is_never_exceeded(
     draft: Draft, text: str, repeats: int, target: str, ceiling: int, chunk_len: int, forced: tuple[int, int]
 ) -> None:
     whole = text * repeats
-    own = PromptCompressor(draft, scoring=ScoringSettings(look_ahead=0, window_len=150, overlap=10),
+    own = PromptCompressor(draft, scoring=ScoringSettings(look_ahead=0, context_len=150, overlap=10),
                            cut=CutSettings(chunk_len=chunk_len))  # fmt: skip
     span = (min(*forced, len(whole)), min(max(forced), len(whole)))
     count = TokenCounter(TARGETS[target]).text
@@ -232,7 +232,7 @@ def test_refusals(draft: Draft, compressor: PromptCompressor) -> None:
             compressor.compress(prompt, **options)
     with pytest.raises(ValueError, match="max_tokens is 100; what must stay takes 1[0-9]{3} tokens"):
         compressor.compress(messages, max_tokens=100)
-    for wrong in ({"pool_kernel": 4}, {"keys": "none"}, {"window": "x"}, {"look_ahead": -1}):
+    for wrong in ({"pool_kernel": 4}, {"keys": "none"}, {"long_texts": "x"}, {"look_ahead": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ScoringSettings(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="roles has 'system'"):

@@ -178,7 +178,7 @@ def test_a_server_tells_its_engine_of_the_draft() -> None:
     """All of it, because it may or may not be loaded when the engine measures."""
     spec = EngineSpec(model=str(TINY_MODEL))
     assert memory_beside(spec, ServeOptions()) is None
-    whole, short = (memory_beside(spec, ServeOptions(draft=TINY_MODEL, draft_window_len=n)) for n in (None, 128))
+    whole, short = (memory_beside(spec, ServeOptions(draft=TINY_MODEL, draft_context_len=n)) for n in (None, 128))
     weights = weight_bytes(read_model_config(TINY_MODEL), "float32")
     assert whole is not None and short is not None
     assert weights < short.working_bytes < whole.working_bytes
