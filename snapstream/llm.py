@@ -23,15 +23,15 @@ from snapstream.request import Request, RequestOutput, SamplingParams, Trim
 from snapstream.request.conversation import as_conversation
 from snapstream.request.inputs import as_conversations, as_params, as_prompts
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.start.build import build_runner, grammar_compiler, load_compressor, memory_of
+from snapstream.start.build import build_runner, grammar_compiler, load_trimmer, memory_of
 from snapstream.start.measure import describe_prefill, measure_machine
 from snapstream.start.resolve import resolve, resolve_budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
-    from snapstream.spec_prefill.trimmer import PromptTrimmer, TrimmedPrompt
+    from snapstream.spec_prefill.prompt_trimmer import PromptTrimmer, TrimmedPrompt
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -49,7 +49,7 @@ class LLM:
 
     ``model``: a Hugging Face checkpoint folder. ``options``: settings of the engine; ``fields``: single settings by
     their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen by itself.
-    ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
+    ``draft``: a small model (a folder, or a ``TextTrimmer``) that shortens the prompts of calls that ask for it.
     ``beside``: a draft that another process has loaded on this device; what it will work with is kept free.
     Threads may share it: their calls take turns (``engine/driver.py``). Raises ValueError for anything that cannot be
     supported, with the reason, and TypeError for an unknown setting and for wrong Python types.
@@ -60,7 +60,7 @@ class LLM:
         model: str | Path,
         options: EngineOptions | None = None,
         *,
-        draft: PromptCompressor | str | Path | None = None,
+        draft: TextTrimmer | str | Path | None = None,
         beside: DraftMemory | None = None,
         progress: bool = True,
         **fields: Any,
@@ -78,7 +78,7 @@ class LLM:
         self._trimmer: PromptTrimmer | None = None
         if draft is not None:
             self._trimmer = self._make_trimmer(draft)
-            beside = memory_of(self._trimmer.compressor, options.device) or beside
+            beside = memory_of(self._trimmer.text_trimmer, options.device) or beside
             # And again by what the draft has left.
             self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
@@ -208,10 +208,10 @@ class LLM:
             raise ValueError(f"this checkpoint has no tokenizer, which {purpose} needs; pass token ids")
         return self.tokenizer
 
-    def _make_trimmer(self, draft: PromptCompressor | str | Path) -> PromptTrimmer:
-        from snapstream.spec_prefill.trimmer import PromptTrimmer
+    def _make_trimmer(self, draft: TextTrimmer | str | Path) -> PromptTrimmer:
+        from snapstream.spec_prefill.prompt_trimmer import PromptTrimmer
 
-        return PromptTrimmer(load_compressor(draft, self.options), self._need_tokenizer("prompt compression"))
+        return PromptTrimmer(load_trimmer(draft, self.options), self._need_tokenizer("prompt compression"))
 
     def _need_trimmer(self, how: PromptCompression) -> PromptTrimmer:
         as_kind("prompt_compression", how, PromptCompression)

@@ -30,13 +30,13 @@ from snapstream.server.engine.process import EngineProcess
 from snapstream.server.http.draining import LAST_FRAMES_S, DrainingServer, check_place
 from snapstream.server.http.hosts import is_loopback
 from snapstream.server.http.loading import Curtain
-from snapstream.server.http.trimming import load_compressor
+from snapstream.server.http.trimming import load_trimmer
 from snapstream.server.openai.front import Front
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings, scoring_of
 
 if TYPE_CHECKING:
-    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 log = logging.getLogger(__name__)
 
@@ -136,8 +136,8 @@ async def _load_front(
     """Read what the front needs, and let it answer."""
     tokenizer = await asyncio.to_thread(find_tokenizer, Path(spec.model))
     created = int(time.time())
-    compressor = None if options.draft is None else await asyncio.to_thread(_load_draft, spec, options)
-    if compressor is not None and tokenizer is None:
+    trimmer = None if options.draft is None else await asyncio.to_thread(_load_draft, spec, options)
+    if trimmer is not None and tokenizer is None:
         raise ValueError(f"{spec.model} has no tokenizer; a draft hands over text")
 
     def facts() -> ModelFacts:
@@ -152,7 +152,7 @@ async def _load_front(
             has_examples=Path(spec.model).resolve() == TINY_MODEL.resolve(),
         )
 
-    app = make_app(engine, tokenizer, settings, facts, compressor)
+    app = make_app(engine, tokenizer, settings, facts, trimmer)
     front: Front = app.state.front
     curtain.rise(app, front)
     return front
@@ -169,10 +169,10 @@ def memory_beside(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None
     return DraftMemory(weight_bytes=0, working_bytes=memory.total_bytes)
 
 
-def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:
+def _load_draft(spec: EngineSpec, options: ServeOptions) -> TextTrimmer:
     assert options.draft is not None
     log.info("loading the draft %s", options.draft)
-    return load_compressor(
+    return load_trimmer(
         options.draft,
         threshold=options.draft_threshold,
         scoring=scoring_of(None, options.draft_context_len),

@@ -1,7 +1,7 @@
 """From chosen chunks back to texts, conversations and reports.
 
 Invariant: a text is made of verbatim pieces of its source; messages that were given are never changed.
-``compressor.py`` chooses, this puts together.
+``text_trimmer.py`` chooses, this puts together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snapstream.spec_prefill.protection import Candidate
-from snapstream.spec_prefill.report import CompressionReport, ScoredChunk, TextReport
+from snapstream.spec_prefill.report import ScoredChunk, TextReport, TrimReport
 from snapstream.spec_prefill.scorer import ScoredText
 from snapstream.spec_prefill.select import Choice
 from snapstream.spec_prefill.spans import Span, check_spans
@@ -89,8 +89,8 @@ def make_report(
     scored: Sequence[ScoredText] = (),
     choice: Choice | None = None,
     texts: tuple[TextReport, ...] = (),
-) -> CompressionReport:
-    return CompressionReport(
+) -> TrimReport:
+    return TrimReport(
         is_applied=not reason,
         reason=reason,
         counted_with=counted_with,

@@ -1,7 +1,7 @@
 """How a draft scores a prompt and how much of it is kept, as frozen dataclasses validated once. No torch.
 
 ``ScoringSettings`` is the method (SpecPrefill, arXiv 2502.02789; cross-family, arXiv 2603.02631); the defaults are the
-published ones. ``Protection`` says what is never cut. ``compressor.py`` uses both.
+published ones. ``Protection`` says what is never cut. ``text_trimmer.py`` uses both.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def cut_of(chunk_len: int | None, **others: Any) -> CutSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCompression:
-    """What ``LLM.generate`` and ``LLM.chat`` are asked to do to a prompt before its prefill.
+    """How the draft trims the prompts of a call or a request: the value of its ``prompt_compression``.
 
     ``hand_over="text"``: the kept text is tokenized anew, positions are contiguous; any draft. ``"ids"``: the kept
     tokens stand at the positions they had; the draft must have the target's tokenizer.
