@@ -36,7 +36,7 @@ class PlanFlags:
         list[int] | None,
         whole_option("Slots of a row; repeatable. Default: 1/2, 1/4, 1/8, 1/16 of the prompt."),
     ] = None
-    prompt_len: Annotated[int | None, whole_option("Prompt tokens. Default: the model's window, at most 131072.")] = (
+    prompt_len: Annotated[int | None, whole_option("Prompt tokens. Default: the model's context, at most 131072.")] = (
         None
     )
     draft: Annotated[Path | None, typer.Option(help="Draft on the same device: its config.json, or the folder.")] = None

@@ -39,7 +39,7 @@ class EngineOptions(Settings):
 
     budget: Budget = setting(
         8192,  # what the paper keeps of a 128k prompt
-        "Slots of a row, or 'full'; a request may ask for less. At most the window.",
+        "Slots of a row, or 'full'; a request may ask for less. At most max_model_len.",
         metavar="N|full",
         parse=_count_or("full"),
     )
@@ -55,7 +55,7 @@ class EngineOptions(Settings):
     max_rows: AutoCount = setting(
         8, "Rows: samples decoded together; auto: as many as fit.", metavar="N|auto", parse=_count_or("auto")
     )
-    max_model_len: int | None = setting(None, "Prompt and output tokens. Default: the model's window.")
+    max_model_len: int | None = setting(None, "Prompt and output tokens. Default: the model's context.")
     chunk_len: AutoCount = setting(
         "auto",
         "Tokens of one prefill unit; auto: what suits model and device.",

@@ -31,7 +31,7 @@ def engine_config(
     max_rows: int = 1,
     reserved_bytes: int = 0,
 ) -> EngineConfig:
-    """All that follows from the options once budget and window are known. ValueError where they contradict."""
+    """All that follows from the options once budget and max_model_len are known. ValueError where they contradict."""
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     chunking = resolve_chunking(
         model, dtype=options.dtype, device=device, chunk_len=options.chunk_len, prefill_quantum=options.prefill_quantum

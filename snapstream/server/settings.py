@@ -67,7 +67,7 @@ class ModelFacts:
 
     names: tuple[str, ...]  # the first is the one we answer with where a request names none
     vocab_size: int
-    engine: EngineConfig  # limits: window, rows, largest budget
+    engine: EngineConfig  # limits: max_model_len, rows, largest budget
     created: int = 0  # seconds since the epoch
     num_layers: int = 1
     num_kv_heads: int = 1  # of one layer

@@ -41,7 +41,7 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
         raise ValueError(f"device is {options.device!r}; these are facts about {machine.device!r}")
     max_model_len = model.max_position if options.max_model_len is None else options.max_model_len
     if max_model_len > model.max_position:
-        raise ValueError(f"max_model_len is {max_model_len}; the model's window is {model.max_position} tokens")
+        raise ValueError(f"max_model_len is {max_model_len}; the model's context is {model.max_position} tokens")
     budget = resolve_budget(options.budget, max_model_len, make_selector(options.selector).observation_len)
     reserved_bytes = _reserved_bytes(options, machine)
 
@@ -107,5 +107,5 @@ def _check_memory(model: ModelConfig, config: EngineConfig, options: EngineOptio
     what = "this GPU has" if machine.is_gpu else "this machine has"
     raise ValueError(
         f"{memory.describe()}; {what} {format_bytes(room)}{' free' if counts_free else ''}. "
-        f"Lower max_rows, the budget or max_model_len{', or the window of the draft' if config.reserved_bytes else ''}"
+        f"Lower max_rows, the budget or max_model_len{', or the context of the draft' if config.reserved_bytes else ''}"
     )

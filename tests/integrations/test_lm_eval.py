@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused_or_loses_its_middle(monkeypatch: pytest.Mo
 
     long = TEXT * 30
     strict = SnapstreamLM(str(TINY_MODEL), max_model_len=128)
-    with pytest.raises(ValueError, match="window of 128"):
+    with pytest.raises(ValueError, match="max_model_len 128"):
         strict.generate_until([ask(long, {"until": [], "max_gen_toks": 8})])
     lenient = SnapstreamLM(str(TINY_MODEL), max_model_len=128, too_long="middle")
     ids = lenient.tok_encode(long)

@@ -107,7 +107,7 @@ def test_the_servers_default_applies_where_a_request_does_not_say() -> None:
     assert answer.json()["snapstream"]["prompts"][0]["trim"]["reason"] == "short"
 
 
-def test_a_prompt_beyond_the_window_is_taken_if_it_fits_when_trimmed() -> None:
+def test_a_prompt_beyond_the_limit_is_taken_if_it_fits_when_trimmed() -> None:
     text = " ".join(f"word{i}" for i in range(2000))
     assert len(token_ids(text)) > 4 * FACTS.max_model_len
     for path, prompt in ((CHAT, {"messages": user(text)}), (TEXT, {"prompt": text})):

@@ -110,7 +110,7 @@ def test_prefill_of_llama_8b(llama_8b: ModelConfig) -> None:
 
 def test_scoring_sets_the_temporaries_of_short_chunks(llama_8b: ModelConfig) -> None:
     memory = prefill_memory(llama_8b, 131_072, chunk_len=64, dtype="bfloat16", selector=make_selector())
-    block = 32 * 32 * 4096  # window x heads x keys
+    block = 32 * 32 * 4096  # voting queries x heads x keys
     keys = 8 * 128 * 4096
     scores = 3 * 8 * 131_072  # as voted, pooled, one pass of carrying ahead
     assert memory.transient_bytes == 4 * (block + keys + scores)
@@ -173,7 +173,7 @@ def test_default_budgets_stop_at_the_smallest_possible() -> None:
     assert default_budgets(36) == ()
 
 
-def test_default_prompt_is_the_window_up_to_a_limit(llama_8b: ModelConfig) -> None:
+def test_default_prompt_is_the_context_up_to_a_limit(llama_8b: ModelConfig) -> None:
     assert plan_8b(dataclasses.replace(llama_8b, max_position=8192)).prompt_len == 8192
     long = plan_8b(dataclasses.replace(llama_8b, max_position=10**6))
     assert (long.prompt_len, long.max_model_len) == (131_072, 131_072)
@@ -184,7 +184,7 @@ def test_default_prompt_is_the_window_up_to_a_limit(llama_8b: ModelConfig) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt_len": 131_073}, ("prompt_len is 131073", "131072", "window")),
+        ({"prompt_len": 131_073}, ("prompt_len is 131073", "131072", "context")),
         ({"prompt_len": 0}, ("prompt_len is 0", "from 1")),
         ({"max_model_len": 200_000}, ("max_model_len is 200000", "131072")),
         ({"prompt_len": 4097, "max_model_len": 4096}, ("prompt_len is 4097", "4096")),
