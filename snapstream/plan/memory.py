@@ -1,6 +1,6 @@
 """What an engine allocates, from the integers of its config: what ``plan`` prints and what the start checks.
 
-Bytes that do not depend on the number of rows: weights, the staging pool, the temporaries of one prefill chunk and of
+Bytes that do not depend on the number of rows: weights, the staging buffers, the temporaries of one prefill chunk and of
 one scoring block, the padding row. Bytes per row: keys and values, the sampler's state, and what one entry of a decode
 batch needs - logits, the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own.
 With hops a layer's queries of all staged tokens are held beside the pool. No torch.

@@ -1,6 +1,6 @@
 """Executes step plans on one device: opens prefill jobs, runs units, decodes rows.
 
-Owns everything that lives there: weights, rows, staging pool, sampling state. Holds no opinion on who runs next (that
+Owns everything that lives there: weights, rows, staging buffers, sampling state. Holds no opinion on who runs next (that
 is ``engine/``), nor on what a layer computes (``models/``).
 """
 

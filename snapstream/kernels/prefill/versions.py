@@ -6,7 +6,7 @@ Two calls, the same for all of them:
 * ``attend_packed(q, k, v, lens) -> [T, H, E]``: the same for several prompts that lie one after the other, without
   padding. Only kernels that take a length per prompt have it; the others are called once per prompt.
 
-K and V are ranges of the staging pool and therefore views, contiguous in E only; every kernel here takes strides.
+K and V are ranges of the staging buffers and therefore views, contiguous in E only; every kernel here takes strides.
 ``packages.py`` holds what comes from outside PyTorch; ``choice.py`` decides.
 """
 
