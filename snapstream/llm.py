@@ -1,7 +1,7 @@
 """The composition root: resolves a checkpoint folder and settings into a running engine, and drives it.
 
-``LLM.generate`` is the whole system in one call; ``LLM.stream`` yields an answer as it grows. What runs next is decided
-in ``engine/``, what is computed in ``models/`` and ``runner/``; here everything is only put together.
+``LLM.generate`` is the whole system in one call; ``LLM.stream`` yields an answer as it grows. ``engine/`` decides what
+runs next, ``models/`` and ``runner/`` compute it; this module only puts them together.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class LLM:
     """A model behind fixed-size rows.
 
     ``model``: a Hugging Face checkpoint folder. ``options``: settings of the engine; ``fields``: single settings by
-    their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen by itself.
+    their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen automatically.
     ``draft``: a small model (a folder, or a ``TextTrimmer``) that shortens the prompts of calls that ask for it.
-    ``beside``: a draft that another process has loaded on this device; what it will work with is kept free.
+    ``beside``: a draft that another process has loaded on this device; its working memory is kept free.
     Threads may share it: their calls take turns (``engine/driver.py``). Raises ValueError for anything that cannot be
     supported, with the reason, and TypeError for an unknown setting and for wrong Python types.
     """
@@ -69,7 +69,7 @@ class LLM:
         if beside is not None:
             as_kind("beside", beside, DraftMemory)
         self.model_config = read_model_config(model)
-        # Decided before anything is loaded, so that what cannot be is refused at once.
+        # Decided before anything is loaded, so that impossible settings are refused at once.
         self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
         self.notes = (describe_prefill(self.model_config, self.config),)
         if progress:
@@ -79,7 +79,7 @@ class LLM:
         if draft is not None:
             self._trimmer = self._make_trimmer(draft)
             beside = memory_of(self._trimmer.text_trimmer, options.device) or beside
-            # And again by what the draft has left.
+            # And once more with the memory that the draft has left.
             self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
         engine = Engine(

@@ -63,7 +63,7 @@ class ServeFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrimFlags:
-    """A draft, and what it does to prompts of requests that do not say."""
+    """A draft, and how it trims the prompts of requests that bring no wish of their own."""
 
     draft: Annotated[
         Path | None,

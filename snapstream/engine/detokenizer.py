@@ -23,7 +23,7 @@ MAX_HELD_TOKENS = 16
 
 
 class Tokenizer(Protocol):
-    """All that the engine wants of a tokenizer."""
+    """All that the engine needs of a tokenizer."""
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
 

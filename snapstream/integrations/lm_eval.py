@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of a task's generation settings: what the engine takes under the same name, and what says nothing to it.
+# Generation settings of a task: those that the engine takes under the same name, and those without a meaning here.
 _SAMPLING = frozenset(("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
                        "frequency_penalty", "min_tokens"))  # fmt: skip
 _NO_MEANING = frozenset(("do_sample", "until", "max_gen_toks"))  # read by name

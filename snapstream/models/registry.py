@@ -1,7 +1,7 @@
-"""From config.json to a ``ModelConfig``; what cannot be run faithfully is refused, with every reason.
+"""From config.json to a ``ModelConfig``; a model that cannot be run faithfully is refused, with every reason.
 
-Invariant: a folder whose files name code of their own is refused (``json_file.py``), and so is every field that is not
-what it should be, with file and field (``fields.py``).
+Invariant: a folder whose files name code of their own is refused (``json_file.py``), and so is every malformed field,
+with file and field (``fields.py``).
 
 Neither torch nor transformers is imported, so ``snapstream plan`` answers at once. Both spellings of the rope
 settings are read: ``rope_theta`` beside ``rope_scaling``, and the ``rope_parameters`` of transformers 5. Rope

@@ -1,4 +1,4 @@
-"""What a draft takes on its device beside the engine, from the integers of its config. No torch.
+"""The memory that a draft takes on its device beside the engine, from the integers of its config. No torch.
 
 It is allocated when a prompt is scored, so the start keeps it free: ``start/resolve.py`` counts it, ``plan --draft``
 prints it. The worst text is longer than the draft's context: then as many passages as look ahead together are held at

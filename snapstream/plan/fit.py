@@ -1,6 +1,6 @@
-"""What options come to on a device: the config of an engine with a given budget, and how many of its rows fit.
+"""The config of an engine that follows from options, a device and a budget, and how many of its rows fit.
 
-``start/resolve.py`` decides by this what an engine will be, and ``plan.py`` what one would be: one formula for both.
+``start/resolve.py`` builds an engine by this and ``plan.py`` plans one: one formula for both.
 """
 
 from __future__ import annotations

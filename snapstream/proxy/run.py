@@ -100,7 +100,7 @@ async def _run(load: Load, settings: ProxySettings, options: ProxyOptions, liste
     try:
         await server.serve(sockets=[listener])
         if loading.done() and not curtain.is_draining:
-            loading.result()  # what made it end
+            loading.result()  # raises the error that ended it
     finally:
         loading.cancel()
         [proxy] = await asyncio.gather(loading, return_exceptions=True)

@@ -58,7 +58,7 @@ class ServeOptions:
     tls_key: Path | None = None
     draft: Path | None = None  # checkpoint folder
     draft_threshold: int | None = None  # prompts of fewer tokens are left alone; None: the published number
-    draft_context_len: int | None = None  # tokens that it reads at once; None: as many as its model allows
+    draft_context_len: int | None = None  # tokens that it reads at once; None: the model's limit
 
     def __post_init__(self) -> None:
         check_place(self.port, self.drain_timeout_s)
@@ -82,7 +82,7 @@ def most_requests(max_rows: AutoCount, max_waiting: int) -> int:
 def default_compression(
     draft: Path | None, keep: float | None, max_tokens: int | None, threshold: int | None
 ) -> PromptCompression | None:
-    """What happens to prompts of requests that do not say. ValueError for a wish without a draft."""
+    """The trimming of requests that bring no wish of their own. ValueError for a wish without a draft."""
     given = {"--prompt-keep": keep, "--prompt-max-tokens": max_tokens, "--prompt-threshold": threshold}
     if draft is None and any(value is not None for value in given.values()):
         name = next(name for name, value in given.items() if value is not None)
@@ -115,7 +115,7 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
         try:
             await server.serve(sockets=[listener])
             if loading.done() and not curtain.is_draining:
-                loading.result()  # what made it end
+                loading.result()  # raises the error that ended it
         finally:
             await engine.shutdown(0)
             for task in (starting, making):

@@ -1,7 +1,7 @@
 """From chosen chunks back to texts, conversations and reports.
 
 Invariant: a text is made of verbatim pieces of its source; messages that were given are never changed.
-``text_trimmer.py`` chooses, this puts together.
+``text_trimmer.py`` chooses, this module puts together.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The draft: a small model and its tokenizer, which together give every character range of a text a score.
 
-Invariant: scores are laid over the *source text* by the tokenizer's character offsets, so whoever keeps a part of the
-text keeps its very characters; token ids never leave this module. A text longer than the context is read in
-overlapping passages of one size, each with the words around it (a template, a question) in full; where two passages
-overlap, a token's score is the mean. ``lookahead.py`` computes the scores, ``spans.py`` cuts the text.
+Invariant: scores are laid over the *source text* by the tokenizer's character offsets, so a kept part of the text is
+kept character by character; token ids never leave this module. A text longer than the context is read in overlapping
+passages of one size, each with the words around it (a template, a question) in full; where two passages overlap, a
+token's score is the mean. ``lookahead.py`` computes the scores, ``spans.py`` cuts the text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Draft:
 
     @classmethod
     def load(cls, folder: str | Path, *, dtype: DType = "float32", device: str = "cpu", progress: bool = False) -> Self:
-        """Read a Hugging Face checkpoint folder. ValueError for what cannot be a draft, with the reason."""
+        """Read a Hugging Face checkpoint folder. ValueError, with the reason, for a model that cannot be a draft."""
         check_choice("dtype", dtype, tuple(DTYPE_BYTES))
         folder = as_path("the draft's folder", folder)
         check_torch_device(device)
@@ -131,7 +131,7 @@ class Draft:
         return total / count, len(passages)
 
     def context_of(self, settings: ScoringSettings) -> int:
-        """Tokens that are read at once, look-ahead included. ValueError for a ``context_len`` that cannot be."""
+        """Tokens that are read at once, look-ahead included. ValueError for a ``context_len`` that cannot work."""
         limit, least = self.decoder.config.max_position, settings.look_ahead + 2
         if settings.context_len > limit:
             raise ValueError(f"context_len is {settings.context_len}; the draft reads at most {limit} tokens")

@@ -1,7 +1,7 @@
 """Prompts on their way into the engine, shortened by a draft: as text that is tokenized anew, or as kept token ids.
 
-Invariant: what comes out is what the same call without a draft would have fed the engine, less the parts left out;
-``Trim`` counts both. ``llm.py`` uses this; ``text_trimmer.py`` does the work.
+Invariant: the result is the prompt that the same call without a draft would have fed the engine, less the parts left
+out; ``Trim`` counts both. ``llm.py`` uses this; ``text_trimmer.py`` does the work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a draft scores a prompt and how much of it is kept, as frozen dataclasses validated once. No torch.
 
 ``ScoringSettings`` is the method (SpecPrefill, arXiv 2502.02789; cross-family, arXiv 2603.02631); the defaults are the
-published ones. ``Protection`` says what is never cut. ``text_trimmer.py`` uses both.
+published ones. ``Protection`` names the parts that are never cut. ``text_trimmer.py`` uses both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ScoringSettings:
     # at a time in a second pass (twice the time; the greedy tokens come from a compressed row).
     keys: KeyStore = "all_layers"
     long_texts: LongTexts = "overlap"  # longer than the context: in overlapping passages, or refused
-    context_len: int = 0  # tokens that the draft reads at once; 0: as many as its model allows
+    context_len: int = 0  # tokens that the draft reads at once; 0: its model's limit
     overlap: int = 256  # tokens that neighbouring passages share
     passages_at_once: int = 0  # equal passages that look ahead together, all their keys held; 0: 1 on a CPU, else 4
     prefill_len: int = 0  # tokens per matrix product of the draft's prefill; 0: 512 on a CPU, else 4,096
@@ -85,7 +85,7 @@ class CutSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Protection:
-    """What is never cut. Lengths are in draft tokens. System messages, tools and the template are always verbatim."""
+    """Parts that are never cut, lengths in draft tokens. System messages, tools and template are always verbatim."""
 
     threshold: int = 1024  # prompts of fewer target tokens are left alone
     roles: tuple[str, ...] = ("user", "assistant", "tool")  # roles whose older messages may be cut

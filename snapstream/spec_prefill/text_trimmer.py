@@ -77,7 +77,7 @@ class TextTrimmer:
         self.scoring = as_kind("scoring", ScoringSettings() if scoring is None else scoring, ScoringSettings)
         self.cut = as_kind("cut", CutSettings() if cut is None else cut, CutSettings)
         self.protection = as_kind("protection", Protection() if protection is None else protection, Protection)
-        self.draft.context_of(self.scoring)  # refuses now what every text would be refused for
+        self.draft.context_of(self.scoring)  # refuses at once settings that would fail for every text
         self._scorer = Scorer(self.draft, self.scoring, self.cut, as_count("cache_size", cache_size, 0))
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}  # of targets that were given as folders
         self._lock = Lock()

@@ -1,7 +1,8 @@
-"""Decides, before a weight is read, what an engine will be: from a model, what the user said, and what the machine has.
+"""Decides, before a weight is read, how an engine is built: from the model, the user's options and the machine.
 
-``resolve`` is a function of plain data. Invariant: what cannot be served is refused here, with the numbers, and not in
-the middle of an answer. The formulas are those of ``plan/``, which ``snapstream plan`` prints. Used by ``llm.py``.
+``resolve`` is a function of plain data. Invariant: options that cannot be served are refused here, with the numbers,
+and not in the middle of an answer. The formulas are those of ``plan/``, which ``snapstream plan`` prints. Used by
+``llm.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Machine:
 
 
 def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> EngineConfig:
-    """What the engine will be. ValueError for options that the model or the machine cannot serve."""
+    """The config of the engine. ValueError for options that the model or the machine cannot serve."""
     if machine.device != options.device:
         raise ValueError(f"device is {options.device!r}; these are facts about {machine.device!r}")
     max_model_len = model.max_position if options.max_model_len is None else options.max_model_len

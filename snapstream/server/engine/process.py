@@ -72,7 +72,7 @@ class EngineProcess:
 
     @property
     def facts(self) -> EngineFacts:
-        """What the engine turned out to be, as of its last start."""
+        """Facts about the engine, as of its last start."""
         if self._facts is None:
             raise EngineDead("the engine has not been loaded yet")
         return self._facts

@@ -25,7 +25,7 @@ CLIENT_GONE = 499  # nginx's number; only logs see it
 
 
 class Limits(Protocol):
-    """What a gate is told; ``ServerSettings`` and ``ProxySettings`` have it."""
+    """Settings of a gate; ``ServerSettings`` and ``ProxySettings`` have them."""
 
     @property
     def max_requests(self) -> int: ...

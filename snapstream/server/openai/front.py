@@ -1,4 +1,4 @@
-"""What every handler shares: the engine, the tokenizer, the limits, and whether work is taken at all.
+"""The state that every handler shares: the engine, the tokenizer, the limits, and whether work is taken at all.
 
 ``app.py`` makes one per application; handlers reach it as an argument, there is no global.
 """

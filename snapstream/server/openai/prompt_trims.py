@@ -1,7 +1,7 @@
-"""Which prompts of a request the server's draft shortens, and what becomes of it where that is not possible.
+"""Decides which prompts of a request the server's draft trims, and what happens where it cannot.
 
 A wish of the request's own is granted or refused, with its field's name. Invariant: the server's default never makes a
-request fail (but for a full queue): what the draft cannot shorten stays whole, and the answer says why.
+request fail (but for a full queue): a prompt that the draft cannot trim stays whole, and the answer says why.
 ``http/trimming.py`` has the draft's thread, ``routes.py`` calls this between checks and tokenizer.
 """
 

@@ -1,8 +1,8 @@
 """POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
 
-The way of a request: body (``http/body.py``) -> fields (``parsing.py``) -> wish (``sampling.py``) -> what its draft
-leaves of the prompts, if that is asked for (``prompt_trims.py``) -> token ids (``prompts.py``) -> engine requests ->
-steps (``generation.py``) -> answer (``answers.py``), in one piece or as frames (``http/sse.py``).
+The way of a request: body (``http/body.py``) -> fields (``parsing.py``) -> wish (``sampling.py``) -> prompts trimmed by
+the draft, if that is asked for (``prompt_trims.py``) -> token ids (``prompts.py``) -> engine requests -> steps
+(``generation.py``) -> answer (``answers.py``), in one piece or as frames (``http/sse.py``).
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _limits(front: Front) -> dict[str, Any]:
         "num_kv_heads": facts.num_kv_heads,
         "max_kept_bits": front.settings.max_kept_bits,
         "has_draft": front.trims.has_draft,
-        "prompt_compression": told(front.settings.prompt_compression),  # of requests that do not say
+        "prompt_compression": told(front.settings.prompt_compression),  # of requests that bring none
         "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
         "has_examples": facts.has_examples and front.settings.has_page,
     }
