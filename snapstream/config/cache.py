@@ -1,4 +1,4 @@
-"""What a row holds, and when it chooses again: budget and rescoring. ``selector.py`` says how tokens are chosen.
+"""The slots of a row, and when it chooses again: budget and rescoring. ``selector.py`` says how tokens are chosen.
 
 Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that a row's cost can be read
 off its config. ``cache/layout.py`` turns a ``KVBudget`` into slot arithmetic.

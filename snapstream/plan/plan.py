@@ -1,4 +1,4 @@
-"""What a model costs before it is loaded: bytes per row, rows that fit, prefill memory, byte-bound speed.
+"""The costs of a model before it is loaded: bytes per row, rows that fit, prefill memory, byte-bound speed.
 
 Everything follows from the config's integers, so the figures are bounds, not measurements. No torch.
 
@@ -107,7 +107,7 @@ class Plan:
 
 
 def default_budgets(prompt_len: int) -> tuple[int, ...]:
-    """Slots of the default table: 1/2 to 1/16 of the prompt, as far as a budget may be that small."""
+    """Slots of the default table: 1/2 to 1/16 of the prompt, where a budget may be that small."""
     parts = (prompt_len // part for part in DEFAULT_FRACTIONS)
     return tuple(part for part in parts if part >= DEFAULT_SINK + DEFAULT_OBSERVATION)
 
@@ -118,7 +118,7 @@ def _check_len(name: str, value: int, limit: int, of_what: str) -> None:
 
 
 class _Planner:
-    """What the lines of a plan share: a model, options, the lengths of a prompt and of a full row."""
+    """Facts that the lines of a plan share: a model, options, the lengths of a prompt and of a full row."""
 
     def __init__(
         self,

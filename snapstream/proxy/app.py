@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 REPORT_HEADER = "x-snapstream-prompt-compression"
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
-Trim = Callable[[Mapping[str, Any], PromptCompression | None, DraftThread], Awaitable[Trimmed]]
+TrimBody = Callable[[Mapping[str, Any], PromptCompression | None, DraftThread], Awaitable[Trimmed]]
 
 
 def make_proxy(trimmer: TextTrimmer, target: PreTrainedTokenizerBase | None, settings: ProxySettings) -> FastAPI:
@@ -110,7 +110,7 @@ class Proxy(Gate):
         """Prompts that wait for the draft, the one that it reads included."""
         return self._draft.num_waiting
 
-    async def answer(self, request: Request, trim: Trim | None) -> Response:
+    async def answer(self, request: Request, trim: TrimBody | None) -> Response:
         """Pass a request on, its prompt trimmed by ``trim`` if it has one."""
         visit = ProxyVisit(self.visits, uuid4().hex, request.url.path, self.metrics)
 
@@ -122,7 +122,7 @@ class Proxy(Gate):
         return await self.pass_through(visit, watched)
 
     async def _pass(
-        self, request: Request, data: dict[str, Any] | None, raw: bytes, trim: Trim | None, visit: ProxyVisit
+        self, request: Request, data: dict[str, Any] | None, raw: bytes, trim: TrimBody | None, visit: ProxyVisit
     ) -> Response:
         extra: dict[str, str] = {}
         if trim is not None and data is not None:
@@ -137,7 +137,7 @@ class Proxy(Gate):
             await answer.aclose()
             raise
 
-    async def _trim(self, trim: Trim, data: dict[str, Any], visit: ProxyVisit) -> Trimmed:
+    async def _trim(self, trim: TrimBody, data: dict[str, Any], visit: ProxyVisit) -> Trimmed:
         whole = {name: value for name, value in data.items() if name != FIELD}
         try:
             trimmed = await trim(data, self.settings.wish, self._draft)

@@ -104,7 +104,7 @@ class Protection:
 
 
 def scoring_of(look_ahead: int | None, context_len: int | None, *, refuse_longer: bool = False) -> ScoringSettings:
-    """Settings from what a command was given; None is the default. A context of 0 tokens is refused."""
+    """Settings from the flags of a command; None is the default. A context of 0 tokens is refused."""
     settings = ScoringSettings(long_texts="refuse" if refuse_longer else "overlap")
     if look_ahead is not None:
         settings = replace(settings, look_ahead=look_ahead)

@@ -80,7 +80,7 @@ def _counts_free(options: EngineOptions, machine: Machine) -> bool:
 
 
 def _reserved_bytes(options: EngineOptions, machine: Machine) -> int:
-    """What a draft takes of the memory that is counted; of what is free now its weights are gone already."""
+    """Bytes that a draft takes of the memory counted here; its weights are already gone from what is free now."""
     if machine.draft is None:
         return 0
     return machine.draft.working_bytes if _counts_free(options, machine) else machine.draft.total_bytes

@@ -53,7 +53,7 @@ class EngineProcess:
         self._supervisor: asyncio.Task[None] | None = None
         self._is_serving = False
         self._is_closing = False
-        self._absence = "the engine was not started"  # what requests are told while it is not serving
+        self._absence = "the engine was not started"  # the reason that requests get while it is not serving
         self._is_final = False  # it died and is not restarted
         self._earlier = EngineStats()  # totals of the children before this one
         self._now = EngineStats()

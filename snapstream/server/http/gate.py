@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out, in the server and in the proxy: limits, body, errors, its end.
+"""The way of every request in and out, in the server and in the proxy: limits, body, errors, its end.
 
     admit -> body -> work, watched for the client's leave -> an answer, also for what went wrong -> counted and logged
 

@@ -136,7 +136,7 @@ class DraftThread:
         except BaseException:
             self._end_turn()
             raise
-        # Counted until the thread is done with it, also when its client has left: that is what the bound is about.
+        # Counted until the thread is done with it, also when its client has left: the bound is on the draft's work.
         future.add_done_callback(self._done)
         return await asyncio.shield(future)
 

@@ -70,7 +70,7 @@ class Front(Gate):
 
     @property
     def facts(self) -> ModelFacts:
-        """503 until the engine has told them."""
+        """503 until the engine has reported them."""
         try:
             return self._facts()
         except EngineDead as error:

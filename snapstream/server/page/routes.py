@@ -1,4 +1,4 @@
-"""The chat page at /, its files under /page/, and what it asks of this server beside the OpenAI API.
+"""The chat page at /, its files under /page/, and its own routes beside the OpenAI API.
 
 Invariant: the page gets along with this server alone. The policy that goes with every file lets a browser load scripts
 and styles from here only, and turn no text into HTML, whatever a model or a document says. Files are read once;
