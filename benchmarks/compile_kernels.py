@@ -164,7 +164,7 @@ def launchers(
         return torch.empty(*size, dtype=kind, device="meta")
 
     batch, heads, groups, dim = 8, shape.num_heads, shape.num_kv_heads, shape.head_dim
-    prompt, window = 131072, 32
+    prompt = 131072
     index = empty(batch, kind=torch.int64)
     stored = torch.float8_e4m3fn if is_fp8 else dtype
     scales = empty(1, 9, groups, kind=torch.float32) if is_fp8 else None
@@ -192,7 +192,7 @@ def launchers(
     yield (
         "snapkv_scores",
         lambda: scores.launch_snapkv_scores(
-            empty(window, heads, dim), staged, prompt - window, 4, prompt - 2048, over_row=False, group_max=False
+            empty(32, heads, dim), staged, prompt - 32, 4, prompt - 2048, over_row=False, group_max=False
         ),
     )
 

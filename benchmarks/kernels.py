@@ -128,11 +128,11 @@ def score_cases(shape: Shape, prompt: int, dtype: torch.dtype, device: str, tune
     """SnapKV scores of a prompt; the keys count twice, because two passes read them."""
     from snapstream.kernels.triton import configs, scores
 
-    window = min(32, prompt // 4)
+    num_queries = min(32, prompt // 4)
     num_bytes = 2 * shape.num_kv_heads * prompt * shape.head_dim * dtype.itemsize + 4 * shape.num_kv_heads * prompt
     sets = copies(num_bytes, device)
     keys = torch.randn(sets, shape.num_kv_heads, prompt, shape.head_dim, device=device, dtype=dtype)
-    queries = torch.randn(window, shape.num_heads, shape.head_dim, device=device, dtype=dtype)
+    queries = torch.randn(num_queries, shape.num_heads, shape.head_dim, device=device, dtype=dtype)
     cuts = [configs.score_launch(shape.head_dim, dtype.itemsize)]
     if tune:
         for block, num_warps, num_stages in product((32, 64, 128), (4, 8), (1, 2, 3)):
@@ -140,7 +140,7 @@ def score_cases(shape: Shape, prompt: int, dtype: torch.dtype, device: str, tune
 
     def call(own: Tensor, cut: configs.ScoreLaunch) -> Call:
         return lambda: scores.launch_snapkv_scores(
-            queries, own, prompt - window, 4, prompt - window, over_row=False, group_max=False, launch=cut
+            queries, own, prompt - num_queries, 4, prompt - num_queries, over_row=False, group_max=False, launch=cut
         )
 
     for cut in dict.fromkeys(cuts):

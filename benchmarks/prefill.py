@@ -1,6 +1,6 @@
 """What compression adds to a prefill: scoring, selection and the write of the row, as a share of the whole.
 
-Floor: two passes of ``window x heads x candidates`` dot products per layer, about 2 window / N of the attention.
+Floor: two passes of ``w x heads x candidates`` dot products per layer (w queries vote), about 2 w / N of the attention.
 
     python -m benchmarks.prefill --prompt-len 16384
 """

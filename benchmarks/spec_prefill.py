@@ -25,8 +25,8 @@ from snapstream.llm import LLM
 from snapstream.models.shapes import num_parameters
 from snapstream.models.tokenizer import load_tokenizer
 from snapstream.request import SamplingParams
-from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings
+from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 # About 7M parameters beside the 100M of the target.
 DRAFT: dict[str, Any] = {
@@ -44,7 +44,7 @@ def folder_of(**changes: Any) -> Iterator[Path]:
         yield folder
 
 
-def measure(llm: LLM, draft: PromptCompressor, text: str, keeps: list[float]) -> Iterator[dict[str, Any]]:
+def measure(llm: LLM, draft: TextTrimmer, text: str, keeps: list[float]) -> Iterator[dict[str, Any]]:
     """The whole prompt, then every share of it; wall-clock from text to first token."""
     began = perf_counter()
     whole = llm.generate(text, FIRST_TOKEN)[0]
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(TINY_MODEL)
     with folder_of() as target, folder_of(**DRAFT) as small:
         for look_ahead in args.look_ahead:
-            draft = PromptCompressor(small, scoring=ScoringSettings(look_ahead=look_ahead), cache_size=0)
+            draft = TextTrimmer(small, scoring=ScoringSettings(look_ahead=look_ahead), cache_size=0)
             with LLM(target, budget=2048, max_rows=1, max_model_len=max(args.prompt_len) + 1024,
                      progress=False, draft=draft) as llm:  # fmt: skip
                 sizes = {

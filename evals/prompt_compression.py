@@ -94,7 +94,7 @@ def cells_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     shared = {
         "model": args.model.name, "same_draft": args.same_draft.name, "cross_draft": args.cross_draft.name,
         "prompt_len": args.prompt_len, "num_prompts": args.num_prompts, "seed": args.seed,
-        "look_ahead": args.look_ahead, "window_len": args.window_len, "snap": args.snap,
+        "look_ahead": args.look_ahead, "context_len": args.context_len, "snap": args.snap,
         "chunk_len": args.chunk_len, "delimiter": args.delimiter,
         "max_tokens": MAX_TOKENS,
         "protection": asdict(PROTECTION),
@@ -154,7 +154,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--look-ahead", type=int, default=8)
-    parser.add_argument("--window-len", type=int, default=0, help="what the draft reads at once; 0: its own window")
+    parser.add_argument("--context-len", type=int, default=0, help="what the draft reads at once; 0: the model's limit")
     parser.add_argument("--snap", choices=["none", "word", "sentence", "line"], default=None)
     parser.add_argument("--chunk-len", type=int, default=0)
     parser.add_argument("--delimiter", default=" ... ", help="between pieces; tiny models have never seen a [...]")

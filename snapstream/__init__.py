@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from snapstream.config import EngineOptions, KVBudget, RescoringConfig, Selector
     from snapstream.llm import LLM
     from snapstream.request import Grammar, RequestOutput, SamplingParams
-    from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.settings import PromptCompression
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 __all__ = [
     "LLM",
@@ -27,12 +27,12 @@ __all__ = [
     "Hops",
     "KVBudget",
     "PromptCompression",
-    "PromptCompressor",
     "RequestOutput",
     "SamplingParams",
     "RescoringConfig",
     "Selector",
     "SnapKV",
+    "TextTrimmer",
     "__version__",
 ]
 
@@ -43,12 +43,12 @@ _HOME = {
     "KVBudget": "snapstream.config",
     "LLM": "snapstream.llm",
     "PromptCompression": "snapstream.spec_prefill.settings",
-    "PromptCompressor": "snapstream.spec_prefill.compressor",
     "RequestOutput": "snapstream.request",
     "SamplingParams": "snapstream.request",
     "RescoringConfig": "snapstream.config",
     "Selector": "snapstream.config",
     "SnapKV": "snapstream.cache.selectors.snapkv",
+    "TextTrimmer": "snapstream.spec_prefill.text_trimmer",
 }
 
 

@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One budget and what it gave."""
+    """One budget and its results."""
 
     name: str
     budget: KVBudget
@@ -115,7 +115,7 @@ def results_table(arms: list[Arm], cases: list[Case]) -> Table:
 
 
 def answers_table(arms: list[Arm], cases: list[Case]) -> Table:
-    """What is true, and what an arm said where it was wrong."""
+    """The right answer, and an arm's answer where it was wrong."""
     table = Table(title="answers")
     table.add_column("question")
     table.add_column("true")

@@ -1,8 +1,8 @@
 """Grammars on the host: compiled once, followed token by token, read as bit masks of what may come next.
 
 The library is llguidance (the extra ``serve`` has it), imported on first use. It bounds the work of a grammar by
-counting operations, not seconds, and a few hostile schemas escape its counts: whoever takes grammars from strangers
-tries them in a process that can be ended first (``server/engine/grammar_gate.py``).
+counting operations, not seconds, and a few hostile schemas escape its counts: a server that takes grammars from
+strangers first tries them in a process that can be ended (``server/engine/grammar_gate.py``).
 
 Invariant: a matcher never raises for what a grammar or a model does; it says that nothing can follow, and why. No torch
 here: masks are numpy words, bit ``t % 32`` of word ``t // 32`` for token t. ``runner/grammars.py`` has the rows.
@@ -45,7 +45,7 @@ class Matcher:
         self._core = core
 
     def copy(self) -> Matcher:
-        """One that goes its own way from here."""
+        """An independent copy in this state."""
         return Matcher(self._core.deep_copy())
 
     def take(self, token: int) -> None:
@@ -53,7 +53,7 @@ class Matcher:
         self._core.consume_token(token)
 
     def fill(self, words: Words) -> bool:
-        """Write which tokens may follow; False if none may, and then ``fault`` tells whether that is well."""
+        """Write which tokens may follow; False if none may; ``fault`` then tells whether the text is complete."""
         if not self._core.is_stopped():
             self._core.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         return not self._core.is_stopped()  # computing the mask may be what shows it
@@ -102,7 +102,7 @@ class GrammarCompiler:
         return self.prepare(grammar).result().copy()
 
     def load(self) -> LLTokenizer:
-        """Read the tokenizer, which for a large vocabulary takes a second; ValueError if that cannot be."""
+        """Read the tokenizer, which for a large vocabulary takes a second; ValueError if it cannot be read."""
         if self._tokenizer is None:
             self._tokenizer = self._load()
             self._num_words = -(-max(self._tokenizer.vocab_size, self._vocab_size) // 32)

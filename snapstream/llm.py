@@ -1,7 +1,7 @@
 """The composition root: resolves a checkpoint folder and settings into a running engine, and drives it.
 
-``LLM.generate`` is the whole system in one call; ``LLM.stream`` yields an answer as it grows. What runs next is decided
-in ``engine/``, what is computed in ``models/`` and ``runner/``; here everything is only put together.
+``LLM.generate`` is the whole system in one call; ``LLM.stream`` yields an answer as it grows. ``engine/`` decides what
+runs next, ``models/`` and ``runner/`` compute it; this module only puts them together.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from snapstream.request import Request, RequestOutput, SamplingParams, Trim
 from snapstream.request.conversation import as_conversation
 from snapstream.request.inputs import as_conversations, as_params, as_prompts
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.start.build import build_runner, grammar_compiler, load_compressor, memory_of
+from snapstream.start.build import build_runner, grammar_compiler, load_trimmer, memory_of
 from snapstream.start.measure import describe_prefill, measure_machine
 from snapstream.start.resolve import resolve, resolve_budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
-    from snapstream.spec_prefill.trimmer import PromptTrimmer, TrimmedPrompt
+    from snapstream.spec_prefill.prompt_trimmer import PromptTrimmer, TrimmedPrompt
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -48,9 +48,9 @@ class LLM:
     """A model behind fixed-size rows.
 
     ``model``: a Hugging Face checkpoint folder. ``options``: settings of the engine; ``fields``: single settings by
-    their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen by itself.
-    ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
-    ``beside``: a draft that another process has loaded on this device; what it will work with is kept free.
+    their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen automatically.
+    ``draft``: a small model (a folder, or a ``TextTrimmer``) that shortens the prompts of calls that ask for it.
+    ``beside``: a draft that another process has loaded on this device; its working memory is kept free.
     Threads may share it: their calls take turns (``engine/driver.py``). Raises ValueError for anything that cannot be
     supported, with the reason, and TypeError for an unknown setting and for wrong Python types.
     """
@@ -60,7 +60,7 @@ class LLM:
         model: str | Path,
         options: EngineOptions | None = None,
         *,
-        draft: PromptCompressor | str | Path | None = None,
+        draft: TextTrimmer | str | Path | None = None,
         beside: DraftMemory | None = None,
         progress: bool = True,
         **fields: Any,
@@ -69,7 +69,7 @@ class LLM:
         if beside is not None:
             as_kind("beside", beside, DraftMemory)
         self.model_config = read_model_config(model)
-        # Decided before anything is loaded, so that what cannot be is refused at once.
+        # Decided before anything is loaded, so that impossible settings are refused at once.
         self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
         self.notes = (describe_prefill(self.model_config, self.config),)
         if progress:
@@ -78,8 +78,8 @@ class LLM:
         self._trimmer: PromptTrimmer | None = None
         if draft is not None:
             self._trimmer = self._make_trimmer(draft)
-            beside = memory_of(self._trimmer.compressor, options.device) or beside
-            # And again by what the draft has left.
+            beside = memory_of(self._trimmer.text_trimmer, options.device) or beside
+            # And once more with the memory that the draft has left.
             self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
         engine = Engine(
@@ -208,10 +208,10 @@ class LLM:
             raise ValueError(f"this checkpoint has no tokenizer, which {purpose} needs; pass token ids")
         return self.tokenizer
 
-    def _make_trimmer(self, draft: PromptCompressor | str | Path) -> PromptTrimmer:
-        from snapstream.spec_prefill.trimmer import PromptTrimmer
+    def _make_trimmer(self, draft: TextTrimmer | str | Path) -> PromptTrimmer:
+        from snapstream.spec_prefill.prompt_trimmer import PromptTrimmer
 
-        return PromptTrimmer(load_compressor(draft, self.options), self._need_tokenizer("prompt compression"))
+        return PromptTrimmer(load_trimmer(draft, self.options), self._need_tokenizer("prompt compression"))
 
     def _need_trimmer(self, how: PromptCompression) -> PromptTrimmer:
         as_kind("prompt_compression", how, PromptCompression)

@@ -44,7 +44,7 @@ class JobSpec:
     """
 
     job_id: int
-    staging_start: int  # first token of the job's range in the staging pool
+    staging_start: int  # first token of the job's range of the staging buffers
     entries: tuple[PrefillEntry, ...]
     chunk_len: int = 0  # tokens of its units; 0 means the engine's
 

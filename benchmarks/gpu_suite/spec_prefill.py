@@ -2,7 +2,7 @@
 
 Floor: operations, ``target(N) / (draft(N) + target(kept))`` at one rate for both; ``predicted`` beside each speed-up.
 Weights and tokens are random, so only times mean anything; tokenizing and cutting text, milliseconds on the host, are
-not in them (``benchmarks/spec_prefill.py`` has both). The draft reads in windows of 8,192 tokens with the published
+not in them (``benchmarks/spec_prefill.py`` has both). The draft reads in passages of 8,192 tokens with the published
 look-ahead and without any, and at once; each figure is yielded as soon as it is known.
 """
 
@@ -16,13 +16,13 @@ from benchmarks.gpu_suite.suite import Bench, Figures, Section
 from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import random_prompt
 from snapstream.models.decoder import Decoder
-from snapstream.spec_prefill.draft import windows_of
-from snapstream.spec_prefill.lookahead import scores_of_windows
+from snapstream.spec_prefill.draft import passages_of
+from snapstream.spec_prefill.lookahead import scores_of_passages
 from snapstream.spec_prefill.settings import ScoringSettings
 
 TARGET, DRAFT = "llama_8b", "qwen3_06b"
 CHUNK_LEN = 2048
-WAYS = ((8192, 8), (8192, 0), (0, 8))  # window of the draft (0: all at once) and look-ahead, the most useful first
+WAYS = ((8192, 8), (8192, 0), (0, 8))  # context of the draft (0: all at once) and look-ahead, the most useful first
 
 
 def first_token(bench: Bench) -> Figures:
@@ -44,16 +44,17 @@ def first_token(bench: Bench) -> Figures:
         yield {"model": TARGET, "prompt_len": length, "seconds": target_s[length]}
     del target
     draft = decoder_of(bench, DRAFT)
-    for full_window, look_ahead in WAYS:
-        window = min(64, full_window) if bench.is_smoke else full_window
-        parts = windows_of(prompt_len, window, min(256, window // 4)) if window else [(0, prompt_len)]
-        read_s(bench, draft, parts[:1] if window else [(0, min(prompt_len, 2 * CHUNK_LEN))], look_ahead)  # unmeasured
+    for full_len, look_ahead in WAYS:
+        context_len = min(64, full_len) if bench.is_smoke else full_len
+        parts = passages_of(prompt_len, context_len, min(256, context_len // 4)) if context_len else [(0, prompt_len)]
+        first = parts[:1] if context_len else [(0, min(prompt_len, 2 * CHUNK_LEN))]
+        read_s(bench, draft, first, look_ahead)  # unmeasured
         allocated = bench.device.reset_peak()
         seconds = read_s(bench, draft, parts, look_ahead)
         flop = sum(prefill_flop(draft.config, stop - start) for start, stop in parts) + target_flop[kept]
         total = seconds + target_s[kept]
         yield {
-            "target": TARGET, "draft": DRAFT, "prompt_len": prompt_len, "kept_tokens": kept, "window_len": window,
+            "target": TARGET, "draft": DRAFT, "prompt_len": prompt_len, "kept_tokens": kept, "context_len": context_len,
             "look_ahead": look_ahead, "full_s": target_s[prompt_len], "draft_s": seconds, "prefill_s": target_s[kept],
             "draft_peak_gib": (bench.device.peak_bytes() - allocated) / 2**30,
             "first_token_s": total, "speedup": target_s[prompt_len] / total,
@@ -67,7 +68,7 @@ def read_s(bench: Bench, draft: Decoder, parts: list[tuple[int, int]], look_ahea
     settings = ScoringSettings(look_ahead=look_ahead, ignore_eos=True)
     bench.device.sync()
     began = perf_counter()
-    for _ in scores_of_windows(draft, [ids[start:stop] for start, stop in parts], settings):
+    for _ in scores_of_passages(draft, [ids[start:stop] for start, stop in parts], settings):
         pass
     bench.device.sync()
     return perf_counter() - began

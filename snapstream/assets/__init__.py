@@ -1,4 +1,4 @@
-"""What ships with the package: the tiny models' checkpoint folders and the generator of their documents."""
+"""Files that ship with the package: the tiny models' checkpoint folders and the generator of their documents."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Staging buffer to row: the one write that turns a prompt of any length into a row of constant size.
+"""Staging buffers to row: the one write that turns a prompt of any length into a row of constant size.
 
 Runs once per layer, when the last chunk of a prompt has passed it (SnapStream, section 3: compress exactly once, at the
 end of prefill). The slot order is the rule of ``layout.py``; the choice is a selector's (``selectors/``).

@@ -1,4 +1,4 @@
-"""What a row kept of its prompt, as callers are told: lists of positions, or one bit per token.
+"""Which prompt tokens a row kept, in the form that callers get: lists of positions, or one bit per token.
 
 Both start from the slot orders that ``compress.write_rows`` returned, one tensor per layer. Lists grow with the budget
 and are easy to read; bits grow with the prompt and need few bytes.

@@ -1,10 +1,10 @@
 """Storage of all rows: two tensors ``[L, rows + 1, G, C, E]`` whose addresses never change.
 
-What a token takes is the spec's to say (``spec.py``); where values are the first numbers of the keys there is one
-tensor, and the values are a view of it. Row ``num_rows`` is the padding row: it absorbs the unused entries of a decode
-batch and belongs to no request. Keys are stored after RoPE with their true positions and are never rotated again
-(SnapStream, section 3). In FP8 each layer, row and kv head has a scale for K and one for V, fixed when a prompt is
-written to the row: ``kernels/fp8.py``.
+The spec says how much a token takes (``spec.py``); where values are the first numbers of the keys there is one tensor,
+and the values are a view of it. Row ``num_rows`` is the padding row: it absorbs the unused entries of a decode batch
+and belongs to no request. Keys are stored after RoPE with their true positions and are never rotated again (SnapStream,
+section 3). In FP8 each layer, row and kv head has a scale for K and one for V, fixed when a prompt is written to the
+row: ``kernels/fp8.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from snapstream.kernels import fp8
 from snapstream.kernels.bound import Kernels, bind
 from snapstream.kernels.rows import LayerRows
 
-_STORED_AT_ONCE = 4096  # tokens that are scaled in fp32 at a time: not more memory than scoring takes
+_STORED_AT_ONCE = 4096  # tokens that are scaled in fp32 at a time: this takes no more memory than scoring
 
 
 class KVCache:
@@ -95,7 +95,7 @@ class KVCache:
                 own[:, block] = fp8.quantise(tokens[:, block], scale[row, :, None, None])
 
     def _stored(self, layer: int, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Each tensor of a layer that is written, with what goes there and its scales ``[rows+1, G]``."""
+        """Each tensor of a layer to write, with the numbers for it and its scales ``[rows+1, G]``."""
         yield self.k[layer], keys, None if self.k_scale is None else self.k_scale[layer]
         if not self.spec.values_are_keys:
             yield self.v[layer], values, None if self.v_scale is None else self.v_scale[layer]

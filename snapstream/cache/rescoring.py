@@ -8,9 +8,10 @@ about to leave the ring compete with the selected ones. In a row of C slots, in 
 
 The last queries vote on the candidates, by the selector's ``votes`` and ``pool`` (SnapKV: softmax, merge of heads,
 pooling over neighbours in this order; no hops). A candidate counts with the larger of that and the best it got before,
-which fades by ``memory`` at every refresh: so what the prompt asked for is not lost to what the last sentence looked
-at. The best K' stay, and ``every`` slots of the ring are free again. The row keeps its size, its one length and the
-rule ``layout.slot_of``: a refreshed row is one that was fed ``C - every`` tokens. ``runner/rescoring.py`` says when.
+which fades by ``memory`` at every refresh: so tokens that the prompt asked for are not lost because the last sentence
+looked elsewhere. The best K' stay, and ``every`` slots of the ring are free again. The row keeps its size, its one
+length and the rule ``layout.slot_of``: a refreshed row is one that was fed ``C - every`` tokens.
+``runner/rescoring.py`` says when.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a layer keeps of every token, as plain integers: the one place that knows the sizes of a cached token. No torch.
+"""The sizes of a cached token in a layer, as plain integers: the one place that knows them. No torch.
 
 For grouped-query attention that is a key and a value per kv head. For latent attention (DeepSeek) it is one latent for
 all heads: ``num_kv_heads`` is 1 and the values are the first ``value_dim`` numbers of the keys

@@ -1,4 +1,4 @@
-"""``snapstream compress``: options to a ``PromptCompressor``; text in, shorter text and report out."""
+"""``snapstream compress``: options to a ``TextTrimmer``; text in, shorter text and report out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from snapstream.cli.draft import DraftFlags
 from snapstream.cli.flags import number_option, whole_option
 from snapstream.cli.text import decode_text, read_stdin
-from snapstream.spec_prefill.report import CompressionReport
+from snapstream.spec_prefill.report import TrimReport
 from snapstream.spec_prefill.settings import Mode, Snap
 
 HELP = """Shorten a long text with a small draft model; the text goes to stdout, one summary line to stderr.
@@ -74,34 +74,34 @@ def read_text(file: str | None, stdin: TextIO) -> str:
     return read_stdin(stdin)
 
 
-def summary(report: CompressionReport) -> str:
+def summary(report: TrimReport) -> str:
     """One line for stderr."""
     if not report.is_applied:
         return f"left as it is: {report.reason}"
-    windows = sum(text.num_windows for text in report.texts)
+    passages = sum(text.num_passages for text in report.texts)
     return (
         f"{report.tokens_before:,} to {report.tokens_after:,} {report.counted_with} tokens ({report.ratio:.1%}) | "
         f"{sum(len(text.spans) for text in report.texts):,} pieces | draft {report.draft_ms / 1e3:.2f} s"
-        + (f" in {windows:,} windows" if windows > 1 else "")
+        + (f" in {passages:,} passages" if passages > 1 else "")
     )
 
 
 def shorten(source: str, flags: CompressFlags, draft: DraftFlags, *, out: TextIO, err: TextIO) -> None:
     """Shorten ``source`` and write everything that was asked for."""
-    from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.page import report_page
     from snapstream.spec_prefill.settings import check_amount, cut_of, scoring_of
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
     keep = 0.25 if flags.keep is None and flags.max_tokens is None else flags.keep
     check_amount(keep, flags.max_tokens)  # before a model is loaded
-    compressor = PromptCompressor(
+    trimmer = TextTrimmer(
         draft.folder,
-        scoring=scoring_of(flags.look_ahead, draft.window_len, no_windows=draft.no_windows),
+        scoring=scoring_of(flags.look_ahead, draft.context_len, refuse_longer=draft.refuse_longer),
         cut=cut_of(draft.chunk_len, mode=flags.mode, snap=flags.snap, delimiter=flags.delimiter),
         dtype=draft.dtype,
         device=draft.device,
     )
-    result = compressor.compress(
+    result = trimmer.trim(
         _messages_of(source) if flags.is_messages else source,
         keep=keep,
         max_tokens=flags.max_tokens,

@@ -23,12 +23,12 @@ class DraftFlags:
     chunk_len: Annotated[
         int | None, whole_option("Draft tokens that stay or go together. Default: 32, in code 128.")
     ] = None
-    window_len: Annotated[
+    context_len: Annotated[
         int | None,
-        whole_option("Draft tokens read at once; longer texts in overlapping windows. Default: its own window."),
+        whole_option("Draft tokens read at once; longer texts in overlapping passages. Default: the model's limit."),
     ] = None
-    no_windows: Annotated[
-        bool, typer.Option("--no-windows", help="Refuse texts that are longer than the draft's window.")
+    refuse_longer: Annotated[
+        bool, typer.Option("--refuse-longer", help="Refuse texts that are longer than the draft's context.")
     ] = False
     dtype: Annotated[DType, typer.Option(help="Of the draft's weights.")] = "float32"
     device: Annotated[str, typer.Option(help="Torch device of the draft.")] = "cpu"

@@ -57,7 +57,7 @@ class Flags:
 
 
 def as_command(function: Command) -> Command:
-    """``function`` with its settings classes taken apart: what typer is given."""
+    """``function`` with its settings classes taken apart, as typer needs it."""
     hints = get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Any, list[str]]] = {}

@@ -53,7 +53,7 @@ class GenerateFlags:
 ENGINE = Flags(
     defaults={"max_rows": 1},
     words={
-        "budget": "Slots of the row, or 'full'. At most the window.",
+        "budget": "Slots of the row, or 'full'. At most max_model_len.",
         "max_rows": "Rows to allocate; auto: as many as fit. One prompt uses one.",
     },
     without=("max_waiting",),

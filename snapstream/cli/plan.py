@@ -24,7 +24,7 @@ Examples:
   snapstream plan Llama-3.1-8B-Instruct/
   snapstream plan config.json --memory 24GB --bandwidth 1TB/s --budget 4096 --budget 8192
   snapstream plan config.json --prompt-len 32768 --json
-  snapstream plan Llama-3.1-8B-Instruct/ --rescore-every 32 --draft Qwen3-0.6B/ --draft-window-len 8192
+  snapstream plan Llama-3.1-8B-Instruct/ --rescore-every 32 --draft Qwen3-0.6B/ --draft-context-len 8192
 """
 
 
@@ -36,21 +36,21 @@ class PlanFlags:
         list[int] | None,
         whole_option("Slots of a row; repeatable. Default: 1/2, 1/4, 1/8, 1/16 of the prompt."),
     ] = None
-    prompt_len: Annotated[int | None, whole_option("Prompt tokens. Default: the model's window, at most 131072.")] = (
+    prompt_len: Annotated[int | None, whole_option("Prompt tokens. Default: the model's context, at most 131072.")] = (
         None
     )
     draft: Annotated[Path | None, typer.Option(help="Draft on the same device: its config.json, or the folder.")] = None
-    draft_window_len: Annotated[
-        int | None, whole_option("With --draft: tokens it reads at once. Default: its own window.")
+    draft_context_len: Annotated[
+        int | None, whole_option("With --draft: tokens it reads at once. Default: the model's limit.")
     ] = None
     memory: Annotated[str, text_option("SIZE", "Device memory, e.g. 80GiB, 24GB.")] = "80GiB"
     bandwidth: Annotated[str, text_option("RATE", "Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (bytes, tokens, tokens/s).")] = False
 
     def __post_init__(self) -> None:
-        if self.draft is None and self.draft_window_len is not None:
+        if self.draft is None and self.draft_context_len is not None:
             raise ValueError(
-                f"--draft-window-len is {self.draft_window_len}, and there is no draft; give one with --draft"
+                f"--draft-context-len is {self.draft_context_len}, and there is no draft; give one with --draft"
             )
 
 
@@ -103,5 +103,5 @@ def _draft_memory(flags: PlanFlags, engine: EngineOptions) -> DraftMemory | None
     from snapstream.plan.draft_memory import draft_memory
     from snapstream.spec_prefill.settings import ScoringSettings
 
-    scoring = ScoringSettings(window_len=flags.draft_window_len or 0)
+    scoring = ScoringSettings(context_len=flags.draft_context_len or 0)
     return draft_memory(read_model_config(flags.draft), scoring, dtype=engine.dtype, device="cuda")

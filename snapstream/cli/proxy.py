@@ -14,7 +14,7 @@ from snapstream.cli.flags import number_option, text_option, whole_option
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 UPSTREAM_KEY_VARIABLE = "SNAPSTREAM_UPSTREAM_KEY"
 HELP = """Trim long prompts with a small draft model, in front of any OpenAI-compatible server.
@@ -73,7 +73,7 @@ def proxy(
     from snapstream.proxy.settings import ProxySettings
     from snapstream.server.http.auth import KEY_VARIABLE, refuse_blank
     from snapstream.server.http.hosts import answered_hosts
-    from snapstream.server.http.trimming import load_compressor
+    from snapstream.server.http.trimming import load_trimmer
     from snapstream.server.logs import set_up
     from snapstream.spec_prefill.settings import PromptCompression, cut_of, scoring_of
 
@@ -94,14 +94,14 @@ def proxy(
     set_up("text")
     for name in ("httpx", "httpcore"):  # httpx tells whole URLs, and a query may hold a key
         logging.getLogger(name).setLevel(logging.WARNING)
-    scoring = scoring_of(flags.look_ahead, draft.window_len, no_windows=draft.no_windows)
+    scoring = scoring_of(flags.look_ahead, draft.context_len, refuse_longer=draft.refuse_longer)
     cut = cut_of(draft.chunk_len)
 
-    def load() -> tuple[PromptCompressor, PreTrainedTokenizerBase | None]:
-        compressor = load_compressor(
+    def load() -> tuple[TextTrimmer, PreTrainedTokenizerBase | None]:
+        trimmer = load_trimmer(
             draft.folder, threshold=flags.threshold, scoring=scoring, cut=cut, dtype=draft.dtype, device=draft.device
         )
-        return compressor, run.load_target(flags.target)
+        return trimmer, run.load_target(flags.target)
 
     with run.bind(options) as listener:  # a taken port fails before anything is loaded
         run.run_proxy(load, settings, options, listener)

@@ -63,7 +63,7 @@ class ServeFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrimFlags:
-    """A draft, and what it does to prompts of requests that do not say."""
+    """A draft, and how it trims the prompts of requests that bring no wish of their own."""
 
     draft: Annotated[
         Path | None,
@@ -78,8 +78,8 @@ class TrimFlags:
     prompt_threshold: Annotated[
         int | None, whole_option("With --draft: leave prompts of fewer tokens alone. Default: 1024.")
     ] = None
-    draft_window_len: Annotated[
-        int | None, whole_option("With --draft: tokens it reads at once. Default: its own window.")
+    draft_context_len: Annotated[
+        int | None, whole_option("With --draft: tokens it reads at once. Default: the model's limit.")
     ] = None
 
 
@@ -134,7 +134,7 @@ def serve(
         tls_key=flags.tls_key,
         draft=trim.draft,
         draft_threshold=trim.prompt_threshold,
-        draft_window_len=trim.draft_window_len,
+        draft_context_len=trim.draft_context_len,
     )
     try:
         run.serve(spec, settings, options)

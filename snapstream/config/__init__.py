@@ -1,9 +1,9 @@
 """Every setting of the system as a frozen dataclass, validated once. No torch here.
 
-``cache.py``: what a row holds; ``selector.py``: how its tokens are chosen; ``model.py``: the shape of a decoder;
-``options.py``: what a user may say about an engine; ``engine.py``, ``chunking.py``: what it was decided to be;
-``settings.py``: what both have; ``registry.py``: names to choose from; ``values.py``: dtypes, and how single values are
-checked.
+``cache.py``: the slots of a row; ``selector.py``: how its tokens are chosen; ``model.py``: the shape of a decoder;
+``options.py``: the settings that a user may give; ``engine.py``, ``chunking.py``: what was decided from them;
+``settings.py``: the fields that both share; ``registry.py``: names to choose from; ``values.py``: dtypes, and how
+single values are checked.
 """
 
 from snapstream.config.cache import (

@@ -1,7 +1,7 @@
-"""What a row holds, and when it chooses again: budget and rescoring. ``selector.py`` says how tokens are chosen.
+"""The slots of a row, and when it chooses again: budget and rescoring. ``selector.py`` says how tokens are chosen.
 
-Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that what a row costs can be
-read off its config. ``cache/layout.py`` turns a ``KVBudget`` into slot arithmetic.
+Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that a row's cost can be read
+off its config. ``cache/layout.py`` turns a ``KVBudget`` into slot arithmetic.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class RescoringConfig:
     """Beyond the paper: the last decode queries choose again what a full row keeps (``cache/rescoring.py``).
 
     A refresh frees ``every`` slots of the ring, so it comes at most once in as many tokens. A selected token keeps the
-    best vote that it ever got, times ``memory`` at every refresh: with 0 only the last queries count, and what nobody
-    asked for lately is forgotten.
+    best vote that it ever got, times ``memory`` at every refresh: with 0 only the last queries count, and tokens that
+    nobody asked for lately are forgotten.
     """
 
     every: int = 32  # tokens between two refreshes of a row; less than the ring
     num_queries: int = 32  # the last decode queries, which vote; at most the ring
-    memory: float = 0.98  # what a vote still counts one refresh later, 0 to 1
+    memory: float = 0.98  # share of a vote that counts one refresh later, 0 to 1
 
     def __post_init__(self) -> None:
         set_counts(self, every=1, num_queries=1)

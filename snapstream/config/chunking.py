@@ -9,7 +9,7 @@ from snapstream.config.values import set_counts
 
 @dataclass(frozen=True, kw_only=True)
 class Chunking:
-    """What ``plan/chunking.py`` decides for a model and a device; ``engine/pace.py`` cuts prompts by it.
+    """The decisions of ``plan/chunking.py`` for a model and a device; ``engine/pace.py`` cuts prompts by them.
 
     With ``step_work`` the units of a step in which rows decode are counted by their work, in query-key pairs; a token's
     matrix products weigh as ``token_keys`` keys, and long prompts are cut into units of down to ``least_chunk_len``

@@ -1,4 +1,4 @@
-"""What an engine was decided to be: rows, prefill, numbers, device. ``options.py`` has what a user may say."""
+"""The settings decided for an engine: rows, prefill, numbers, device. ``options.py`` has those that a user gives."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class RopeConfig:
     kind: RopeKind = "default"
     theta: float = 10000.0
     factor: float = 1.0
-    original_max_position: int = 0  # window before stretching; 0 where the kind does not use it
+    original_max_position: int = 0  # max_position before stretching; 0 where the kind does not use it
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     attention_factor: float | None = None  # yarn: scale of cos and sin; None means the formula of the paper
@@ -40,7 +40,7 @@ class ModelConfig:
     num_kv_heads: int  # G
     head_dim: int  # E
     intermediate_size: int  # I
-    max_position: int  # window in tokens, after rope stretching
+    max_position: int  # tokens of the context, after rope stretching
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     tie_word_embeddings: bool = False

@@ -1,7 +1,7 @@
-"""What a user may say about an engine. The command line, the server and ``LLM`` carry this object as it is.
+"""The settings that a user may give for an engine. Command line, server and ``LLM`` carry this object as it is.
 
 A field is a setting: its default, and in its metadata the words and the form of its flag, which ``cli/flags.py`` reads.
-``start/resolve.py`` makes an ``EngineConfig`` of it. Here stand the settings about which something is decided;
+``start/resolve.py`` makes an ``EngineConfig`` of it. This file has the settings from which something is decided;
 ``settings.py`` has those that an engine takes as they are.
 """
 
@@ -35,11 +35,11 @@ def _count_or(word: str) -> Callable[[str], int | str]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Settings):
-    """Settings of an engine; lengths in tokens. ValueError for what no engine could be."""
+    """Settings of an engine; lengths in tokens. ValueError for values that no engine could have."""
 
     budget: Budget = setting(
         8192,  # what the paper keeps of a 128k prompt
-        "Slots of a row, or 'full'; a request may ask for less. At most the window.",
+        "Slots of a row, or 'full'; a request may ask for less. At most max_model_len.",
         metavar="N|full",
         parse=_count_or("full"),
     )
@@ -55,7 +55,7 @@ class EngineOptions(Settings):
     max_rows: AutoCount = setting(
         8, "Rows: samples decoded together; auto: as many as fit.", metavar="N|auto", parse=_count_or("auto")
     )
-    max_model_len: int | None = setting(None, "Prompt and output tokens. Default: the model's window.")
+    max_model_len: int | None = setting(None, "Prompt and output tokens. Default: the model's context.")
     chunk_len: AutoCount = setting(
         "auto",
         "Tokens of one prefill unit; auto: what suits model and device.",

@@ -1,4 +1,4 @@
-"""What a selection method is to the rest of the system: its name, what it needs, and one call that chooses.
+"""The interface of a selection method: its name, its needs, and one call that chooses.
 
 A selector fills the top-k slots of a row, once, when a layer of a prompt has been staged. Methods are classes in
 ``cache/selectors/``, a file each, frozen dataclasses whose fields are their settings; ``SELECTORS`` names them. This
@@ -51,7 +51,7 @@ class Selector(ABC):
         """
 
     def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Any) -> Tensor:
-        """What ``queries [w, H, E]`` give to the candidates among ``keys [G, N, E]``: ``[G, n]`` fp32, >= 0.
+        """Votes of ``queries [w, H, E]`` for the candidates among ``keys [G, N, E]``: ``[G, n]`` fp32, >= 0.
 
         The queries are those of the last ``w`` keys; they may be fewer or more than ``observation_len``. Votes are
         summed over the queries. Needed where ``can_rescore``: rescoring remembers them from one refresh to the next.
@@ -59,7 +59,7 @@ class Selector(ABC):
         raise NotImplementedError(f"selector {self.name!r} has no votes; it cannot rescore")
 
     def pool(self, votes: Tensor) -> Tensor:
-        """``votes [G, n]`` as the best are chosen by them: smoothed along the candidates, or as they are."""
+        """The form of ``votes [G, n]`` by which the best are chosen: smoothed along the candidates, or unchanged."""
         return votes
 
 

@@ -1,6 +1,6 @@
-"""Settings that an engine takes as they are said, and how a setting tells the command line about itself.
+"""Settings that an engine takes as they are given, and how a setting describes itself to the command line.
 
-``options.py`` adds what is decided later, ``engine.py`` what it was decided to be: both have the fields of
+``options.py`` adds the settings that are still to be decided, ``engine.py`` the decisions: both have the fields of
 ``Settings``.
 """
 
@@ -43,7 +43,7 @@ def whole(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What nobody decides but the user."""
+    """Settings that only the user decides."""
 
     rescoring: RescoringConfig | None = setting(  # None: what the prompt chose stays for ever, as in the paper
         None,

@@ -23,7 +23,7 @@ MAX_HELD_TOKENS = 16
 
 
 class Tokenizer(Protocol):
-    """All that the engine wants of a tokenizer."""
+    """All that the engine needs of a tokenizer."""
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
@@ -32,39 +32,39 @@ class Detokenizer:
     """Incremental decode by the prefix-offset method.
 
     ``decode`` of a list is not the sum of ``decode`` of its parts (spaces, byte tokens), so each new piece is
-    found as the difference between the text of a short window with and without the new tokens. The window
-    always starts with the tokens of the previous piece, which give the new ones their context.
+    found as the difference between the text of the last few tokens with and without the new ones. These few
+    always start with the tokens of the previous piece, which give the new ones their context.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []  # tokens of the previous piece, then those not shown yet
-        self._num_shown = 0  # tokens of the window that were shown
+        self._ids: list[int] = []  # tokens of the previous piece, then those not shown yet
+        self._num_shown = 0  # of these, tokens that were shown
         self._shown = ""  # their text
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, possibly none."""
-        self._window.append(token_id)
+        self._ids.append(token_id)
         text = self._decode()
         is_whole = len(text) > len(self._shown) and not text.endswith(REPLACEMENT)
-        if not is_whole and len(self._window) - self._num_shown < MAX_HELD_TOKENS:
+        if not is_whole and len(self._ids) - self._num_shown < MAX_HELD_TOKENS:
             return ""
         piece = text[len(self._shown) :]
-        self._window = self._window[self._num_shown :]
-        self._num_shown = len(self._window)
+        self._ids = self._ids[self._num_shown :]
+        self._num_shown = len(self._ids)
         self._shown = self._decode()
         return piece
 
     def flush(self) -> str:
         """The whole characters among what is held; a character cut short is dropped."""
-        text = self._decode() if self._num_shown < len(self._window) else self._shown
+        text = self._decode() if self._num_shown < len(self._ids) else self._shown
         piece = text[len(self._shown) :].rstrip(REPLACEMENT)
-        self._window, self._num_shown, self._shown = [], 0, ""
+        self._ids, self._num_shown, self._shown = [], 0, ""
         return piece
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
 
 
 class StopMatcher:

@@ -172,7 +172,7 @@ class Scheduler:
         return count, work
 
     def _open_jobs(self) -> list[JobSpec]:
-        """Open what can be opened, but no second short job before the first has run: who waits is packed."""
+        """Open all jobs that fit, but no second short one before the first has run: prompts that wait are packed."""
         opened: list[JobSpec] = []
         while True:
             wants_short = not any(job.is_short and job.next_unit == 0 for job in self._jobs.values())

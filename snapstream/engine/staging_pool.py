@@ -1,4 +1,4 @@
-"""Ranges of the staging buffer, counted in tokens: who may put a prompt's K/V where while it is prefilled.
+"""Ranges of the staging buffers, counted in tokens: where each prompt may put its K and V during prefill.
 
     0                                   pool_tokens - short_reserve        pool_tokens
     |  long prompts; short ones when they find the reserve full  |  short only  |

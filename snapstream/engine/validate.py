@@ -1,6 +1,6 @@
-"""What a request may ask of this model and this engine; everything that ``SamplingParams`` alone cannot know.
+"""The limits of this model and this engine on a request: everything that ``SamplingParams`` alone cannot know.
 
-Invariant: a request that passes can be served, however loaded the engine is: it fits the window, a row, the
+Invariant: a request that passes can be served, however loaded the engine is: it fits max_model_len, a row, the
 rows and the staging pool. So the scheduler never meets one that waits for ever. A refusal names the value and
 the limit, and its ``field`` is the field of ``Request`` or ``SamplingParams`` at fault.
 """

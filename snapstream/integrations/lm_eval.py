@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of a task's generation settings: what the engine takes under the same name, and what says nothing to it.
+# Generation settings of a task: those that the engine takes under the same name, and those without a meaning here.
 _SAMPLING = frozenset(("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
                        "frequency_penalty", "min_tokens"))  # fmt: skip
 _NO_MEANING = frozenset(("do_sample", "until", "max_gen_toks"))  # read by name
@@ -122,14 +122,14 @@ class SnapstreamLM(TemplateLM):
         return texts
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts; longer ones than the window in windows that do not overlap."""
+        """Log-likelihood of whole texts; those beyond max_model_len in pieces that do not overlap."""
         totals: list[float] = []
         for request in requests:
             (text,) = request.args
-            windows = get_rolling_token_windows(
+            pieces = get_rolling_token_windows(
                 self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, self.max_length - 2, 1
             )
-            pairs = [(("", text), *make_disjoint_window(window)) for window in windows]
+            pairs = [(("", text), *make_disjoint_window(piece)) for piece in pieces]
             scored = self._loglikelihood_tokens(pairs, disable_tqdm=True)
             totals.append(sum(value for value, _ in scored))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
@@ -170,7 +170,7 @@ class SnapstreamLM(TemplateLM):
             return ids
         if self._too_long == "refuse" or room < 2:
             raise ValueError(
-                f"a prompt has {len(ids)} tokens; the window of {self.max_length} leaves {room} beside the output "
+                f"a prompt has {len(ids)} tokens; max_model_len {self.max_length} leaves {room} beside the output "
                 f"({reserved}). too_long=middle would cut it"
             )
         log.warning("a prompt of %d tokens lost its middle to fit %d", len(ids), room)

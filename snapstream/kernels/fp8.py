@@ -2,8 +2,8 @@
 
 K and V have scales of their own. A row's are fixed when a prompt is written to it, from the largest magnitude of the
 whole prompt in that layer and head, and hold for the tokens that decode adds. The headroom for those, a factor of 3.5
-to 7, costs little: the numbers float, and precision is lost only below ``2^-12`` of the largest. What exceeds it
-saturates. A scale is a power of two: scaling then rounds nothing, in any dtype, and every kernel stores the same bits.
+to 7, costs little: the numbers float, and precision is lost only below ``2^-12`` of the largest. Larger numbers
+saturate. A scale is a power of two: scaling then rounds nothing, in any dtype, and every kernel stores the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LIMIT = 119  # exponents of scales: 448 x 2^119 and 1 / 2^119 are still fp32
 
 
 def scale_of(tokens: Tensor) -> Tensor:
-    """Scale ``[G]`` fp32 for ``tokens [G, N, E]`` of a prompt and what will follow them; 1 where all are zero."""
+    """Scale ``[G]`` fp32 for ``tokens [G, N, E]`` of a prompt and those that will follow; 1 where all are zero."""
     largest: Tensor = torch.linalg.vector_norm(tokens, float("inf"), dim=(1, 2)).float()
     exponent = torch.frexp(largest.clamp(max=torch.finfo(torch.float32).max)).exponent
     scale = torch.exp2((exponent - _EXPONENT).clamp(-_LIMIT, _LIMIT).float())

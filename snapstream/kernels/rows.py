@@ -1,4 +1,4 @@
-"""What kernels are handed beside plain tensors: one layer of all rows, places in it, the norm of heads."""
+"""Arguments of kernels beside plain tensors: one layer of all rows, places in it, the norm of heads."""
 
 from __future__ import annotations
 

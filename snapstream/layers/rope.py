@@ -24,7 +24,7 @@ def _default_frequencies(theta: float, head_dim: int) -> Tensor:
 def _llama3_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Long wavelengths are divided by the factor, short ones kept, those between blended (Llama 3.1)."""
     plain = _default_frequencies(rope.theta, head_dim)
-    turns = rope.original_max_position * plain / (2 * math.pi)  # rotations within the original window
+    turns = rope.original_max_position * plain / (2 * math.pi)  # rotations within the original context
     share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     share = share.clamp(0.0, 1.0)  # how much of the plain frequency is kept
     return (1 - share) * plain / rope.factor + share * plain
@@ -33,7 +33,7 @@ def _llama3_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 def _yarn_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Pairs that turn often keep their frequency, slow ones are interpolated (YaRN, arXiv 2309.00071)."""
 
-    def pair_of(turns: float) -> float:  # index of the pair that turns so often in the original window
+    def pair_of(turns: float) -> float:  # index of the pair that turns so often in the original context
         wavelength = rope.original_max_position / turns
         return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -61,7 +61,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair, ``[E/2]`` fp32; for dynamic stretching, inside the original window."""
+    """Angle per position of each pair, ``[E/2]`` fp32; for dynamic stretching, inside the original context."""
     match rope.kind:
         case "default" | "dynamic":
             return _default_frequencies(rope.theta, head_dim)
@@ -99,9 +99,9 @@ class Rope:
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
     def _dynamic_frequencies(self, seq_lens: Tensor) -> Tensor:
-        """NTK-aware base that grows with the sequence, plain within the original window: ``[T, E/2]``."""
-        factor, window = self.config.factor, self.config.original_max_position
-        lengths = seq_lens.to(torch.float32).clamp(min=window)
-        growth = factor * lengths / window - (factor - 1)
+        """NTK-aware base that grows with the sequence, plain within the original context: ``[T, E/2]``."""
+        factor, original = self.config.factor, self.config.original_max_position
+        lengths = seq_lens.to(torch.float32).clamp(min=original)
+        growth = factor * lengths / original - (factor - 1)
         base = self.config.theta * growth ** (self.head_dim / (self.head_dim - 2))
         return 1.0 / base[:, None] ** self._exponents

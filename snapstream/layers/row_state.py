@@ -1,4 +1,4 @@
-"""What the sampler keeps of every row, as a table: each entry's name, type, size, and what it takes from a request.
+"""The sampler's state of a row, as a table: each entry's name, type, size, and its value for a request.
 
 ``sampling_state.py`` makes the tensors and sets them by this table, ``plan/memory.py`` counts their bytes by it, and
 ``sampler.py`` reads them by name: a new sampling parameter is a line here. No torch.

@@ -14,9 +14,8 @@ device, batch shape or order of addition, so the cumulative distribution (in voc
 monotone. Tokens 2^42 times less likely than the likeliest are never drawn.
 
 A row whose logits hold NaN, or no finite maximum, draws ``NO_TOKEN``, so that the host ends its request instead of
-taking token 0 for an answer. Nobody waits for the device to know that: whoever keeps the row going feeds it any token,
-and the host sees the mark when it reads the step. Next: ``sampling_state.py``,
-``random.py``, ``logit_order.py``.
+taking token 0 for an answer. Nobody waits for the device to learn this: the row is fed some token and goes on, and the
+host sees the mark when it reads the step. Next: ``sampling_state.py``, ``random.py``, ``logit_order.py``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Sampling parameters and progress of every row, in tensors that keep their address.
 
-Invariant: one entry per row plus the padding row (the last, always greedy and neutral); ``set_rows`` writes
-all of a row's entries and resets its counters, so nothing of an earlier request remains. Everything is made at the
-start, 5 1/8 bytes per token of the vocabulary and row: a captured step may read it, and no request can run out of
-memory later. ``row_state.py`` is the table of what there is, and ``SamplingNeeds`` what the host knows of a batch: it
-chooses the variant of the static step. Next: ``sampler.py``.
+Invariant: one entry per row plus the padding row (the last, always greedy and neutral); ``set_rows`` writes all of a
+row's entries and resets its counters, so nothing of an earlier request remains. Everything is made at the start, 5 1/8
+bytes per token of the vocabulary and row: a captured step may read it, and no request can run out of memory later.
+``row_state.py`` is the table of the entries; its ``SamplingNeeds`` is the host's summary of a batch, which chooses the
+variant of the static step. Next: ``sampler.py``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""WHAT is computed: a checkpoint folder becomes a decoder that leaves attention to a KV view."""
+"""The model: a checkpoint folder becomes a decoder that leaves attention to a KV view."""

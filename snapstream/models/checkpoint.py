@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: its shards and the shape of every tensor in them, read from headers alone.
+"""The contents of a checkpoint folder: its shards and the shape of every tensor in them, read from headers alone.
 
 Invariant: after ``read_manifest`` every shard exists, is whole, and every tensor has one place. ``loader.py``
 compares the manifest with what the model needs before a byte of weights is read.

@@ -1,4 +1,4 @@
-"""Single fields of a config.json as what they must be; ValueError with the field's name and its value."""
+"""Single fields of a config.json, checked; ValueError with the field's name and its value."""
 
 from __future__ import annotations
 

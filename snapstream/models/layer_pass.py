@@ -1,10 +1,9 @@
 """Packed prompts through a model layer by layer, each layer in chunks of tokens: the one way in which prompts are read.
 
 When the last chunk of a layer has passed, ``layer_done`` is called for every prompt with the exact keys and values of
-that layer and the queries it asked for: there rows are written, rescoring votes are taken, a draft's importance is
-summed, and whoever wants to see a layer of a prompt whole sees it. Afterwards the next layer overwrites the buffers.
-The invariant: how a pass is cut into chunks, packed, or interleaved with other work never changes what ``layer_done``
-sees.
+that layer and the queries it asked for: there rows are written, rescoring votes are taken and a draft's importance is
+summed; any code that needs a whole layer of a prompt hangs on it. Afterwards the next layer overwrites the buffers. The
+invariant: how a pass is cut into chunks, packed, or interleaved with other work never changes what ``layer_done`` sees.
 """
 
 from __future__ import annotations

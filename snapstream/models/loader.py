@@ -1,6 +1,6 @@
 """Fills the stacked weights from a checkpoint folder, tensor by tensor.
 
-Invariants: what the checkpoint holds is compared with what the model needs before anything is allocated; each
+Invariants: the checkpoint's tensors are compared with those that the model needs before anything is allocated; each
 tensor goes from the mapped file straight to its place in a stack, so host memory never exceeds the model plus
 one shard. Next: ``checkpoint.py`` (files and headers), ``weights.py`` (the stacks).
 """

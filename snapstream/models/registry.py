@@ -1,7 +1,7 @@
-"""From config.json to a ``ModelConfig``; what cannot be run faithfully is refused, with every reason.
+"""From config.json to a ``ModelConfig``; a model that cannot be run faithfully is refused, with every reason.
 
-Invariant: a folder whose files name code of their own is refused (``json_file.py``), and so is every field that is not
-what it should be, with file and field (``fields.py``).
+Invariant: a folder whose files name code of their own is refused (``json_file.py``), and so is every malformed field,
+with file and field (``fields.py``).
 
 Neither torch nor transformers is imported, so ``snapstream plan`` answers at once. Both spellings of the rope
 settings are read: ``rope_theta`` beside ``rope_scaling``, and the ``rope_parameters`` of transformers 5. Rope
@@ -20,7 +20,7 @@ from snapstream.config import ModelConfig, as_path
 from snapstream.models.families import FAMILIES, Family
 from snapstream.models.fields import flag, number, token_ids, whole_number
 from snapstream.models.json_file import read_object, refuse_code
-from snapstream.models.rope_config import parse_rope, stretched_window
+from snapstream.models.rope_config import parse_rope, stretched_max_position
 
 EXPERT_FIELDS = (
     "num_experts",
@@ -75,8 +75,8 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"cannot run {architecture}: " + "; ".join(refusals))
     family = FAMILIES.get(architecture)
     hidden, heads = whole_number(settings, "hidden_size"), whole_number(settings, "num_attention_heads")
-    window = whole_number(settings, "max_position_embeddings")
-    rope = parse_rope(settings, window)
+    max_position = whole_number(settings, "max_position_embeddings")
+    rope = parse_rope(settings, max_position)
     has_attention_bias = family.reads_attention_bias and flag(settings, "attention_bias")
     head_dim = family.head_dim if settings.get("head_dim") is None else whole_number(settings, "head_dim")
     return family.config_class(
@@ -89,7 +89,7 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=whole_number(settings, "num_key_value_heads", heads),
         head_dim=_split(hidden, heads) if head_dim is None else head_dim,
         intermediate_size=whole_number(settings, "intermediate_size"),
-        max_position=stretched_window(rope, window),
+        max_position=stretched_max_position(rope, max_position),
         # Absent it has a value, null it has none: transformers would compute with None.
         rms_norm_eps=number({"rms_norm_eps": 1e-6, **settings}, "rms_norm_eps", above=0.0, most=1.0),
         rope=rope,

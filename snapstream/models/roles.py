@@ -1,4 +1,4 @@
-"""What a model stores, role by role: the shape of each role and the checkpoint tensors that fill it. No torch.
+"""The stored tensors of a model by role: the shape of each and the checkpoint tensors that fill it. No torch.
 
 A role is one stacked tensor: ``qkv`` of all layers is ``[L, (H+2G)E, D]``. From this one list follow the storage
 (``weights.py``), the reading of a checkpoint (``loader.py``) and the bytes that ``plan`` prints (``shapes.py``).

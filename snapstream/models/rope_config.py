@@ -1,8 +1,8 @@
 """Rope settings of a config.json, in either spelling, as a ``RopeConfig``. No torch.
 
-The window after stretching: ``max_position_embeddings`` already is it for llama3; linear and dynamic multiply
-it by the factor; yarn multiplies the original window (Qwen2.5 states 32,768 and a factor of 4 and means
-131,072). Serving engines read checkpoints so; ``transformers`` itself never enforces a window.
+The context after stretching: ``max_position_embeddings`` already is it for llama3; linear and dynamic multiply
+it by the factor; yarn multiplies the original context (Qwen2.5 states 32,768 and a factor of 4 and means
+131,072). Serving engines read checkpoints so; ``transformers`` itself never enforces a limit.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from snapstream.models.fields import flag, number, whole_number
 
 KINDS: tuple[str, ...] = get_args(RopeKind)
 DEFAULT_THETA = 10000.0  # of all supported architectures in transformers
-MAX_FACTOR = 1e6  # by which a window may be stretched; published models stay below 1000
+MAX_FACTOR = 1e6  # by which a context may be stretched; published models stay below 1000
 
 
-def parse_rope(settings: Mapping[str, Any], window: int) -> RopeConfig:
-    """Read the rope settings; ``window`` is max_position_embeddings. The unsupported raises ValueError."""
+def parse_rope(settings: Mapping[str, Any], max_position: int) -> RopeConfig:
+    """Read the rope settings; ``max_position`` is max_position_embeddings. The unsupported raises ValueError."""
     values = _gather(settings)
     kind = str(values.get("rope_type") or values.get("type") or "default")
     _refuse_unsupported(values, kind)
     theta = number(values, "rope_theta", DEFAULT_THETA, above=1.0)  # with 1 all dimensions would turn alike
     if kind == "default":
         return RopeConfig(theta=theta)
-    original = _original_window(settings, values, window, kind)
-    factor = number(values, "factor", window / original if kind == "yarn" else None, most=MAX_FACTOR)
+    original = _original_max_position(settings, values, max_position, kind)
+    factor = number(values, "factor", max_position / original if kind == "yarn" else None, most=MAX_FACTOR)
     if factor < 1.0:
         raise ValueError(f"rope {kind}: factor is {factor}; it must be >= 1")
     if kind == "llama3":
@@ -41,13 +41,13 @@ def parse_rope(settings: Mapping[str, Any], window: int) -> RopeConfig:
     return RopeConfig(kind=cast(RopeKind, kind), theta=theta, factor=factor, original_max_position=original)
 
 
-def stretched_window(rope: RopeConfig, window: int) -> int:
+def stretched_max_position(rope: RopeConfig, max_position: int) -> int:
     """Longest sequence the model is made for, see above."""
     match rope.kind:
         case "linear" | "dynamic" | "yarn":
             return int(rope.original_max_position * rope.factor)
         case _:
-            return window
+            return max_position
 
 
 def _gather(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,13 +69,13 @@ def _refuse_unsupported(values: Mapping[str, Any], kind: str) -> None:
         raise ValueError(f"partial_rotary_factor is {share}; only heads rotated as a whole (1.0) are supported")
 
 
-def _original_window(settings: Mapping[str, Any], values: Mapping[str, Any], window: int, kind: str) -> int:
-    """Window before stretching; a value outside the rope dict wins, as in transformers."""
+def _original_max_position(settings: Mapping[str, Any], values: Mapping[str, Any], max_position: int, kind: str) -> int:
+    """max_position before stretching; a value outside the rope dict wins, as in transformers."""
     if kind in ("linear", "dynamic"):
-        return window
+        return max_position
     name = "original_max_position_embeddings"
     source = settings if settings.get(name) is not None else values
-    original = whole_number(source, name, window)
+    original = whole_number(source, name, max_position)
     if original < 1:
         raise ValueError(f"rope {kind}: {name} is {original}; it must be >= 1")
     return original

@@ -1,6 +1,6 @@
 """Where prompts lie while they are prefilled: one layer of K and V, and the hidden states, of every token.
 
-A pass owns a range of tokens of the buffers from its first unit to its last; which range, its caller decides. Because
+A pass owns a range of tokens of the buffers from its first unit to its last; its caller decides which range. Because
 prefill is layer-major, one layer's worth serves all layers in turn.
 """
 

@@ -53,7 +53,7 @@ def find_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _refuse_places(folder: Path) -> None:
-    """``fast_tokenizer_files`` names files of the folder, and nothing else."""
+    """ValueError if ``fast_tokenizer_files`` names a file outside the folder."""
     file = folder / "tokenizer_config.json"
     names = read_object(file).get("fast_tokenizer_files") if file.is_file() else None
     for name in names if isinstance(names, list) else ():
@@ -62,7 +62,7 @@ def _refuse_places(folder: Path) -> None:
 
 
 def _check_settings(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """What transformers takes as it is, and stumbles over with the first prompt."""
+    """ValueError for settings that transformers accepts and fails on with the first prompt."""
     file, template, longest = folder / "tokenizer_config.json", tokenizer.chat_template, tokenizer.model_max_length
     if template is not None and not isinstance(template, (str, dict)):
         raise ValueError(f"{file}: chat_template is {template!r}; it must be a text, or several by name")
@@ -71,7 +71,7 @@ def _check_settings(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _reason(folder: Path, error: BaseException) -> str:
-    """Which file is broken, as far as that can be told."""
+    """The reason for the error, with the broken file where it can be found."""
     file = folder / JSON_FILES[-1]
     if not file.is_file():
         return f"{folder}: its tokenizer cannot be read: {_first_line(error)}"

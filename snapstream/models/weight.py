@@ -62,7 +62,7 @@ class Weight(ABC):
 
 
 class Dense(Weight):
-    """Plain numbers in the dtype that is computed with."""
+    """Plain numbers in the dtype of the computation."""
 
     def __init__(self, data: Tensor) -> None:
         self.data = data

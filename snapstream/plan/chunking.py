@@ -6,8 +6,8 @@ products weigh as ``A = P / (2 H E)`` keys (P parameters of a layer; a pair cost
 
 * ``chunk_len``: the largest power of two whose temporaries stay within ``MOST_TRANSIENT_BYTES``, from 512 to 4096. That
   is enough for the products to be bound by arithmetic: T flop per byte of weights, where a GPU has about 150.
-* ``step_work``: what takes ``STEP_SHARE`` of the time in which a decode step reads the weights, so that a step with
-  prefill lasts less than two without. ``FLOP_PER_BYTE`` turns one into the other.
+* ``step_work``: the work that takes ``STEP_SHARE`` of the time in which a decode step reads the weights, so that a step
+  with prefill lasts less than two without. ``FLOP_PER_BYTE`` turns one into the other.
 * Prompts so long that one such unit would exceed ``step_work`` are cut shorter (``engine/pace.py``), down to
   ``LEAST_CHUNK_LEN``.
 

@@ -1,6 +1,6 @@
-"""What options come to on a device: the config of an engine with a given budget, and how many of its rows fit.
+"""The config of an engine that follows from options, a device and a budget, and how many of its rows fit.
 
-``start/resolve.py`` decides by this what an engine will be, and ``plan.py`` what one would be: one formula for both.
+``start/resolve.py`` builds an engine by this and ``plan.py`` plans one: one formula for both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def engine_config(
     max_rows: int = 1,
     reserved_bytes: int = 0,
 ) -> EngineConfig:
-    """All that follows from the options once budget and window are known. ValueError where they contradict."""
+    """All that follows from the options once budget and max_model_len are known. ValueError where they contradict."""
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     chunking = resolve_chunking(
         model, dtype=options.dtype, device=device, chunk_len=options.chunk_len, prefill_quantum=options.prefill_quantum

@@ -1,7 +1,8 @@
 """How much memory this machine, or the container around this process, has.
 
-Invariant: what the kernel would refuse or kill for is not counted: the smallest limit of the process's cgroups bounds
-both figures. Page cache counts as available, because the kernel gives it back. ``start/machine.py`` measures by it.
+Invariant: memory that the kernel would refuse, or kill for, is not counted: the smallest limit of the process's cgroups
+bounds both figures. Page cache counts as available, because the kernel gives it back. ``start/measure.py`` measures by
+it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What an engine allocates, from the integers of its config: what ``plan`` prints and what the start checks.
+"""The bytes that an engine allocates, from the integers of its config: ``plan`` prints them, the start checks them.
 
-Bytes that do not depend on the number of rows: weights, the staging pool, the temporaries of one prefill chunk and of
+Bytes that do not depend on the number of rows: weights, staging buffers, the temporaries of one prefill chunk and of
 one scoring block, the padding row. Bytes per row: keys and values, the sampler's state, and what one entry of a decode
 batch needs - logits, the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own.
 With hops a layer's queries of all staged tokens are held beside the pool. No torch.
@@ -64,7 +64,7 @@ class EngineMemory:
 
     @property
     def fixed_bytes(self) -> int:
-        """All that is there without a single row; the padding row is."""
+        """Bytes that do not depend on the number of rows; the padding row is among them."""
         parts = self.weight_bytes, self.staging_bytes, self.transient_bytes, self.framework_bytes
         return sum(parts) + self.query_bytes + self.reserved_bytes + self.row_bytes + self.state_bytes
 
@@ -128,7 +128,7 @@ def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
-    """Bytes of an engine that was decided to be ``config``."""
+    """Bytes of an engine of this ``config``."""
     spec = KVSpec.of(model, config.dtype, config.kv_dtype)
     capacity = config.budget.capacity
     prefill = prefill_memory(

@@ -1,4 +1,4 @@
-"""What a model costs before it is loaded: bytes per row, rows that fit, prefill memory, byte-bound speed.
+"""The costs of a model before it is loaded: bytes per row, rows that fit, prefill memory, byte-bound speed.
 
 Everything follows from the config's integers, so the figures are bounds, not measurements. No torch.
 
@@ -7,7 +7,7 @@ Everything follows from the config's integers, so the figures are bounds, not me
 * weights: the shapes of ``models/shapes.py``;
 * a prefill of N tokens: hidden states ``N D``, staging of the one layer in work ``2 N G E``, and the larger
   of one chunk's temporaries, ``T max(D + (8 H + 4 G) E, H E + 4 D + 3 I)``, and one fp32 scoring block,
-  ``window H`` by 4096 keys (``memory.py``); with hops also one layer's queries ``N H E``;
+  ``observation_len H`` by 4096 keys (``memory.py``); with hops also one layer's queries ``N H E``;
 * rows that fit: ``(memory - fixed) / (row + decode of a row)``, as the engine itself counts (``memory.py``): fixed are
   weights, prefill, the padding row, the framework and a draft; prefill is here the pool that the engine allocates
   once, for ``max_model_len`` and a reserve for short prompts;
@@ -40,7 +40,7 @@ from snapstream.plan.draft_memory import DraftMemory
 from snapstream.plan.fit import auto_rows, engine_config
 from snapstream.plan.memory import EngineMemory, PrefillMemory, engine_memory, prefill_memory
 
-MAX_PLANNED_LEN = 131_072  # default prompt length where the model's window is longer
+MAX_PLANNED_LEN = 131_072  # default prompt length where the model's context is longer
 DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of the prompt
 
 
@@ -107,7 +107,7 @@ class Plan:
 
 
 def default_budgets(prompt_len: int) -> tuple[int, ...]:
-    """Slots of the default table: 1/2 to 1/16 of the prompt, as far as a budget may be that small."""
+    """Slots of the default table: 1/2 to 1/16 of the prompt, where a budget may be that small."""
     parts = (prompt_len // part for part in DEFAULT_FRACTIONS)
     return tuple(part for part in parts if part >= DEFAULT_SINK + DEFAULT_OBSERVATION)
 
@@ -118,7 +118,7 @@ def _check_len(name: str, value: int, limit: int, of_what: str) -> None:
 
 
 class _Planner:
-    """What the lines of a plan share: a model, options, the lengths of a prompt and of a full row."""
+    """Facts that the lines of a plan share: a model, options, the lengths of a prompt and of a full row."""
 
     def __init__(
         self,
@@ -173,16 +173,16 @@ class _Planner:
 
 def _lengths(model: ModelConfig, options: EngineOptions, prompt_len: int | None) -> tuple[int, int]:
     """Of the prompt, and of a full row."""
-    window, max_model_len = model.max_position, options.max_model_len
+    limit, max_model_len = model.max_position, options.max_model_len
     if prompt_len is None:
-        prompt_len = min(max_model_len or window, window, MAX_PLANNED_LEN)
-    _check_len("prompt_len", prompt_len, window, "the model's window")
+        prompt_len = min(max_model_len or limit, limit, MAX_PLANNED_LEN)
+    _check_len("prompt_len", prompt_len, limit, "the model's context")
     if max_model_len is None:
         max_model_len = prompt_len
-    _check_len("max_model_len", max_model_len, window, "the model's window")
+    _check_len("max_model_len", max_model_len, limit, "the model's context")
     _check_len("prompt_len", prompt_len, max_model_len, "max_model_len")
     if options.chunk_len != "auto":
-        _check_len("chunk_len", options.chunk_len, window, "the model's window")
+        _check_len("chunk_len", options.chunk_len, limit, "the model's context")
     return prompt_len, max_model_len
 
 
@@ -198,7 +198,7 @@ def make_plan(
 ) -> Plan:
     """Cost of full rows and of each of ``budgets`` (slots); without budgets, of the default table.
 
-    ``prompt_len`` defaults to the model's window, at most 131,072; ``options.max_model_len``, the capacity of a full
+    ``prompt_len`` defaults to the model's context, at most 131,072; ``options.max_model_len``, the capacity of a full
     row, to ``prompt_len``. The options' own budget, rows and device are not looked at: the lines are for ``gpu``, and
     beside them for ``here``. Rescoring holds for the rows of budgets; full rows have nothing to choose again.
     """

@@ -30,7 +30,7 @@ from snapstream.server.http.errors import ApiError, add_error_handlers, bad_valu
 from snapstream.server.http.gate import Gate
 from snapstream.server.http.hosts import HostGuard
 from snapstream.server.http.sse import until_gone
-from snapstream.server.http.trimming import FIELD, Trimmer
+from snapstream.server.http.trimming import FIELD, DraftThread
 from snapstream.server.http.visits import Visit, Visits
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.version import __version__
@@ -38,23 +38,21 @@ from snapstream.version import __version__
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 log = logging.getLogger(__name__)
 
 REPORT_HEADER = "x-snapstream-prompt-compression"
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
-Trim = Callable[[Mapping[str, Any], PromptCompression | None, Trimmer], Awaitable[Trimmed]]
+TrimBody = Callable[[Mapping[str, Any], PromptCompression | None, DraftThread], Awaitable[Trimmed]]
 
 
-def make_proxy(
-    compressor: PromptCompressor, target: PreTrainedTokenizerBase | None, settings: ProxySettings
-) -> FastAPI:
+def make_proxy(trimmer: TextTrimmer, target: PreTrainedTokenizerBase | None, settings: ProxySettings) -> FastAPI:
     """``target`` counts the tokens of the model upstream; None counts with the draft's tokenizer.
 
     ``app.state.proxy`` is the state; set its ``is_draining`` to refuse new work.
     """
-    proxy = Proxy(compressor, target, settings)
+    proxy = Proxy(trimmer, target, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -97,24 +95,22 @@ def make_proxy(
 class Proxy(Gate):
     """The state of one application."""
 
-    def __init__(
-        self, compressor: PromptCompressor, target: PreTrainedTokenizerBase | None, settings: ProxySettings
-    ) -> None:
+    def __init__(self, trimmer: TextTrimmer, target: PreTrainedTokenizerBase | None, settings: ProxySettings) -> None:
         super().__init__(settings, "proxy", PassedOn)
         self.settings = settings
         self.metrics = ProxyMetrics()
         self._client = make_client(settings)
         self._upstream = Upstream(self._client, settings)
-        self._trimmer = Trimmer(
-            compressor, target, max_waiting=settings.max_waiting, retry_after_s=settings.retry_after_s
+        self._draft = DraftThread(
+            trimmer, target, max_waiting=settings.max_waiting, retry_after_s=settings.retry_after_s
         )
 
     @property
     def num_waiting(self) -> int:
         """Prompts that wait for the draft, the one that it reads included."""
-        return self._trimmer.num_waiting
+        return self._draft.num_waiting
 
-    async def answer(self, request: Request, trim: Trim | None) -> Response:
+    async def answer(self, request: Request, trim: TrimBody | None) -> Response:
         """Pass a request on, its prompt trimmed by ``trim`` if it has one."""
         visit = ProxyVisit(self.visits, uuid4().hex, request.url.path, self.metrics)
 
@@ -126,7 +122,7 @@ class Proxy(Gate):
         return await self.pass_through(visit, watched)
 
     async def _pass(
-        self, request: Request, data: dict[str, Any] | None, raw: bytes, trim: Trim | None, visit: ProxyVisit
+        self, request: Request, data: dict[str, Any] | None, raw: bytes, trim: TrimBody | None, visit: ProxyVisit
     ) -> Response:
         extra: dict[str, str] = {}
         if trim is not None and data is not None:
@@ -141,10 +137,10 @@ class Proxy(Gate):
             await answer.aclose()
             raise
 
-    async def _trim(self, trim: Trim, data: dict[str, Any], visit: ProxyVisit) -> Trimmed:
+    async def _trim(self, trim: TrimBody, data: dict[str, Any], visit: ProxyVisit) -> Trimmed:
         whole = {name: value for name, value in data.items() if name != FIELD}
         try:
-            trimmed = await trim(data, self.settings.wish, self._trimmer)
+            trimmed = await trim(data, self.settings.wish, self._draft)
         except ApiError:
             raise
         except ValueError as error:  # e.g. a ceiling below what is protected
@@ -168,7 +164,7 @@ class Proxy(Gate):
         await self.visits.wait_idle(timeout_s)
 
     async def close(self) -> None:
-        self._trimmer.close()
+        self._draft.close()
         await self._client.aclose()
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snapstream.server.http.errors import bad_value
-from snapstream.server.http.trimming import FIELD, Trimmer, parse_wish
+from snapstream.server.http.trimming import FIELD, DraftThread, parse_wish
 from snapstream.spec_prefill.settings import PromptCompression
 
 if TYPE_CHECKING:
-    from snapstream.spec_prefill.report import CompressionReport
+    from snapstream.spec_prefill.report import TrimReport
 
 MAX_TEXTS = 256  # prompts of one completions request that are trimmed
 
@@ -25,11 +25,11 @@ class Trimmed:
     """A body ready to go, and what was done to it. ``reports`` is empty where nothing was even tried."""
 
     body: dict[str, Any]
-    reports: tuple[CompressionReport, ...] = ()
+    reports: tuple[TrimReport, ...] = ()
     reason: str = ""  # why nothing was tried
 
 
-async def trim_chat(body: Mapping[str, Any], default: PromptCompression | None, trimmer: Trimmer) -> Trimmed:
+async def trim_chat(body: Mapping[str, Any], default: PromptCompression | None, draft: DraftThread) -> Trimmed:
     """A body of /v1/chat/completions. ApiError 400 for messages that are none: the draft would trip over them."""
     wish, rest = _wish(body, default)
     if wish is None:
@@ -40,25 +40,25 @@ async def trim_chat(body: Mapping[str, Any], default: PromptCompression | None, 
     tools = rest.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise bad_value("tools must be a list of objects", "tools")
-    kept, report = await trimmer.chat(messages, wish, tools)
+    kept, report = await draft.chat(messages, wish, tools)
     return Trimmed(body={**rest, "messages": kept}, reports=(report,))
 
 
-async def trim_completion(body: Mapping[str, Any], default: PromptCompression | None, trimmer: Trimmer) -> Trimmed:
+async def trim_completion(body: Mapping[str, Any], default: PromptCompression | None, draft: DraftThread) -> Trimmed:
     """A body of /v1/completions: a text, or several. Token ids are another tokenizer's; they go on as they are."""
     wish, rest = _wish(body, default)
     if wish is None:
         return Trimmed(body=rest, reason="off")
     prompt = rest.get("prompt")
     if isinstance(prompt, str):
-        text, report = await trimmer.text(prompt, wish)
+        text, report = await draft.text(prompt, wish)
         return Trimmed(body={**rest, "prompt": text}, reports=(report,))
     texts = _as_texts(prompt)
     if not texts:
         return Trimmed(body=rest, reason="the prompt is not text")
     if len(texts) > MAX_TEXTS:
         raise bad_value(f"prompt holds {len(texts)} texts; the limit is {MAX_TEXTS}", "prompt")
-    done = [await trimmer.text(text, wish) for text in texts]
+    done = [await draft.text(text, wish) for text in texts]
     return Trimmed(body={**rest, "prompt": [text for text, _ in done]}, reports=tuple(report for _, report in done))
 
 

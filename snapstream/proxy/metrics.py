@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 if TYPE_CHECKING:
-    from snapstream.spec_prefill.report import CompressionReport
+    from snapstream.spec_prefill.report import TrimReport
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -34,7 +34,7 @@ class ProxyMetrics:
     def count_answer(self, status: int) -> None:
         self._requests.labels(str(status)).inc()
 
-    def count_prompt(self, report: CompressionReport) -> None:
+    def count_prompt(self, report: TrimReport) -> None:
         self._prompts.labels("true" if report.is_applied else "false").inc()
         if report.is_applied:
             self._before.inc(report.tokens_before)

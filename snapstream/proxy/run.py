@@ -28,12 +28,12 @@ from snapstream.server.http.loading import Curtain
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 log = logging.getLogger(__name__)
 
 # Reads the draft, and the tokenizer that counts the upstream's tokens if there is one.
-Load = Callable[[], "tuple[PromptCompressor, PreTrainedTokenizerBase | None]"]
+Load = Callable[[], "tuple[TextTrimmer, PreTrainedTokenizerBase | None]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ async def _run(load: Load, settings: ProxySettings, options: ProxyOptions, liste
     try:
         await server.serve(sockets=[listener])
         if loading.done() and not curtain.is_draining:
-            loading.result()  # what made it end
+            loading.result()  # raises the error that ended it
     finally:
         loading.cancel()
         [proxy] = await asyncio.gather(loading, return_exceptions=True)
@@ -110,8 +110,8 @@ async def _run(load: Load, settings: ProxySettings, options: ProxyOptions, liste
 
 async def _load(curtain: Curtain, load: Load, settings: ProxySettings) -> Proxy:
     """Read the draft, and let the proxy answer."""
-    compressor, target = await asyncio.to_thread(load)
-    app = make_proxy(compressor, target, settings)
+    trimmer, target = await asyncio.to_thread(load)
+    app = make_proxy(trimmer, target, settings)
     proxy: Proxy = app.state.proxy
     curtain.rise(app, proxy)
     return proxy

@@ -1,4 +1,4 @@
-"""What the proxy is told once, at start."""
+"""The proxy's settings, given once at start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProxySettings:
     """Where prompts go, how much of them, and the limits on the way."""
 
     upstream: str  # base URL of the server, with or without /v1
-    wish: PromptCompression  # of requests that do not say
+    wish: PromptCompression  # of requests that bring none
     # Any of them opens /v1/*, and stays here; without, the proxy is open and clients' own keys go upstream.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = ()  # names in Host headers, beside loopback ones; none means any

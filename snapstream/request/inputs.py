@@ -1,6 +1,6 @@
-"""What callers hand to ``LLM``, made plain or refused: prompts, sampling parameters, conversations.
+"""The arguments of ``LLM``, normalised or refused: prompts, sampling parameters, conversations.
 
-Nothing is guessed: what is not clearly a text or a list of token ids is a ValueError that says what was given. Arrays
+Nothing is guessed: a prompt that is not clearly a text or a list of token ids is a ValueError that quotes it. Arrays
 and tensors of ids count as lists. ``llm.py`` uses this; the rules of messages are in ``conversation.py``, limits that
 depend on the model in ``engine/validate.py``.
 """

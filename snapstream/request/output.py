@@ -127,7 +127,8 @@ class RequestOutput:
     @property
     def has_outgrown_ring(self) -> bool:
         """Whether a sample is longer than the ring of its row: the end of the prompt, which is usually the question,
-        has then left the ring, and so does the answer's own beginning. What a window region or rescoring keeps stays.
+        has then left the ring, and so does the answer's own beginning. Tokens that a window region or rescoring keeps
+        are still there.
         """
         ring = None if self.compression is None else self.compression.ring_tokens
         return ring is not None and any(len(sample.token_ids) > ring for sample in self.samples)

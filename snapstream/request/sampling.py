@@ -1,6 +1,6 @@
 """How tokens are drawn and when a sample ends; what its text must look like.
 
-``SamplingParams`` validates itself; limits that depend on the model (vocabulary, window, rows) are checked where the
+``SamplingParams`` validates itself; limits that depend on the model (vocabulary, context, rows) are checked where the
 request enters the engine.
 """
 

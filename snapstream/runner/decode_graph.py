@@ -3,8 +3,7 @@
 A batch of n rows runs in the smallest bucket that holds it; unused entries point at the padding row. A step is two
 programs, the halves of ``decode_eager.py``: forward (rows to logits), and one of a few samplers (logits to tokens,
 state advanced). On a GPU the samplers cover all that a request can ask for. On a CPU, where each takes seconds to
-compile, what is asked for less often - penalties, bias, grammars, log-probabilities - is sampled by the plain calls
-after the same forward.
+compile, the plain calls do the rarer sampling (penalties, bias, grammars, log-probabilities) after the same forward.
 
 Invariant: equal to eager, and after ``warm_up`` nothing is compiled or captured any more. ``programs.py`` has the two
 ways to make a program.

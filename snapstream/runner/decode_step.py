@@ -1,4 +1,4 @@
-"""What an executor of the decode step is to the runner, and what it is made of.
+"""The interface between the runner and an executor of the decode step.
 
 An executor is a function from ``StepParts`` to a ``DecodeStep``; ``config.EXECUTORS`` names them. ``decode_eager.py``
 is the definition that every other one equals.

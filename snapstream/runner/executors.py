@@ -1,4 +1,4 @@
-"""The executors of the decode step: plain calls, or static programs with what the user is told while they are made.
+"""The executors of the decode step: plain calls, or static programs and the line shown while they are made.
 
 ``config.EXECUTORS`` names these functions; ``decode_eager.py`` and ``decode_graph.py`` are what they make.
 """

@@ -1,7 +1,7 @@
 """Executes step plans on one device: opens prefill jobs, runs units, decodes rows.
 
-Owns everything that lives there: weights, rows, staging pool, sampling state. Holds no opinion on who runs next (that
-is ``engine/``), nor on what a layer computes (``models/``).
+The runner owns everything that lives there: weights, rows, staging buffers, sampling state. It decides neither who runs
+next (``engine/`` does) nor what a layer computes (``models/`` does).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ModelRunner:
     ) -> None:
         """``grammars`` is needed by requests that bring a grammar, and by no others; ``progress`` shows on stderr.
 
-        ``make_decode`` makes the decode step, by default that of ``config.executor``; ``make_writer`` what writes rows.
+        ``make_decode`` makes the decode step, by default that of ``config.executor``; ``make_writer`` the rows' writer.
         """
         self.decoder, self.config = decoder, config
         model, device, dtype = decoder.config, decoder.device, decoder.dtype

@@ -69,7 +69,7 @@ class Rescorer:
         self._cache, self._rows, self.queries = cache, rows, queries
         self._config = config
         self._states: dict[int, RowState] = {}
-        # [L, rows+1, G, C]: entry i belongs to the i-th slot after the sinks, as far as selected tokens go
+        # [L, rows+1, G, C]: entry i belongs to the i-th slot after the sinks; only selected tokens have one
         self.votes = torch.zeros(cache.k.shape[:-1], dtype=torch.float32, device=cache.k.device)
 
     @property

@@ -1,7 +1,7 @@
 """Writes prompts into their rows, layer by layer, as a pass has read them.
 
-What follows from one rule per request - its budget, its selector, votes for rescoring - stands here, so that whoever
-wants other rows of the same pass overrides a writer and nothing else.
+All that depends on the one rule of a request (budget, selector, votes for rescoring) is here, so that code which wants
+other rows of the same pass replaces the writer and nothing else.
 """
 
 from __future__ import annotations

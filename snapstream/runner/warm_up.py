@@ -1,9 +1,9 @@
 """Compiles the Triton kernels of prefill, compression and plain decode before a request needs them.
 
 Triton compiles a kernel at its first launch, once per combination of dtypes, sizes of the model and whether strides are
-multiples of 16; how long a prompt is does not count. So one short prompt that is compressed, through one layer of the
-engine's own buffers into the padding row, compiles all that later prompts of any length will launch. Captured decode
-has compiled its own kernels by then.
+multiples of 16; the length of a prompt does not matter. So one short prompt that is compressed, through one layer of
+the engine's own buffers into the padding row, compiles all that later prompts of any length will launch. Captured
+decode has compiled its own kernels by then.
 """
 
 from __future__ import annotations

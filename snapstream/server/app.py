@@ -30,7 +30,7 @@ from snapstream.version import __version__
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 
 def make_app(
@@ -38,13 +38,13 @@ def make_app(
     tokenizer: PreTrainedTokenizerBase | None,
     settings: ServerSettings,
     facts: Callable[[], ModelFacts],
-    compressor: PromptCompressor | None = None,
+    trimmer: TextTrimmer | None = None,
 ) -> FastAPI:
-    """``facts`` may raise EngineDead while the engine loads; callers get a 503 until then. ``compressor``: the draft.
+    """``facts`` may raise EngineDead while the engine loads; callers get a 503 until then. ``trimmer``: the draft.
 
     ``app.state.front`` is the shared state; set its ``is_draining`` to refuse new work.
     """
-    front = Front(engine, tokenizer, settings, facts, compressor)
+    front = Front(engine, tokenizer, settings, facts, trimmer)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

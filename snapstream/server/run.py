@@ -30,13 +30,13 @@ from snapstream.server.engine.process import EngineProcess
 from snapstream.server.http.draining import LAST_FRAMES_S, DrainingServer, check_place
 from snapstream.server.http.hosts import is_loopback
 from snapstream.server.http.loading import Curtain
-from snapstream.server.http.trimming import load_compressor
+from snapstream.server.http.trimming import load_trimmer
 from snapstream.server.openai.front import Front
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings, scoring_of
 
 if TYPE_CHECKING:
-    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +58,15 @@ class ServeOptions:
     tls_key: Path | None = None
     draft: Path | None = None  # checkpoint folder
     draft_threshold: int | None = None  # prompts of fewer tokens are left alone; None: the published number
-    draft_window_len: int | None = None  # tokens that it reads at once; None: its own window
+    draft_context_len: int | None = None  # tokens that it reads at once; None: the model's limit
 
     def __post_init__(self) -> None:
         check_place(self.port, self.drain_timeout_s)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("TLS needs both a certificate and a key")
-        if self.draft is None and self.draft_window_len is not None:
+        if self.draft is None and self.draft_context_len is not None:
             raise ValueError(
-                f"--draft-window-len is {self.draft_window_len}, and there is no draft; give one with --draft"
+                f"--draft-context-len is {self.draft_context_len}, and there is no draft; give one with --draft"
             )
         for file in (self.tls_cert, self.tls_key):
             if file is not None and not file.is_file():
@@ -82,7 +82,7 @@ def most_requests(max_rows: AutoCount, max_waiting: int) -> int:
 def default_compression(
     draft: Path | None, keep: float | None, max_tokens: int | None, threshold: int | None
 ) -> PromptCompression | None:
-    """What happens to prompts of requests that do not say. ValueError for a wish without a draft."""
+    """The trimming of requests that bring no wish of their own. ValueError for a wish without a draft."""
     given = {"--prompt-keep": keep, "--prompt-max-tokens": max_tokens, "--prompt-threshold": threshold}
     if draft is None and any(value is not None for value in given.values()):
         name = next(name for name, value in given.items() if value is not None)
@@ -115,7 +115,7 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
         try:
             await server.serve(sockets=[listener])
             if loading.done() and not curtain.is_draining:
-                loading.result()  # what made it end
+                loading.result()  # raises the error that ended it
         finally:
             await engine.shutdown(0)
             for task in (starting, making):
@@ -136,8 +136,8 @@ async def _load_front(
     """Read what the front needs, and let it answer."""
     tokenizer = await asyncio.to_thread(find_tokenizer, Path(spec.model))
     created = int(time.time())
-    compressor = None if options.draft is None else await asyncio.to_thread(_load_draft, spec, options)
-    if compressor is not None and tokenizer is None:
+    trimmer = None if options.draft is None else await asyncio.to_thread(_load_draft, spec, options)
+    if trimmer is not None and tokenizer is None:
         raise ValueError(f"{spec.model} has no tokenizer; a draft hands over text")
 
     def facts() -> ModelFacts:
@@ -152,7 +152,7 @@ async def _load_front(
             has_examples=Path(spec.model).resolve() == TINY_MODEL.resolve(),
         )
 
-    app = make_app(engine, tokenizer, settings, facts, compressor)
+    app = make_app(engine, tokenizer, settings, facts, trimmer)
     front: Front = app.state.front
     curtain.rise(app, front)
     return front
@@ -162,20 +162,20 @@ def memory_beside(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None
     """What the engine must leave to the draft. Weights too: they may or may not be there when it measures."""
     if options.draft is None:
         return None
-    settings = scoring_of(None, options.draft_window_len) or ScoringSettings()
+    settings = scoring_of(None, options.draft_context_len) or ScoringSettings()
     memory = draft_memory(
         read_model_config(options.draft), settings, dtype=spec.options.dtype, device=spec.options.device
     )
     return DraftMemory(weight_bytes=0, working_bytes=memory.total_bytes)
 
 
-def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:
+def _load_draft(spec: EngineSpec, options: ServeOptions) -> TextTrimmer:
     assert options.draft is not None
     log.info("loading the draft %s", options.draft)
-    return load_compressor(
+    return load_trimmer(
         options.draft,
         threshold=options.draft_threshold,
-        scoring=scoring_of(None, options.draft_window_len),
+        scoring=scoring_of(None, options.draft_context_len),
         dtype=spec.options.dtype,
         device=spec.options.device,
     )

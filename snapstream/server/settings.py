@@ -1,4 +1,4 @@
-"""What the HTTP front is told once, at start: its own limits, and the facts of the model behind it.
+"""The settings of the HTTP front, given once at start: its own limits, and the facts of the model behind it.
 
 Invariant: every limit a caller can run into has a number here or in ``EngineConfig``; handlers hold none.
 ``app.py`` builds the application from both.
@@ -40,7 +40,7 @@ class ServerSettings:
     tool_parser: ToolParser = "auto"  # how the model writes tool calls; auto goes by its chat template
     has_vllm_names: bool = True  # metrics also under the names that dashboards know
     has_page: bool = True  # the chat page at /
-    prompt_compression: PromptCompression | None = None  # of requests that do not say; needs a draft
+    prompt_compression: PromptCompression | None = None  # of requests that bring none; needs a draft
     max_draft_waiting: int = 64  # prompts that wait for the draft; more get 429
     max_draft_chars: int = 4 * MIB  # of one prompt that the draft reads
 
@@ -67,7 +67,7 @@ class ModelFacts:
 
     names: tuple[str, ...]  # the first is the one we answer with where a request names none
     vocab_size: int
-    engine: EngineConfig  # limits: window, rows, largest budget
+    engine: EngineConfig  # limits: max_model_len, rows, largest budget
     created: int = 0  # seconds since the epoch
     num_layers: int = 1
     num_kv_heads: int = 1  # of one layer

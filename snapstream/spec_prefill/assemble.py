@@ -1,7 +1,7 @@
 """From chosen chunks back to texts, conversations and reports.
 
 Invariant: a text is made of verbatim pieces of its source; messages that were given are never changed.
-``compressor.py`` chooses, this puts together.
+``text_trimmer.py`` chooses, this module puts together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snapstream.spec_prefill.protection import Candidate
-from snapstream.spec_prefill.report import CompressionReport, ScoredChunk, TextReport
+from snapstream.spec_prefill.report import ScoredChunk, TextReport, TrimReport
 from snapstream.spec_prefill.scorer import ScoredText
 from snapstream.spec_prefill.select import Choice
 from snapstream.spec_prefill.spans import Span, check_spans
@@ -76,7 +76,7 @@ def text_report(candidate: Candidate, own: ScoredText, kept: set[int], forced: l
             for i, ((a, b), score) in enumerate(zip(own.chunks, own.scores, strict=True))
         ),
         num_draft_tokens=own.num_tokens,
-        num_windows=own.num_windows,
+        num_passages=own.num_passages,
         is_code=own.cutter.is_code,
     )
 
@@ -89,8 +89,8 @@ def make_report(
     scored: Sequence[ScoredText] = (),
     choice: Choice | None = None,
     texts: tuple[TextReport, ...] = (),
-) -> CompressionReport:
-    return CompressionReport(
+) -> TrimReport:
+    return TrimReport(
         is_applied=not reason,
         reason=reason,
         counted_with=counted_with,
@@ -99,6 +99,6 @@ def make_report(
         draft_tokens_before=sum(own.num_tokens for own in scored),
         draft_tokens_after=sum(kept_tokens(scored, choice or [])),
         draft_ms=sum(own.draft_ms for own in scored),
-        num_cached=sum(own.num_windows == 0 for own in scored),
+        num_cached=sum(own.num_passages == 0 for own in scored),
         texts=texts,
     )

@@ -62,7 +62,7 @@ class TokenCounter:
 
 
 def _as_fed(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> list[dict[str, Any]]:
-    """The messages as the engine's template gets them. What those rules refuse, an upstream may take as it is."""
+    """The messages as the engine's template gets them. An upstream may take messages that those rules refuse."""
     try:
         return as_conversation(messages, has_developer=has_developer)
     except ValueError:

@@ -1,9 +1,9 @@
 """The draft: a small model and its tokenizer, which together give every character range of a text a score.
 
-Invariant: scores are laid over the *source text* by the tokenizer's character offsets, so whoever keeps a part of the
-text keeps its very characters; token ids never leave this module. A text longer than the draft's window is read in
-overlapping windows of one size, each with the words around it (a template, a question) in full; where two windows
-overlap, a token's score is the mean. ``lookahead.py`` computes the scores, ``spans.py`` cuts the text.
+Invariant: scores are laid over the *source text* by the tokenizer's character offsets, so a kept part of the text is
+kept character by character; token ids never leave this module. A text longer than the context is read in overlapping
+passages of one size, each with the words around it (a template, a question) in full; where two passages overlap, a
+token's score is the mean. ``lookahead.py`` computes the scores, ``spans.py`` cuts the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from snapstream.config import DTYPE_BYTES, DType, as_path
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import load_tokenizer
-from snapstream.spec_prefill.lookahead import scores_of_windows, token_scores
+from snapstream.spec_prefill.lookahead import scores_of_passages, token_scores
 from snapstream.spec_prefill.settings import ScoringSettings, check_choice
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Draft:
 
     @classmethod
     def load(cls, folder: str | Path, *, dtype: DType = "float32", device: str = "cpu", progress: bool = False) -> Self:
-        """Read a Hugging Face checkpoint folder. ValueError for what cannot be a draft, with the reason."""
+        """Read a Hugging Face checkpoint folder. ValueError, with the reason, for a model that cannot be a draft."""
         check_choice("dtype", dtype, tuple(DTYPE_BYTES))
         folder = as_path("the draft's folder", folder)
         check_torch_device(device)
@@ -109,38 +109,38 @@ class Draft:
         return ReadText(ids=ids, first=inside[0], stop=inside[-1] + 1, starts=tuple(accumulate(clipped, max)))
 
     def score(self, text: ReadText, settings: ScoringSettings) -> tuple[Tensor, int]:
-        """Score of each token of the text, ``[n]`` fp32, and in how many windows it was read."""
-        limit = self.window_of(settings)
+        """Score of each token of the text, ``[n]`` fp32, and in how many passages it was read."""
+        limit = self.context_of(settings)
         around = len(text.ids) - text.num_tokens
         room = limit - settings.look_ahead - around
         if text.num_tokens <= room:
             return token_scores(self.decoder, text.ids, settings)[text.first : text.stop], 1
-        if settings.window == "refuse":
+        if settings.long_texts == "refuse":
             raise ValueError(
                 f"the draft reads {limit} tokens, {settings.look_ahead} of them ahead; this text has "
-                f"{text.num_tokens} and {around} around it, and windows were not allowed"
+                f"{text.num_tokens} and {around} around it, and longer texts are to be refused"
             )
         if room < 2:
-            raise ValueError(f"{around} tokens around the text leave no room in a draft's window of {limit}")
+            raise ValueError(f"{around} tokens around the text leave no room among the {limit} that the draft reads")
         head, tail = text.ids[: text.first], text.ids[text.stop :]
         total, count = torch.zeros(2, text.num_tokens)
-        windows = windows_of(text.num_tokens, room, min(settings.overlap, room // 2))
-        read = [(*head, *text.ids[text.first + a : text.first + b], *tail) for a, b in windows]
-        for (a, b), scores in zip(windows, scores_of_windows(self.decoder, read, settings), strict=True):
+        passages = passages_of(text.num_tokens, room, min(settings.overlap, room // 2))
+        read = [(*head, *text.ids[text.first + a : text.first + b], *tail) for a, b in passages]
+        for (a, b), scores in zip(passages, scores_of_passages(self.decoder, read, settings), strict=True):
             total[a:b] += scores[text.first : text.first + b - a].cpu()
             count[a:b] += 1
-        return total / count, len(windows)
+        return total / count, len(passages)
 
-    def window_of(self, settings: ScoringSettings) -> int:
-        """Tokens that are read at once, look-ahead included. ValueError for a ``window_len`` that cannot be."""
+    def context_of(self, settings: ScoringSettings) -> int:
+        """Tokens that are read at once, look-ahead included. ValueError for a ``context_len`` that cannot work."""
         limit, least = self.decoder.config.max_position, settings.look_ahead + 2
-        if settings.window_len > limit:
-            raise ValueError(f"window_len is {settings.window_len}; the draft's window is {limit} tokens")
-        if 0 < settings.window_len < least:
+        if settings.context_len > limit:
+            raise ValueError(f"context_len is {settings.context_len}; the draft reads at most {limit} tokens")
+        if 0 < settings.context_len < least:
             raise ValueError(
-                f"window_len is {settings.window_len}; a look-ahead of {settings.look_ahead} needs {least}"
+                f"context_len is {settings.context_len}; a look-ahead of {settings.look_ahead} needs {least}"
             )
-        return settings.window_len or limit
+        return settings.context_len or limit
 
     def _encode(self, text: str, *, special: bool) -> Any:
         return self.tokenizer(
@@ -148,7 +148,7 @@ class Draft:
             add_special_tokens=special,
             return_offsets_mapping=True,
             return_special_tokens_mask=True,
-            verbose=False,  # a text longer than the window is no surprise here
+            verbose=False,  # a text longer than the context is no surprise here
         )
 
 
@@ -160,8 +160,8 @@ def check_torch_device(device: str) -> None:
         raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
-def windows_of(num_tokens: int, room: int, overlap: int) -> list[tuple[int, int]]:
-    """Windows of exactly ``room`` tokens that cover ``num_tokens``, neighbours sharing ``overlap`` or more."""
+def passages_of(num_tokens: int, room: int, overlap: int) -> list[tuple[int, int]]:
+    """Passages of exactly ``room`` tokens that cover ``num_tokens``, neighbours sharing ``overlap`` or more."""
     starts = list(range(0, max(num_tokens - room, 0), room - overlap))
     return [*((a, a + room) for a in starts if a + room < num_tokens), (max(num_tokens - room, 0), num_tokens)]
 

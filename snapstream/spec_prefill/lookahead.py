@@ -5,7 +5,7 @@ Three ways, one meaning (``importance.py``); N prompt tokens, L layers:
 - ``look_ahead=0``: the prompt's own last queries vote while their layer's keys are staged. One pass, one layer of K
   and V. The last layer stops after its keys and queries: nothing reads its output.
 - ``keys="all_layers"``: the prefill keeps K and V of all layers for the decode steps, ``2 L G E`` numbers per prompt
-  token in the draft's dtype. Exact; the memory is bounded by the draft's window (``window_len``), not by the text.
+  token in the draft's dtype. Exact; the memory is bounded by the draft's context (``context_len``), not by the text.
 - ``keys="one_layer"``: the first pass fills a compressed row (``cache/compress.py``) that the greedy tokens are decoded
   from; the second reads prompt and tokens together, one layer at a time. Twice the time, one layer of K and V; exact
   as long as the row leads to the same greedy tokens.
@@ -41,7 +41,7 @@ SELECTOR = SnapKV()  # and how its tokens are chosen
 
 @torch.inference_mode()
 def token_scores(decoder: Decoder, token_ids: Sequence[int], settings: ScoringSettings) -> Tensor:
-    """Score of every token of a prompt that fits the draft's window: ``[N]`` fp32."""
+    """Score of every token of a prompt that fits the draft's context: ``[N]`` fp32."""
     ids = torch.tensor(token_ids, dtype=torch.int64, device=decoder.device)
     if settings.look_ahead == 0:
         return _score_in_pass(decoder, ids, len(ids), min(settings.num_own_queries, len(ids)), settings)
@@ -53,17 +53,17 @@ def token_scores(decoder: Decoder, token_ids: Sequence[int], settings: ScoringSe
 
 
 @torch.inference_mode()
-def scores_of_windows(
-    decoder: Decoder, windows: Sequence[Sequence[int]], settings: ScoringSettings
+def scores_of_passages(
+    decoder: Decoder, passages: Sequence[Sequence[int]], settings: ScoringSettings
 ) -> Iterator[Tensor]:
     """``token_scores`` of prompts of one length; some of them look ahead together, a decode step for all of them."""
     if settings.look_ahead == 0 or settings.keys == "one_layer":
-        for token_ids in windows:
+        for token_ids in passages:
             yield token_scores(decoder, token_ids, settings)
         return
-    size = settings.num_windows(decoder.device.type)
-    for first in range(0, len(windows), size):
-        group = [torch.tensor(ids, dtype=torch.int64, device=decoder.device) for ids in windows[first : first + size]]
+    size = settings.num_passages(decoder.device.type)
+    for first in range(0, len(passages), size):
+        group = [torch.tensor(ids, dtype=torch.int64, device=decoder.device) for ids in passages[first : first + size]]
         yield from _score_from_all_layers(decoder, group, settings)
 
 
@@ -89,11 +89,11 @@ def voting_pass(
     _read(decoder, ids, prompt_len, num_queries, settings, vote, "none")
 
 
-def _score_from_all_layers(decoder: Decoder, windows: Sequence[Tensor], settings: ScoringSettings) -> list[Tensor]:
-    """Prefill each of ``windows [N]``, decode after all of them at once, then every layer's queries on its keys."""
-    prompt_len, ahead = len(windows[0]), settings.look_ahead
-    drawing = _Drawing(decoder, len(windows), KVBudget.full(prompt_len + ahead), ahead)
-    for row, ids in enumerate(windows):
+def _score_from_all_layers(decoder: Decoder, passages: Sequence[Tensor], settings: ScoringSettings) -> list[Tensor]:
+    """Prefill each of ``passages [N]``, decode after all of them at once, then every layer's queries on its keys."""
+    prompt_len, ahead = len(passages[0]), settings.look_ahead
+    drawing = _Drawing(decoder, len(passages), KVBudget.full(prompt_len + ahead), ahead)
+    for row, ids in enumerate(passages):
         drawing.read(row, ids, 1, settings)
     drawn = drawing.draw(settings)
     first = prompt_len - 1  # the query of the last prompt token votes too

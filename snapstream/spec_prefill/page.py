@@ -1,4 +1,4 @@
-"""A compression report as one self-contained HTML page: kept text plain, cut text struck through, scores on hover.
+"""A ``TrimReport`` as one self-contained HTML page: kept text plain, cut text struck through, scores on hover.
 
 Invariant: every character of a source text passes ``html.escape``; the page has no scripts and loads nothing.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from snapstream.spec_prefill.report import CompressionReport, TextReport
+from snapstream.spec_prefill.report import TextReport, TrimReport
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
@@ -20,7 +20,7 @@ th { color: #888; }
 """
 
 
-def report_page(report: CompressionReport, title: str = "Prompt compression") -> str:
+def report_page(report: TrimReport, title: str = "Prompt compression") -> str:
     """The page."""
     facts = [
         ("applied", "yes" if report.is_applied else f"no: {report.reason}"),

@@ -1,4 +1,4 @@
-"""What of a conversation may be cut, and what the draft reads beside it.
+"""Which parts of a conversation may be cut, and what the draft reads beside them.
 
 Always verbatim: system and developer messages, tools and tool calls, roles and template, the last tool outputs, short
 messages, and a trailing assistant message (an answer to be continued). The last user message is verbatim too unless it

@@ -1,4 +1,4 @@
-"""What a compression did: plain frozen data that can be printed, stored and drawn (``page.py``)."""
+"""What a draft did to a prompt: plain frozen data that can be printed, stored and drawn (``page.py``)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class TextReport:
     spans: tuple[tuple[int, int], ...]  # characters that are still there, ascending and disjoint
     chunks: tuple[ScoredChunk, ...]  # the candidates; what lies outside them was protected
     num_draft_tokens: int  # of the candidates
-    num_windows: int  # in which the draft read them; 0: from the cache
+    num_passages: int  # in which the draft read them; 0: from the cache
     is_code: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompressionReport:
+class TrimReport:
     """Whether the prompt was cut, why not, and the counts. Tokens are the target's if its tokenizer was given."""
 
     is_applied: bool
@@ -60,7 +60,7 @@ class CompressionReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompressedPrompt:
+class TrimmedText:
     """A shorter prompt and how it came about: a ``text`` if a text was given, else ``messages``.
 
     Roles, order and everything beside the contents of messages are as they were.
@@ -68,13 +68,13 @@ class CompressedPrompt:
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
-    report: CompressionReport
+    report: TrimReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompressedIds:
+class TrimmedIds:
     """Kept token ids of a prompt and the positions they had in it, for a target with the draft's own tokenizer."""
 
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
-    report: CompressionReport
+    report: TrimReport

@@ -26,7 +26,7 @@ class ScoredText:
     chunks: tuple[Span, ...]
     scores: tuple[float, ...]
     chunk_tokens: tuple[int, ...]  # draft tokens of each chunk
-    num_windows: int  # 0: from the cache
+    num_passages: int  # 0: from the cache
     draft_ms: float
     cutter: Cutter
 
@@ -45,7 +45,7 @@ class Scorer:
         self._lock = Lock()
 
     def score(self, candidate: Candidate) -> ScoredText:
-        """Scores of a text's chunks; ``num_windows`` 0 and ``draft_ms`` 0 if they were remembered."""
+        """Scores of a text's chunks; ``num_passages`` 0 and ``draft_ms`` 0 if they were remembered."""
         key = self.key(candidate)
         with self._lock:
             found = self._cache.get(key)
@@ -64,7 +64,7 @@ class Scorer:
         with self._lock:
             began = perf_counter()
             read = ReadText(ids=ids, first=0, stop=len(ids), starts=tuple(range(len(ids))))
-            scores, num_windows = self._draft.score(read, self._scoring)
+            scores, num_passages = self._draft.score(read, self._scoring)
             elapsed = (perf_counter() - began) * 1e3
         cutter = Cutter(CutSettings(chunk_len=chunk_len), "")
         found = []
@@ -75,7 +75,7 @@ class Scorer:
                     chunks=chunks,
                     scores=tuple(chunk_means(scores[start:stop], chunk_len).tolist()),
                     chunk_tokens=tuple(b - a for a, b in chunks),
-                    num_windows=num_windows,
+                    num_passages=num_passages,
                     draft_ms=0.0 if index else elapsed,
                     cutter=cutter,
                 )
@@ -88,15 +88,15 @@ class Scorer:
         before = candidate.text[: candidate.start]
         read = self._draft.read(body, before=before, after=candidate.after, as_chat=candidate.as_chat)
         if read.num_tokens == 0:
-            return ScoredText(chunks=(), scores=(), chunk_tokens=(), num_windows=1, draft_ms=0.0, cutter=cutter)
-        scores, num_windows = self._draft.score(read, self._scoring)
+            return ScoredText(chunks=(), scores=(), chunk_tokens=(), num_passages=1, draft_ms=0.0, cutter=cutter)
+        scores, num_passages = self._draft.score(read, self._scoring)
         size, shift = cutter.chunk_len, candidate.start
         spans = chunk_spans(read.starts, len(body), size)
         return ScoredText(
             chunks=tuple((a + shift, b + shift) for a, b in spans),
             scores=tuple(chunk_means(scores, size).tolist()),
             chunk_tokens=tuple(min(size, read.num_tokens - first) for first in range(0, read.num_tokens, size)),
-            num_windows=num_windows,
+            num_passages=num_passages,
             draft_ms=(perf_counter() - began) * 1e3,
             cutter=cutter,
         )
@@ -119,7 +119,7 @@ def _as_remembered(fresh: ScoredText) -> ScoredText:
         chunks=fresh.chunks,
         scores=fresh.scores,
         chunk_tokens=fresh.chunk_tokens,
-        num_windows=0,
+        num_passages=0,
         draft_ms=0.0,
         cutter=fresh.cutter,
     )

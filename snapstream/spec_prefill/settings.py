@@ -1,7 +1,7 @@
 """How a draft scores a prompt and how much of it is kept, as frozen dataclasses validated once. No torch.
 
 ``ScoringSettings`` is the method (SpecPrefill, arXiv 2502.02789; cross-family, arXiv 2603.02631); the defaults are the
-published ones. ``Protection`` says what is never cut. ``compressor.py`` uses both.
+published ones. ``Protection`` names the parts that are never cut. ``text_trimmer.py`` uses both.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from snapstream.config import as_count, as_number
 
 Mode = Literal["text", "code", "auto"]
 KeyStore = Literal["all_layers", "one_layer"]
-WindowPolicy = Literal["overlap", "refuse"]
+LongTexts = Literal["overlap", "refuse"]
 Snap = Literal["none", "word", "sentence", "line"]
 HandOver = Literal["text", "ids"]
 
 CHUNK_LEN = {"text": 32, "code": 128}  # draft tokens per chunk, as published
 # Where the host launches kernels for a device, few large products cost less than many small ones.
-CPU_PREFILL_LEN, CPU_WINDOWS = 512, 1
-DEVICE_PREFILL_LEN, DEVICE_WINDOWS = 4096, 4
+CPU_PREFILL_LEN, CPU_PASSAGES = 512, 1
+DEVICE_PREFILL_LEN, DEVICE_PASSAGES = 4096, 4
 ROW_SLOTS = 2048  # keys="one_layer": of the row that the greedy tokens are decoded from
 
 
@@ -41,24 +41,24 @@ class ScoringSettings:
     # Where the look-ahead finds the prompt: K and V of all layers are held (exact, L times the memory), or one layer
     # at a time in a second pass (twice the time; the greedy tokens come from a compressed row).
     keys: KeyStore = "all_layers"
-    window: WindowPolicy = "overlap"  # a text longer than the draft's window: overlapping windows, or refused
-    window_len: int = 0  # tokens that the draft reads at once; 0: its own window
-    overlap: int = 256  # tokens that neighbouring windows share
-    windows_at_once: int = 0  # equal windows that look ahead together, all their keys held; 0: 1 on a CPU, else 4
+    long_texts: LongTexts = "overlap"  # longer than the context: in overlapping passages, or refused
+    context_len: int = 0  # tokens that the draft reads at once; 0: its model's limit
+    overlap: int = 256  # tokens that neighbouring passages share
+    passages_at_once: int = 0  # equal passages that look ahead together, all their keys held; 0: 1 on a CPU, else 4
     prefill_len: int = 0  # tokens per matrix product of the draft's prefill; 0: 512 on a CPU, else 4,096
 
     def __post_init__(self) -> None:
-        for name, low in (("look_ahead", 0), ("num_own_queries", 1), ("pool_kernel", 1), ("window_len", 0),
-                          ("overlap", 0), ("windows_at_once", 0), ("prefill_len", 0)):  # fmt: skip
+        for name, low in (("look_ahead", 0), ("num_own_queries", 1), ("pool_kernel", 1), ("context_len", 0),
+                          ("overlap", 0), ("passages_at_once", 0), ("prefill_len", 0)):  # fmt: skip
             object.__setattr__(self, name, as_count(name, getattr(self, name), low))
         if self.pool_kernel % 2 == 0:
             raise ValueError(f"pool_kernel is {self.pool_kernel}; it must be odd")
         check_choice("keys", self.keys, ("all_layers", "one_layer"))
-        check_choice("window", self.window, ("overlap", "refuse"))
+        check_choice("long_texts", self.long_texts, ("overlap", "refuse"))
 
-    def num_windows(self, device_type: str) -> int:
-        """Windows that look ahead together."""
-        return self.windows_at_once or (CPU_WINDOWS if device_type == "cpu" else DEVICE_WINDOWS)
+    def num_passages(self, device_type: str) -> int:
+        """Passages that look ahead together."""
+        return self.passages_at_once or (CPU_PASSAGES if device_type == "cpu" else DEVICE_PASSAGES)
 
     def num_prefill_tokens(self, device_type: str) -> int:
         """Tokens per matrix product."""
@@ -85,7 +85,7 @@ class CutSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Protection:
-    """What is never cut. Lengths are in draft tokens. System messages, tools and the template are always verbatim."""
+    """Parts that are never cut, lengths in draft tokens. System messages, tools and template are always verbatim."""
 
     threshold: int = 1024  # prompts of fewer target tokens are left alone
     roles: tuple[str, ...] = ("user", "assistant", "tool")  # roles whose older messages may be cut
@@ -103,12 +103,12 @@ class Protection:
             raise ValueError(f"roles has {unknown[0]!r}; only 'user', 'assistant' and 'tool' messages may be cut")
 
 
-def scoring_of(look_ahead: int | None, window_len: int | None, *, no_windows: bool = False) -> ScoringSettings:
-    """Settings from what a command was given; None is the default. A window of 0 tokens is refused, not its own."""
-    settings = ScoringSettings(window="refuse" if no_windows else "overlap")
+def scoring_of(look_ahead: int | None, context_len: int | None, *, refuse_longer: bool = False) -> ScoringSettings:
+    """Settings from the flags of a command; None is the default. A context of 0 tokens is refused."""
+    settings = ScoringSettings(long_texts="refuse" if refuse_longer else "overlap")
     if look_ahead is not None:
         settings = replace(settings, look_ahead=look_ahead)
-    return settings if window_len is None else replace(settings, window_len=as_count("window_len", window_len, 1))
+    return settings if context_len is None else replace(settings, context_len=as_count("context_len", context_len, 1))
 
 
 def cut_of(chunk_len: int | None, **others: Any) -> CutSettings:
@@ -118,7 +118,7 @@ def cut_of(chunk_len: int | None, **others: Any) -> CutSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCompression:
-    """What ``LLM.generate`` and ``LLM.chat`` are asked to do to a prompt before its prefill.
+    """How the draft trims the prompts of a call or a request: the value of its ``prompt_compression``.
 
     ``hand_over="text"``: the kept text is tokenized anew, positions are contiguous; any draft. ``"ids"``: the kept
     tokens stand at the positions they had; the draft must have the target's tokenizer.

@@ -15,7 +15,7 @@ from snapstream.plan.draft_memory import DraftMemory, draft_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 
 def grammar_compiler(tokenizer: PreTrainedTokenizerBase | None, model: ModelConfig) -> GrammarCompiler | None:
@@ -33,22 +33,22 @@ def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(backend.to_str())
 
 
-def load_compressor(draft: PromptCompressor | str | Path, options: EngineOptions) -> PromptCompressor:
+def load_trimmer(draft: TextTrimmer | str | Path, options: EngineOptions) -> TextTrimmer:
     """A draft that is loaded already, or one from its folder, in the engine's numbers and on its device."""
-    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
-    if isinstance(draft, PromptCompressor):
+    if isinstance(draft, TextTrimmer):
         return draft
-    return PromptCompressor(draft, dtype=options.dtype, device=options.device)
+    return TextTrimmer(draft, dtype=options.dtype, device=options.device)
 
 
-def memory_of(compressor: PromptCompressor, device: str) -> DraftMemory | None:
+def memory_of(trimmer: TextTrimmer, device: str) -> DraftMemory | None:
     """Bytes of a draft that is loaded; None where it is on another device."""
-    decoder = compressor.draft.decoder
+    decoder = trimmer.draft.decoder
     if decoder.device.type != device.split(":")[0]:
         return None
     dtype = cast(DType, str(decoder.dtype).removeprefix("torch."))
-    return draft_memory(decoder.config, compressor.scoring, dtype=dtype, device=decoder.device.type)
+    return draft_memory(decoder.config, trimmer.scoring, dtype=dtype, device=decoder.device.type)
 
 
 def build_runner(

@@ -1,7 +1,8 @@
-"""Decides, before a weight is read, what an engine will be: from a model, what the user said, and what the machine has.
+"""Decides, before a weight is read, how an engine is built: from the model, the user's options and the machine.
 
-``resolve`` is a function of plain data. Invariant: what cannot be served is refused here, with the numbers, and not in
-the middle of an answer. The formulas are those of ``plan/``, which ``snapstream plan`` prints. Used by ``llm.py``.
+``resolve`` is a function of plain data. Invariant: options that cannot be served are refused here, with the numbers,
+and not in the middle of an answer. The formulas are those of ``plan/``, which ``snapstream plan`` prints. Used by
+``llm.py``.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Machine:
 
 
 def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> EngineConfig:
-    """What the engine will be. ValueError for options that the model or the machine cannot serve."""
+    """The config of the engine. ValueError for options that the model or the machine cannot serve."""
     if machine.device != options.device:
         raise ValueError(f"device is {options.device!r}; these are facts about {machine.device!r}")
     max_model_len = model.max_position if options.max_model_len is None else options.max_model_len
     if max_model_len > model.max_position:
-        raise ValueError(f"max_model_len is {max_model_len}; the model's window is {model.max_position} tokens")
+        raise ValueError(f"max_model_len is {max_model_len}; the model's context is {model.max_position} tokens")
     budget = resolve_budget(options.budget, max_model_len, make_selector(options.selector).observation_len)
     reserved_bytes = _reserved_bytes(options, machine)
 
@@ -79,7 +80,7 @@ def _counts_free(options: EngineOptions, machine: Machine) -> bool:
 
 
 def _reserved_bytes(options: EngineOptions, machine: Machine) -> int:
-    """What a draft takes of the memory that is counted; of what is free now its weights are gone already."""
+    """Bytes that a draft takes of the memory counted here; its weights are already gone from what is free now."""
     if machine.draft is None:
         return 0
     return machine.draft.working_bytes if _counts_free(options, machine) else machine.draft.total_bytes
@@ -107,5 +108,5 @@ def _check_memory(model: ModelConfig, config: EngineConfig, options: EngineOptio
     what = "this GPU has" if machine.is_gpu else "this machine has"
     raise ValueError(
         f"{memory.describe()}; {what} {format_bytes(room)}{' free' if counts_free else ''}. "
-        f"Lower max_rows, the budget or max_model_len{', or the window of the draft' if config.reserved_bytes else ''}"
+        f"Lower max_rows, the budget or max_model_len{', or the context of the draft' if config.reserved_bytes else ''}"
     )

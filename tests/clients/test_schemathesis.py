@@ -42,7 +42,7 @@ def try_out(operation: Any, mode: str, count: int) -> None:
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode]))
     def run(case: Any) -> None:
         if isinstance(case.body, dict) and {"messages", "prompt"} & case.body.keys():
-            case.body["max_tokens"] = 3  # an answer that fills the window would be right, but slow
+            case.body["max_tokens"] = 3  # an answer that fills the context would be right, but slow
         response = case.call(timeout=HANG_S)
         case.validate_response(
             response,

@@ -108,9 +108,11 @@ def test_snapkv_scores(head_dim: int, group_max: bool, over_row: bool, dtype: to
     checks.check_snapkv_scores(8, 2, head_dim, 32, 5000, (4, 4500), over_row, group_max, dtype, "cuda")
 
 
-@pytest.mark.parametrize(("window", "span"), [(1, (0, 8000)), (100, (4, 7990)), (512, (4, 7000)), (16, (7990, 8000))])
-def test_snapkv_scores_windows(window: int, span: tuple[int, int]) -> None:
-    checks.check_snapkv_scores(32, 8, 128, window, 8000, span, False, False, torch.bfloat16, "cuda")
+@pytest.mark.parametrize(
+    ("num_queries", "span"), [(1, (0, 8000)), (100, (4, 7990)), (512, (4, 7000)), (16, (7990, 8000))]
+)
+def test_snapkv_scores_of_queries(num_queries: int, span: tuple[int, int]) -> None:
+    checks.check_snapkv_scores(32, 8, 128, num_queries, 8000, span, False, False, torch.bfloat16, "cuda")
 
 
 def test_snapkv_scores_hold_no_probabilities() -> None:

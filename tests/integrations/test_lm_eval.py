@@ -53,18 +53,18 @@ def test_log_likelihoods_are_those_of_transformers(model: Any, reference: Any) -
         assert is_greedy == (logits.argmax(-1).tolist() == after)
 
 
-def test_a_rolling_text_longer_than_the_window_is_scored_once_per_token(model: Any, reference: Any) -> None:
+def test_a_rolling_text_beyond_max_model_len_is_scored_once_per_token(model: Any, reference: Any) -> None:
     text = TEXT * 30
     ids = model.tok_encode(text, add_special_tokens=False)
     assert len(ids) > model.max_length
     (value,) = model.loglikelihood_rolling([ask(text)])
-    window, expected, done = model.max_length - 2, 0.0, 0
+    room, expected, done = model.max_length - 2, 0.0, 0
     while done < len(ids):
-        own = ids[done : done + window]
-        # The first window is conditioned on the prefix, a later one on the last token of the one before; the last
-        # window reaches back so that it is full.
-        if len(own) < window and done:
-            context = ids[len(ids) - window - 1 : done]
+        own = ids[done : done + room]
+        # The first piece is conditioned on the prefix, a later one on the last token of the one before; the last
+        # piece reaches back so that it is full.
+        if len(own) < room and done:
+            context = ids[len(ids) - room - 1 : done]
         else:
             context = [ids[done - 1]] if done else [model.prefix_token_id]
         logits = reference(torch.tensor([context + own])).logits[0, len(context) - 1 : -1].float().log_softmax(-1)
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused_or_loses_its_middle(monkeypatch: pytest.Mo
 
     long = TEXT * 30
     strict = SnapstreamLM(str(TINY_MODEL), max_model_len=128)
-    with pytest.raises(ValueError, match="window of 128"):
+    with pytest.raises(ValueError, match="max_model_len 128"):
         strict.generate_until([ask(long, {"until": [], "max_gen_toks": 8})])
     lenient = SnapstreamLM(str(TINY_MODEL), max_model_len=128, too_long="middle")
     ids = lenient.tok_encode(long)

@@ -20,7 +20,7 @@ HEADS, KV_HEADS, SIZE = 4, 2, 16
 def inputs(num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     pool = torch.randn(2, KV_HEADS, num_keys + 9, SIZE)
-    k, v = pool[:, :, 5 : 5 + num_keys]  # as a range of the staging pool
+    k, v = pool[:, :, 5 : 5 + num_keys]  # as a range of the staging buffers
     return torch.randn(num_queries, HEADS, SIZE), k, v
 
 

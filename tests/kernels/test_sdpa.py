@@ -25,7 +25,7 @@ def test_both_ways_equal_the_reference(num_queries: int, num_keys: int, num_head
     torch.manual_seed(0)
     q = torch.randn(num_queries, num_heads, 16)
     pool = torch.randn(2, num_kv_heads, num_keys + 9, 16)
-    k, v = pool[:, :, 5 : 5 + num_keys]  # as a range of the staging pool
+    k, v = pool[:, :, 5 : 5 + num_keys]  # as a range of the staging buffers
     expected = reference.prefill_attention(q, k, v)
     torch.testing.assert_close(sdpa.prefill_attention(q, k, v), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sdpa.split(q, k, v, by_flash_of_the_cpu), expected, rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ SPECIAL = ("<pad>", "<bos>", "<eos>")
 TEMPLATE = "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
-def write_checkpoint(folder: Path, window: int = 512) -> Path:
+def write_checkpoint(folder: Path, max_position: int = 512) -> Path:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIAL, *letters])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -29,7 +29,7 @@ def write_checkpoint(folder: Path, window: int = 512) -> Path:
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(11)
-    config = transformers.LlamaConfig(**{**SIZES, "vocab_size": len(vocab), "max_position_embeddings": window})
+    config = transformers.LlamaConfig(**{**SIZES, "vocab_size": len(vocab), "max_position_embeddings": max_position})
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

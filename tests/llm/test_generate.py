@@ -235,7 +235,7 @@ def test_developer_is_system_where_a_template_does_not_know_it(llm: LLM) -> None
 
 
 def test_settings_that_cannot_work_are_refused_at_start(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="max_model_len is 9999; the model's window is 512"):
+    with pytest.raises(ValueError, match="max_model_len is 9999; the model's context is 512"):
         LLM(checkpoint, max_model_len=9999)
     with pytest.raises(ValueError, match=r"20 slots is smaller than sinks \+ observation_len \(4 \+ 32 = 36\)"):
         LLM(checkpoint, budget=20)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from snapstream import LLM, PromptCompression, PromptCompressor, SamplingParams
+from snapstream import LLM, PromptCompression, SamplingParams, TextTrimmer
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import make_document
 from snapstream.spec_prefill.draft import Draft
+from snapstream.spec_prefill.prompt_trimmer import body_places, token_ranges
 from snapstream.spec_prefill.protection import Candidate
 from snapstream.spec_prefill.settings import Protection
-from snapstream.spec_prefill.trimmer import body_places, token_ranges
 from snapstream.start import measure
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
@@ -22,13 +22,13 @@ SHORT = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def compressor() -> PromptCompressor:
-    return PromptCompressor(TINY_MODEL, protection=Protection(threshold=200, last_user_limit=100, tail=40))
+def trimmer() -> TextTrimmer:
+    return TextTrimmer(TINY_MODEL, protection=Protection(threshold=200, last_user_limit=100, tail=40))
 
 
 @pytest.fixture(scope="module")
-def tiny(compressor: PromptCompressor) -> Iterator[LLM]:
-    with LLM(TINY_MODEL, budget=512, max_rows=2, max_model_len=4096, progress=False, draft=compressor) as llm:
+def tiny(trimmer: TextTrimmer) -> Iterator[LLM]:
+    with LLM(TINY_MODEL, budget=512, max_rows=2, max_model_len=4096, progress=False, draft=trimmer) as llm:
         yield llm
 
 
@@ -89,8 +89,8 @@ def test_short_prompts_are_left_alone(tiny: LLM) -> None:
         assert output.trim.trimmed_tokens == 0
 
 
-def test_a_draft_of_another_family_hands_over_text(checkpoint: Path, compressor: PromptCompressor) -> None:
-    with LLM(checkpoint, budget="full", max_rows=1, max_model_len=512, progress=False, draft=compressor) as llm:
+def test_a_draft_of_another_family_hands_over_text(checkpoint: Path, trimmer: TextTrimmer) -> None:
+    with LLM(checkpoint, budget="full", max_rows=1, max_model_len=512, progress=False, draft=trimmer) as llm:
         text = "The mill was closed. " * 60
         with pytest.raises(ValueError, match="the limit is 512"):
             llm.generate(text, SHORT)

@@ -16,9 +16,9 @@ import pytest
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.proxy.app import make_proxy
 from snapstream.proxy.settings import ProxySettings
-from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.draft import Draft
 from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.spec_prefill.text_trimmer import TextTrimmer
 from tests.proxy.agent import AGAIN, SYSTEM, TASK, TOOLS, output, transcript
 from tests.proxy.test_cli import process
 from tests.proxy.upstream import Seen, make_upstream, on_socket
@@ -40,7 +40,7 @@ def recorded(draft: Draft) -> Iterator[tuple[openai.OpenAI, Seen]]:
     seen = Seen()
     with on_socket(make_upstream(seen)) as upstream:
         settings = ProxySettings(upstream=upstream, wish=KEEP)
-        with on_socket(make_proxy(PromptCompressor(draft), None, settings)) as url:
+        with on_socket(make_proxy(TextTrimmer(draft), None, settings)) as url:
             yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG_S), seen
 
 

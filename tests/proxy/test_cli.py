@@ -79,7 +79,7 @@ def test_a_long_document_is_answered_through_the_proxy_from_a_part_of_it() -> No
         (("--upstream", "http://a", "--keep", "0.5", "--max-tokens", "9"), "give exactly one"),
         (("--upstream", "http://a", "--port", "70000"), "port"),
         (("--upstream", "http://a", "--draft", "/nowhere", "--port", "0"), "/nowhere"),
-        (("--upstream", "http://a", "--window-len", "99999", "--port", "0"), "the draft's window is"),
+        (("--upstream", "http://a", "--context-len", "99999", "--port", "0"), "the draft reads at most"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(

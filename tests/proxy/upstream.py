@@ -54,7 +54,7 @@ class FakeDraft:
         self.error: Exception | None = None
         self.num_calls = 0
 
-    def compress(
+    def trim(
         self,
         prompt: str | list[dict[str, Any]],
         *,

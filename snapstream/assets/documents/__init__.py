@@ -17,14 +17,14 @@ Families (one per document), a file for each group:
                 json                          a JSON object of names and numbers, one to a line
                 variable                      chains of assignments in prose; the answer spells the chain out
                 paraphrase                    facts about people in prose, asked in other words
-                mixed                         the above but identifiers and lists, in one document
-    several.py  multi_value                   several values of each key in different places; all of them are asked
+                mixed                         the above except identifiers and lists, in one document
+    several.py  multi_value                   several values of each key in different places; all of them are wanted
                 multi_query                   several keys are asked at once
                 recite                        many keys are asked at once: a long answer
     counted.py  common_words, frequent_words  the words that occur most often in a list
     hidden.py   passkey, number_string        a number of 5 or 10 digits in sentences that repeat
 
-`make.py` composes, `draw.py` draws, `words.py` holds every word, `document.py` is what comes out.
+`make.py` composes, `draw.py` draws, `words.py` holds every word, `document.py` holds the result.
 """
 
 from snapstream.assets.documents.document import Document, Question, Style

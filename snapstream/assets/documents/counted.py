@@ -1,4 +1,4 @@
-"""Aggregation (RULER's common and frequent words): the question is what occurs most often, so every word counts.
+"""Aggregation (RULER's common and frequent words): a question asks for the commonest words, so every word counts.
 
 The words that are asked for belong to the split; the others may be any. No word is part of another one that is
 asked for, so that containment means the word itself.

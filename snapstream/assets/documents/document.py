@@ -1,4 +1,4 @@
-"""What a generated document is: text, questions about it, and how hard it was to be."""
+"""A generated document: its text, the questions about it, and how hard it should be."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """Text and what can be asked about it."""
+    """A text and the questions about it."""
 
     text: str
     questions: tuple[Question, ...]

@@ -1,4 +1,4 @@
-"""Draws keys, values and filler. One generator per document; what a split may use is decided here.
+"""Draws keys, values and filler. One generator per document; this module decides what a split may use.
 
 Invariant: the order of draws is part of the format. A new kind of draw comes from a family of its own, so that old
 families keep their documents.

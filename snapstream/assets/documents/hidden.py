@@ -7,7 +7,7 @@ from snapstream.assets.documents.draw import Draw
 from snapstream.assets.documents.words import HIDDEN_FACTS
 
 FAMILIES = tuple(HIDDEN_FACTS)
-REPEATED_SENTENCES = 4  # that the filler consists of, over and over
+REPEATED_SENTENCES = 4  # sentences that the filler repeats
 
 
 def fact(draw: Draw, family: str) -> Fact:

@@ -135,8 +135,8 @@ HIDDEN_FACTS: dict[str, tuple[int, str, str]] = {
 def vocabulary() -> list[str]:
     """The words of documents, for training a tokenizer; the order is fixed.
 
-    Not the few words that only the questions with several answers have ("codes", "all", "common"): a shipped
-    tokenizer is older than they are and must stay what it was.
+    It lacks the few words that only questions with several answers have ("codes", "all", "common"): a shipped tokenizer
+    is older than they are and must stay as it was.
     """
     parts = [*ADJECTIVES, *NOUNS, *FIRST_NAMES, *LAST_NAMES, *PLACES, *TIMES, *VERBS]
     templates = [

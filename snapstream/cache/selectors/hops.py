@@ -1,9 +1,9 @@
 """Hops: the tokens that the end of the prompt votes for vote in turn, for chains of facts. Beyond the papers.
 
-What a question points at may itself point at what the answer needs. SnapKV's votes come first; then, in each of
-``num_hops`` rounds, the tokens that got most votes vote with their own queries, each with the weight that it got, and
-all rounds count alike. Half of the slots belong to SnapKV's choice, whatever the rounds find; only that half is carried
-ahead. The price is a layer's queries of the whole prompt, held until the layer is staged.
+A question points at some tokens, and these may point at others that the answer needs. SnapKV's votes come first; then,
+in each of ``num_hops`` rounds, the tokens that got most votes vote with their own queries, each with the weight that it
+got, and all rounds count alike. Half of the slots belong to SnapKV's choice, whatever the rounds find; only that half
+is carried ahead. The price is a layer's queries of the whole prompt, held until the layer is staged.
 """
 
 from __future__ import annotations

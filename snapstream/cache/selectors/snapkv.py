@@ -4,10 +4,10 @@ The last ``observation_len`` prompt queries vote. Per layer and query head: soft
 eviction candidates, summed over these queries and over the query heads that share a kv head; then the votes are pooled
 along the keys, and the best ``K`` positions are kept, ascending; ties go to the lower position.
 
-Ours are the merge of grouped heads, so that a group shares one set of tokens, and the pooling ahead, because a question
-points at the key and the answer stands behind it. docs/accuracy.md has the sweeps behind every constant, and
-``evals/selectors.py`` the variants that were swept, SnapKV as published among them. ``kernels/reference.py`` holds the
-plain meaning of the votes.
+Two things are ours: grouped heads are merged, so that a group shares one set of tokens, and votes are pooled ahead,
+because a question points at the key and the answer stands behind it. docs/accuracy.md has the sweeps behind every
+constant, and ``evals/selectors.py`` the variants that were swept, SnapKV as published among them.
+``kernels/reference.py`` holds the plain meaning of the votes.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Prefill: the keys before the chunk are visible to every query of it, so that part runs unmasked with the query heads of
 a group folded into the query length (no repeated keys); the chunk itself is one causal square; the two are merged by
-their log-sum-exp. Decode: rows are read in place, neighbouring rows of about one length in one call; a query per row
-is too few for the flash kernel, plain batched products read the row faster (figures in ``docs/log.md``). Slots past a
-row's length may then be read, with weight 0, and 0 x NaN is NaN: ``KVCache`` begins with zeros, and what an earlier
-owner of the row left there is silenced where it turns out to be no number.
+their log-sum-exp. Decode: rows are read in place, neighbouring rows of about one length in one call; a query per row is
+too few for the flash kernel, plain batched products read the row faster (figures in ``docs/log.md``). Slots past a
+row's length may then be read, with weight 0, and 0 x NaN is NaN: ``KVCache`` begins with zeros, and leftovers of an
+earlier owner of the row are zeroed where they are not numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ways to multiply a few tokens with a large weight matrix in fp32; which is fastest, a machine is asked at load.
+"""Ways to multiply a few tokens with a large weight matrix in fp32; a trial at load finds the fastest one.
 
 ``F.linear`` hands the weight to the matrix library as the transposed right operand. For one to about sixty-four tokens
 some libraries read it at a fraction of the bandwidth (one token: with one thread only), others at all of it. The same

@@ -1,4 +1,4 @@
-"""RMSNorm on a CPU, where PyTorch's own falls apart into about ten small kernels, which decode of a small model feels.
+"""RMSNorm on a CPU, where PyTorch's own is about ten small kernels, which slow the decode of a small model.
 
 The same formula runs as four: ``x / hypot(|x|, sqrt(E eps)) * (sqrt(E) weight)``, with E numbers in a vector.
 """
@@ -17,7 +17,7 @@ from snapstream.kernels.rows import CosSin, HeadNorm
 
 
 class Constants(NamedTuple):
-    """What of the formula depends on weight and eps alone, fp32."""
+    """The parts of the formula that depend on weight and eps alone, fp32."""
 
     scaled: Tensor  # [..., E]: the weight times sqrt(E)
     floor: Tensor  # []: sqrt(E eps)

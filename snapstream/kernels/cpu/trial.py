@@ -1,9 +1,9 @@
 """Which way of ``linear.py`` is fastest on this machine: a trial at load, on the model's own weights.
 
-A choice is made per shape of a weight and per bucket of tokens. The ways take turns, each a product with a piece of
-another layer, so that no cache flatters; the best turn counts, which others that use the machine disturb least, and
-``F.linear`` stays unless another is faster by a tenth. Invariant: what a process has measured holds until it ends, so
-two engines of one process compute alike, and nothing is remembered for another process, which may run on another
+A choice is made per shape of a weight and per bucket of tokens. The ways take turns, and each turn multiplies with a
+piece of another layer, so that no cache helps. The best turn counts, because other programs disturb it least, and
+``F.linear`` stays unless another way is faster by a tenth. Invariant: what a process has measured holds until it ends,
+so two engines of one process compute alike, and nothing is remembered for another process, which may run on another
 machine. Ways differ by rounding alone.
 """
 
@@ -35,7 +35,7 @@ _LIMIT_S = 0.02  # after the fewest turns a choice ends when its products have t
 
 @cache
 def known() -> Known:
-    """What this process has measured."""
+    """The measurements of this process."""
     return {}
 
 

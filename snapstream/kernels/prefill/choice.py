@@ -1,9 +1,9 @@
 """Which kernel attends a prefill chunk: the fastest that this machine has and that answers rightly.
 
 On a GPU every candidate first answers a small case (a chunk behind other keys, and two packed prompts) that is compared
-with the reference; one that raises, or is wrong, is passed over with its reason. Those that are left run for time
-(``race.py``); the table's order is what holds between equals. Invariant: a choice is made once, at start-up, and says
-why; a kernel that was asked for by name and cannot serve is an error, never replaced.
+with the reference; one that raises, or is wrong, is passed over with its reason. The others then run against the clock
+(``race.py``); between equals the table's order holds. Invariant: a choice is made once, at start-up, and says why; a
+kernel that was asked for by name and cannot serve is an error, never replaced.
 """
 
 from __future__ import annotations
@@ -136,6 +136,6 @@ def _compare(run: Callable[[], Tensor], expected: Tensor) -> str:
     try:
         got = run()
         error = float((got.float() - expected.float()).abs().max())
-    except Exception as problem:  # whatever a package of somebody else raises: the next one may do
+    except Exception as problem:  # a foreign package may raise anything; the next kernel may serve
         return f"failed its trial ({type(problem).__name__}: {' '.join(str(problem).split())[:120]})"
     return "" if error <= TOLERANCE else f"failed its trial (wrong by {error:.2g})"

@@ -2,7 +2,7 @@
 
 The first two are never required: a call imports its package, ``versions.py`` asks beforehand whether it is there. All
 of them align the causal mask with the last key (flash-attn since 2.1), take fewer kv heads than query heads, and read K
-and V through strides, so that the staging pool is passed as it is.
+and V through strides, so that a range of the staging buffers is passed as it is.
 """
 
 from __future__ import annotations

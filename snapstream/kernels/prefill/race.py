@@ -27,7 +27,7 @@ _LAYERS = 32  # of an 8B model: how often a pair of lengths comes
 
 @cache
 def known() -> Known:
-    """What this process has measured."""
+    """The measurements of this process."""
     return {}
 
 
@@ -67,5 +67,5 @@ def seconds(version: Version, case: Case) -> float:
 def _time_of(version: Version, case: Case, timer: Timer) -> float:
     try:
         return timer(version, case)
-    except Exception:  # whatever a package of somebody else raises: the next one may do
+    except Exception:  # a foreign package may raise anything; the next kernel may serve
         return float("inf")

@@ -1,4 +1,4 @@
-"""The kernels that can attend a prefill chunk, each with what it needs, and none of them loaded before it is asked for.
+"""The kernels that can attend a prefill chunk, each with its requirements; none is loaded before it is asked for.
 
 Two calls, the same for all of them:
 
@@ -6,7 +6,7 @@ Two calls, the same for all of them:
 * ``attend_packed(q, k, v, lens) -> [T, H, E]``: the same for several prompts that lie one after the other, without
   padding. Only kernels that take a length per prompt have it; the others are called once per prompt.
 
-K and V are ranges of the staging pool and therefore views, contiguous in E only; every kernel here takes strides.
+K and V are ranges of the staging buffers and therefore views, contiguous in E only; every kernel here takes strides.
 ``packages.py`` holds what comes from outside PyTorch; ``choice.py`` decides.
 """
 
@@ -32,7 +32,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a kernel is wanted for."""
+    """The case that a kernel must serve."""
 
     device: torch.device
     dtype: torch.dtype
@@ -62,7 +62,7 @@ def _needs(
     *, package: str = "", dtypes: tuple[torch.dtype, ...] = HALF, least: tuple[int, int] = (8, 0), head_dim: int = 256,
     only: tuple[int, ...] = (), major: int = 0,
 ) -> Callable[[Case], str]:  # fmt: skip
-    """What kernels for NVIDIA GPUs ask for: a package, dtypes, a compute capability, head dimensions."""
+    """Requirements of kernels for NVIDIA GPUs: a package, dtypes, a compute capability, head dimensions."""
 
     def why_not(case: Case) -> str:
         if case.capability is None:

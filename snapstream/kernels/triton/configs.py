@@ -22,7 +22,7 @@ _LEAST_SPLIT = 128  # slots; below this the partial results weigh more than 1/16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What one compiled kernel is cut into."""
+    """The cut of one compiled kernel."""
 
     block: int  # tokens or slots of one tile
     num_warps: int

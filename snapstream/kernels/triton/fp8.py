@@ -1,4 +1,4 @@
-"""What kernels do before they store a number in FP8; the meaning is ``quantise`` of ``kernels/fp8.py``."""
+"""The step before a kernel stores a number in FP8; its meaning is ``quantise`` of ``kernels/fp8.py``."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The kept tokens of a prompt, from the staging buffer into their row: K and V in one kernel, no copy in between."""
+"""The kept tokens of a prompt, from the staging buffers into their row: K and V in one kernel, no copy in between."""
 
 from collections.abc import Sequence
 

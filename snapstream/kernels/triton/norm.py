@@ -25,7 +25,7 @@ def rms_norm_kernel(
         x += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual_at, rounded, mask=mask)
-        x = rounded.to(tl.float32)  # what the next layer will read is what is normed
+        x = rounded.to(tl.float32)  # the norm of the rounded sum, which the next layer will read
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     tl.store(out_ptr + row * SIZE + column, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,8 +1,9 @@
 """SnapKV scores in two passes over the staged keys; probabilities never reach memory.
 
 Pass 1 finds the log-sum-exp of every observation query over a constant number of keys per program, the partial results
-are merged in key order, pass 2 makes the products again and adds up the probabilities of queries and group. Twice the
-keys is all that is read; how keys are cut depends on their number alone, so chunking a prompt cannot change a score.
+are merged in key order, pass 2 makes the products again and adds up the probabilities of queries and group. The kernels
+read the keys twice and nothing more; how keys are cut depends on their number alone, so chunking a prompt cannot change
+a score.
 """
 
 import torch

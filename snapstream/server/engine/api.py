@@ -1,4 +1,4 @@
-"""What the HTTP front asks of an engine, whatever process it lives in.
+"""The interface between the HTTP front and an engine, whatever process the engine lives in.
 
 ``process.py`` implements it with a child process, tests with the engine in-process. Requests go over whole,
 answers come back as deltas: only what is new crosses the border.

@@ -1,8 +1,8 @@
 """Tries the grammars of callers before they reach the engine, where one that hangs would stop everybody.
 
 The library's own limits count operations, and some schemas (like two large ``multipleOf``) escape them. So each new
-grammar is compiled first in a process of its own, which is killed when it takes too long or too much memory. What
-passes there is compiled again by the engine, in a thread, while the prompt is prefilled.
+grammar is compiled first in a process of its own, which is killed when it takes too long or too much memory. A grammar
+that passes is compiled again by the engine, in a thread, while the prompt is prefilled.
 
 Invariant: ``check`` returns or raises within the limits; the event loop never waits. Grammars are tried one after the
 other, and callers that wait for that are bounded in number: hostile ones delay other callers' new grammars, and nothing

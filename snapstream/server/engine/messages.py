@@ -1,4 +1,4 @@
-"""What crosses the border between the front and the engine process: frozen data, nothing else.
+"""The messages between the front and the engine process: frozen data, nothing else.
 
 The front sends ``Submit``, ``Abort``, ``Stop``; the engine answers with ``Ready`` once, then ``Deltas``, ``Refused``
 and ``Stats``, and with ``Failed`` as its last word if it can still speak. Messages keep their order in each direction.
@@ -31,7 +31,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """What the loaded engine turned out to be."""
+    """Facts about the loaded engine."""
 
     model: str
     engine: EngineConfig

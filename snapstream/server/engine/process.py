@@ -53,7 +53,7 @@ class EngineProcess:
         self._supervisor: asyncio.Task[None] | None = None
         self._is_serving = False
         self._is_closing = False
-        self._absence = "the engine was not started"  # what requests are told while it is not serving
+        self._absence = "the engine was not started"  # the reason that requests get while it is not serving
         self._is_final = False  # it died and is not restarted
         self._earlier = EngineStats()  # totals of the children before this one
         self._now = EngineStats()
@@ -72,7 +72,7 @@ class EngineProcess:
 
     @property
     def facts(self) -> EngineFacts:
-        """What the engine turned out to be, as of its last start."""
+        """Facts about the engine, as of its last start."""
         if self._facts is None:
             raise EngineDead("the engine has not been loaded yet")
         return self._facts

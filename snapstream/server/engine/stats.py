@@ -1,7 +1,7 @@
 """Gauges and totals: counted beside the engine, kept over its restarts.
 
-Invariant: totals never shrink. What an engine counted after its last report is lost when it is killed; that is at most
-``worker.STATS_INTERVAL_S`` of work.
+Invariant: totals never shrink. The counts of an engine since its last report are lost when it is killed; that is at
+most ``worker.STATS_INTERVAL_S`` of work.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StatsCounter:
 
 
 def without_gauges(stats: EngineStats) -> EngineStats:
-    """What is left to tell of an engine that is gone: totals, but no rows and no requests."""
+    """The figures of an engine that is gone: totals, but no rows and no requests."""
     return replace(stats, num_running=0, num_waiting=0, rows_free=0, rows_total=0)
 
 

@@ -1,1 +1,1 @@
-"""What any HTTP front needs: limits, keys, hosts, errors, streams, an orderly end. It knows no engine and no OpenAI."""
+"""Parts of any HTTP front: limits, keys, hosts, errors, streams, an orderly end. They know no engine and no OpenAI."""

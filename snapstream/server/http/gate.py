@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out, in the server and in the proxy: limits, body, errors, its end.
+"""The way of every request in and out, in the server and in the proxy: limits, body, errors, its end.
 
     admit -> body -> work, watched for the client's leave -> an answer, also for what went wrong -> counted and logged
 
@@ -25,7 +25,7 @@ CLIENT_GONE = 499  # nginx's number; only logs see it
 
 
 class Limits(Protocol):
-    """What a gate is told; ``ServerSettings`` and ``ProxySettings`` have it."""
+    """Settings of a gate; ``ServerSettings`` and ``ProxySettings`` have them."""
 
     @property
     def max_requests(self) -> int: ...

@@ -1,7 +1,7 @@
-"""What answers while the model loads: everything with 503, until the application is there.
+"""The application that answers while the model loads: 503 to everything, until the real one is there.
 
-The socket is open from the start, and reading a tokenizer or a draft takes seconds to minutes: whoever asks meanwhile
-is told so at once, not left to wait. Invariant: a signal that comes while loading is not lost. The proxy has one, too.
+The socket is open from the start, and reading a tokenizer or a draft takes seconds to minutes: clients learn this at
+once and are not left to wait. Invariant: a signal that comes while loading is not lost. The proxy has one, too.
 """
 
 from __future__ import annotations

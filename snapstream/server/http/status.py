@@ -1,4 +1,4 @@
-"""What machines ask of a server beside its API: health, metrics, version."""
+"""Routes for machines beside the API: health, metrics, version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt compression in front of an engine or an upstream server: the wish of a request, and the draft that grants it.
+"""Trimming of prompts in front of an engine or an upstream server: a request's wish, and the draft that grants it.
 
 The draft runs in one thread of its own, one prompt at a time: it would only compete with itself. Invariant: callers
 that wait for it are bounded in number; one more gets a 429, nothing piles up. One that leaves while it waits is never
@@ -21,9 +21,9 @@ from snapstream.spec_prefill.settings import PromptCompression
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
-    from snapstream.spec_prefill.report import CompressionReport
+    from snapstream.spec_prefill.report import TrimReport
     from snapstream.spec_prefill.settings import CutSettings, ScoringSettings
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 FIELD = "prompt_compression"
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def parse_wish(value: Any, default: PromptCompression | None) -> PromptCompressi
         raise bad_value(f"{FIELD}: {error}", FIELD) from None
 
 
-def load_compressor(
+def load_trimmer(
     draft: Path,
     *,
     threshold: int | None = None,
@@ -54,12 +54,12 @@ def load_compressor(
     cut: CutSettings | None = None,
     dtype: DType,
     device: str,
-) -> PromptCompressor:
+) -> TextTrimmer:
     """The draft, ready to score; None means the published setting. ValueError or OSError for what cannot be one."""
-    from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.settings import Protection
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
-    return PromptCompressor(
+    return TextTrimmer(
         draft,
         scoring=scoring,
         cut=cut,
@@ -69,19 +69,19 @@ def load_compressor(
     )
 
 
-class Trimmer:
+class DraftThread:
     """Trims prompts on one thread. ``close`` it at the end."""
 
     def __init__(
         self,
-        compressor: PromptCompressor,
+        trimmer: TextTrimmer,
         target: PreTrainedTokenizerBase | None,
         *,
         max_waiting: int,
         retry_after_s: int,
     ) -> None:
         """``target`` counts the tokens of the model that answers; None counts with the draft's."""
-        self._compressor, self._target = compressor, target
+        self._trimmer, self._target = trimmer, target
         self._max_waiting, self._retry_after_s = max_waiting, retry_after_s
         self._num_waiting = 0
         self._turn = asyncio.Lock()  # not the thread's own queue: who leaves would stay in it, prompt and all
@@ -97,14 +97,14 @@ class Trimmer:
         messages: Sequence[Mapping[str, Any]],
         wish: PromptCompression,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> tuple[list[dict[str, Any]], CompressionReport]:
+    ) -> tuple[list[dict[str, Any]], TrimReport]:
         """A conversation with its long parts trimmed; roles, tools and the question stay as they are.
 
         ``tools`` count towards a ceiling, as the target's template writes them into the prompt.
         """
 
-        def work() -> tuple[list[dict[str, Any]], CompressionReport]:
-            result = self._compressor.compress(
+        def work() -> tuple[list[dict[str, Any]], TrimReport]:
+            result = self._trimmer.trim(
                 messages, target_tokenizer=self._target, keep=wish.keep, max_tokens=wish.max_tokens, tools=tools
             )
             assert result.messages is not None
@@ -112,13 +112,11 @@ class Trimmer:
 
         return await self._run(work)
 
-    async def text(self, text: str, wish: PromptCompression) -> tuple[str, CompressionReport]:
+    async def text(self, text: str, wish: PromptCompression) -> tuple[str, TrimReport]:
         """A plain prompt, trimmed."""
 
-        def work() -> tuple[str, CompressionReport]:
-            result = self._compressor.compress(
-                text, target_tokenizer=self._target, keep=wish.keep, max_tokens=wish.max_tokens
-            )
+        def work() -> tuple[str, TrimReport]:
+            result = self._trimmer.trim(text, target_tokenizer=self._target, keep=wish.keep, max_tokens=wish.max_tokens)
             assert result.text is not None
             return result.text, result.report
 
@@ -138,7 +136,7 @@ class Trimmer:
         except BaseException:
             self._end_turn()
             raise
-        # Counted until the thread is done with it, also when its client has left: that is what the bound is about.
+        # Counted until the thread is done with it, also when its client has left: the bound is on the draft's work.
         future.add_done_callback(self._done)
         return await asyncio.shield(future)
 

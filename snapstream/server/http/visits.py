@@ -79,7 +79,7 @@ class Visit:
         log.info("answered", extra={"fields": self.fields(status, how)})
 
     def fields(self, status: int, how: str) -> dict[str, Any]:
-        """For the log. Nothing of what was asked or answered is in it."""
+        """For the log. Nothing of a prompt or an answer is in it."""
         return {
             "request": self.request_id,
             "path": self.path,

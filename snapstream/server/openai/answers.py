@@ -1,4 +1,5 @@
-"""What chat and text completions share: one HTTP request's prompts, choices, usage and facts about compression.
+"""The parts that chat and text completions share: an HTTP request's prompts, choices, usage and facts about
+compression.
 
 ``Answer`` follows the deltas and turns them into chunks, or into one body at the end; the two ``Shape``s say how a
 choice looks. Invariant: a chunk with choices carries text, or ends a choice; usage comes once, in a chunk without

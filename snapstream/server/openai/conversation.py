@@ -1,7 +1,7 @@
 """Messages as clients send them, made into what chat templates expect, by the same rules as ``LLM.chat``.
 
 Invariant: a malformed message is a 400 that names it; what passes has a known role, text as content, and only members
-that templates know. ``snapstream/conversation.py`` has the rules.
+that templates know. ``snapstream/request/conversation.py`` has the rules.
 """
 
 from __future__ import annotations

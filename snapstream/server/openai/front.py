@@ -1,4 +1,4 @@
-"""What every handler shares: the engine, the tokenizer, the limits, and whether work is taken at all.
+"""The state that every handler shares: the engine, the tokenizer, the limits, and whether work is taken at all.
 
 ``app.py`` makes one per application; handlers reach it as an argument, there is no global.
 """
@@ -33,7 +33,7 @@ from snapstream.start.build import tokenizer_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 Work = Callable[[dict[str, Any], AnswerVisit], Coroutine[Any, Any, Response]]  # takes the body
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Front(Gate):
         tokenizer: PreTrainedTokenizerBase | None,
         settings: ServerSettings,
         facts: Callable[[], ModelFacts],
-        compressor: PromptCompressor | None = None,
+        trimmer: TextTrimmer | None = None,
     ) -> None:
         super().__init__(settings, "server", EventStream)
         self.engine = engine
@@ -66,11 +66,11 @@ class Front(Gate):
         self._facts = facts
         self._served_name = ""
         self.metrics = Metrics(self._model_name, engine.stats, has_vllm_names=settings.has_vllm_names)
-        self.trims = PromptTrims(compressor, tokenizer, settings, self.metrics.count_trimmed)
+        self.trims = PromptTrims(trimmer, tokenizer, settings, self.metrics.count_trimmed)
 
     @property
     def facts(self) -> ModelFacts:
-        """503 until the engine has told them."""
+        """503 until the engine has reported them."""
         try:
             return self._facts()
         except EngineDead as error:

@@ -81,7 +81,7 @@ def check_fields(data: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]
 
 
 def parse(kind: type[B], data: Mapping[str, Any]) -> B:
-    """Check types; the first error is told, with the field it is about."""
+    """Check types; the first error is a 400 that names its field."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Which prompts of a request the server's draft shortens, and what becomes of it where that is not possible.
+"""Decides which prompts of a request the server's draft trims, and what happens where it cannot.
 
 A wish of the request's own is granted or refused, with its field's name. Invariant: the server's default never makes a
-request fail (but for a full queue): what the draft cannot shorten stays whole, and the answer says why.
+request fail (but for a full queue): a prompt that the draft cannot trim stays whole, and the answer says why.
 ``http/trimming.py`` has the draft's thread, ``routes.py`` calls this between checks and tokenizer.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from snapstream.request import Trim
 from snapstream.server.http.errors import ApiError, bad_value
-from snapstream.server.http.trimming import FIELD, Trimmer, parse_wish
+from snapstream.server.http.trimming import FIELD, DraftThread, parse_wish
 from snapstream.server.openai.protocol import CompletionBody, GenerationBody
 from snapstream.server.settings import ServerSettings
 from snapstream.spec_prefill.settings import PromptCompression
@@ -24,8 +24,8 @@ from snapstream.spec_prefill.settings import PromptCompression
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
-    from snapstream.spec_prefill.report import CompressionReport
+    from snapstream.spec_prefill.report import TrimReport
+    from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class TrimWish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class TrimFacts:
     """What the draft did to one prompt. ``reason``: why it stayed whole."""
 
     num_trimmed: int = 0  # tokens of the model that answers
@@ -61,43 +61,43 @@ class Cut:
 
 
 class PromptTrims:
-    """The draft as the routes use it; without a compressor every wish but "off" is refused."""
+    """The draft as the routes use it; without a trimmer every wish but "off" is refused."""
 
     def __init__(
         self,
-        compressor: PromptCompressor | None,
+        trimmer: TextTrimmer | None,
         tokenizer: PreTrainedTokenizerBase | None,
         settings: ServerSettings,
         count: Callable[[int], None],
     ) -> None:
         """``count`` gets the number of tokens taken out. ValueError for a default that nobody can grant."""
         self._settings, self._count = settings, count
-        self._trimmer: Trimmer | None = None
-        if compressor is not None:
+        self._draft: DraftThread | None = None
+        if trimmer is not None:
             own = copy.deepcopy(tokenizer)  # fast tokenizers refuse to be used and reconfigured by two threads at once
-            self._trimmer = Trimmer(
-                compressor, own, max_waiting=settings.max_draft_waiting, retry_after_s=settings.retry_after_s
+            self._draft = DraftThread(
+                trimmer, own, max_waiting=settings.max_draft_waiting, retry_after_s=settings.retry_after_s
             )
         elif settings.prompt_compression is not None:
             raise ValueError(f"{FIELD} is {told(settings.prompt_compression)} by default, and there is no draft")
 
     @property
     def has_draft(self) -> bool:
-        return self._trimmer is not None
+        return self._draft is not None
 
     @property
     def num_waiting(self) -> int:
         """Prompts that wait for the draft, the one that it reads included."""
-        return 0 if self._trimmer is None else self._trimmer.num_waiting
+        return 0 if self._draft is None else self._draft.num_waiting
 
     def close(self) -> None:
-        if self._trimmer is not None:
-            self._trimmer.close()
+        if self._draft is not None:
+            self._draft.close()
 
     def wish(self, body: GenerationBody, prompts: Sequence[Any] = ()) -> TrimWish:
         """What ``body`` gets for its ``prompts`` (of ``as_prompts``); 400 for what it cannot get."""
         value = body.prompt_compression
-        if self._trimmer is None and value not in (None, "off"):
+        if self._draft is None and value not in (None, "off"):
             reason = f"{FIELD} {value!r} needs a draft, and this server has none (--draft)"
             raise bad_value(reason, FIELD, "unsupported_parameter")
         how = parse_wish(value, self._settings.prompt_compression)
@@ -110,25 +110,25 @@ class PromptTrims:
 
     async def chat(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, wish: TrimWish
-    ) -> tuple[list[dict[str, Any]], Cut]:
+    ) -> tuple[list[dict[str, Any]], TrimFacts]:
         """A conversation as the template takes it, with its long parts trimmed. ``wish.how`` is not None."""
-        trimmer, how = self._trimmer, wish.how
-        assert trimmer is not None and how is not None
+        draft, how = self._draft, wish.how
+        assert draft is not None and how is not None
         num_chars = sum(len(message["content"]) for message in messages)
-        return await self._granted(messages, num_chars, "messages", wish, partial(trimmer.chat, messages, how, tools))
+        return await self._granted(messages, num_chars, "messages", wish, partial(draft.chat, messages, how, tools))
 
-    async def texts(self, prompts: Sequence[Any], wish: TrimWish) -> tuple[list[Any], list[Cut | None]]:
-        """The prompts of a completion, each with its cut; all whole, and None, if the request has no wish."""
-        trimmer, how = self._trimmer, wish.how
-        if trimmer is None or how is None:
+    async def texts(self, prompts: Sequence[Any], wish: TrimWish) -> tuple[list[Any], list[TrimFacts | None]]:
+        """The prompts of a completion, each with what was done to it (None: the request has no wish)."""
+        draft, how = self._draft, wish.how
+        if draft is None or how is None:
             return list(prompts), [None] * len(prompts)
         left: list[Any] = []
-        cuts: list[Cut | None] = []
+        trims: list[TrimFacts | None] = []
         for text in prompts:
-            short, cut = await self._granted(text, len(text), "prompt", wish, partial(trimmer.text, text, how))
+            short, facts = await self._granted(text, len(text), "prompt", wish, partial(draft.text, text, how))
             left.append(short)
-            cuts.append(cut)
-        return left, cuts
+            trims.append(facts)
+        return left, trims
 
     async def _granted(
         self,
@@ -136,14 +136,14 @@ class PromptTrims:
         num_chars: int,
         param: str,
         wish: TrimWish,
-        trim: Callable[[], Awaitable[tuple[P, CompressionReport]]],
-    ) -> tuple[P, Cut]:
+        trim: Callable[[], Awaitable[tuple[P, TrimReport]]],
+    ) -> tuple[P, TrimFacts]:
         limit = self._settings.max_draft_chars
         if num_chars > limit:
             reason = f"the prompt has {num_chars} characters, and the draft reads at most {limit}"
             if wish.is_own:
                 raise bad_value(reason, param, "context_length_exceeded")
-            return prompt, Cut(reason=reason)
+            return prompt, TrimFacts(reason=reason)
         try:
             short, report = await trim()
         except ApiError:
@@ -151,15 +151,15 @@ class PromptTrims:
         except ValueError as error:  # e.g. a ceiling below what is protected
             if wish.is_own:
                 raise bad_value(f"{FIELD}: {error}", FIELD) from None
-            return prompt, Cut(reason=str(error))
+            return prompt, TrimFacts(reason=str(error))
         except Exception:
             if wish.is_own:
                 raise
             log.exception("the draft failed; the prompt stays whole")
-            return prompt, Cut(reason="the draft failed")
+            return prompt, TrimFacts(reason="the draft failed")
         num_trimmed = report.tokens_before - report.tokens_after
         self._count(num_trimmed)
-        return short, Cut(
+        return short, TrimFacts(
             num_trimmed=num_trimmed, draft_ms=report.draft_ms, num_cached=report.num_cached, reason=report.reason
         )
 

@@ -33,7 +33,7 @@ class Prompts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, threads: int) -> None:
         self.tokenizer = tokenizer
-        # A text longer than so many characters per token of the window cannot fit it, so it need not be tokenized.
+        # A text longer than so many characters per token of max_model_len cannot fit, so it need not be tokenized.
         # Tokenizers that shrink texts do so by characters that combine, while their longest token is a run of spaces.
         self._longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
         self._local = threading.local()

@@ -1,8 +1,8 @@
 """POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
 
-The way of a request: body (``http/body.py``) -> fields (``parsing.py``) -> wish (``sampling.py``) -> what its draft
-leaves of the prompts, if that is asked for (``prompt_trims.py``) -> token ids (``prompts.py``) -> engine requests ->
-steps (``generation.py``) -> answer (``answers.py``), in one piece or as frames (``http/sse.py``).
+The way of a request: body (``http/body.py``) -> fields (``parsing.py``) -> wish (``sampling.py``) -> prompts trimmed by
+the draft, if that is asked for (``prompt_trims.py``) -> token ids (``prompts.py``) -> engine requests -> steps
+(``generation.py``) -> answer (``answers.py``), in one piece or as frames (``http/sse.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from snapstream.server.openai.parsing import (
     parse,
     unknown_fields,
 )
-from snapstream.server.openai.prompt_trims import Cut, TrimWish, told
+from snapstream.server.openai.prompt_trims import TrimFacts, TrimWish, told
 from snapstream.server.openai.prompts import as_prompts
 from snapstream.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from snapstream.server.openai.sampling import chat_wish, check_answer_size, check_samples, completion_wish, make_request
@@ -83,14 +83,14 @@ async def _chat(front: Front, data: dict[str, Any], visit: AnswerVisit) -> Respo
     trimming = front.trims.wish(body)
     if plan.grammar is not None:
         await front.need_grammar(plan.grammar, plan.grammar_param)
-    cut: Cut | None = None
+    done: TrimFacts | None = None
     if trimming.how is not None:
         messages = await front.prompts.conversation(body.messages)
-        messages, cut = await front.trims.chat(messages, body.tools if plan.has_tools else None, trimming)
+        messages, done = await front.trims.chat(messages, body.tools if plan.has_tools else None, trimming)
         body = body.model_copy(update={"messages": messages})
     ids = await front.prompts.chat(body, front.facts.max_model_len, has_tools=plan.has_tools)
     answer_id = f"chatcmpl-{visit.answer_id}"
-    trim = None if cut is None else cut.of(len(ids))
+    trim = None if done is None else done.of(len(ids))
     request = make_request(answer_id, ids, wish, front.facts, prompt_param="messages", has_tokenizer=True, trim=trim)
     check_answer_size([request], front.facts, front.settings)
     shape = ChatShape(front.texts, has_logprobs=bool(body.logprobs), make_parser=plan.make_parser)
@@ -108,7 +108,7 @@ async def _completion(front: Front, data: dict[str, Any], visit: AnswerVisit) ->
     given = as_prompts(body.prompt, front.settings.max_prompts, max_len)
     check_samples(len(given), wish.sampling.n, front.settings)
     trimming = front.trims.wish(body, given)
-    given, cuts = await front.trims.texts(given, trimming)
+    given, trims = await front.trims.texts(given, trimming)
     prompts = await front.prompts.completion(given, max_len, add_special_tokens=body.add_special_tokens is not False)
     answer_id = f"cmpl-{visit.answer_id}"
     has_tokenizer = front.prompts.tokenizer is not None
@@ -120,9 +120,9 @@ async def _completion(front: Front, data: dict[str, Any], visit: AnswerVisit) ->
             front.facts,
             prompt_param="prompt",
             has_tokenizer=has_tokenizer,
-            trim=None if cut is None else cut.of(len(ids)),
+            trim=None if done is None else done.of(len(ids)),
         )
-        for index, ((_, ids), cut) in enumerate(zip(prompts, cuts, strict=True))
+        for index, ((_, ids), done) in enumerate(zip(prompts, trims, strict=True))
     ]
     check_answer_size(requests, front.facts, front.settings)
     echo = [await front.prompts.echo(text, ids) for text, ids in prompts] if body.echo else None
@@ -192,7 +192,7 @@ def _limits(front: Front) -> dict[str, Any]:
         "num_kv_heads": facts.num_kv_heads,
         "max_kept_bits": front.settings.max_kept_bits,
         "has_draft": front.trims.has_draft,
-        "prompt_compression": told(front.settings.prompt_compression),  # of requests that do not say
+        "prompt_compression": told(front.settings.prompt_compression),  # of requests that bring none
         "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
         "has_examples": facts.has_examples and front.settings.has_page,
     }

@@ -1,7 +1,7 @@
 """Request fields to ``SamplingParams`` and budget, with the server's limits.
 
-Invariant: whatever comes out can be served (``engine/validate.py`` was asked); whatever cannot raises a 400 that
-names the field. Defaults are those of the OpenAI API, except that a chat answer may fill the window.
+Invariant: every request that comes out can be served (``engine/validate.py`` has checked it); any other raises a 400
+that names the field. Defaults are those of the OpenAI API, except that a chat answer may fill max_model_len.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _API_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a body asks for, before its prompts are known. ``max_tokens`` None: the rest of the window."""
+    """What a body asks for, before its prompts are known. ``max_tokens`` None: the rest of max_model_len."""
 
     sampling: SamplingParams
     max_tokens: int | None
@@ -80,7 +80,7 @@ def make_request(
     has_tokenizer: bool,
     trim: Trim | None = None,
 ) -> Request:
-    """One prompt as the engine takes it; raises a 400 for what it would never serve. ``trim``: what it has lost."""
+    """One prompt as the engine takes it; 400 for what it would never serve. ``trim``: what the draft took out."""
     rest = facts.max_model_len - len(ids)
     if rest < (wish.max_tokens or 1):
         raise too_long(len(ids), wish.max_tokens, facts.max_model_len, prompt_param)
@@ -160,7 +160,7 @@ def _wish(
             as_count("max_completion_tokens", max_tokens, 1)
         sampling = SamplingParams(
             n=_or(body.n, params.n),
-            # Without a limit the rest of the window is taken later; min_tokens must pass until then.
+            # Without a limit the rest of max_model_len is taken later; min_tokens must pass until then.
             max_tokens=_or(max_tokens, facts.max_model_len),
             min_tokens=_or(body.min_tokens, params.min_tokens),
             temperature=_or(body.temperature, params.temperature),
@@ -197,7 +197,7 @@ def _budget(body: GenerationBody, facts: ModelFacts, selector: Selector | None) 
     if body.kv_cache is None or body.kv_cache.budget is None:
         return None
     given, most = body.kv_cache.budget, facts.engine.budget.capacity
-    # Else it would be told of the window, not of its wish.
+    # Else the error would speak of max_model_len, not of the budget.
     if given != "full" and most < facts.max_model_len <= given:
         raise bad_value(f"a budget of {given} slots is larger than a row of this engine ({most})", "kv_cache")
     try:

@@ -53,13 +53,13 @@ def tokenizer_routes(front: Front) -> APIRouter:
 
 
 async def _tokenize(front: Front, data: dict[str, Any]) -> Response:
-    """As the endpoint that the prompt is for takes it: what that refuses is refused here, too."""
+    """The prompt as its own endpoint would take it: whatever that refuses is refused here, too."""
     max_len = front.facts.max_model_len
     body: TokenizeChatBody | TokenizePromptBody
     if "messages" in data:
         check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
         body = parse(TokenizeChatBody, data)
-        # A whole request of chat may be sent to be counted: what only its answer would need is known, too.
+        # Clients may send a whole chat request to be counted: fields that only its answer would need are known, too.
         front.ignored.note(unknown_fields(TokenizeChatBody, data) & unknown_fields(ChatBody, data))
         front.need_model(body.model)
         tools = tools_of(body, front.call_format, has_place=front.tells_tools)

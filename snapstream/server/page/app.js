@@ -70,7 +70,7 @@ async function connect() {
   }
   notice(null);
   const { max_budget: most, min_budget: least, max_rows: rows, has_examples: hasExamples } = model.snapstream;
-  $("model").textContent = `${model.id} · window of ${count(model.max_model_len)} tokens · ${rows} rows of up to ${count(most)} slots`;
+  $("model").textContent = `${model.id} · context of ${count(model.max_model_len)} tokens · ${rows} rows of up to ${count(most)} slots`;
   Object.assign($("slots"), { min: least, max: most, value: Math.min(most, Math.max(least, 512)) });
   $("max_tokens").max = model.max_model_len;
   $("example-field").hidden = !hasExamples;

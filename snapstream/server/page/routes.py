@@ -1,8 +1,8 @@
-"""The chat page at /, its files under /page/, and what it asks of this server beside the OpenAI API.
+"""The chat page at /, its files under /page/, and its own routes beside the OpenAI API.
 
 Invariant: the page gets along with this server alone. The policy that goes with every file lets a browser load scripts
 and styles from here only, and turn no text into HTML, whatever a model or a document says. Files are read once;
-``GET /`` needs no key, what computes is under /v1/ and does.
+``GET /`` needs no key; all that computes is under /v1/ and needs one.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def page_routes(host: Host) -> APIRouter:
 
 
 async def _example(host: Host, tokens: int, seed: int) -> dict[str, Any]:
-    """A generated document of about so many tokens, with a question and what is true."""
+    """A generated document of about that many tokens, with a question and its answer."""
     longest = host.example_len
     if not longest:
         raise bad_value("this model does not know the package's documents; only the shipped one does", None)

@@ -197,7 +197,7 @@ def check_swiglu(num_tokens: int, size: int, dtype: torch.dtype, device: str) ->
 
 
 def check_snapkv_scores(
-    num_heads: int, num_kv_heads: int, head_dim: int, window: int, num_keys: int, span: tuple[int, int],
+    num_heads: int, num_kv_heads: int, head_dim: int, num_queries: int, num_keys: int, span: tuple[int, int],
     over_row: bool, group_max: bool, dtype: torch.dtype, device: str,
 ) -> None:  # fmt: skip
     """Equal to the reference; keys lie inside a pool of NaN."""
@@ -205,12 +205,12 @@ def check_snapkv_scores(
     pool = torch.full((num_kv_heads, num_keys + 9, head_dim), NAN, dtype=dtype, device=device)
     keys = pool[:, 4 : 4 + num_keys]
     keys.copy_(torch.randn(keys.shape, device=device) * 2)
-    queries = torch.randn(window, num_heads, head_dim, device=device).to(dtype)
+    queries = torch.randn(num_queries, num_heads, head_dim, device=device).to(dtype)
     got = bind(device, "triton").snapkv_scores(
-        queries, keys, num_keys - window, *span, over_row=over_row, group_max=group_max
+        queries, keys, num_keys - num_queries, *span, over_row=over_row, group_max=group_max
     )
     want = reference.snapkv_scores(
-        queries.float(), keys.float(), num_keys - window, *span, over_row=over_row, group_max=group_max
+        queries.float(), keys.float(), num_keys - num_queries, *span, over_row=over_row, group_max=group_max
     )
     assert got.dtype == torch.float32
     # the sums are fp32 whatever the storage; tensor cores round theirs towards zero, and logits enter an exponential
@@ -218,16 +218,16 @@ def check_snapkv_scores(
 
 
 def check_snapkv_memory(
-    num_heads: int, num_kv_heads: int, head_dim: int, window: int, num_keys: int, device: str
+    num_heads: int, num_kv_heads: int, head_dim: int, num_queries: int, num_keys: int, device: str
 ) -> None:
     """What is allocated beside the result is a small part of what the probabilities would be."""
-    queries, keys = torch.randn(window, num_heads, head_dim), torch.randn(num_kv_heads, num_keys, head_dim)
+    queries, keys = torch.randn(num_queries, num_heads, head_dim), torch.randn(num_kv_heads, num_keys, head_dim)
     queries, keys = queries.to(device), keys.to(device)
     with LiveBytes(torch.device(device).type) as live:
         scores = bind(device, "triton").snapkv_scores(
-            queries, keys, num_keys - window, 0, num_keys - window, over_row=False, group_max=False
+            queries, keys, num_keys - num_queries, 0, num_keys - num_queries, over_row=False, group_max=False
         )
-    assert live.peak - scores.nbytes < window * num_heads * num_keys * 4 / 50
+    assert live.peak - scores.nbytes < num_queries * num_heads * num_keys * 4 / 50
 
 
 def check_gather_rows(

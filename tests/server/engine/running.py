@@ -17,9 +17,9 @@ from tests.waiting import until_async
 MAX_ROWS = 4
 MAX_WAITING = 12
 BUDGET = 64
-WINDOW = 4096
+MAX_MODEL_LEN = 4096
 SETTINGS: dict[str, Any] = {
-    "budget": BUDGET, "max_rows": MAX_ROWS, "max_model_len": WINDOW, "chunk_len": 32, "max_waiting": MAX_WAITING,
+    "budget": BUDGET, "max_rows": MAX_ROWS, "max_model_len": MAX_MODEL_LEN, "chunk_len": 32, "max_waiting": MAX_WAITING,
 }  # fmt: skip
 # Seconds of decoding: what happens to it in the middle also happens in the middle where the test comes late.
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -37,7 +37,7 @@ class Answer:
 
 
 def write_model(folder: Path) -> Path:
-    return write_checkpoint(folder, WINDOW)
+    return write_checkpoint(folder, MAX_MODEL_LEN)
 
 
 def prompt(number: int) -> tuple[int, ...]:

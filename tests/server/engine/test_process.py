@@ -29,10 +29,10 @@ from snapstream.server.metrics import Metrics
 from tests.server.engine.running import (
     BUDGET,
     LONG,
+    MAX_MODEL_LEN,
     MAX_ROWS,
     MAX_WAITING,
     SETTINGS,
-    WINDOW,
     Answer,
     Whole,
     collect,
@@ -89,7 +89,7 @@ def test_facts_are_those_of_the_loaded_engine(served: Served, folder: Path) -> N
     facts = served.engine.facts
     with LLM(folder, **SETTINGS, progress=False) as llm:
         assert (facts.model, facts.engine, facts.architecture) == (str(folder), llm.config, llm.model_config)
-    assert (facts.max_model_len, facts.max_rows, facts.budget_slots) == (WINDOW, MAX_ROWS, BUDGET)
+    assert (facts.max_model_len, facts.max_rows, facts.budget_slots) == (MAX_MODEL_LEN, MAX_ROWS, BUDGET)
     assert facts.has_tokenizer and facts.pid != os.getpid() and is_running(facts.pid)
 
 
@@ -136,12 +136,12 @@ def test_an_early_close_frees_the_row(served: Served) -> None:
 
 
 def test_a_bad_request_is_refused_while_others_go_on(served: Served, want: list[Whole]) -> None:
-    too_long = make_request(1, SamplingParams(max_tokens=WINDOW + 1), "too-long")
+    too_long = make_request(1, SamplingParams(max_tokens=MAX_MODEL_LEN + 1), "too-long")
 
     async def main() -> None:
         good = [make_request(number) for number in range(3)]
         *answers, bad = await collect_all(served.engine, [*good, too_long])
-        assert isinstance(bad, ValueError) and f"the limit is {WINDOW}" in str(bad)
+        assert isinstance(bad, ValueError) and f"the limit is {MAX_MODEL_LEN}" in str(bad)
         assert [whole(answer) for answer in answers] == want[:3]
         again = await collect_all(served.engine, [make_request(1), make_request(2, request_id="id-1")])
         assert whole(again[0]) == want[1]

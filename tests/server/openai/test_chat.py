@@ -53,7 +53,7 @@ def test_answer_in_one_piece() -> None:
     }
 
 
-def test_without_max_tokens_the_answer_may_fill_the_window() -> None:
+def test_without_max_tokens_the_answer_may_fill_the_context() -> None:
     engine = FakeEngine()
     chat(engine)
     (request,) = engine.requests

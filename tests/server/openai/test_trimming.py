@@ -17,7 +17,7 @@ import pytest
 
 from snapstream.assets import TINY_DRAFT_MODEL
 from snapstream.cli import main
-from snapstream.server.http.trimming import Trimmer
+from snapstream.server.http.trimming import DraftThread
 from snapstream.spec_prefill.settings import PromptCompression
 from tests.proxy.upstream import CUT, FakeDraft
 from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
@@ -107,7 +107,7 @@ def test_the_servers_default_applies_where_a_request_does_not_say() -> None:
     assert answer.json()["snapstream"]["prompts"][0]["trim"]["reason"] == "short"
 
 
-def test_a_prompt_beyond_the_window_is_taken_if_it_fits_when_trimmed() -> None:
+def test_a_prompt_beyond_the_limit_is_taken_if_it_fits_when_trimmed() -> None:
     text = " ".join(f"word{i}" for i in range(2000))
     assert len(token_ids(text)) > 4 * FACTS.max_model_len
     for path, prompt in ((CHAT, {"messages": user(text)}), (TEXT, {"prompt": text})):
@@ -122,9 +122,9 @@ def test_parts_and_tool_calls_are_trimmed_as_the_template_takes_them() -> None:
     seen: list[Any] = []
 
     class Draft(FakeDraft):
-        def compress(self, prompt: Any, *, tools: Any = None, **options: Any) -> Any:
+        def trim(self, prompt: Any, *, tools: Any = None, **options: Any) -> Any:
             seen.append((prompt, tools))
-            return super().compress(prompt, tools=tools, **options)
+            return super().trim(prompt, tools=tools, **options)
 
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [
@@ -242,29 +242,29 @@ def test_who_leaves_while_waiting_is_not_read_and_makes_room() -> None:
     async def run() -> None:
         draft = FakeDraft()
         draft.gate.clear()
-        trimmer = Trimmer(draft, None, max_waiting=2, retry_after_s=1)  # type: ignore[arg-type]
-        first = asyncio.create_task(trimmer.text(LONG, HALVED))
+        thread = DraftThread(draft, None, max_waiting=2, retry_after_s=1)  # type: ignore[arg-type]
+        first = asyncio.create_task(thread.text(LONG, HALVED))
         await until_async(lambda: draft.num_calls == 1)
         for _ in range(5):  # more than may wait at once
             prompt = Text(LONG)
             held = weakref.ref(prompt)
-            second = asyncio.create_task(trimmer.text(prompt, HALVED))
+            second = asyncio.create_task(thread.text(prompt, HALVED))
             del prompt
-            await until_async(lambda: trimmer.num_waiting == 2)
+            await until_async(lambda: thread.num_waiting == 2)
             second.cancel()
             await asyncio.gather(second, return_exceptions=True)
             del second
             for _ in range(3):  # turns in which the loop lets go of the task
                 await asyncio.sleep(0)
             gc.collect()
-            assert trimmer.num_waiting == 1 and held() is None, "nothing keeps the prompt"
+            assert thread.num_waiting == 1 and held() is None, "nothing keeps the prompt"
         first.cancel()  # the draft reads it already: it counts until that has ended
         await asyncio.gather(first, return_exceptions=True)
-        assert trimmer.num_waiting == 1
+        assert thread.num_waiting == 1
         draft.gate.set()
-        assert (await trimmer.text(LONG, HALVED))[0] == HALF
-        assert draft.num_calls == 2 and trimmer.num_waiting == 0
-        trimmer.close()
+        assert (await thread.text(LONG, HALVED))[0] == HALF
+        assert draft.num_calls == 2 and thread.num_waiting == 0
+        thread.close()
 
     asyncio.run(run())
 
@@ -274,8 +274,8 @@ def test_who_leaves_while_waiting_is_not_read_and_makes_room() -> None:
     [
         (("--prompt-keep", "0.5"), "--draft"),
         (("--prompt-threshold", "9"), "--draft"),
-        (("--draft-window-len", "900"), "--draft"),
-        (("--draft", str(TINY_DRAFT_MODEL), "--draft-window-len", "99999"), "window_len is 99999"),
+        (("--draft-context-len", "900"), "--draft"),
+        (("--draft", str(TINY_DRAFT_MODEL), "--draft-context-len", "99999"), "context_len is 99999"),
         (("--draft", str(TINY_DRAFT_MODEL), "--prompt-keep", "0"), "keep"),
         (("--draft", str(TINY_DRAFT_MODEL), "--prompt-keep", "0.5", "--prompt-max-tokens", "9"), "give exactly one"),
         (("--draft", "/nowhere"), "/nowhere"),

@@ -64,7 +64,7 @@ def hop(scores, queries, keys, start, num_voters):
 
 
 def best_with_hops(own, total, count):
-    """Half of the choice, rounded up, by the window's own scores, the rest by those with hops."""
+    """Half of the choice, rounded up, by SnapKV's own scores, the rest by those with hops."""
     first = best(own, (count + 1) // 2)
     rest = [score if i not in first else -1.0 for i, score in enumerate(total)]
     return sorted(first + best(rest, count - len(first)))
@@ -76,7 +76,7 @@ def normalised(scores):
 
 
 def pooled(scores, width, kind, half_life):
-    """One list smoothed with a centred window; outside the list there are zeros (avg) or nothing (max).
+    """One list smoothed over centred neighbours; outside the list there are zeros (avg) or nothing (max).
 
     Then every score lives on in the tokens after it, halved after each ``half_life`` of them (0: not at all).
     """

@@ -102,13 +102,13 @@ def test_plan_counts_a_draft(config_file: Path, capsys: pytest.CaptureFixture[st
     arguments = ["plan", str(config_file), "--budget", "512", "--memory", "64MiB"]
     assert main([*arguments, "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
-    assert main([*arguments, "--json", "--draft", str(config_file), "--draft-window-len", "512"]) == 0
+    assert main([*arguments, "--json", "--draft", str(config_file), "--draft-context-len", "512"]) == 0
     beside = json.loads(capsys.readouterr().out)
     assert beside["draft"]["weight_bytes"] == alone["weight_bytes"] and alone["draft"] is None
     assert beside["rows"][1]["rows_here"] <= alone["rows"][1]["rows_here"]
     assert main([*arguments, "--draft", str(config_file)]) == 0
     assert "while it scores a text" in capsys.readouterr().out
-    assert main([*arguments, "--draft-window-len", "512"]) == 2
+    assert main([*arguments, "--draft-context-len", "512"]) == 2
     assert "there is no draft" in capsys.readouterr().err
 
 

@@ -77,10 +77,10 @@ def test_smaller_chunks_make_more_pieces(text_file: Path, capsys: pytest.Capture
     assert pieces[0] < pieces[1]
 
 
-def test_a_long_text_is_read_in_windows(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compress", str(text_file), "--query", QUESTION, "--keep", "0.2", "--window-len", "400"]) == 0
+def test_a_long_text_is_read_in_passages(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compress", str(text_file), "--query", QUESTION, "--keep", "0.2", "--context-len", "400"]) == 0
     captured = capsys.readouterr()
-    assert NEEDLE in captured.out and re.search(r" in [2-9] windows$", captured.err.strip())
+    assert NEEDLE in captured.out and re.search(r" in [2-9] passages$", captured.err.strip())
 
 
 def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,10 +140,10 @@ def test_page_escapes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--target", "/nowhere"], ["/nowhere", "not a folder"]),
         (["--delimiter", ""], ["delimiter is empty"]),
         (["--chunk-len", "0"], ["chunk_len is 0"]),
-        (["--window-len", "0"], ["window_len", "0"]),
-        (["--window-len", "9"], ["window_len is 9", "needs 10"]),
-        (["--window-len", "999999"], ["window_len is 999999", "window is"]),
-        (["--window-len", "300", "--no-windows"], ["reads 300 tokens", "windows were not allowed"]),
+        (["--context-len", "0"], ["context_len", "0"]),
+        (["--context-len", "9"], ["context_len is 9", "needs 10"]),
+        (["--context-len", "999999"], ["context_len is 999999", "the draft reads at most"]),
+        (["--context-len", "300", "--refuse-longer"], ["reads 300 tokens", "longer texts are to be refused"]),
         (["--messages"], ["--messages needs"]),
     ],
 )

@@ -19,7 +19,7 @@ CONFIG = EngineConfig(
     chunking=Chunking(chunk_len=8, short_len=10),
     short_reserve=16,
 )
-# Without a reserve the pool may be smaller than the window: only then can a prompt be too long for staging.
+# Without a reserve the pool may be smaller than max_model_len: only then can a prompt be too long for staging.
 TIGHT = EngineConfig(
     budget=KVBudget.full(200),
     max_model_len=200,

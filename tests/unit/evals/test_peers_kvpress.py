@@ -82,18 +82,18 @@ def test_full_attention_is_the_same_in_both_engines(model: Any) -> None:
 @torch.inference_mode()
 def test_at_the_settings_of_their_snapkv_ours_keeps_the_same_tokens(model: Any) -> None:
     """On the keys and queries of a real prompt, in every layer and kv head; our default keeps others."""
-    window, num_kept = AS_KVPRESS.observation_len, 168
-    budget = KVBudget(num_sink=0, num_topk=num_kept - window, num_recent=window)
+    num_queries, num_kept = AS_KVPRESS.observation_len, 168
+    budget = KVBudget(num_sink=0, num_topk=num_kept - num_queries, num_recent=num_queries)
     prompt = prompts_of("kv")[0]
     press = press_of("snapkv", len(prompt), num_kept)
-    num_different, kernels, default = 0, bind("cpu"), SnapKV(observation_len=window)
+    num_different, kernels, default = 0, bind("cpu"), SnapKV(observation_len=num_queries)
     for module, kwargs, _ in Prefilled(model, prompt).calls:
         layer = kwargs["past_key_values"].layers[module.layer_idx]
         scores = press.score(module, kwargs["hidden_states"], layer.keys, layer.values, None, kwargs)
         theirs = scores.topk(num_kept, dim=-1).indices[0]
         queries = get_prerope_query_states(module, kwargs["hidden_states"])
         queries, _ = apply_rotary_pos_emb(queries, queries, *kwargs["position_embeddings"])
-        last = queries[0, :, -window:].transpose(0, 1)
+        last = queries[0, :, -num_queries:].transpose(0, 1)
         ours = kept_positions(last, layer.keys[0], module.layer_idx, budget, AS_KVPRESS, kernels)
         other = kept_positions(last, layer.keys[0], module.layer_idx, budget, default, kernels)
         for head in range(len(theirs)):

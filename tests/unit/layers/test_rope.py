@@ -33,20 +33,20 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {  # max_position_embeddings, 
 }  # fmt: skip
 
 
-def llama_config(window: int, parameters: dict[str, Any]) -> transformers.LlamaConfig:
+def llama_config(max_position: int, parameters: dict[str, Any]) -> transformers.LlamaConfig:
     return transformers.LlamaConfig(
         hidden_size=2 * HEAD_DIM,
         num_attention_heads=2,
-        max_position_embeddings=window,
+        max_position_embeddings=max_position,
         rope_parameters=parameters,
     )
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_frequencies_equal_transformers(name: str) -> None:
-    window, parameters = SETTINGS[name]
-    theirs, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](llama_config(window, dict(parameters)))
-    rope = Rope(parse_rope({"rope_parameters": parameters}, window), HEAD_DIM, "cpu")
+    max_position, parameters = SETTINGS[name]
+    theirs, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](llama_config(max_position, dict(parameters)))
+    rope = Rope(parse_rope({"rope_parameters": parameters}, max_position), HEAD_DIM, "cpu")
     torch.testing.assert_close(rope.frequencies, theirs, rtol=2e-6, atol=0.0)
     assert rope.scale == pytest.approx(scale, rel=1e-6)
     plain = rope_frequencies(RopeConfig(theta=parameters["rope_theta"]), HEAD_DIM)

@@ -87,7 +87,7 @@ def test_both_spellings_of_rope_agree(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rope", "window"),
+    ("rope", "max_position"),
     [
         ({"type": "llama3", **LLAMA3_ROPE}, 4096),
         ({"type": "linear", "factor": 2.5}, 10240),
@@ -98,11 +98,11 @@ def test_both_spellings_of_rope_agree(key: str) -> None:
         ({"type": "yarn", "factor": None, "original_max_position_embeddings": 1024}, 4096),
     ],
 )
-def test_window_after_stretching(rope: dict[str, Any], window: int) -> None:
-    assert model_config_from_dict({**LLAMA, "rope_scaling": rope}).max_position == window
+def test_max_position_after_stretching(rope: dict[str, Any], max_position: int) -> None:
+    assert model_config_from_dict({**LLAMA, "rope_scaling": rope}).max_position == max_position
 
 
-def test_original_window_at_the_top_level_wins() -> None:
+def test_original_max_position_at_the_top_level_wins() -> None:
     rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     config = model_config_from_dict({**LLAMA, "rope_scaling": rope, "original_max_position_embeddings": 2048})
     assert config.rope.original_max_position == 2048

@@ -110,7 +110,7 @@ def test_prefill_of_llama_8b(llama_8b: ModelConfig) -> None:
 
 def test_scoring_sets_the_temporaries_of_short_chunks(llama_8b: ModelConfig) -> None:
     memory = prefill_memory(llama_8b, 131_072, chunk_len=64, dtype="bfloat16", selector=make_selector())
-    block = 32 * 32 * 4096  # window x heads x keys
+    block = 32 * 32 * 4096  # voting queries x heads x keys
     keys = 8 * 128 * 4096
     scores = 3 * 8 * 131_072  # as voted, pooled, one pass of carrying ahead
     assert memory.transient_bytes == 4 * (block + keys + scores)
@@ -173,7 +173,7 @@ def test_default_budgets_stop_at_the_smallest_possible() -> None:
     assert default_budgets(36) == ()
 
 
-def test_default_prompt_is_the_window_up_to_a_limit(llama_8b: ModelConfig) -> None:
+def test_default_prompt_is_the_context_up_to_a_limit(llama_8b: ModelConfig) -> None:
     assert plan_8b(dataclasses.replace(llama_8b, max_position=8192)).prompt_len == 8192
     long = plan_8b(dataclasses.replace(llama_8b, max_position=10**6))
     assert (long.prompt_len, long.max_model_len) == (131_072, 131_072)
@@ -184,7 +184,7 @@ def test_default_prompt_is_the_window_up_to_a_limit(llama_8b: ModelConfig) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt_len": 131_073}, ("prompt_len is 131073", "131072", "window")),
+        ({"prompt_len": 131_073}, ("prompt_len is 131073", "131072", "context")),
         ({"prompt_len": 0}, ("prompt_len is 0", "from 1")),
         ({"max_model_len": 200_000}, ("max_model_len is 200000", "131072")),
         ({"prompt_len": 4097, "max_model_len": 4096}, ("prompt_len is 4097", "4096")),
@@ -270,14 +270,14 @@ def test_rescoring_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None:
         plan_8b(llama_8b, budgets=[64], rescoring=RescoringConfig())
 
 
-def test_windows_that_look_ahead_together_are_held_together() -> None:
-    """Qwen3-0.6B in bf16: 112 KiB of K and V per token in 28 layers, four windows of 8,192 on a GPU, one on a CPU."""
+def test_passages_that_look_ahead_together_are_held_together() -> None:
+    """Qwen3-0.6B in bf16: 112 KiB of K and V per token in 28 layers, four passages of 8,192 on a GPU, one on a CPU."""
     model = model_config_from_dict({**LLAMA_32_1B, "num_hidden_layers": 28, "head_dim": 128, "hidden_size": 1024,
                                     "num_attention_heads": 16, "intermediate_size": 3072})  # fmt: skip
-    settings = ScoringSettings(window_len=8192)
+    settings = ScoringSettings(context_len=8192)
     held = 8192 * 112 * 1024
     gpu = draft_memory(model, settings, dtype="bfloat16", device="cuda:0")
     assert 4 * held < gpu.working_bytes < 4.3 * held
     assert held < draft_memory(model, settings, dtype="bfloat16", device="cpu").working_bytes < 1.2 * held
-    whole = draft_memory(model, ScoringSettings(window="refuse"), dtype="bfloat16", device="cuda")
-    assert (16 + 16 / 28) * held < whole.working_bytes < 17.2 * held  # one window of 131,072, and a layer of it staged
+    whole = draft_memory(model, ScoringSettings(long_texts="refuse"), dtype="bfloat16", device="cuda")
+    assert (16 + 16 / 28) * held < whole.working_bytes < 17.2 * held  # one text of 131,072, and a layer of it staged

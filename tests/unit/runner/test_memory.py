@@ -29,7 +29,7 @@ from snapstream.plan.memory import FRAMEWORK_BYTES, EngineMemory, engine_memory
 from snapstream.request import SamplingParams
 from snapstream.runner import model_runner
 from snapstream.runner.model_runner import ModelRunner
-from snapstream.spec_prefill.lookahead import scores_of_windows
+from snapstream.spec_prefill.lookahead import scores_of_passages
 from snapstream.spec_prefill.settings import ScoringSettings
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 from tests.live import LiveBytes
@@ -127,9 +127,9 @@ def test_logits_of_a_prompt_stay_within_what_a_prefill_takes() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        ScoringSettings(window_len=1024, windows_at_once=3, ignore_eos=True),
-        ScoringSettings(window_len=4096, look_ahead=0),
-        ScoringSettings(window_len=4096, keys="one_layer", ignore_eos=True),
+        ScoringSettings(context_len=1024, passages_at_once=3, ignore_eos=True),
+        ScoringSettings(context_len=4096, look_ahead=0),
+        ScoringSettings(context_len=4096, keys="one_layer", ignore_eos=True),
     ],
     ids=["all layers", "no look-ahead", "one layer"],
 )
@@ -138,12 +138,12 @@ def test_a_draft_takes_what_the_plan_says(settings: ScoringSettings, tmp_path: P
              "intermediate_size": 64, "num_hidden_layers": 12}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | small))
     model = read_model_config(tmp_path)
-    window = settings.window_len - settings.look_ahead
+    passage_len = settings.context_len - settings.look_ahead
     with LiveBytes("cpu") as live, torch.inference_mode():
         weights = DecoderWeights.random(model, torch.float32, "cpu", seed=0)
         decoder = Decoder(model, weights)
         before = live.peak = live.now
-        for _ in scores_of_windows(decoder, [[5] * window] * 3, settings):
+        for _ in scores_of_passages(decoder, [[5] * passage_len] * 3, settings):
             pass
     planned = draft_memory(model, settings, dtype="float32", device="cpu")
     assert planned.weight_bytes == pytest.approx(before, rel=0.01)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.counting import TokenCounter
 from snapstream.spec_prefill.draft import Draft
 from snapstream.spec_prefill.protection import head_end, tail_start
 from snapstream.spec_prefill.settings import CutSettings, Protection, ScoringSettings
+from snapstream.spec_prefill.text_trimmer import TextTrimmer
 from tests.unit.spec_prefill.test_spans import PIECES
 from tests.unit.spec_prefill.tokenizers import byte_tokenizer, word_tokenizer
 
@@ -115,7 +115,7 @@ def test_only_what_may_change_changes_and_only_by_leaving_out(
         {**m, "content": m["content"] * repeats if isinstance(m["content"], str) else m["content"]} for m in messages
     ]
     own = drafts[reader]
-    compressor = PromptCompressor(
+    trimmer = TextTrimmer(
         own,
         scoring=ScoringSettings(look_ahead=0, num_own_queries=2),
         cut=CutSettings(chunk_len=chunk_len, delimiter=CUT),
@@ -124,7 +124,7 @@ def test_only_what_may_change_changes_and_only_by_leaving_out(
     how = {"max_tokens": amount} if isinstance(amount, int) else {"keep": amount}
     count = TokenCounter(TARGETS[target])
     try:
-        result = compressor.compress(messages, target_tokenizer=TARGETS[target], tools=TOOLS, **how)  # type: ignore[arg-type]
+        result = trimmer.trim(messages, target_tokenizer=TARGETS[target], tools=TOOLS, **how)  # type: ignore[arg-type]
     except ValueError as error:
         assert isinstance(amount, int) and f"max_tokens is {amount}" in str(error)
         return

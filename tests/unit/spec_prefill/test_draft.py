@@ -1,4 +1,4 @@
-"""How a draft reads: the text found again inside a template, windows, refusals."""
+"""How a draft reads: the text found again inside a template, passages, refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from snapstream.assets import TINY_MODEL
-from snapstream.spec_prefill.draft import Draft, windows_of
+from snapstream.spec_prefill.draft import Draft, passages_of
 from snapstream.spec_prefill.lookahead import token_scores
 from snapstream.spec_prefill.settings import ScoringSettings
 from tests.unit.spec_prefill.tokenizers import byte_tokenizer, word_tokenizer
@@ -47,8 +47,8 @@ def test_nothing_to_read(draft: Draft) -> None:
 
 
 @pytest.mark.parametrize(("total", "room", "overlap"), [(10, 4, 1), (10, 4, 2), (11, 4, 0), (9, 3, 0), (100, 99, 40)])
-def test_windows_cover_everything_and_have_one_size(total: int, room: int, overlap: int) -> None:
-    found = windows_of(total, room, overlap)
+def test_passages_cover_everything_and_have_one_size(total: int, room: int, overlap: int) -> None:
+    found = passages_of(total, room, overlap)
     assert found[0][0] == 0 and found[-1][1] == total
     assert all(b - a == room for a, b in found)
     assert all(b - c >= overlap for (_, b), (c, _) in zip(found, found[1:], strict=False))
@@ -56,40 +56,40 @@ def test_windows_cover_everything_and_have_one_size(total: int, room: int, overl
 
 def test_a_text_that_fits_is_read_at_once(draft: Draft) -> None:
     read = draft.read(TEXT * 10, after="Where?", as_chat=True)
-    settings = ScoringSettings(window_len=len(read.ids) + 8)
-    scores, num_windows = draft.score(read, settings)
-    assert num_windows == 1
+    settings = ScoringSettings(context_len=len(read.ids) + 8)
+    scores, num_passages = draft.score(read, settings)
+    assert num_passages == 1
     whole = token_scores(draft.decoder, read.ids, ScoringSettings())[read.first : read.stop]
     assert torch.equal(scores, whole)
 
 
-def test_a_longer_text_is_read_in_windows_with_the_question_in_each(draft: Draft) -> None:
+def test_a_longer_text_is_read_in_passages_with_the_question_in_each(draft: Draft) -> None:
     text = TEXT * 30
     read = draft.read(text, after="Where?", as_chat=True)
-    settings = ScoringSettings(window_len=200, overlap=30)
-    scores, num_windows = draft.score(read, settings)
+    settings = ScoringSettings(context_len=200, overlap=30)
+    scores, num_passages = draft.score(read, settings)
     around = len(read.ids) - read.num_tokens
-    windows = windows_of(read.num_tokens, 200 - 8 - around, 30)
-    assert num_windows == len(windows) > 3
+    passages = passages_of(read.num_tokens, 200 - 8 - around, 30)
+    assert num_passages == len(passages) > 3
     head, tail, own = read.ids[: read.first], read.ids[read.stop :], read.ids[read.first : read.stop]
     parts = [
         token_scores(draft.decoder, (*head, *own[a:b], *tail), settings)[len(head) : len(head) + b - a]
-        for a, b in windows
+        for a, b in passages
     ]
-    for i in (0, 100, windows[1][0], windows[0][1] - 1, windows[-1][0], read.num_tokens - 1):
-        seen = [part[i - a] for part, (a, b) in zip(parts, windows, strict=True) if a <= i < b]
+    for i in (0, 100, passages[1][0], passages[0][1] - 1, passages[-1][0], read.num_tokens - 1):
+        seen = [part[i - a] for part, (a, b) in zip(parts, passages, strict=True) if a <= i < b]
         torch.testing.assert_close(scores[i], torch.stack(seen).mean())
 
 
 def test_refusals(draft: Draft, tmp_path: Path) -> None:
     read = draft.read(TEXT * 30)
     with pytest.raises(ValueError, match="200 tokens, 8 of them ahead; this text has [0-9]+"):
-        draft.score(read, ScoringSettings(window_len=200, window="refuse"))
-    with pytest.raises(ValueError, match="window_len is 20000; the draft's window is 16384"):
-        draft.score(read, ScoringSettings(window_len=20000))
+        draft.score(read, ScoringSettings(context_len=200, long_texts="refuse"))
+    with pytest.raises(ValueError, match="context_len is 20000; the draft reads at most 16384"):
+        draft.score(read, ScoringSettings(context_len=20000))
     crowded = draft.read(TEXT, after="why " * 300, as_chat=True)
-    with pytest.raises(ValueError, match="leave no room in a draft's window of 200"):
-        draft.score(crowded, ScoringSettings(window_len=200))
+    with pytest.raises(ValueError, match="leave no room among the 200 that the draft reads"):
+        draft.score(crowded, ScoringSettings(context_len=200))
 
     class Slow:
         is_fast = False

@@ -68,18 +68,18 @@ def test_look_ahead_stops_where_the_draft_ends(drafts: Any) -> None:
 
 
 @pytest.mark.parametrize("keys", ["all_layers", "one_layer"])
-def test_windows_look_ahead_together_as_they_would_alone(drafts: Any, keys: Any) -> None:
+def test_passages_look_ahead_together_as_they_would_alone(drafts: Any, keys: Any) -> None:
     """One of them ends after its third token, which the others do not draw; the last group is smaller."""
     theirs, decoder = drafts["qwen3"]
-    windows = [prompt_of(30, seed) for seed in range(5)]
-    third = scores_by_lists.drawn_tokens(theirs, windows[1], 8, ())[2]
+    passages = [prompt_of(30, seed) for seed in range(5)]
+    third = scores_by_lists.drawn_tokens(theirs, passages[1], 8, ())[2]
     ending = Decoder(replace(decoder.config, eos_token_ids=(third,)), decoder.weights)
-    drawn = [scores_by_lists.drawn_tokens(theirs, window, 8, (third,)) for window in windows]
+    drawn = [scores_by_lists.drawn_tokens(theirs, passage, 8, (third,)) for passage in passages]
     assert len(drawn[1]) == 3 and len(drawn[0]) == len(drawn[2]) == 8
-    expected = [scores_by_lists.token_scores(theirs, window, look_ahead=8, ends=(third,)) for window in windows]
+    expected = [scores_by_lists.token_scores(theirs, passage, look_ahead=8, ends=(third,)) for passage in passages]
     for size in (1, 3):
-        settings = ScoringSettings(keys=keys, windows_at_once=size)
-        found = list(lookahead.scores_of_windows(ending, windows, settings))
+        settings = ScoringSettings(keys=keys, passages_at_once=size)
+        found = list(lookahead.scores_of_passages(ending, passages, settings))
         torch.testing.assert_close(torch.stack(found), torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 

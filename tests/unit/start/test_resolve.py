@@ -76,11 +76,11 @@ def test_what_is_taken_as_it_is_said_arrives() -> None:
     assert {field.name for field in fields(Settings)} == said.keys() | {"kv_dtype"}  # which rescoring excludes
 
 
-def test_full_attention_is_a_row_of_the_window() -> None:
+def test_full_attention_is_a_row_of_the_context() -> None:
     for budget in ("full", 131_072, 10**6):
         config = decided(budget=budget, max_rows=1)
         assert (config.budget.capacity, config.budget.num_topk) == (131_072, 0)
-    with pytest.raises(ValueError, match="max_model_len is 131073; the model's window is 131072 tokens"):
+    with pytest.raises(ValueError, match="max_model_len is 131073; the model's context is 131072 tokens"):
         decided(max_model_len=131_073)
 
 
@@ -150,7 +150,7 @@ def test_what_a_draft_works_with_is_kept_free(device: str, max_rows: AutoCount) 
     rows = decided(alone, slots=32_768).max_rows
     assert 19 <= rows - decided(beside, slots=32_768).max_rows <= 20  # of 1 GiB, and what decode needs for each
     if max_rows != "auto":
-        with pytest.raises(ValueError, match="20 GiB for the draft.*or the window of the draft"):
+        with pytest.raises(ValueError, match="20 GiB for the draft.*or the context of the draft"):
             decided(beside, slots=32_768, max_rows=rows)
 
 
@@ -178,7 +178,7 @@ def test_a_server_tells_its_engine_of_the_draft() -> None:
     """All of it, because it may or may not be loaded when the engine measures."""
     spec = EngineSpec(model=str(TINY_MODEL))
     assert memory_beside(spec, ServeOptions()) is None
-    whole, short = (memory_beside(spec, ServeOptions(draft=TINY_MODEL, draft_window_len=n)) for n in (None, 128))
+    whole, short = (memory_beside(spec, ServeOptions(draft=TINY_MODEL, draft_context_len=n)) for n in (None, 128))
     weights = weight_bytes(read_model_config(TINY_MODEL), "float32")
     assert whole is not None and short is not None
     assert weights < short.working_bytes < whole.working_bytes

@@ -4,9 +4,8 @@
                           held back until the head is whole    streamed
 
 Invariant: what comes out does not depend on how the text was cut into pieces, and nothing is taken back. A call stands
-as soon as the head is whole and names a known tool; what goes wrong before that comes out as content, what goes wrong
-after it stays in the arguments, as the model wrote them. ``formats.py`` has the formats,
-``scanning.py`` looks at a call.
+as soon as the head is whole and names a known tool; a fault before that makes the text content, a fault after it stays
+in the arguments, as the model wrote them. ``formats.py`` has the formats, ``scanning.py`` looks at a call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a chat answer must look like and how it is read: tools and response format put together.
+"""The form of a chat answer and the way to read it: tools and response format put together.
 
 response_format   tools                 grammar of the answer      calls are read
 -                 none, auto            -                          auto: yes

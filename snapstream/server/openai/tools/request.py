@@ -1,6 +1,6 @@
 """``tools``, ``tool_choice``, ``parallel_tool_calls`` and ``response_format`` of a request, checked.
 
-Invariant: what is malformed is a 400 that names the field. ``plan.py`` makes of it what the engine and the parser do.
+Invariant: a malformed field is a 400 that names it. ``plan.py`` makes a grammar and a parser of the rest.
 """
 
 from __future__ import annotations

@@ -34,24 +34,24 @@ def test_chunked_hops_equal_the_reference(chunk: int, heads: tuple[int, int]) ->
 
 @pytest.mark.parametrize("num_hops", [1, 3])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 3)])
-@pytest.mark.parametrize("window", [1, 4, 50])
+@pytest.mark.parametrize("num_queries", [1, 4, 50])
 @pytest.mark.parametrize("is_variant", [False, True])
 def test_hops_equal_the_list_based_program(
-    num_hops: int, heads: tuple[int, int], window: int, is_variant: bool
+    num_hops: int, heads: tuple[int, int], num_queries: int, is_variant: bool
 ) -> None:
     torch.manual_seed(num_hops)
     budget = KVBudget(num_sink=2, num_topk=7, num_recent=3)
-    rule = as_variant(Hops(observation_len=window, num_hops=num_hops, pool_half_life=2))
+    rule = as_variant(Hops(observation_len=num_queries, num_hops=num_hops, pool_half_life=2))
     if is_variant:
         rule = replace(rule, pool_width=3, pooling="avg")
-    selector = rule if is_variant else Hops(observation_len=window, num_hops=num_hops, pool_half_life=2)
+    selector = rule if is_variant else Hops(observation_len=num_queries, num_hops=num_hops, pool_half_life=2)
     queries, keys = 2 * torch.randn(40, heads[0], 8), torch.randn(heads[1], 40, 8)
     got = kept_positions(queries, keys, 0, budget, selector, KERNELS)
-    scores = row_by_lists.votes(queries[-window:].tolist(), keys.tolist(), 2, 37, False, False)
+    scores = row_by_lists.votes(queries[-num_queries:].tolist(), keys.tolist(), 2, 37, False, False)
     latest = [row_by_lists.normalised(own) for own in scores]
     total = latest
     for _ in range(num_hops):
-        latest = row_by_lists.hop(latest, queries.tolist(), keys.tolist(), 2, window)
+        latest = row_by_lists.hop(latest, queries.tolist(), keys.tolist(), 2, num_queries)
         total = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(total, latest, strict=True)]
     for head in range(heads[1]):
         own = row_by_lists.pooled(scores[head], rule.pool_width, rule.pooling, 2)
@@ -60,7 +60,7 @@ def test_hops_equal_the_list_based_program(
 
 
 def test_a_hop_finds_what_the_question_does_not_look_at() -> None:
-    """The window points at token 20, whose own query points at token 30."""
+    """The end of the prompt points at token 20, whose own query points at token 30."""
     queries, keys = torch.zeros(60, 1, 4), torch.zeros(1, 60, 4)
     queries[-4:, 0, 0] = keys[0, 20, 0] = 10.0
     queries[20, 0, 1] = keys[0, 30, 1] = 10.0
@@ -70,7 +70,7 @@ def test_a_hop_finds_what_the_question_does_not_look_at() -> None:
     assert kept[0].tolist() == [0, 20] and kept[1].tolist() == [20, 30]
 
 
-def test_half_of_the_slots_are_the_windows_whatever_hops_find() -> None:
+def test_half_of_the_slots_are_snapkvs_whatever_hops_find() -> None:
     torch.manual_seed(0)
     queries, keys = torch.randn(200, 4, 16), torch.randn(2, 200, 16)
     many = Hops(observation_len=8, num_hops=9)

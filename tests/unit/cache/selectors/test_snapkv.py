@@ -46,7 +46,7 @@ budgets = st.builds(
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]),
     seed=st.integers(0, 2**31),
 )
-@example(KVBudget(num_sink=0, num_topk=3, num_recent=1), SnapKV(observation_len=9), 1, (4, 2), 0)  # window > N, R = 1
+@example(KVBudget(num_sink=0, num_topk=3, num_recent=1), SnapKV(observation_len=9), 1, (4, 2), 0)  # 9 > N, R = 1
 @example(KVBudget(num_sink=3, num_topk=0, num_recent=2), SnapKV(observation_len=2), 5, (4, 2), 1)  # K = 0
 @example(KVBudget(num_sink=1, num_topk=4, num_recent=2), SnapKV(observation_len=4), 1, (2, 1), 2)  # N = C + 1
 def test_kept_positions_equal_the_list_based_program(
@@ -55,9 +55,9 @@ def test_kept_positions_equal_the_list_based_program(
     generator = torch.Generator().manual_seed(seed)
     (num_heads, num_kv_heads), width = heads, 4
     prompt_len = budget.capacity + extra
-    window = selector.num_queries(prompt_len)
+    num_queries = selector.num_queries(prompt_len)
     # float64 lists and fp32 tensors must not disagree on near ties, so numbers are few and far apart.
-    queries = torch.randint(-3, 4, (window, num_heads, width), generator=generator).float()
+    queries = torch.randint(-3, 4, (num_queries, num_heads, width), generator=generator).float()
     keys = torch.randint(-3, 4, (num_kv_heads, prompt_len, width), generator=generator).float()
     layer = seed % 5
     got = kept_positions(queries, keys, layer, budget, selector, KERNELS)
@@ -96,12 +96,12 @@ def _assert_best(selected: list[int], scores: list[float], start: int, count: in
 @pytest.mark.parametrize("over_row", [False, True])
 @pytest.mark.parametrize("group_max", [False, True])
 @pytest.mark.parametrize("chunk", [7, 64, 4096])
-@pytest.mark.parametrize("window", [1, 16, 40])
-def test_chunked_scores_equal_the_reference(over_row: bool, group_max: bool, chunk: int, window: int) -> None:
-    torch.manual_seed(window + chunk)
-    queries, keys = torch.randn(window, 6, 16), torch.randn(2, 200, 16)
+@pytest.mark.parametrize("num_queries", [1, 16, 40])
+def test_chunked_scores_equal_the_reference(over_row: bool, group_max: bool, chunk: int, num_queries: int) -> None:
+    torch.manual_seed(num_queries + chunk)
+    queries, keys = torch.randn(num_queries, 6, 16), torch.randn(2, 200, 16)
     for start, stop in ((0, 199), (4, 190), (30, 31)):
-        args = (queries, keys, 200 - window, start, stop)
+        args = (queries, keys, 200 - num_queries, start, stop)
         want = reference.snapkv_scores(*args, over_row=over_row, group_max=group_max)
         got = snapkv_scores(*args, over_row=over_row, group_max=group_max, chunk=chunk)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
@@ -118,7 +118,7 @@ def test_scores_are_fp32_whatever_the_storage() -> None:
     torch.testing.assert_close(half, want, atol=1e-5, rtol=1e-5)
 
 
-def test_votes_of_a_window_sum_to_its_length() -> None:
+def test_votes_sum_to_the_number_of_queries() -> None:
     """Over the candidates every query hands out exactly one vote per head."""
     queries, keys = torch.randn(8, 4, 16), torch.randn(2, 100, 16)
     scores = snapkv_scores(queries, keys, 92, 4, 90, over_row=False, group_max=False)

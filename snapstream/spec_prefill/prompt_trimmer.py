@@ -1,7 +1,7 @@
 """Prompts on their way into the engine, shortened by a draft: as text that is tokenized anew, or as kept token ids.
 
-Invariant: what comes out is what the same call without compression would have fed the engine, less the parts left out;
-``Trim`` counts both. ``llm.py`` uses this; ``compressor.py`` does the work.
+Invariant: the result is the prompt that the same call without a draft would have fed the engine, less the parts left
+out; ``Trim`` counts both. ``llm.py`` uses this; ``text_trimmer.py`` does the work.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from snapstream.request import Trim
 from snapstream.spec_prefill.assemble import with_texts
-from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.protection import Candidate, candidates
-from snapstream.spec_prefill.report import CompressedPrompt, CompressionReport
+from snapstream.spec_prefill.report import TrimmedText, TrimReport
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.spec_prefill.spans import Span
+from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,15 +37,15 @@ class TrimmedPrompt:
 
 
 class PromptTrimmer:
-    """A compressor and the tokenizer of the model that answers."""
+    """A ``TextTrimmer`` and the tokenizer of the model that answers."""
 
-    def __init__(self, compressor: PromptCompressor, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._compressor, self._tokenizer = compressor, tokenizer
+    def __init__(self, text_trimmer: TextTrimmer, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._text_trimmer, self._tokenizer = text_trimmer, tokenizer
 
     @property
-    def compressor(self) -> PromptCompressor:
+    def text_trimmer(self) -> TextTrimmer:
         """The one it was made with."""
-        return self._compressor
+        return self._text_trimmer
 
     def prompt(self, prompt: str | Sequence[int], how: PromptCompression) -> TrimmedPrompt:
         """A plain prompt, as text or as token ids."""
@@ -53,8 +53,8 @@ class PromptTrimmer:
             ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             return self._ids(ids, None, how)
         if not isinstance(prompt, str):
-            raise ValueError("the prompt is token ids; compressing it as text needs the text, or hand_over='ids'")
-        result = self._compress(prompt, how)
+            raise ValueError("the prompt is token ids; trimming it as text needs the text, or hand_over='ids'")
+        result = self._as_text(prompt, how)
         assert result.text is not None
         ids = self._tokenizer(result.text)["input_ids"]
         return TrimmedPrompt(token_ids=tuple(ids), positions=None, trim=_trim(result.report), text=result.text)
@@ -64,16 +64,16 @@ class PromptTrimmer:
         if how.hand_over == "ids":
             text = render(messages)
             encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            found = candidates(messages, self._compressor.protection, self._compressor.draft.count_tokens)
+            found = candidates(messages, self._text_trimmer.protection, self._text_trimmer.draft.count_tokens)
             spans = body_places(text, messages, found, render)
             return self._ids(encoded["input_ids"], token_ranges(encoded["offset_mapping"], spans), how)
-        result = self._compress(messages, how)
+        result = self._as_text(messages, how)
         assert result.messages is not None
         ids = self._tokenizer(render(result.messages), add_special_tokens=False)["input_ids"]
         return TrimmedPrompt(token_ids=tuple(ids), positions=None, trim=_trim(result.report))
 
-    def _compress(self, prompt: str | Messages, how: PromptCompression) -> CompressedPrompt:
-        return self._compressor.compress(
+    def _as_text(self, prompt: str | Messages, how: PromptCompression) -> TrimmedText:
+        return self._text_trimmer.trim(
             prompt,
             keep=how.keep,
             max_tokens=how.max_tokens,
@@ -83,15 +83,15 @@ class PromptTrimmer:
         )
 
     def _ids(self, ids: Sequence[int], ranges: list[Span] | None, how: PromptCompression) -> TrimmedPrompt:
-        if self._compressor.draft.tokenizer.get_vocab() != self._tokenizer.get_vocab():
+        if self._text_trimmer.draft.tokenizer.get_vocab() != self._tokenizer.get_vocab():
             raise ValueError("hand_over='ids' needs a draft with the target's tokenizer; theirs differ, use 'text'")
-        result = self._compressor.compress_ids(
+        result = self._text_trimmer.trim_ids(
             ids, keep=how.keep, max_tokens=how.max_tokens, candidates=ranges, threshold=how.threshold
         )
         return TrimmedPrompt(token_ids=result.token_ids, positions=result.positions, trim=_trim(result.report))
 
 
-def _trim(report: CompressionReport) -> Trim:
+def _trim(report: TrimReport) -> Trim:
     return Trim(
         prompt_tokens=report.tokens_before,
         kept_tokens=report.tokens_after,

@@ -1,7 +1,7 @@
 """The face of speculative prefill: a long text or conversation in, a shorter one and a report out.
 
-    compressor = PromptCompressor("Qwen3-0.6B/")
-    result = compressor.compress(messages, target_tokenizer="Llama-3.1-8B-Instruct/", max_tokens=8192)
+    trimmer = TextTrimmer("Qwen3-0.6B/")
+    result = trimmer.trim(messages, target_tokenizer="Llama-3.1-8B-Instruct/", max_tokens=8192)
 
 Nothing here needs the engine: the result is text for any model behind any API. The order of work: what may be cut
 (``protection.py``), scores (``draft.py``, remembered by ``scorer.py``), which chunks stay (``select.py``), which
@@ -33,9 +33,9 @@ from snapstream.spec_prefill.counting import TokenCounter
 from snapstream.spec_prefill.draft import Draft
 from snapstream.spec_prefill.protection import Candidate, candidates
 from snapstream.spec_prefill.report import (
-    CompressedIds,
-    CompressedPrompt,
-    CompressionReport,
+    TrimmedIds,
+    TrimmedText,
+    TrimReport,
 )
 from snapstream.spec_prefill.scorer import Scorer
 from snapstream.spec_prefill.select import Choice, keep_ceiling, keep_share
@@ -55,7 +55,7 @@ class _Amount:
     threshold: int
 
 
-class PromptCompressor:
+class TextTrimmer:
     """A draft that shortens prompts.
 
     ``draft``: a Hugging Face checkpoint folder, or a loaded ``Draft``. ``scoring``, ``cut`` and ``protection`` default
@@ -77,12 +77,12 @@ class PromptCompressor:
         self.scoring = as_kind("scoring", ScoringSettings() if scoring is None else scoring, ScoringSettings)
         self.cut = as_kind("cut", CutSettings() if cut is None else cut, CutSettings)
         self.protection = as_kind("protection", Protection() if protection is None else protection, Protection)
-        self.draft.window_of(self.scoring)  # refuses now what every text would be refused for
+        self.draft.context_of(self.scoring)  # refuses at once settings that would fail for every text
         self._scorer = Scorer(self.draft, self.scoring, self.cut, as_count("cache_size", cache_size, 0))
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}  # of targets that were given as folders
         self._lock = Lock()
 
-    def compress(
+    def trim(
         self,
         prompt: str | Sequence[Mapping[str, Any]],
         *,
@@ -93,7 +93,7 @@ class PromptCompressor:
         keep_spans: Spans = (),
         threshold: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> CompressedPrompt:
+    ) -> TrimmedText:
         """Shorten a text, or the contents of OpenAI messages.
 
         ``keep``: share of the chunks of each text that stays, in (0, 1]; or ``max_tokens``: a ceiling in target tokens
@@ -104,7 +104,7 @@ class PromptCompressor:
         messages a mapping from their index. ``threshold`` overrides ``Protection.threshold``.
 
         Raises ValueError for wrong arguments, for a ceiling that the protected text alone exceeds, and for a text
-        beyond the draft's window where windows are refused.
+        beyond the draft's context if such texts are refused.
         """
         check_amount(keep, max_tokens)
         if query is not None:
@@ -123,7 +123,7 @@ class PromptCompressor:
             text, report = self._shorten(
                 prompt, [whole], forced, lambda texts: texts[0], counter.text, amount, counted_with
             )
-            return CompressedPrompt(text=text, report=report)
+            return TrimmedText(text=text, report=report)
         messages = [dict(message) for message in prompt]
         found = candidates(messages, self.protection, self.draft.count_tokens)
         if query:
@@ -137,9 +137,9 @@ class PromptCompressor:
             amount,
             counted_with,
         )
-        return CompressedPrompt(messages=tuple(shorter), report=report)
+        return TrimmedText(messages=tuple(shorter), report=report)
 
-    def compress_ids(
+    def trim_ids(
         self,
         token_ids: Sequence[int],
         *,
@@ -147,12 +147,12 @@ class PromptCompressor:
         max_tokens: int | None = None,
         candidates: Sequence[Span] | None = None,
         threshold: int | None = None,
-    ) -> CompressedIds:
+    ) -> TrimmedIds:
         """Leave tokens out of a prompt in the draft's own vocabulary; the others keep their positions.
 
         SpecPrefill's hand-over (arXiv 2502.02789), for a target of the draft's family. ``candidates``: ranges of
         tokens that may be left out, all by default; each is cut into chunks of its own. The last token always stays,
-        because the answer begins with it. Amounts as in ``compress``.
+        because the answer begins with it. Amounts as in ``trim``.
         """
         check_amount(keep, max_tokens)
         ids = tuple(as_token_ids("token_ids", token_ids))
@@ -166,7 +166,7 @@ class PromptCompressor:
         reason = _why_not(_Amount(keep=keep, max_tokens=max_tokens, threshold=least), len(ids), bool(ranges))
         if reason:
             report = make_report(reason, "target", len(ids), len(ids))
-            return CompressedIds(token_ids=ids, positions=tuple(range(len(ids))), report=report)
+            return TrimmedIds(token_ids=ids, positions=tuple(range(len(ids))), report=report)
         scored = self._scorer.score_ids(ids, ranges, size)
         num_protected = len(ids) - sum(own.num_tokens for own in scored)
         scores = [own.scores for own in scored]
@@ -183,7 +183,7 @@ class PromptCompressor:
             for token in range(a, b)
         }
         positions = tuple(i for i in range(len(ids)) if i not in left_out)
-        return CompressedIds(
+        return TrimmedIds(
             token_ids=tuple(ids[i] for i in positions),
             positions=positions,
             report=make_report("", "target", len(ids), len(positions), scored, choice),
@@ -198,7 +198,7 @@ class PromptCompressor:
         count: Callable[[P], int],
         amount: _Amount,
         counted_with: str,
-    ) -> tuple[P, CompressionReport]:
+    ) -> tuple[P, TrimReport]:
         """``build`` makes a prompt of new texts, one per candidate; ``count`` counts its tokens."""
         before = count(prompt)
 

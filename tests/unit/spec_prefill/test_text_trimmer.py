@@ -1,4 +1,4 @@
-"""``PromptCompressor`` on texts and conversations: amounts, ceilings, protection, cache, refusals."""
+"""``TextTrimmer`` on texts and conversations: amounts, ceilings, protection, cache, refusals."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import make_document
-from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.counting import TokenCounter
 from snapstream.spec_prefill.draft import Draft
 from snapstream.spec_prefill.protection import Candidate
 from snapstream.spec_prefill.scorer import Scorer
 from snapstream.spec_prefill.settings import CutSettings, Protection, ScoringSettings
+from snapstream.spec_prefill.text_trimmer import TextTrimmer
 from tests.unit.spec_prefill.test_spans import texts
 from tests.unit.spec_prefill.tokenizers import byte_tokenizer, word_tokenizer
 
@@ -26,8 +26,8 @@ CHEAP = ScoringSettings(look_ahead=0)
 
 
 @pytest.fixture(scope="module")
-def compressor(draft: Draft) -> PromptCompressor:
-    return PromptCompressor(draft, scoring=CHEAP)
+def trimmer(draft: Draft) -> TextTrimmer:
+    return TextTrimmer(draft, scoring=CHEAP)
 
 
 def document(draft: Draft, tokens: int = 1500, seed: int = 0) -> tuple[str, str, str]:
@@ -41,7 +41,7 @@ def document(draft: Draft, tokens: int = 1500, seed: int = 0) -> tuple[str, str,
 
 def test_a_share_keeps_so_many_chunks(draft: Draft) -> None:
     text, needle, question = document(draft)
-    result = PromptCompressor(draft).compress(text, keep=0.25, query=question)
+    result = TextTrimmer(draft).trim(text, keep=0.25, query=question)
     report = result.report
     (own,) = report.texts
     assert report.is_applied and report.reason == "" and report.counted_with == "draft"
@@ -80,12 +80,12 @@ def test_the_ceiling_is_never_exceeded(
     draft: Draft, text: str, repeats: int, target: str, ceiling: int, chunk_len: int, forced: tuple[int, int]
 ) -> None:
     whole = text * repeats
-    own = PromptCompressor(draft, scoring=ScoringSettings(look_ahead=0, window_len=150, overlap=10),
+    own = TextTrimmer(draft, scoring=ScoringSettings(look_ahead=0, context_len=150, overlap=10),
                            cut=CutSettings(chunk_len=chunk_len))  # fmt: skip
     span = (min(*forced, len(whole)), min(max(forced), len(whole)))
     count = TokenCounter(TARGETS[target]).text
     try:
-        result = own.compress(whole, max_tokens=ceiling, target_tokenizer=TARGETS[target], keep_spans=[span])
+        result = own.trim(whole, max_tokens=ceiling, target_tokenizer=TARGETS[target], keep_spans=[span])
     except ValueError as error:
         assert f"max_tokens is {ceiling}" in str(error)
         assert count(whole[span[0] : span[1]]) > ceiling
@@ -110,10 +110,10 @@ def conversation(draft: Draft) -> list[dict[str, Any]]:
     return messages
 
 
-def test_only_aged_tool_outputs_of_an_agent_are_cut(draft: Draft, compressor: PromptCompressor) -> None:
+def test_only_aged_tool_outputs_of_an_agent_are_cut(draft: Draft, trimmer: TextTrimmer) -> None:
     messages = conversation(draft)
     before = [dict(message) for message in messages]
-    result = compressor.compress(messages, keep=0.25)
+    result = trimmer.trim(messages, keep=0.25)
     assert result.messages is not None and messages == before
     changed = [i for i, (old, new) in enumerate(zip(messages, result.messages, strict=True)) if old != new]
     assert changed == [3, 5]  # not the newest output
@@ -125,28 +125,28 @@ def test_only_aged_tool_outputs_of_an_agent_are_cut(draft: Draft, compressor: Pr
 
 
 def test_outputs_stay_cached_as_the_conversation_grows(draft: Draft) -> None:
-    own = PromptCompressor(draft, scoring=CHEAP, cache_size=3)
+    own = TextTrimmer(draft, scoring=CHEAP, cache_size=3)
     messages = conversation(draft)
-    first = own.compress(messages, keep=0.25)
+    first = own.trim(messages, keep=0.25)
     assert first.report.num_cached == 0
     grown = [*messages, {"role": "assistant", "content": "Not there."}, {"role": "user", "content": "Look again."},
              {"role": "tool", "tool_call_id": "9", "content": "nothing"}]  # fmt: skip
-    second = own.compress(grown, keep=0.25)
+    second = own.trim(grown, keep=0.25)
     assert second.report.num_cached == 2 and len(second.report.texts) == 3
     assert first.messages is not None and second.messages is not None
     assert [second.messages[i] for i in (3, 5)] == [first.messages[i] for i in (3, 5)]
-    again = own.compress(messages, keep=0.5)  # another amount needs no new scores
+    again = own.trim(messages, keep=0.5)  # another amount needs no new scores
     assert again.report.num_cached == 2 and again.report.draft_ms == 0
-    own.compress(document(draft, 1500, 9)[0], keep=0.5)  # a fourth text pushes out the one not used for longest
-    assert own.compress(grown, keep=0.5).report.num_cached == 2
-    assert PromptCompressor(draft, scoring=CHEAP, cache_size=0).compress(messages, keep=0.5).report.num_cached == 0
+    own.trim(document(draft, 1500, 9)[0], keep=0.5)  # a fourth text pushes out the one not used for longest
+    assert own.trim(grown, keep=0.5).report.num_cached == 2
+    assert TextTrimmer(draft, scoring=CHEAP, cache_size=0).trim(messages, keep=0.5).report.num_cached == 0
 
 
-def test_the_request_in_a_long_last_message_stays(draft: Draft, compressor: PromptCompressor) -> None:
+def test_the_request_in_a_long_last_message_stays(draft: Draft, trimmer: TextTrimmer) -> None:
     text, needle, question = document(draft)
     content = f"Read this report.\n\n{text}\n\n{question}\n\nAnswer in one word."
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
-    result = PromptCompressor(draft).compress(messages, max_tokens=300, target_tokenizer=TINY_MODEL)
+    result = TextTrimmer(draft).trim(messages, max_tokens=300, target_tokenizer=TINY_MODEL)
     assert result.messages is not None
     shorter = result.messages[1]["content"]
     assert shorter.startswith("Read this report.\n\n") and shorter.endswith(f"{question}\n\nAnswer in one word.")
@@ -155,18 +155,18 @@ def test_the_request_in_a_long_last_message_stays(draft: Draft, compressor: Prom
     assert result.report.counted_with == "target" and result.report.tokens_after <= 300
 
 
-def test_content_parts_are_cut_one_by_one(draft: Draft, compressor: PromptCompressor) -> None:
+def test_content_parts_are_cut_one_by_one(draft: Draft, trimmer: TextTrimmer) -> None:
     text, _, question = document(draft)
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     content = [{"type": "text", "text": text}, image, {"type": "text", "text": question}]
-    result = compressor.compress([{"role": "user", "content": content}], keep=0.2)
+    result = trimmer.trim([{"role": "user", "content": content}], keep=0.2)
     assert result.messages is not None
     shorter = result.messages[0]["content"]
     assert shorter[1:] == content[1:] and len(shorter[0]["text"]) < len(text) / 2
     assert content[0]["text"] == text
 
 
-def test_what_is_protected(draft: Draft, compressor: PromptCompressor) -> None:
+def test_what_is_protected(draft: Draft, trimmer: TextTrimmer) -> None:
     text, _, _ = document(draft)
     protected = [
         [{"role": "system", "content": text}, {"role": "user", "content": "hi"}],
@@ -175,26 +175,26 @@ def test_what_is_protected(draft: Draft, compressor: PromptCompressor) -> None:
         [{"role": "user", "content": "hi"}, {"role": "tool", "content": text}],
     ]
     for messages in protected:
-        result = compressor.compress(messages, keep=0.1)
+        result = trimmer.trim(messages, keep=0.1)
         assert result.messages == tuple(messages)
         assert (result.report.is_applied, result.report.reason) == (False, "everything is protected")
-    only_tools = PromptCompressor(draft, scoring=CHEAP, protection=Protection(roles=("tool",)))
+    only_tools = TextTrimmer(draft, scoring=CHEAP, protection=Protection(roles=("tool",)))
     messages = [{"role": "user", "content": text}, {"role": "user", "content": "hi"}]
-    assert not only_tools.compress(messages, keep=0.1).report.is_applied
-    assert compressor.compress(messages, keep=0.1).report.is_applied
+    assert not only_tools.trim(messages, keep=0.1).report.is_applied
+    assert trimmer.trim(messages, keep=0.1).report.is_applied
 
 
-def test_keep_spans_stay(draft: Draft, compressor: PromptCompressor) -> None:
+def test_keep_spans_stay(draft: Draft, trimmer: TextTrimmer) -> None:
     text, _, _ = document(draft)
     spans = [(5, 25), (1000, 1100)]
-    result = compressor.compress(text, keep=0.05, keep_spans=spans)
+    result = trimmer.trim(text, keep=0.05, keep_spans=spans)
     assert result.text is not None and all(text[a:b] in result.text for a, b in spans)
     messages = [{"role": "user", "content": text}, {"role": "user", "content": "hi"}]
-    found = compressor.compress(messages, keep=0.05, keep_spans={0: spans})
+    found = trimmer.trim(messages, keep=0.05, keep_spans={0: spans})
     assert found.messages is not None and all(text[a:b] in found.messages[0]["content"] for a, b in spans)
 
 
-def test_when_nothing_is_done(draft: Draft, compressor: PromptCompressor) -> None:
+def test_when_nothing_is_done(draft: Draft, trimmer: TextTrimmer) -> None:
     text, _, _ = document(draft, 500)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"keep": 0.5}, "below the threshold of 1,024"),
@@ -202,16 +202,16 @@ def test_when_nothing_is_done(draft: Draft, compressor: PromptCompressor) -> Non
         ({"max_tokens": 600}, "fit the ceiling of 600"),
     ]
     for options, reason in cases:
-        result = compressor.compress(text, **options)
+        result = trimmer.trim(text, **options)
         assert result.text == text and not result.report.is_applied
         assert reason in result.report.reason and result.report.ratio == 1
     # So little is cut that the delimiter costs more.
-    wordy = PromptCompressor(draft, scoring=CHEAP, cut=CutSettings(delimiter="\n- - - - - - - -\n", chunk_len=1))
-    result = wordy.compress("one two three four", keep=0.1, threshold=0, keep_spans=[(0, 4), (7, 18)])
+    wordy = TextTrimmer(draft, scoring=CHEAP, cut=CutSettings(delimiter="\n- - - - - - - -\n", chunk_len=1))
+    result = wordy.trim("one two three four", keep=0.1, threshold=0, keep_spans=[(0, 4), (7, 18)])
     assert "no fewer" in result.report.reason and result.text == "one two three four"
 
 
-def test_refusals(draft: Draft, compressor: PromptCompressor) -> None:
+def test_refusals(draft: Draft, trimmer: TextTrimmer) -> None:
     text = document(draft)[0]
     messages = [{"role": "system", "content": text}, {"role": "user", "content": "hi"}]
     cases: list[tuple[Any, dict[str, Any], str]] = [
@@ -229,10 +229,10 @@ def test_refusals(draft: Draft, compressor: PromptCompressor) -> None:
     ]
     for prompt, options, words in cases:
         with pytest.raises(ValueError, match=words):
-            compressor.compress(prompt, **options)
+            trimmer.trim(prompt, **options)
     with pytest.raises(ValueError, match="max_tokens is 100; what must stay takes 1[0-9]{3} tokens"):
-        compressor.compress(messages, max_tokens=100)
-    for wrong in ({"pool_kernel": 4}, {"keys": "none"}, {"window": "x"}, {"look_ahead": -1}):
+        trimmer.trim(messages, max_tokens=100)
+    for wrong in ({"pool_kernel": 4}, {"keys": "none"}, {"long_texts": "x"}, {"look_ahead": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ScoringSettings(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="roles has 'system'"):
@@ -243,9 +243,9 @@ def test_refusals(draft: Draft, compressor: PromptCompressor) -> None:
 
 def test_threads_and_repeats_give_the_same(draft: Draft) -> None:
     text, _, question = document(draft, 600)
-    once = PromptCompressor(draft, cache_size=0)
+    once = TextTrimmer(draft, cache_size=0)
     with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(once.compress, text, keep=0.2, query=question, threshold=0) for _ in range(6)]
+        jobs = [pool.submit(once.trim, text, keep=0.2, query=question, threshold=0) for _ in range(6)]
         results = [job.result() for job in jobs]
     assert len({result.text for result in results}) == 1
     assert len({tuple(chunk.score for chunk in result.report.texts[0].chunks) for result in results}) == 1
@@ -253,21 +253,21 @@ def test_threads_and_repeats_give_the_same(draft: Draft) -> None:
 
 def test_code_is_cut_at_definitions(draft: Draft) -> None:
     source = "".join(f"def function_{i}(x):\n    y = x + {i}\n    return y * {i}\n\n\n" for i in range(80))
-    own = PromptCompressor(draft, scoring=CHEAP, cut=CutSettings(mode="auto"))
-    result = own.compress(source, keep=0.1, query="What does function_33 return?", threshold=0)
+    own = TextTrimmer(draft, scoring=CHEAP, cut=CutSettings(mode="auto"))
+    result = own.trim(source, keep=0.1, query="What does function_33 return?", threshold=0)
     assert result.text is not None and result.report.texts[0].is_code
     for piece in result.text.split("# omitted\n"):
         assert piece.lstrip("\n").startswith("def function_")
 
 
-def test_what_a_score_depends_on_is_in_its_key(draft: Draft, compressor: PromptCompressor) -> None:
+def test_what_a_score_depends_on_is_in_its_key(draft: Draft, trimmer: TextTrimmer) -> None:
     text = document(draft, 600)[0]
-    own = PromptCompressor(draft, scoring=CHEAP)
-    first = own.compress(text, keep=0.5, query="Where is the mill?", threshold=0)
-    assert own.compress(text, keep=0.2, query="Where is the mill?", threshold=0).report.num_cached == 1
-    other = own.compress(text, keep=0.5, query="What was the code?", threshold=0)
+    own = TextTrimmer(draft, scoring=CHEAP)
+    first = own.trim(text, keep=0.5, query="Where is the mill?", threshold=0)
+    assert own.trim(text, keep=0.2, query="Where is the mill?", threshold=0).report.num_cached == 1
+    other = own.trim(text, keep=0.5, query="What was the code?", threshold=0)
     assert other.report.num_cached == 0 and other.report.texts[0].chunks != first.report.texts[0].chunks
-    assert own.compress(text, keep=0.5, threshold=0).report.num_cached == 0
+    assert own.trim(text, keep=0.5, threshold=0).report.num_cached == 0
     candidate = Candidate(text=text, start=0, end=len(text))
     scorers = (
         Scorer(draft, CHEAP, CutSettings(), 1),
