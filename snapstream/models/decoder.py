@@ -21,7 +21,7 @@ from snapstream.kernels.bound import CosSin, Kernels, bind
 from snapstream.layers.attention import KVView
 from snapstream.layers.rope import Rope
 from snapstream.models import loader
-from snapstream.models.families import FAMILIES
+from snapstream.models.families import FAMILIES, kv_spec_of
 from snapstream.models.weights import DecoderWeights
 
 
@@ -72,7 +72,7 @@ class Decoder:
     def kv_spec(self, kv_dtype: KVDType = "auto") -> KVSpec:
         """What a layer of this model keeps per token."""
         dtype = cast(DType, str(self.dtype).removeprefix("torch."))
-        return FAMILIES.get(self.config.architecture).kv_spec(self.config, dtype, kv_dtype)
+        return kv_spec_of(self.config, dtype, kv_dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """``token_ids [T]`` to the hidden states that enter layer 0, ``[T, D]``."""

@@ -100,6 +100,11 @@ FAMILIES: Registry[Family] = Registry(
 )
 
 
+def kv_spec_of(config: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
+    """What a layer of a model keeps per token."""
+    return FAMILIES.get(config.architecture).kv_spec(config, dtype, kv_dtype)
+
+
 def roles_of(config: ModelConfig) -> Roles:
     """Every stored tensor of a model by role."""
     return FAMILIES.get(config.architecture).roles(config)

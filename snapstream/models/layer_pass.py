@@ -54,7 +54,10 @@ class PassTokens:
 
 
 class LayerPass:
-    """One pass. ``run_unit`` must be called for units 0, 1, 2, ... in order; unit ``u`` is a chunk of one layer."""
+    """One pass. ``run_unit`` must be called for units 0, 1, 2, ... in order; unit ``u`` is a chunk of one layer.
+
+    ValueError for a layout of rows that staging cannot hold yet.
+    """
 
     def __init__(
         self,
@@ -66,6 +69,8 @@ class LayerPass:
         layer_done: LayerDone,
         outputs: Outputs = "last",
     ) -> None:
+        if buffers.spec.values_are_keys:
+            raise ValueError("prefill of rows whose values are part of their keys (latents) is not built")
         self._decoder, self._buffers, self._tokens = decoder, buffers, tokens
         self._chunk_len, self._attention, self._layer_done, self._outputs = chunk_len, attention, layer_done, outputs
         self._num_chunks = -(-tokens.num_tokens // chunk_len)

@@ -21,7 +21,8 @@ class Role:
     parts: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
     per_layer: bool = True
     is_matrix: bool = True  # stored as a Weight, which may be narrower; the others are plain tensors
-    shard_dim: int | None = None  # of one layer: which dimension several devices split; None: each holds all of it
+    # Of one layer: which dimension several devices split, each of the parts on its own; None: each holds all of it.
+    shard_dim: int | None = None
 
 
 Roles = Mapping[str, Role]

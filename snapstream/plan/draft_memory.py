@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from snapstream.cache.spec import KVSpec
 from snapstream.config import DEFAULT_OBSERVATION, DTYPE_BYTES, DType, ModelConfig
+from snapstream.models.families import kv_spec_of
 from snapstream.models.shapes import weight_bytes
 from snapstream.plan.memory import SCORING_KEYS, chunk_bytes
 from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings
@@ -31,7 +32,7 @@ class DraftMemory:
 def draft_memory(model: ModelConfig, settings: ScoringSettings, *, dtype: DType, device: str) -> DraftMemory:
     """Bytes of a draft of this shape that reads texts of any length."""
     kind, context_len = device.split(":")[0], settings.context_len or model.max_position
-    spec, chunk_len = KVSpec.of(model, dtype), min(settings.num_prefill_tokens(kind), context_len)
+    spec, chunk_len = kv_spec_of(model, dtype), min(settings.num_prefill_tokens(kind), context_len)
     one_layer = spec.staging_bytes(context_len)
     if settings.look_ahead == 0:
         held, voters = one_layer, settings.num_own_queries

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from snapstream.cache.spec import KVSpec
 from snapstream.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, Selector
 from snapstream.layers.row_state import row_state_bytes
+from snapstream.models.families import kv_spec_of
 from snapstream.models.shapes import weight_bytes
 from snapstream.plan.sizes import format_bytes
 
@@ -100,7 +100,7 @@ def prefill_memory(
     model: ModelConfig, num_tokens: int, *, chunk_len: int, dtype: DType, selector: Selector
 ) -> PrefillMemory:
     """Peak memory of prefilling ``num_tokens`` tokens layer by layer; it does not grow with the number of layers."""
-    spec = KVSpec.of(model, dtype)
+    spec = kv_spec_of(model, dtype)
     keys = min(SCORING_KEYS, num_tokens)
     scoring_bytes = 4 * (
         selector.observation_len * spec.num_heads * keys + spec.key_size * keys
@@ -123,13 +123,13 @@ def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     if config.device.startswith("cuda"):
         return 2 * batch
     if config.kv_dtype == "fp8":  # plain PyTorch widens the visible slots of one layer
-        batch += KVSpec.of(model, "float32").staging_bytes(config.budget.capacity)
+        batch += kv_spec_of(model, "float32").staging_bytes(config.budget.capacity)
     return batch
 
 
 def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     """Bytes of an engine of this ``config``."""
-    spec = KVSpec.of(model, config.dtype, config.kv_dtype)
+    spec = kv_spec_of(model, config.dtype, config.kv_dtype)
     capacity = config.budget.capacity
     prefill = prefill_memory(
         model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from snapstream.cache.layout import num_visible
-from snapstream.cache.spec import KVSpec
 from snapstream.config import (
     DEFAULT_OBSERVATION,
     DEFAULT_SINK,
@@ -35,6 +34,7 @@ from snapstream.config import (
     make_selector,
 )
 from snapstream.engine.pace import job_chunk_len
+from snapstream.models.families import kv_spec_of
 from snapstream.models.shapes import decode_weight_bytes, num_parameters
 from snapstream.plan.draft_memory import DraftMemory
 from snapstream.plan.fit import auto_rows, engine_config
@@ -132,7 +132,7 @@ class _Planner:
     ) -> None:
         self.model, self.options, self.gpu, self.here = model, options, gpu, here
         self.prompt_len, self.max_model_len = prompt_len, max_model_len
-        self.spec = KVSpec.of(model, options.dtype, options.kv_dtype)
+        self.spec = kv_spec_of(model, options.dtype, options.kv_dtype)
         self._reserved_bytes = 0 if draft is None else draft.total_bytes
 
     def budgets(self, given: Sequence[int]) -> list[KVBudget]:

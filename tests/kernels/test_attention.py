@@ -11,6 +11,7 @@ from snapstream.cache.spec import KVSpec
 from snapstream.config import DType, ModelConfig
 from snapstream.kernels import reference
 from snapstream.kernels.cpu import attention as cpu
+from snapstream.kernels.rows import LayerRows
 from tests.kernels.layers import one_layer
 
 HEADS = [(4, 4), (4, 2), (8, 1), (6, 2)]
@@ -101,13 +102,14 @@ def test_what_an_earlier_owner_left_past_a_rows_end_is_silent(dtype: torch.dtype
     q = torch.randn(4, 4, 8, generator=generator).to(dtype)
     k, v = (torch.randn(5, 2, 20, 8, generator=generator).to(dtype) for _ in "kv")
     rows, lengths = torch.arange(4), torch.tensor([20, 17, 20, 18])
-    want = cpu.decode_attention(q, k, v, rows, lengths)
-    for cache in (k, v):
-        cache[1, :, 17:] = torch.nan
-        cache[3, :, 18:] = torch.inf
-    torch.testing.assert_close(cpu.decode_attention(q, k, v, rows, lengths), want)
+    cache = LayerRows(k[None], v[None], 0)
+    want = cpu.decode_attention(q, cache, rows, lengths)
+    for stored in (k, v):
+        stored[1, :, 17:] = torch.nan
+        stored[3, :, 18:] = torch.inf
+    torch.testing.assert_close(cpu.decode_attention(q, cache, rows, lengths), want)
     v[2, :, 5] = torch.nan
-    got = cpu.decode_attention(q, k, v, rows, lengths)
+    got = cpu.decode_attention(q, cache, rows, lengths)
     assert got[2].isnan().all()
     torch.testing.assert_close(got[[0, 1, 3]], want[[0, 1, 3]])
     assert want.isfinite().all()

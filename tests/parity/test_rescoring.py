@@ -117,8 +117,8 @@ def test_what_is_allocated_is_what_is_counted(tmp_path: Path) -> None:
     config = EngineConfig(budget=budget, selector=selector, rescoring=rescoring, max_model_len=120, max_rows=3)
     runner = ModelRunner(decoder, config)
     memory = engine_memory(model, config)
-    assert runner._rescorer is not None
-    assert memory.row_bytes * 4 == runner.cache.num_bytes + runner._rescorer.num_bytes  # the padding row is one of them
+    assert runner.rescorer is not None
+    assert memory.row_bytes * 4 == runner.cache.num_bytes + runner.rescorer.num_bytes  # the padding row is one of them
     plain = engine_memory(model, replace(config, rescoring=None))
     assert plain.row_bytes * 4 == runner.cache.num_bytes
     assert DTYPE_BYTES["float32"] * runner.rescorer.queries.buffer.numel() == runner.rescorer.queries.num_bytes

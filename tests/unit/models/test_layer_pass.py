@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,3 +86,13 @@ def test_units_run_in_order(decoder: Decoder) -> None:
     _, one = read(decoder, 20)
     with pytest.raises(RuntimeError, match="unit 3 was planned, unit 9 is next"):
         one.run_unit(3)
+
+
+def test_latents_are_refused_until_a_view_knows_them(decoder: Decoder) -> None:
+    spec = replace(decoder.kv_spec(), num_kv_heads=1, values_are_keys=True)
+    buffers = StagingBuffers(spec, MODEL.hidden_size, 4, torch.float32, "cpu")
+    ids = torch.arange(4)
+    tokens = PassTokens(token_ids=ids, positions=ids, seq_lens=ids + 1, prompt_lens=(4,), num_queries=(0,))
+    attention = automatic(torch.device("cpu"), torch.float32, MODEL.head_dim, MODEL.group_size)
+    with pytest.raises(ValueError, match="latents"):
+        LayerPass(decoder, buffers, tokens, 4, attention, lambda *_: None)
