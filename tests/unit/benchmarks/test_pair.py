@@ -14,7 +14,8 @@ import json, pathlib, sys
 log = pathlib.Path(__file__).parents[2] / "log"
 log.write_text((log.read_text() if log.exists() else "") + {side!r})
 print("a line before")
-print(json.dumps({{"commit": {side!r}, "figures": {{"arms": [{{"ms": {ms}, "name": "x"}}], "same": 5, "size": sys.argv[1]}}}}))
+arms = [{{"ms": {ms}, "name": "x"}}]
+print(json.dumps({{"commit": {side!r}, "figures": {{"arms": arms, "same": 5, "size": sys.argv[1]}}}}))
 """
 
 
