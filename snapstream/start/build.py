@@ -5,17 +5,25 @@ torch and transformers are imported by the functions that need them, so that imp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from snapstream.config import DType, EngineConfig, EngineOptions, ModelConfig
 from snapstream.grammar import GrammarCompiler
 from snapstream.plan.draft_memory import DraftMemory, draft_memory
+from snapstream.step import Runner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from snapstream.kernels.bound import Kernels
+    from snapstream.runner.decode_step import MakeDecode
+    from snapstream.runner.model_runner import ModelRunner
     from snapstream.spec_prefill.compressor import PromptCompressor
+
+# From a checkpoint folder, its model and the engine's config, the compiler of grammars, and whether progress is shown.
+MakeRunner = Callable[[Path, ModelConfig, EngineConfig, GrammarCompiler | None, bool], Runner]
 
 
 def grammar_compiler(tokenizer: PreTrainedTokenizerBase | None, model: ModelConfig) -> GrammarCompiler | None:
@@ -52,9 +60,19 @@ def memory_of(compressor: PromptCompressor, device: str) -> DraftMemory | None:
 
 
 def build_runner(
-    folder: Path, model: ModelConfig, config: EngineConfig, grammars: GrammarCompiler | None, progress: bool
-) -> Any:
-    """Load the weights and put a runner around them."""
+    folder: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    grammars: GrammarCompiler | None,
+    progress: bool,
+    *,
+    kernels: Kernels | None = None,
+    make_decode: MakeDecode | None = None,
+) -> ModelRunner:
+    """Load the weights and put a runner around them; a ``MakeRunner``.
+
+    ``kernels`` are the device's, tuned for these weights, unless given; ``make_decode`` see ``ModelRunner``.
+    """
     import torch
 
     from snapstream.kernels.bound import bind
@@ -64,5 +82,6 @@ def build_runner(
 
     dtype = getattr(torch, config.dtype)
     weights = load_weights(folder, model, dtype, config.device, progress)
-    kernels = bind(config.device).tuned(weights.factors(), config.max_rows)
-    return ModelRunner(Decoder(model, weights, kernels), config, grammars, progress=progress)
+    kernels = kernels or bind(config.device).tuned(weights.factors(), config.max_rows)
+    decoder = Decoder(model, weights, kernels)
+    return ModelRunner(decoder, config, grammars, make_decode=make_decode, progress=progress)

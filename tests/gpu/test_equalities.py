@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,13 +73,13 @@ def test_a_decode_step_never_waits_for_the_host(prompts: list[list[int]], tmp_pa
         folder, budget=SMALL, selector=SELECTOR, device="cuda", max_rows=4, max_model_len=160, progress=False
     ) as llm:
         llm.generate(prompts[:4], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-        runner = llm.engine._runner
+        runner: Any = llm.engine.runner
         rows = torch.arange(4, device="cuda")
         needs = SamplingNeeds.of([SamplingParams(temperature=0.7, top_p=0.9, logprobs=2)])
         with torch.inference_mode():
-            runner._decode.step(rows, needs)  # type: ignore[attr-defined]
+            runner.decode.step(rows, needs)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                runner._decode.step(rows, needs)  # type: ignore[attr-defined]
+                runner.decode.step(rows, needs)
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -11,10 +11,7 @@ import importlib.util
 import os
 from typing import Any
 
-import pytest
 import torch
-
-from snapstream.kernels.bound import bind
 
 
 def switch_on() -> None:
@@ -32,12 +29,6 @@ def why_not() -> str | None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "not under Triton's interpreter: on a GPU tests/gpu runs the same checks on compiled kernels"
     return None
-
-
-def bind_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let decoders that a test loads take the Triton kernels, on any device."""
-    for module in ("snapstream.models.decoder", "snapstream.kernels.bound"):
-        monkeypatch.setattr(f"{module}.bind", lambda device: bind(device, "triton"))
 
 
 def mend() -> None:
