@@ -11,6 +11,7 @@ import importlib.util
 import os
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -29,6 +30,15 @@ def why_not() -> str | None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "not under Triton's interpreter: on a GPU tests/gpu runs the same checks on compiled kernels"
     return None
+
+
+def interpreted() -> list[pytest.MarkDecorator]:
+    """Marks of tests that interpret kernels, which are skipped where that cannot be; mends the interpreter."""
+    reason = why_not()
+    if reason is None:
+        mend()
+    overflow = "ignore::RuntimeWarning"  # NumPy says where exp overflows; a GPU does not
+    return [pytest.mark.skipif(reason is not None, reason=reason or ""), pytest.mark.filterwarnings(overflow)]
 
 
 def mend() -> None:

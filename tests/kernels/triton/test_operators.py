@@ -24,13 +24,7 @@ from snapstream.start.build import MakeRunner, build_runner
 from tests.kernels.triton import interpreter
 from tests.parity.checkpoints import VOCAB, make_model, save
 
-REASON = interpreter.why_not()
-pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
-if REASON is None:
-    interpreter.mend()
+pytestmark = interpreter.interpreted()
 
 
 def heads_and_rows() -> dict[str, Tensor]:

@@ -19,13 +19,7 @@ from snapstream.start.build import build_runner
 from tests.kernels.triton import interpreter
 from tests.parity.checkpoints import VOCAB, make_model, save
 
-REASON = interpreter.why_not()
-pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
-if REASON is None:
-    interpreter.mend()
+pytestmark = interpreter.interpreted()
 
 KERNELS = {"decode_split_kernel", "rope_write_kernel", "rms_norm_kernel", "swiglu_kernel", "window_lse_kernel",
            "votes_kernel", "gather_row_kernel"}  # fmt: skip
