@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import KVBudget
+from snapstream.config import EXECUTORS, KVBudget
 from snapstream.kernels.compile_cache import VARIABLE
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
@@ -66,8 +66,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(folder: Path) -> Iterator[LLM]:
-    """The executor as it is, with programs for 1 and for 3 rows; compiling is slow: one engine for all who ask."""
-    with LLM(folder, executor="graph", max_rows=3, **SETTINGS) as llm:
+    """Compiling is slow: programs of one batch size, and one engine for all who ask."""
+    with LLM(folder, make_runner=graph(buckets=(3,)), max_rows=3, **SETTINGS) as llm:
         yield llm
 
 
@@ -163,6 +163,10 @@ def test_a_batch_runs_in_the_smallest_bucket_and_padding_harms_nobody(
     else:  # rounds differently with the size of the batch; the answers begin alike
         assert [tokens[0] for tokens in got] == [tokens[0] for tokens in expected]
     assert {size for _, size in maker.runs} == {2, 5}
+
+
+def test_the_executor_of_that_name_makes_it() -> None:
+    assert EXECUTORS.get("graph") is make_graph
 
 
 def test_buckets_hold_every_batch() -> None:
