@@ -57,7 +57,7 @@ def engine_config(
         budget=budget, max_model_len=max_len, max_rows=max_rows,
         chunking=Chunking(chunk_len=chunk_len, short_len=chunk_len), short_reserve=chunk_len,
         dtype=bench.device.dtype_name, device=bench.device.name, executor="eager", kv_dtype=kv_dtype,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def make_runner(

@@ -43,7 +43,7 @@ def prompts() -> list[list[int]]:
 def run(folder: Path, prompts: list[list[int]], device: str, budget: KVBudget | str) -> list[list[int]]:
     params = [SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(9)]
     with LLM(folder, budget=budget, selector=SELECTOR, device=device, max_rows=4, chunk_len=32, max_model_len=160,
-             progress=False) as llm:  # type: ignore[arg-type]  # fmt: skip
+             progress=False) as llm:  # fmt: skip
         return [output.token_ids for output in llm.generate(prompts, params)]
 
 
@@ -61,7 +61,7 @@ def test_half_precision_runs(dtype: str, prompts: list[list[int]], tmp_path: Pat
     folder = save(make_model("llama-gqa-tied"), tmp_path)
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
     with LLM(folder, budget=SMALL, selector=SELECTOR, device="cuda", dtype=dtype, max_model_len=160,
-             progress=False) as llm:  # type: ignore[arg-type]  # fmt: skip
+             progress=False) as llm:  # fmt: skip
         outputs = llm.generate(prompts, params)
     assert all(len(output.token_ids) == 24 for output in outputs)
     assert all(entry.logprob <= 0.0 for output in outputs for entry in output.logprobs or [])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig
+from snapstream.config import Chunking, DType, EngineConfig, KVBudget, ModelConfig
 from snapstream.kernels import reference, sdpa
 from snapstream.kernels.prefill.choice import choose, problem_of
 from snapstream.kernels.prefill.packages import PackedLens
@@ -62,7 +62,7 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
     folder = save(make_model(name), tmp_path)
     answers = []
     for executor in ("eager", "graph"):
-        with LLM(folder, executor=executor, **SETTINGS) as llm:  # type: ignore[arg-type]
+        with LLM(folder, executor=executor, **SETTINGS) as llm:
             answers.append([output.token_ids for output in llm.generate(prompts, params())])
     assert answers[0] == answers[1]
 
@@ -80,8 +80,8 @@ def make_runner(dtype: torch.dtype, executor: str, max_rows: int = 12) -> ModelR
     )  # fmt: skip
     config = EngineConfig(
         budget=KVBudget.of(512), max_model_len=4096, max_rows=max_rows, chunking=Chunking(chunk_len=256, short_len=256),
-        dtype=str(dtype).removeprefix("torch."), device="cuda", executor=executor,
-    )  # type: ignore[arg-type]  # fmt: skip
+        dtype=cast(DType, str(dtype).removeprefix("torch.")), device="cuda", executor=executor,
+    )  # fmt: skip
     return ModelRunner(Decoder(model, DecoderWeights.random(model, dtype, "cuda", seed=0)), config)
 
 

@@ -101,13 +101,13 @@ def test_what_an_earlier_owner_left_past_a_rows_end_is_silent(dtype: torch.dtype
     q = torch.randn(4, 4, 8, generator=generator).to(dtype)
     k, v = (torch.randn(5, 2, 20, 8, generator=generator).to(dtype) for _ in "kv")
     rows, lengths = torch.arange(4), torch.tensor([20, 17, 20, 18])
-    want = cpu.decode_attention(q, k, v, rows, lengths)
+    want = cpu.decode_attention(q, one_layer(k, v), rows, lengths)
     for cache in (k, v):
         cache[1, :, 17:] = torch.nan
         cache[3, :, 18:] = torch.inf
-    torch.testing.assert_close(cpu.decode_attention(q, k, v, rows, lengths), want)
+    torch.testing.assert_close(cpu.decode_attention(q, one_layer(k, v), rows, lengths), want)
     v[2, :, 5] = torch.nan
-    got = cpu.decode_attention(q, k, v, rows, lengths)
+    got = cpu.decode_attention(q, one_layer(k, v), rows, lengths)
     assert got[2].isnan().all()
     torch.testing.assert_close(got[[0, 1, 3]], want[[0, 1, 3]])
     assert want.isfinite().all()

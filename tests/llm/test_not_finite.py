@@ -15,6 +15,7 @@ from snapstream.config import KVBudget
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.llm import LLM
 from snapstream.request import NOT_FINITE, FinishReason, Grammar, RequestOutput, SamplingParams
+from snapstream.runner.decode_step import MakeDecode
 from snapstream.runner.executors import make_eager, make_graph
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.start.build import build_runner
@@ -26,7 +27,7 @@ needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ comp
 FORCED = {BAD: 100.0}
 
 
-DECODE = {
+DECODE: dict[str, MakeDecode] = {
     "eager": make_eager,
     "graph": partial(make_graph, buckets=(4,)),  # compiling is slow: one batch size, with all that draws
 }

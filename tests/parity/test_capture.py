@@ -59,7 +59,8 @@ class OnTapes:
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """Copies, as a GPU's tokens are on their way to the host before the next replay overwrites them."""
-        return Sampled(*(None if field is None else field.clone() for field in self._captured.step(rows, needs)))
+        ids, *others = self._captured.step(rows, needs)
+        return Sampled(ids.clone(), *(None if field is None else field.clone() for field in others))
 
 
 # A CPU's own kernels read lengths on the host, which no capture can.
