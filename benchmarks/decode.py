@@ -48,12 +48,12 @@ def run(prompt_len: int, rows: int, steps: int, parts: list[int], executor: str)
         for part in [1, *parts]:
             budget = KVBudget.full(max_len) if part == 1 else KVBudget.of(prompt_len // part)
             with LLM(folder, budget=budget, executor=executor, max_rows=rows, max_model_len=max_len,
-                     progress=False) as llm:  # type: ignore[arg-type]  # fmt: skip
+                     progress=False) as llm:  # fmt: skip
                 seconds, prefill = step_seconds(llm, prompt, rows, steps)
                 visible = min(prompt_len, budget.capacity)
                 read = decode_weight_bytes(llm.model_config, "float32")
                 read += rows * KVSpec.of(llm.model_config, "float32").row_bytes(visible)
-            figure = {
+            figure: dict[str, Any] = {
                 "budget": "full" if part == 1 else f"1/{part}",
                 "slots": budget.capacity,
                 "step_ms": seconds * 1e3,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.machine import ceilings, report
+from benchmarks.machine import ceilings, report, timed_seconds
 from snapstream.assets import TINY_MODEL
 from snapstream.grammar import GrammarCompiler
 from snapstream.layers.sampler import sample
@@ -59,13 +59,7 @@ def large_vocabulary(size: int) -> str:
 
 def microseconds(work: Any, repeats: int = 15) -> float:
     """Median of some calls after one warm-up."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = perf_counter()
-        work()
-        times.append(perf_counter() - began)
-    return float(np.median(times)) * 1e6
+    return float(np.median(timed_seconds(work, repeats))) * 1e6
 
 
 def measure_masks(compiler: GrammarCompiler, grammar: Grammar) -> dict[str, float]:

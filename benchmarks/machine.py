@@ -18,15 +18,20 @@ from figures.machine import describe
 RESULTS = Path(__file__).parent / "results"
 
 
-def best_seconds(work: Any, repeats: int = 5) -> float:
-    """Shortest of ``repeats`` timed calls after one warm-up."""
+def timed_seconds(work: Any, repeats: int) -> list[float]:
+    """Seconds of each of ``repeats`` calls after one warm-up."""
     work()
     times = []
     for _ in range(repeats):
         began = perf_counter()
         work()
         times.append(perf_counter() - began)
-    return min(times)
+    return times
+
+
+def best_seconds(work: Any, repeats: int = 5) -> float:
+    """Shortest of ``repeats`` timed calls after one warm-up."""
+    return min(timed_seconds(work, repeats))
 
 
 def read_bandwidth() -> float:

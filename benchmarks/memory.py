@@ -50,7 +50,9 @@ def measure(folder: str, prompt_len: int, part: int, chunk_len: int) -> dict[str
         before = _status_kib("VmRSS") * 1024
         output = llm.generate([random_prompt(prompt_len)], params)[0]
         peak = _status_kib("VmHWM") * 1024
-        planned = prefill_memory(llm.model_config, prompt_len, chunk_len=chunk_len, dtype="float32")
+        planned = prefill_memory(
+            llm.model_config, prompt_len, chunk_len=chunk_len, dtype="float32", selector=llm.config.selector
+        )
         spec = KVSpec.of(llm.model_config, "float32")
         row, all_layers = spec.row_bytes(budget.capacity), spec.row_bytes(prompt_len)
     return {

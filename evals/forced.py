@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from snapstream.config import EngineConfig, ModelConfig
 from snapstream.llm import LLM
 from snapstream.request import Request, RequestOutput, SamplingParams
-from snapstream.step import PendingStep, StepPlan, StepResult
+from snapstream.step import PendingStep, Runner, StepPlan, StepResult
 
 
 class _Both:
@@ -54,8 +55,6 @@ def generate(
     """
     if not any(forced):
         return llm.generate(list(prompts), SamplingParams(max_tokens=max_tokens, temperature=0.0))
-    from snapstream.engine.core import Engine
-
     requests = [
         Request(
             request_id=f"forced-{index}",
@@ -64,11 +63,23 @@ def generate(
         )
         for index, (prompt, own) in enumerate(zip(prompts, forced, strict=True))
     ]
+    return answer(llm.engine.runner, llm.config, llm.model_config, requests, forced)  # over the rows of an idle LLM
+
+
+def answer(
+    runner: Runner,
+    config: EngineConfig,
+    model: ModelConfig,
+    requests: Sequence[Request],
+    forced: Sequence[Sequence[int]],
+) -> list[RequestOutput]:
+    """Outputs of an engine of its own over ``runner``; each request begins with its forced tokens, if it has any."""
+    from snapstream.engine.core import Engine
+
     by_id = {request.request_id: own for request, own in zip(requests, forced, strict=True)}
-    model = llm.model_config
-    engine = Engine(  # a second one over the rows of an idle LLM
-        ForcedRunner(llm.engine.runner, by_id),
-        llm.config,
+    engine = Engine(
+        ForcedRunner(runner, by_id) if any(forced) else runner,
+        config,
         vocab_size=model.vocab_size,
         num_layers=model.num_layers,
         eos_token_ids=model.eos_token_ids,

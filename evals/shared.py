@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
-from evals.forced import ForcedRunner
+from evals.forced import answer
 from snapstream.cache.compress import write_rows
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import EngineConfig, KVBudget, RescoringConfig, Selector
@@ -82,8 +82,6 @@ def generate_shared(
 
     ``llm`` lends its weights and its settings; its own rows are not touched.
     """
-    from snapstream.engine.core import Engine
-
     config = replace(
         llm.config,
         # Rows with room for every rule's; rescoring is refused where no slot is selected, so one is.
@@ -101,17 +99,5 @@ def generate_shared(
         )
         for index, (prompt, own) in enumerate(zip(prompts, forced, strict=True))
     ]
-    by_id = {request.request_id: own for request, own in zip(requests, forced, strict=True)}
-    driven: Any = ForcedRunner(runner, by_id) if any(forced) else runner
-    model = llm.model_config
-    engine = Engine(
-        driven,
-        config,
-        vocab_size=model.vocab_size,
-        num_layers=model.num_layers,
-        eos_token_ids=model.eos_token_ids,
-    )
-    outputs = [engine.add_request(request) for request in requests]
-    while engine.has_work:
-        engine.step()
+    outputs = answer(runner, config, llm.model_config, requests, forced)
     return [[sample.token_ids for sample in output.samples] for output in outputs]

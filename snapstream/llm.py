@@ -23,7 +23,7 @@ from snapstream.request import Request, RequestOutput, SamplingParams, Trim
 from snapstream.request.conversation import as_conversation
 from snapstream.request.inputs import as_conversations, as_params, as_prompts
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.start.build import build_runner, grammar_compiler, load_trimmer, memory_of
+from snapstream.start.build import MakeRunner, build_runner, grammar_compiler, load_trimmer, memory_of
 from snapstream.start.measure import describe_prefill, measure_machine
 from snapstream.start.resolve import resolve, resolve_budget
 
@@ -51,6 +51,7 @@ class LLM:
     their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen automatically.
     ``draft``: a small model (a folder, or a ``TextTrimmer``) that shortens the prompts of calls that ask for it.
     ``beside``: a draft that another process has loaded on this device; its working memory is kept free.
+    ``make_runner`` loads the weights and runs them, for callers that bring kernels, weights or a decode step.
     Threads may share it: their calls take turns (``engine/driver.py``). Raises ValueError for anything that cannot be
     supported, with the reason, and TypeError for an unknown setting and for wrong Python types.
     """
@@ -62,6 +63,7 @@ class LLM:
         *,
         draft: TextTrimmer | str | Path | None = None,
         beside: DraftMemory | None = None,
+        make_runner: MakeRunner = build_runner,
         progress: bool = True,
         **fields: Any,
     ) -> None:
@@ -83,7 +85,7 @@ class LLM:
             self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
         engine = Engine(
-            build_runner(Path(model), self.model_config, self.config, self._grammars, progress),
+            make_runner(Path(model), self.model_config, self.config, self._grammars, progress),
             self.config,
             vocab_size=self.model_config.vocab_size,
             num_layers=self.model_config.num_layers,
@@ -119,11 +121,16 @@ class LLM:
             self._request(p, s, row, prompt_compression)
             for p, s in zip(batch, as_params(params, len(batch)), strict=True)
         ]
-        return self._answer(requests)
+        return self.answer(requests)
 
-    def _answer(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Check every request, then run them all."""
+    def answer(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Answer requests that are ready-made, for instance with positions of their own, in their order.
+
+        Their ids must differ from each other and from those of running requests; the ids that ``generate`` gives are
+        ``request-1``, ``request-2`` ... Every request is checked before any is run, as in ``generate``.
+        """
         for index, request in enumerate(requests):
+            as_kind(f"request {index}", request, Request)
             try:
                 self._validate(request)
             except ValueError as error:
@@ -145,7 +152,7 @@ class LLM:
             prompts = [self.chat_token_ids(some) for some in conversations]
             return self.generate(prompts, params, budget=budget, selector=selector)
         trimmer, row = self._need_trimmer(prompt_compression), self._row(budget, selector)
-        return self._answer(
+        return self.answer(
             [
                 self._trimmed_request(trimmer.chat(some, prompt_compression, self._render_chat), own, row)
                 for some, own in zip(conversations, as_params(params, len(conversations)), strict=True)

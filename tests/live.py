@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = id(storage), storage.nbytes()  # torch keeps one object per storage for as long as that lives
         if key not in self._seen:
             self._seen.add(key)
             self.now += size

@@ -43,7 +43,7 @@ def attention(bench: Bench) -> Figures:
 
 def _chunks(bench: Bench, case: Case, heads: tuple[int, int], usable: list[Version]) -> Iterator[dict[str, Any]]:
     for chunk, keys in [(32, 96)] if bench.is_smoke else CHUNKS:
-        q, k, v = _numbers(bench, case, heads, chunk, keys)
+        q, k, v = _numbers(case, heads, chunk, keys)
         flop = 4 * heads[0] * case.head_dim * chunk * (keys - chunk / 2)
         for version in usable:
             if version.name == "reference" and heads[0] * chunk * keys > TOO_SLOW:
@@ -54,7 +54,7 @@ def _chunks(bench: Bench, case: Case, heads: tuple[int, int], usable: list[Versi
 
 def _packs(bench: Bench, case: Case, heads: tuple[int, int], usable: list[Version]) -> Iterator[dict[str, Any]]:
     lens = [5, 20, 7] if bench.is_smoke else PACK
-    q, k, v = _numbers(bench, case, heads, sum(lens), sum(lens))
+    q, k, v = _numbers(case, heads, sum(lens), sum(lens))
     ends = list(accumulate(lens, initial=0))
     uploaded = torch.tensor(ends, dtype=torch.int32, device=case.device)
     packed = PackedLens(uploaded, uploaded, max(lens), max(lens))
@@ -72,7 +72,7 @@ def _packs(bench: Bench, case: Case, heads: tuple[int, int], usable: list[Versio
             yield _timed(bench, figure | {"kind": "packed"}, lambda one=one: one(q, k, v, packed), flop)  # type: ignore[misc]
 
 
-def _numbers(bench: Bench, case: Case, heads: tuple[int, int], queries: int, keys: int) -> tuple[Tensor, ...]:
+def _numbers(case: Case, heads: tuple[int, int], queries: int, keys: int) -> tuple[Tensor, ...]:
     def make(*shape: int) -> Tensor:
         return torch.randn(*shape, device=case.device, dtype=case.dtype)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from snapstream.config import DType
+
 # Dense products in bf16 as the makers state them; MFU is a share of these.
 PEAK_TFLOP_PER_S = {"H200": 989.4, "H100 80GB HBM3": 989.4, "A100": 312.0}  # by a part of the device's name
 
@@ -21,7 +23,7 @@ class Device:
         self.name = name
         self.is_cuda = name.startswith("cuda")
         self.dtype = torch.bfloat16 if self.is_cuda else torch.float32
-        self.dtype_name = "bfloat16" if self.is_cuda else "float32"
+        self.dtype_name: DType = "bfloat16" if self.is_cuda else "float32"
         name_of_gpu = torch.cuda.get_device_properties(0).name if self.is_cuda else ""
         self.peak_tflop_per_s = next((peak for key, peak in PEAK_TFLOP_PER_S.items() if key in name_of_gpu), None)
 

@@ -9,7 +9,7 @@ from snapstream.config import EXECUTORS, Chunking, EngineConfig, KVBudget, KVDTy
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import model_config_from_dict
 from snapstream.request import SamplingParams
-from snapstream.runner.decode_graph import GraphDecode, Programs
+from snapstream.runner.decode_graph import SAMPLERS, GraphDecode, Programs
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.runner.programs import Capturer, Compiler
 from snapstream.step import StepPlan
@@ -57,7 +57,7 @@ def engine_config(
         budget=budget, max_model_len=max_len, max_rows=max_rows,
         chunking=Chunking(chunk_len=chunk_len, short_len=chunk_len), short_reserve=chunk_len,
         dtype=bench.device.dtype_name, device=bench.device.name, executor="eager", kv_dtype=kv_dtype,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def make_runner(
@@ -80,9 +80,10 @@ def use_executor(bench: Bench, runner: ModelRunner, executor: str, batch: int) -
         runner.use_decode(EXECUTORS.get("eager"))
         return
     maker: Any = _AsItIs()
+    samplers = SAMPLERS["cuda" if bench.device.is_cuda else "cpu"]
     if bench.device.is_cuda:
         maker = Capturer(Compiler() if executor == "graph+compile" else None)
-    runner.use_decode(lambda parts: GraphDecode(parts, Programs(maker, (batch,), executor)))
+    runner.use_decode(lambda parts: GraphDecode(parts, Programs(maker, (batch,), samplers, executor)))
 
 
 def decode_seconds(bench: Bench, runner: ModelRunner, batch: int, num_tokens: int, steps: int) -> float:

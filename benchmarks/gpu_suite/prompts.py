@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 from benchmarks.gpu_suite.models import GREEDY, decoder_of, make_runner, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
@@ -36,7 +37,7 @@ def prefill(model: str, points: list[tuple[int, int, int]]) -> Callable[[Bench],
             extra = bench.device.peak_bytes() - allocated + runner.buffers.num_bytes
             flop = prefill_flop(config, prompt_len)
             compress_ms = result.prefilled["r"].compression.compress_ms
-            figure = {
+            figure: dict[str, Any] = {
                 "model": model, "prompt_len": prompt_len, "slots": slots, "chunk_len": chunk_len,
                 "prefill_s": seconds, "tokens_per_s": prompt_len / seconds, "tflop_per_s": flop / seconds / 1e12,
                 "compress_share": compress_ms / 1e3 / seconds, "extra_gib": extra / 2**30,

@@ -10,6 +10,7 @@ whoever makes them. ``llm.py`` makes the requests.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from threading import RLock
 from typing import Any
@@ -44,8 +45,11 @@ class Driver:
             self._engine = None
 
     def run(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Run checked requests to their end, feeding the queue as it takes them."""
+        """Run checked requests to their end, feeding the queue as it takes them; ValueError for an id in use."""
         with self._turn:
+            for request_id, number in Counter(request.request_id for request in requests).items():
+                if number > 1 or request_id in self._changed:
+                    raise ValueError(f"request id {request_id!r} is in use; ids of live requests must differ")
             return self._run(requests)
 
     def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:

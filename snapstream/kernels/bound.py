@@ -111,32 +111,25 @@ def _torch() -> Kernels:
 
 def _cpu() -> Kernels:
     norms = Norms(remembers=True)
-    return Kernels(
+    return replace(
+        _torch(),
         version="cpu",
-        linear=reference.linear,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
-        swiglu=plain.swiglu,
         norm_rope=norms.norm_rope,
         attend_rows=plain.rows_attention(norms.norm_rope, attention.decode_attention),
-        gather_rows=reference.gather_rows,
-        snapkv_scores=scores.snapkv_scores,
-        hop_scores=scores.hop_scores,
     )
 
 
 def _compiled_cpu() -> Kernels:
-    return Kernels(
+    return replace(
+        _torch(),
         version="compiled_cpu",
         linear=compiled.linear,
         rms_norm=compiled.NORMS.rms_norm,
         add_rms_norm=compiled.NORMS.add_rms_norm,
-        swiglu=plain.swiglu,
         norm_rope=compiled.NORMS.norm_rope,
         attend_rows=compiled.attend_rows,
-        gather_rows=reference.gather_rows,
-        snapkv_scores=scores.snapkv_scores,
-        hop_scores=scores.hop_scores,
     )
 
 
@@ -147,9 +140,9 @@ def _triton() -> Kernels:
     from snapstream.kernels.triton import gather, norm, rope_write, swiglu
     from snapstream.kernels.triton import scores as triton_scores
 
-    return Kernels(
+    return replace(
+        _torch(),
         version="triton",
-        linear=reference.linear,
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         swiglu=swiglu.swiglu,
@@ -157,5 +150,4 @@ def _triton() -> Kernels:
         attend_rows=triton_attention.attend_rows,
         gather_rows=gather.gather_rows,
         snapkv_scores=triton_scores.snapkv_scores,
-        hop_scores=scores.hop_scores,
     )

@@ -21,8 +21,8 @@ from torch.nn.attention.bias import causal_lower_right
 # q, k, v [1, heads, tokens, E] and whether causal -> output and log-sum-exp [1, H, T]
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
-_efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
-_cudnn: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+efficient_operator: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+cudnn_operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Ten
         key, value = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [1, H, 1, E]
         lse = (q.float() * key.float()).sum(-1) * q.shape[-1] ** -0.5  # [1, H, T]
         return value.expand(q.shape), lse
-    found: Any = _cudnn(q, k, v, None, True, 0.0, is_causal)
+    found: Any = cudnn_operator(q, k, v, None, True, 0.0, is_causal)
     return found[0], found[1].reshape(q.shape[:3])
 
 
@@ -97,6 +97,6 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor,
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     else:
         q = q.reshape(1, num_kv_heads, group * num_queries, head_dim)
-    found: Any = _efficient(q, k, v, None, True, 0.0, is_causal)
+    found: Any = efficient_operator(q, k, v, None, True, 0.0, is_causal)
     lse = found[1][:, :, : q.shape[2]]  # padded to whole tiles
     return found[0].reshape(1, num_heads, num_queries, head_dim), lse.reshape(1, num_heads, num_queries)

@@ -75,6 +75,7 @@ class Programs:
 
     maker: ProgramMaker
     buckets: tuple[int, ...]  # batch sizes, rising
+    samplers: tuple[SamplingNeeds, ...]  # what is drawn by programs; of SAMPLERS
     doing: str  # told to the user meanwhile
     marker: Path | None = None  # written when all are made: a later start will find them compiled
 
@@ -86,7 +87,6 @@ class GraphDecode:
         device = parts.decoder.device
         self._eager, self._maker, self._buckets = EagerDecode(parts), programs.maker, programs.buckets
         self._programs, self._padding_row = programs, parts.cache.padding_row
-        self._sampler_needs = SAMPLERS[device.type]
         # What programs read their row indices from and write their logits to: static addresses.
         most, vocab_size = programs.buckets[-1], parts.decoder.config.vocab_size
         self._rows = torch.full((most,), self._padding_row, dtype=torch.int64, device=device)
@@ -97,7 +97,7 @@ class GraphDecode:
     @property
     def num_programs(self) -> int:
         """Programs that ``warm_up`` makes."""
-        return len(self._buckets) * (1 + len(self._sampler_needs))
+        return len(self._buckets) * (1 + len(self._programs.samplers))
 
     def warm_up(self, progress: bool) -> None:
         """Make every program, the largest bucket first; only the padding row is fed."""
@@ -118,7 +118,7 @@ class GraphDecode:
             self._forward[bucket] = self._maker.make(self._run_forward, rows, logits)
             made()
             self._samplers[bucket] = []
-            for needs in self._sampler_needs:
+            for needs in self._programs.samplers:
                 program = self._maker.make(_Sampler(self._eager, needs).run, logits, rows)
                 self._samplers[bucket].append((needs, program))
                 made()

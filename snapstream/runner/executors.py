@@ -10,10 +10,11 @@ from hashlib import sha256
 
 from snapstream.kernels.bound import bind
 from snapstream.kernels.compile_cache import compile_folder
+from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.decode_graph import GraphDecode, Programs, bucket_sizes
+from snapstream.runner.decode_graph import SAMPLERS, GraphDecode, Programs, bucket_sizes
 from snapstream.runner.decode_step import DecodeStep, StepParts
-from snapstream.runner.programs import Capturer, Compiler
+from snapstream.runner.programs import Capturer, Compiler, ProgramMaker
 
 
 def make_eager(parts: StepParts) -> DecodeStep:
@@ -21,16 +22,26 @@ def make_eager(parts: StepParts) -> DecodeStep:
     return EagerDecode(parts)
 
 
-def make_graph(parts: StepParts) -> DecodeStep:
-    """Programs for every batch size: captured on a GPU, compiled on a CPU."""
+def make_graph(
+    parts: StepParts,
+    maker: ProgramMaker | None = None,
+    buckets: tuple[int, ...] | None = None,
+    samplers: tuple[SamplingNeeds, ...] | None = None,
+) -> DecodeStep:
+    """Programs for every batch size: captured on a GPU, compiled on a CPU.
+
+    ``maker``, batch sizes and ``samplers`` are those of the device unless given; what no sampler covers is drawn by
+    plain calls.
+    """
     device = parts.decoder.device
-    buckets = bucket_sizes(parts.config.max_rows, device.type)
+    buckets = buckets or bucket_sizes(parts.config.max_rows, device.type)
+    samplers = SAMPLERS[device.type] if samplers is None else samplers
     if device.type == "cuda":
-        return GraphDecode(parts, Programs(Capturer(), buckets, "Capturing decode"))
+        return GraphDecode(parts, Programs(maker or Capturer(), buckets, samplers, "Capturing decode"))
     compiled = replace(parts, decoder=parts.decoder.with_kernels(bind(device, "compiled_cpu")))
     marker = compile_folder() / f"{_key(parts)}.done"
     doing = "Loading compiled decode" if marker.is_file() else "Compiling decode (first start only)"
-    return GraphDecode(compiled, Programs(Compiler(), buckets, doing, marker))
+    return GraphDecode(compiled, Programs(maker or Compiler(), buckets, samplers, doing, marker))
 
 
 def _key(parts: StepParts) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from snapstream.cache import layout
-from snapstream.cache.kept import kept_bitmap, selected_positions
+from snapstream.cache.kept import packed_bits, selected
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import EXECUTORS, EngineConfig
 from snapstream.grammar import GrammarCompiler
@@ -24,12 +24,12 @@ from snapstream.layers.sampling_state import NewRow, SamplingNeeds, SamplingStat
 from snapstream.layers.upload import upload
 from snapstream.models.decoder import Decoder
 from snapstream.models.staging import StagingBuffers
-from snapstream.request import Compression, Logprob, SamplingParams
+from snapstream.request import Compression, SamplingParams
 from snapstream.runner.decode_step import MakeDecode, StepParts
 from snapstream.runner.grammars import RowGrammars
 from snapstream.runner.prefill import PrefillJob, PromptProgress
 from snapstream.runner.rescoring import RecentQueries, Rescorer
-from snapstream.runner.results import FinishedPrompt, SubmittedStep
+from snapstream.runner.results import Arriving, FinishedPrompt, PromptLogprobs, SubmittedStep
 from snapstream.runner.row_writer import RowWriter
 from snapstream.runner.rows import Rows
 from snapstream.runner.warm_up import warm_up_kernels
@@ -171,10 +171,10 @@ class ModelRunner:
         self.rows.feed(rows, sampled.token_ids)
         finished = [
             FinishedPrompt(
-                prompt.entry.request_id,
-                len(prompt.entry.rows),
+                prompt.entry,
                 self._compression(prompt),
                 prompt.compress_time,
+                _kept(prompt),
                 self._prompt_logprobs(job, prompt),
             )
             for prompt in job.prompts
@@ -184,7 +184,6 @@ class ModelRunner:
     def _compression(self, prompt: PromptProgress) -> Compression:
         budget, spec = prompt.entry.budget, self.cache.spec
         kept = layout.num_visible(prompt.prompt_len, budget.capacity)
-        is_bitmap = prompt.entry.sampling.return_kept == "bitmap"
         return Compression(
             prompt_tokens=prompt.prompt_len,
             kept_tokens=kept,
@@ -193,27 +192,30 @@ class ModelRunner:
             full_bytes=spec.row_bytes(prompt.prompt_len),
             compress_ms=0.0,
             ring_tokens=budget.capacity - layout.ring_start(budget, prompt.prompt_len),
-            kept_positions=selected_positions(prompt.kept, budget) if prompt.kept and not is_bitmap else None,
-            kept_bitmap=kept_bitmap(prompt.kept, prompt.prompt_len) if prompt.kept and is_bitmap else None,
         )
 
-    def _prompt_logprobs(self, job: PrefillJob, prompt: PromptProgress) -> list[Logprob | None] | None:
+    def _prompt_logprobs(self, job: PrefillJob, prompt: PromptProgress) -> PromptLogprobs | None:
         """Log-probability of every prompt token after the first, from the uncompressed prefill."""
         num_top = prompt.entry.sampling.prompt_logprobs
         if num_top is None:
             return None
-        out: list[Logprob | None] = [None]
+        out = PromptLogprobs(prompt.entry.token_ids)
         first, last = prompt.job_start, prompt.job_start + prompt.prompt_len - 1
         at_once = logits_tokens(self.decoder.config.vocab_size)
         for start in range(first, last, at_once):
             stop = min(start + at_once, last)
             logits = self.decoder.logits(job.hidden[start:stop])  # [t, V]
-            next_ids = job.token_ids[start + 1 : stop + 1]
-            own, top_ids, top_values = prompt_logprobs(logits, next_ids, num_top)
-            columns = (next_ids.tolist(), own.tolist(), top_ids.tolist(), top_values.tolist())
-            for token, value, ids, values in zip(*columns, strict=True):
-                out.append(Logprob(token, value, tuple(zip(ids, values, strict=True))))
+            out.add(prompt_logprobs(logits, job.token_ids[start + 1 : stop + 1], num_top))
         return out
+
+
+def _kept(prompt: PromptProgress) -> Arriving | None:
+    """What the rows of a prompt kept, if that was asked for and anything was chosen."""
+    if not prompt.kept:
+        return None
+    if prompt.entry.sampling.return_kept == "bitmap":
+        return Arriving(packed_bits(prompt.kept, prompt.prompt_len))
+    return Arriving(selected(prompt.kept, prompt.entry.budget))
 
 
 def logits_tokens(vocab_size: int) -> int:

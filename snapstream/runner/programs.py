@@ -48,7 +48,7 @@ class Compiler:
             dynamic=False,
             options={"guard_filter_fn": _no_guards},
         )
-        with _inductor_folder(str(self._folder / "inductor")):
+        with inductor_folder(str(self._folder / "inductor")):
             program(*inputs)
         return program
 
@@ -105,7 +105,7 @@ def _no_guards(guards: Any) -> list[bool]:
 
 
 @contextmanager
-def _inductor_folder(folder: str) -> Iterator[None]:
+def inductor_folder(folder: str) -> Iterator[None]:
     """Torch's own cache of compiled code under ``folder`` for a while, unless the user has chosen a place.
 
     Torch writes its default, a folder under /tmp, into the variable as soon as it looks there: that is nobody's choice,

@@ -6,46 +6,55 @@ step later; on a CPU the tensors are simply read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from snapstream.cache.kept import as_bitmap, as_positions
+from snapstream.layers.logprobs import TokenLogprobs
 from snapstream.layers.sampler import Sampled
 from snapstream.request import Compression, Logprob, SamplingParams
 from snapstream.runner.stopwatch import Stopwatch
-from snapstream.step import PrefillResult, StepResult
+from snapstream.step import PrefillEntry, PrefillResult, StepResult
 
 _NAN = float("nan")
+
+
+class Arriving:
+    """Tensors on their way to the host, waited for only when they are read."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = [_to_host(tensor) for tensor in tensors]
+        self._event: torch.cuda.Event | None = None
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[Tensor]:
+        """The tensors, as soon as they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
 
 
 class HostCopy:
     """Sampled tokens on their way to the host."""
 
     def __init__(self, sampled: Sampled) -> None:
-        fields = (sampled.token_ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-        self._fields: list[Tensor | None] = [_to_host(field) for field in fields]
-        self._event: torch.cuda.Event | None = None
-        if sampled.token_ids.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._fields = Arriving(*(field for field in sampled if field is not None))
 
     def token_ids(self) -> list[int]:
         """The drawn tokens, as soon as they are there."""
-        if self._event is not None:
-            self._event.synchronize()
-        ids = self._fields[0]
-        assert ids is not None
-        return list(ids.tolist())
+        return list(self._fields.read()[0].tolist())
 
     def read(self, params: list[SamplingParams]) -> tuple[Logprob, ...]:
         """One ``Logprob`` per entry, with as many of the likeliest as ``params`` of that entry asks for."""
-        if self._event is not None:
-            self._event.synchronize()
-        ids, logprobs, top_ids, top_logprobs = ([] if field is None else field.tolist() for field in self._fields)
-        if not logprobs:
+        ids, *others = (field.tolist() for field in self._fields.read())
+        if not others:
             return tuple(Logprob(token, _NAN) for token in ids[: len(params)])
+        logprobs, top_ids, top_logprobs = others
         out = []
         for i, wanted in enumerate(params):
             num_top = wanted.logprobs or 0
@@ -54,22 +63,54 @@ class HostCopy:
         return tuple(out)
 
 
-def _to_host(field: Tensor | None) -> Tensor | None:
-    if field is None or field.device.type != "cuda":
+def _to_host(field: Tensor) -> Tensor:
+    if field.device.type != "cuda":
         return field
     pinned = torch.empty(field.shape, dtype=field.dtype, pin_memory=True)
     return pinned.copy_(field, non_blocking=True)
 
 
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens after the first, on their way to the host."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._parts: list[Arriving] = []
+
+    def add(self, part: TokenLogprobs) -> None:
+        """Those of the next tokens."""
+        self._parts.append(Arriving(*part))
+
+    def read(self) -> list[Logprob | None]:
+        """One entry per token of the prompt, None for the first."""
+        lines = (
+            line for part in self._parts for line in zip(*(column.tolist() for column in part.read()), strict=True)
+        )
+        told = zip(self._token_ids[1:], lines, strict=True)
+        return [None, *(Logprob(token, own, tuple(zip(*top, strict=True))) for token, (own, *top) in told)]
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedPrompt:
-    """What the host knows of a prompt whose prefill has just been submitted to its end."""
+    """What the host knows of a prompt whose prefill has just been submitted to its end; the rest is on its way."""
 
-    request_id: str
-    num_rows: int
-    compression: Compression  # compress_ms is read off the stopwatch with the result
+    entry: PrefillEntry
+    compression: Compression  # without what the device has yet to tell
     compress_time: Stopwatch
-    prompt_logprobs: list[Logprob | None] | None
+    kept: Arriving | None  # what was selected, or all that was kept, as ``cache/kept.py`` has it
+    prompt_logprobs: PromptLogprobs | None
+
+    def result(self, tokens: tuple[Logprob, ...]) -> PrefillResult:
+        """Wait for what is on its way; ``tokens`` are the first ones, of each row."""
+        told = replace(self.compression, compress_ms=self.compress_time.milliseconds())
+        if self.kept is not None:
+            (kept,) = self.kept.read()
+            if self.entry.sampling.return_kept == "bitmap":
+                told = replace(told, kept_bitmap=as_bitmap(kept, len(self.entry.token_ids)))
+            else:
+                told = replace(told, kept_positions=as_positions(kept))
+        logprobs = None if self.prompt_logprobs is None else self.prompt_logprobs.read()
+        return PrefillResult(tokens=tokens, compression=told, prompt_logprobs=logprobs)
 
 
 class SubmittedStep:
@@ -102,11 +143,9 @@ class SubmittedStep:
         for copy, params, prompts in self._prefilled:
             tokens = copy.read(params)
             for prompt in prompts:
-                own, tokens = tokens[: prompt.num_rows], tokens[prompt.num_rows :]
-                compression = replace(prompt.compression, compress_ms=prompt.compress_time.milliseconds())
-                prefilled[prompt.request_id] = PrefillResult(
-                    tokens=own, compression=compression, prompt_logprobs=prompt.prompt_logprobs
-                )
+                num_rows = len(prompt.entry.rows)
+                prefilled[prompt.entry.request_id] = prompt.result(tokens[:num_rows])
+                tokens = tokens[num_rows:]
         decoded = self._decoded[0].read(self._decoded[1]) if self._decoded else ()
         ends = {row: end for read in self._grammar_ends for row, end in read().items()}
         return StepResult(step_id=self._step_id, prefilled=prefilled, decoded=decoded, grammar_ends=ends)

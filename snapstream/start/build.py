@@ -5,17 +5,25 @@ torch and transformers are imported by the functions that need them, so that imp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from snapstream.config import DType, EngineConfig, EngineOptions, ModelConfig
 from snapstream.grammar import GrammarCompiler
 from snapstream.plan.draft_memory import DraftMemory, draft_memory
+from snapstream.step import Runner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from snapstream.kernels.bound import Kernels
+    from snapstream.runner.decode_step import MakeDecode
+    from snapstream.runner.model_runner import ModelRunner
     from snapstream.spec_prefill.text_trimmer import TextTrimmer
+
+# From a checkpoint folder, its model and the engine's config, the compiler of grammars, and whether progress is shown.
+MakeRunner = Callable[[Path, ModelConfig, EngineConfig, GrammarCompiler | None, bool], Runner]
 
 
 def grammar_compiler(tokenizer: PreTrainedTokenizerBase | None, model: ModelConfig) -> GrammarCompiler | None:
@@ -52,11 +60,23 @@ def memory_of(trimmer: TextTrimmer, device: str) -> DraftMemory | None:
 
 
 def build_runner(
-    folder: Path, model: ModelConfig, config: EngineConfig, grammars: GrammarCompiler | None, progress: bool
-) -> Any:
-    """Load the weights and put a runner around them."""
+    folder: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    grammars: GrammarCompiler | None,
+    progress: bool,
+    *,
+    kernels: Kernels | None = None,
+    make_decode: MakeDecode | None = None,
+) -> ModelRunner:
+    """Load the weights and put a runner around them; a ``MakeRunner``.
+
+    ``kernels`` are the device's, tuned for these weights, unless given; ``make_decode`` see ``ModelRunner``.
+    """
     from snapstream.models.decoder import Decoder
     from snapstream.runner.model_runner import ModelRunner
 
     decoder = Decoder.load(folder, model, config.dtype, config.device, max_tokens=config.max_rows, progress=progress)
-    return ModelRunner(decoder, config, grammars, progress=progress)
+    if kernels is not None:
+        decoder = decoder.with_kernels(kernels)
+    return ModelRunner(decoder, config, grammars, make_decode=make_decode, progress=progress)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def prompts() -> list[list[int]]:
 def run(folder: Path, prompts: list[list[int]], device: str, budget: KVBudget | str) -> list[list[int]]:
     params = [SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(9)]
     with LLM(folder, budget=budget, selector=SELECTOR, device=device, max_rows=4, chunk_len=32, max_model_len=160,
-             progress=False) as llm:  # type: ignore[arg-type]  # fmt: skip
+             progress=False) as llm:  # fmt: skip
         return [output.token_ids for output in llm.generate(prompts, params)]
 
 
@@ -60,7 +61,7 @@ def test_half_precision_runs(dtype: str, prompts: list[list[int]], tmp_path: Pat
     folder = save(make_model("llama-gqa-tied"), tmp_path)
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
     with LLM(folder, budget=SMALL, selector=SELECTOR, device="cuda", dtype=dtype, max_model_len=160,
-             progress=False) as llm:  # type: ignore[arg-type]  # fmt: skip
+             progress=False) as llm:  # fmt: skip
         outputs = llm.generate(prompts, params)
     assert all(len(output.token_ids) == 24 for output in outputs)
     assert all(entry.logprob <= 0.0 for output in outputs for entry in output.logprobs or [])
@@ -72,13 +73,13 @@ def test_a_decode_step_never_waits_for_the_host(prompts: list[list[int]], tmp_pa
         folder, budget=SMALL, selector=SELECTOR, device="cuda", max_rows=4, max_model_len=160, progress=False
     ) as llm:
         llm.generate(prompts[:4], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-        runner = llm.engine._runner
+        runner: Any = llm.engine.runner
         rows = torch.arange(4, device="cuda")
         needs = SamplingNeeds.of([SamplingParams(temperature=0.7, top_p=0.9, logprobs=2)])
         with torch.inference_mode():
-            runner._decode.step(rows, needs)  # type: ignore[attr-defined]
+            runner.decode.step(rows, needs)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                runner._decode.step(rows, needs)  # type: ignore[attr-defined]
+                runner.decode.step(rows, needs)
             finally:
                 torch.cuda.set_sync_debug_mode("default")

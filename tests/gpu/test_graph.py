@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig
+from snapstream.config import Chunking, DType, EngineConfig, KVBudget, ModelConfig
 from snapstream.kernels import reference, sdpa
 from snapstream.kernels.prefill.choice import choose, problem_of
 from snapstream.kernels.prefill.packages import PackedLens
@@ -62,14 +62,15 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
     folder = save(make_model(name), tmp_path)
     answers = []
     for executor in ("eager", "graph"):
-        with LLM(folder, executor=executor, **SETTINGS) as llm:  # type: ignore[arg-type]
+        with LLM(folder, executor=executor, **SETTINGS) as llm:
             answers.append([output.token_ids for output in llm.generate(prompts, params())])
     assert answers[0] == answers[1]
 
 
 def test_graph_is_the_default(tmp_path: Path) -> None:
     with LLM(save(make_model("qwen3"), tmp_path), **SETTINGS) as llm:
-        assert isinstance(llm.engine._runner._decode, GraphDecode)  # type: ignore[attr-defined]
+        runner: Any = llm.engine.runner
+        assert isinstance(runner.decode, GraphDecode)
 
 
 def make_runner(dtype: torch.dtype, executor: str, max_rows: int = 12) -> ModelRunner:
@@ -79,8 +80,8 @@ def make_runner(dtype: torch.dtype, executor: str, max_rows: int = 12) -> ModelR
     )  # fmt: skip
     config = EngineConfig(
         budget=KVBudget.of(512), max_model_len=4096, max_rows=max_rows, chunking=Chunking(chunk_len=256, short_len=256),
-        dtype=str(dtype).removeprefix("torch."), device="cuda", executor=executor,
-    )  # type: ignore[arg-type]  # fmt: skip
+        dtype=cast(DType, str(dtype).removeprefix("torch.")), device="cuda", executor=executor,
+    )  # fmt: skip
     return ModelRunner(Decoder(model, DecoderWeights.random(model, dtype, "cuda", seed=0)), config)
 
 
@@ -125,21 +126,21 @@ def test_submit_never_waits(executor: str, sampling: SamplingParams) -> None:
 def test_replays_follow_rows_that_change() -> None:
     """Any rows in any order and number through the same captures, against plain calls on the same state."""
     runner = make_runner(torch.float32, "graph")
-    assert isinstance(runner._decode, GraphDecode)
+    assert isinstance(runner.decode, GraphDecode)
     for row in range(12):
         plan = prefill(runner, (row,), 40 + 70 * row, row, SamplingParams(temperature=0.0))
         runner.submit(plan).result()
-    eager = EagerDecode(runner.decoder, runner.cache, runner.rows, runner.sampling)
+    eager = EagerDecode(runner.step_parts)
     rng = random.Random(0)
     with torch.inference_mode():
         for size in (1, 2, 3, 5, 12, 8, 4, 1, 11):
             rows = torch.tensor(rng.sample(range(12), size), device="cuda")
             before = runner.cache.k.clone(), runner.cache.v.clone()
-            got = runner._decode.logits(rows).clone()
+            got = runner.decode.logits(rows).clone()
             runner.cache.k.copy_(before[0])
             runner.cache.v.copy_(before[1])
             torch.testing.assert_close(got, eager.logits(rows), rtol=1e-4, atol=1e-4)
-            runner._decode.step(rows, SamplingNeeds())
+            runner.decode.step(rows, SamplingNeeds())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -162,7 +162,7 @@ def test_efficient_kernel(num_queries: int, num_keys: int, num_heads: int, monke
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
 
-    monkeypatch.setattr(sdpa, "_efficient", kernel)
+    monkeypatch.setattr(sdpa, "efficient_operator", kernel)
     torch.manual_seed(0)
     q, (k, v) = torch.randn(num_queries, num_heads, SIZE), torch.randn(2, KV_HEADS, num_keys, SIZE)
     torch.testing.assert_close(sdpa.by_efficient(q, k, v), reference.prefill_attention(q, k, v), rtol=1e-5, atol=1e-5)

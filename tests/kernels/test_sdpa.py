@@ -43,7 +43,7 @@ def test_cudnn_never_gets_a_single_key(
         out, lse = by_flash_of_the_cpu(q, k, v, is_causal)
         return out, lse[..., None]  # as cuDNN returns it
 
-    monkeypatch.setattr(sdpa, "_cudnn", kernel)
+    monkeypatch.setattr(sdpa, "cudnn_operator", kernel)
     torch.manual_seed(0)
     q, (k, v) = torch.randn(num_queries, num_heads, 16), torch.randn(2, 2, num_keys, 16)
     expected = reference.prefill_attention(q, k, v)

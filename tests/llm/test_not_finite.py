@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.llm import LLM
-from snapstream.models import loader
 from snapstream.request import NOT_FINITE, FinishReason, Grammar, RequestOutput, SamplingParams
+from snapstream.runner.decode_step import MakeDecode
+from snapstream.runner.executors import make_eager, make_graph
+from snapstream.runner.model_runner import ModelRunner
+from snapstream.start.build import build_runner
 
 BAD = 99  # the token whose embedding is NaN
 SOUND = list(range(100, 130))
@@ -23,23 +27,26 @@ needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ comp
 FORCED = {BAD: 100.0}
 
 
+DECODE: dict[str, MakeDecode] = {
+    "eager": make_eager,
+    "graph": partial(make_graph, buckets=(4,)),  # compiling is slow: one batch size, with all that draws
+}
+
+
 @pytest.fixture(scope="module", params=["eager", pytest.param("graph", marks=needs_compiler)])
 def llm(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
     """A model that computes NaN for whatever follows one token; its weights were sound when they were read."""
-    load = loader.load_weights
+    made: list[ModelRunner] = []
 
-    def spoilt(*args: Any) -> Any:
-        weights = load(*args)
-        weights.embed.dense()[BAD] = float("nan")
-        return weights
+    def make_runner(*given: Any) -> ModelRunner:
+        made.append(build_runner(*given, make_decode=DECODE[request.param]))
+        return made[0]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "load_weights", spoilt)
-        engine = LLM(
-            checkpoint, budget=BUDGET, max_rows=4, max_model_len=256, chunk_len=32, progress=False,
-            executor=request.param, selector=SnapKV(observation_len=8),
-        )  # fmt: skip
-    with engine:
+    with LLM(
+        checkpoint, budget=BUDGET, max_rows=4, max_model_len=256, chunk_len=32, progress=False,
+        make_runner=make_runner, selector=SnapKV(observation_len=8),
+    ) as engine:  # fmt: skip
+        made[0].decoder.weights.embed.dense()[BAD] = float("nan")
         yield engine
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from snapstream import LLM, SamplingParams
+from snapstream.request import Request
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.prefill import PrefillJob
 from tests.llm.test_generate import GREEDY, PROMPT
@@ -71,6 +73,22 @@ def test_streams_are_refused_before_they_start(llm: LLM) -> None:
         llm.stream("a" * 300, GREEDY)
     with pytest.raises(ValueError, match="stream takes one prompt; 2 were given"):
         llm.stream(["a", "b"], GREEDY)
+
+
+def test_ready_made_requests_need_ids_of_their_own(llm: LLM) -> None:
+    """An id that is in use is refused, and whoever has it reads on."""
+    one = Request(request_id="mine", prompt_token_ids=(5, 6, 7), sampling=GREEDY)
+    (output,) = llm.answer([one])
+    assert output.request_id == "mine" and output.token_ids == llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
+    with pytest.raises(ValueError, match="request id 'mine' is in use"):
+        llm.answer([one, one])
+    stream = llm.stream(PROMPT, GREEDY)
+    running = next(stream)
+    with pytest.raises(ValueError, match=f"request id '{running.request_id}' is in use"):
+        llm.answer([replace(one, request_id=running.request_id)])
+    assert list(stream)[-1].token_ids == llm.generate(PROMPT, GREEDY)[0].token_ids
+    with pytest.raises(TypeError, match="request 0 is 'abc'; it must be a Request"):
+        llm.answer(["abc"])  # type: ignore[list-item]
 
 
 def test_ctrl_c_inside_a_step_keeps_no_job(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget, RescoringConfig
-from snapstream.kernels import bound
 from snapstream.kernels.bound import bind
+from snapstream.layers.sampler import Sampled
+from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
-from snapstream.models import decoder
 from snapstream.request import SamplingParams
-from snapstream.runner import decode_graph, executors, results
+from snapstream.runner.decode_graph import SAMPLERS, GraphDecode, Programs, bucket_sizes
+from snapstream.runner.decode_step import StepParts
 from snapstream.runner.programs import Capturer
+from snapstream.start.build import build_runner
 from tests.parity import tape
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.test_graph import LENGTHS, params
@@ -42,16 +47,24 @@ def sampling() -> list[SamplingParams]:
     return [everything, *params()[1:]]
 
 
-def on_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode of a GPU: its buckets and samplers, and captures."""
-    tape.install(monkeypatch)
-    sizes, to_host = executors.bucket_sizes, results._to_host
-    monkeypatch.setattr(results, "_to_host", lambda field: None if field is None else to_host(field.clone()))  # a copy
-    monkeypatch.setattr(executors, "Compiler", Capturer)
-    monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", decode_graph.SAMPLERS["cuda"])
-    for module in (bound, decoder, executors):  # a CPU's kernels read lengths on the host
-        monkeypatch.setattr(module, "bind", lambda device, version=None: bind(device, "torch"))
-    monkeypatch.setattr(executors, "bucket_sizes", lambda max_rows, _: sizes(max_rows, "cuda"))
+class OnTapes:
+    """Decode of a GPU: its buckets and samplers, captured. A ``DecodeStep``."""
+
+    def __init__(self, parts: StepParts) -> None:
+        buckets = bucket_sizes(parts.config.max_rows, "cuda")
+        self._captured = GraphDecode(parts, Programs(Capturer(), buckets, SAMPLERS["cuda"], "Capturing"))
+
+    def warm_up(self, progress: bool) -> None:
+        self._captured.warm_up(progress)
+
+    def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """Copies, as a GPU's tokens are on their way to the host before the next replay overwrites them."""
+        ids, *others = self._captured.step(rows, needs)
+        return Sampled(ids.clone(), *(None if field is None else field.clone() for field in others))
+
+
+# A CPU's own kernels read lengths on the host, which no capture can.
+CAPTURED = partial(build_runner, kernels=bind("cpu", "torch"), make_decode=OnTapes)
 
 
 @pytest.mark.parametrize(
@@ -66,14 +79,13 @@ def test_tokens_equal_eager(
 ) -> None:
     """More prompts than rows, of unlike lengths and sampling: every bucket is replayed, with rows in any order."""
     folder = save(make_model(name), tmp_path)
-    monkeypatch.setenv("SNAPSTREAM_CACHE", str(tmp_path))
-    with LLM(folder, executor="eager", **SETTINGS, **more) as llm:
+    with LLM(folder, **SETTINGS, **more) as llm:
         expected = [(output.token_ids, output.logprobs) for output in llm.generate(prompts, sampling())]
     replayed: list[int] = []
     replay = tape.Tape.replay
     monkeypatch.setattr(tape.Tape, "replay", lambda self: (replayed.append(id(self)), replay(self))[1])
-    on_tapes(monkeypatch)
-    with LLM(folder, executor="graph", **SETTINGS, **more) as llm:
+    tape.install(monkeypatch)
+    with LLM(folder, make_runner=CAPTURED, **SETTINGS, **more) as llm:
         assert not replayed
         outputs = llm.generate(prompts, sampling())
     assert [output.token_ids for output in outputs] == [tokens for tokens, _ in expected]
@@ -86,8 +98,6 @@ def test_tokens_equal_eager(
 
 def test_reading_a_number_is_refused_while_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tape can fail: what a capture cannot hold is an error."""
-    import torch
-
     tape.install(monkeypatch)
     with pytest.raises(AssertionError, match="read while capturing"):
         Capturer().make(lambda x: x * float(x.sum()), torch.ones(2))

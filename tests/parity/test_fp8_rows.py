@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from evals.tasks import make_items
 from snapstream.assets import TINY_MODEL
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget
+from snapstream.kernels.bound import bind
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
 from snapstream.request import RequestOutput, SamplingParams
-from snapstream.runner import decode_graph
+from snapstream.runner.executors import make_graph
+from snapstream.start.build import build_runner
 from tests.kernels.triton import interpreter
 from tests.parity.checkpoints import VOCAB, make_model, save
 
@@ -51,22 +54,22 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-def test_graph_equals_eager(folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda max_rows, _: (max_rows,))
-    monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", (SamplingNeeds(),))  # compiling is slow
-    eager, graph = (answers(folder, prompts, max_rows=3, executor=name) for name in ("eager", "graph"))
+def test_graph_equals_eager(folder: Path, prompts: list[list[int]]) -> None:
+    one = partial(make_graph, buckets=(3,), samplers=(SamplingNeeds(),))  # compiling is slow
+    eager = answers(folder, prompts, max_rows=3)
+    graph = answers(folder, prompts, max_rows=3, make_runner=partial(build_runner, make_decode=one))
     assert tokens(eager) == tokens(graph)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(interpreter.why_not() is not None, reason=str(interpreter.why_not()))
-def test_triton_equals_plain(folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_equals_plain(folder: Path, prompts: list[list[int]]) -> None:
     interpreter.mend()
     short = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     some = [prompts[1], prompts[2]]
     want = tokens(answers(folder, some, short, max_rows=2, max_model_len=48))
-    interpreter.bind_triton(monkeypatch)
-    assert tokens(answers(folder, some, short, max_rows=2, max_model_len=48)) == want
+    by_triton = partial(build_runner, kernels=bind("cpu", "triton"))
+    assert tokens(answers(folder, some, short, max_rows=2, max_model_len=48, make_runner=by_triton)) == want
 
 
 def test_chunks_and_neighbours_change_nothing(folder: Path, prompts: list[list[int]]) -> None:

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import os
 import random
+from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.profiler import ProfilerActivity, profile
 
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import EngineConfig, KVBudget
+from snapstream.config import EXECUTORS, KVBudget
 from snapstream.kernels.compile_cache import VARIABLE
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.llm import LLM
-from snapstream.models.decoder import Decoder
-from snapstream.models.loader import load_weights
-from snapstream.models.registry import read_model_config
 from snapstream.request import SamplingParams
-from snapstream.runner import decode_graph
 from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.decode_graph import GraphDecode, bucket_sizes, covers
-from snapstream.runner.model_runner import ModelRunner
-from snapstream.runner.programs import INDUCTOR_FOLDER, Compiler, _inductor_folder
+from snapstream.runner.decode_graph import SAMPLERS, GraphDecode, bucket_sizes, covers
+from snapstream.runner.executors import make_graph
+from snapstream.start.build import MakeRunner, build_runner
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 SMALL = KVBudget(num_sink=2, num_topk=14, num_recent=16)
-SELECTOR = SnapKV(observation_len=8)
+SETTINGS: dict[str, Any] = {
+    "budget": SMALL, "selector": SnapKV(observation_len=8), "max_model_len": 160, "progress": False,
+}  # fmt: skip
 LENGTHS = (70, 5, 120, 33, 18, 1, 90)
 
 
@@ -56,67 +54,43 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in LENGTHS]
 
 
-@pytest.fixture
-def one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling is slow: one batch size is enough to compare."""
-    monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda max_rows, _: (max_rows,))
+def graph(**parts: Any) -> MakeRunner:
+    """A runner whose decode step is made of these parts of ``make_graph``."""
+    return partial(build_runner, make_decode=partial(make_graph, **parts))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("qwen3"), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def compiled(folder: Path) -> Iterator[LLM]:
+    """Compiling is slow: programs of one batch size, and one engine for all who ask."""
+    with LLM(folder, make_runner=graph(buckets=(3,)), max_rows=3, **SETTINGS) as llm:
+        yield llm
 
 
 @needs_compiler
-def test_tokens_equal_eager_and_nothing_compiles_later(
-    prompts: list[list[int]], tmp_path: Path, one_bucket: None
-) -> None:
-    folder = save(make_model("qwen3"), tmp_path)
-    settings = {"budget": SMALL, "selector": SELECTOR, "max_rows": 3, "max_model_len": 160, "progress": False}
-    with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
+def test_tokens_equal_eager_and_nothing_compiles_later(prompts: list[list[int]], folder: Path, compiled: LLM) -> None:
+    with LLM(folder, max_rows=3, **SETTINGS) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, params())]
-    with LLM(folder, executor="graph", **settings) as llm:  # type: ignore[arg-type]
-        compiled = dict(counters["stats"])
-        outputs = llm.generate(prompts, params())
-        assert dict(counters["stats"]) == compiled
+    before = dict(counters["stats"])
+    outputs = compiled.generate(prompts, params())
+    assert dict(counters["stats"]) == before
     assert [output.token_ids for output in outputs] == expected
     assert outputs[5].logprobs is not None and len(outputs[5].logprobs[0].top) == 2
 
 
-class _Double:
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x) * 2 + x
-
-
-@needs_compiler
-def test_what_was_compiled_is_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In our own folder, also after torch has written its default into the variable, as it does when it looks there."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setenv(INDUCTOR_FOLDER, default_cache_dir())
-    x = torch.randn(64)
-
-    def start() -> tuple[int, int]:
-        """Programs that were compiled, and found."""
-        torch._dynamo.reset()
-        counters.clear()
-        with torch.inference_mode():
-            torch.testing.assert_close(Compiler().make(_Double().run, x)(x), torch.relu(x) * 2 + x)
-        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
-
-    assert start() == (1, 0)
-    assert list(tmp_path.glob("compiled-*/inductor/*"))
-    assert start() == (0, 1)
-    assert os.environ[INDUCTOR_FOLDER] == default_cache_dir()
-    monkeypatch.setenv(INDUCTOR_FOLDER, str(tmp_path / "chosen"))
-    with _inductor_folder("ours"):
-        assert os.environ[INDUCTOR_FOLDER] == str(tmp_path / "chosen")
-
-
 @needs_compiler
 def test_a_user_who_waits_is_told_for_what(
-    tmp_path: Path, one_bucket: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save(make_model("llama-gqa-tied"), tmp_path / "model")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr("snapstream.runner.executors.Compiler", _Plain)
 
-    def told(**settings: Any) -> str:
-        with LLM(folder, executor="graph", budget=SMALL, selector=SELECTOR, max_rows=2, max_model_len=160, **settings):
+    def told(**changes: Any) -> str:
+        with LLM(folder, make_runner=graph(maker=_Plain()), max_rows=2, **SETTINGS | {"progress": True} | changes):
             return capsys.readouterr().err
 
     assert "Compiling decode (first start only)" in told()
@@ -126,12 +100,8 @@ def test_a_user_who_waits_is_told_for_what(
 
 
 @needs_compiler
-def test_logits_equal_eager_in_any_rows(tmp_path: Path, one_bucket: None) -> None:
-    folder = save(make_model("qwen3"), tmp_path)
-    model = read_model_config(folder)
-    decoder = Decoder(model, load_weights(folder, model, torch.float32, "cpu", False))
-    config = EngineConfig(budget=SMALL, selector=SELECTOR, max_model_len=160, max_rows=3, executor="graph")
-    runner = ModelRunner(decoder, config)
+def test_logits_equal_eager_in_any_rows(compiled: LLM) -> None:
+    runner: Any = compiled.engine.runner
     assert isinstance(runner.decode, GraphDecode)
     torch.manual_seed(0)
     runner.cache.k.normal_()
@@ -178,16 +148,14 @@ class _Plain:
     ("name", "dtype"), [("llama-gqa-tied", "float32"), ("qwen2", "bfloat16"), ("mistral", "float32")]
 )
 def test_a_batch_runs_in_the_smallest_bucket_and_padding_harms_nobody(
-    name: str, dtype: str, tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
     folder = save(make_model(name), tmp_path)
     maker = _Plain()
-    monkeypatch.setattr("snapstream.runner.executors.Compiler", lambda: maker)
-    monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda *_: (2, 5))
-    settings = {"budget": SMALL, "selector": SELECTOR, "max_rows": 5, "max_model_len": 160, "progress": False}
-    with LLM(folder, dtype=dtype, **settings) as llm:  # type: ignore[arg-type]
+    made = graph(maker=maker, buckets=(2, 5))
+    with LLM(folder, dtype=dtype, max_rows=5, **SETTINGS) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, params())]
-    with LLM(folder, dtype=dtype, executor="graph", **settings) as llm:  # type: ignore[arg-type]
+    with LLM(folder, dtype=dtype, make_runner=made, max_rows=5, **SETTINGS) as llm:
         assert maker.sizes == [5, 5, 5, 5, 2, 2, 2, 2]  # the largest first
         got = [output.token_ids for output in llm.generate(prompts, params())]
     if dtype == "float32":
@@ -195,6 +163,10 @@ def test_a_batch_runs_in_the_smallest_bucket_and_padding_harms_nobody(
     else:  # rounds differently with the size of the batch; the answers begin alike
         assert [tokens[0] for tokens in got] == [tokens[0] for tokens in expected]
     assert {size for _, size in maker.runs} == {2, 5}
+
+
+def test_the_executor_of_that_name_makes_it() -> None:
+    assert EXECUTORS.get("graph") is make_graph
 
 
 def test_buckets_hold_every_batch() -> None:
@@ -207,7 +179,7 @@ def test_buckets_hold_every_batch() -> None:
 
 
 def test_a_cpu_leaves_rare_needs_to_the_plain_calls_and_a_gpu_none() -> None:
-    few, all_of_them = decode_graph.SAMPLERS["cpu"], decode_graph.SAMPLERS["cuda"]
+    few, all_of_them = SAMPLERS["cpu"], SAMPLERS["cuda"]
     assert covers(few[0], SamplingNeeds()) and not covers(few[0], SamplingNeeds(random=True))
     assert covers(few[-1], SamplingNeeds(random=True, top_k=True)) and covers(few[-1], SamplingNeeds())
     flags = [field.name for field in fields(SamplingNeeds) if field.name != "num_logprobs"]
@@ -224,16 +196,11 @@ def test_a_cpu_leaves_rare_needs_to_the_plain_calls_and_a_gpu_none() -> None:
 
 
 @needs_compiler
-def test_every_need_of_a_request_is_a_program_on_a_gpu(
-    tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_need_of_a_request_is_a_program_on_a_gpu(tmp_path: Path, prompts: list[list[int]]) -> None:
     """A GPU's samplers as plain functions: eager's tokens and log-probabilities, and nothing is drawn beside them."""
     maker = _Plain()
-    monkeypatch.setattr("snapstream.runner.executors.Compiler", lambda: maker)
-    monkeypatch.setattr("snapstream.runner.executors.bucket_sizes", lambda *_: (2, 5))
-    monkeypatch.setitem(decode_graph.SAMPLERS, "cpu", decode_graph.SAMPLERS["cuda"])
+    made = graph(maker=maker, buckets=(2, 5), samplers=SAMPLERS["cuda"])
     folder = save(make_model("llama-gqa-tied"), tmp_path)
-    settings = {"budget": SMALL, "selector": SELECTOR, "max_rows": 5, "max_model_len": 160, "progress": False}
     kinds = [
         *params(),
         SamplingParams(max_tokens=9, temperature=0.9, seed=6, logit_bias={5: 4.0, 9: -100.0}, ignore_eos=True),
@@ -241,9 +208,9 @@ def test_every_need_of_a_request_is_a_program_on_a_gpu(
         SamplingParams(max_tokens=9, temperature=0.7, repetition_penalty=1.3, logprobs=20, seed=7, ignore_eos=True),
     ]
     many = prompts + prompts[:3]
-    with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
+    with LLM(folder, max_rows=5, **SETTINGS) as llm:
         expected = llm.generate(many, kinds)
-    with LLM(folder, executor="graph", **settings) as llm:  # type: ignore[arg-type]
+    with LLM(folder, make_runner=made, max_rows=5, **SETTINGS) as llm:
         outputs = llm.generate(many, kinds)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     for output, other in zip(outputs, expected, strict=True):

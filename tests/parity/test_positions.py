@@ -42,7 +42,7 @@ def test_kept_tokens_keep_their_positions(name: str, tmp_path: Path) -> None:
             Request(request_id=str(i), prompt_token_ids=ids, sampling=PARAMS, positions=positions)
             for i, (ids, positions) in enumerate(prompts)
         ]
-        outputs = llm._answer(requests)
+        outputs = llm.answer(requests)
     for (ids, positions), output in zip(prompts, outputs, strict=True):
         assert output.token_ids == greedy_at(model, ids, positions, NEW_TOKENS)
 
@@ -58,6 +58,6 @@ def test_positions_survive_compression_of_the_row(tmp_path: Path) -> None:
             Request(request_id=str(i), prompt_token_ids=ids, sampling=PARAMS, positions=positions)
             for i, positions in enumerate((None, tuple(range(100)), shifted))
         ]
-        plain, same, other = llm._answer(requests)
+        plain, same, other = llm.answer(requests)
     assert plain.compression is not None and plain.compression.evicted_tokens == 52
     assert plain.token_ids == same.token_ids != other.token_ids

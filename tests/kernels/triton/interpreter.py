@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.kernels.bound import bind
-
 
 def switch_on() -> None:
     """Make kernels interpreted, if Triton is here and no GPU is."""
@@ -34,10 +32,13 @@ def why_not() -> str | None:
     return None
 
 
-def bind_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let decoders that a test loads take the Triton kernels, on any device."""
-    for module in ("snapstream.models.decoder", "snapstream.kernels.bound"):
-        monkeypatch.setattr(f"{module}.bind", lambda device: bind(device, "triton"))
+def interpreted() -> list[pytest.MarkDecorator]:
+    """Marks of tests that interpret kernels, which are skipped where that cannot be; mends the interpreter."""
+    reason = why_not()
+    if reason is None:
+        mend()
+    overflow = "ignore::RuntimeWarning"  # NumPy says where exp overflows; a GPU does not
+    return [pytest.mark.skipif(reason is not None, reason=reason or ""), pytest.mark.filterwarnings(overflow)]
 
 
 def mend() -> None:

@@ -7,13 +7,7 @@ import torch
 
 from tests.kernels.triton import checks, interpreter
 
-REASON = interpreter.why_not()
-pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy says where exp overflows; a GPU does not
-]
-if REASON is None:
-    interpreter.mend()
+pytestmark = interpreter.interpreted()
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])

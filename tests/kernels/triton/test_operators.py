@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,11 @@ from snapstream.kernels import fp8
 from snapstream.kernels.bound import HeadNorm, LayerRows, RowPlaces, bind
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
+from snapstream.start.build import MakeRunner, build_runner
 from tests.kernels.triton import interpreter
 from tests.parity.checkpoints import VOCAB, make_model, save
 
-REASON = interpreter.why_not()
-pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
-if REASON is None:
-    interpreter.mend()
+pytestmark = interpreter.interpreted()
 
 
 def heads_and_rows() -> dict[str, Tensor]:
@@ -101,7 +97,7 @@ def test_a_compiled_step_is_one_graph_for_every_batch_content() -> None:
     assert count.frame_count == 1
 
 
-def test_the_engine_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_answers_the_same(tmp_path: Path) -> None:
     """Greedy tokens of prompts above and below the budget, every kernel the Triton one."""
     folder = save(make_model("qwen3"), tmp_path)
     rng = random.Random(3)
@@ -109,14 +105,12 @@ def test_the_engine_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     budget = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 
-    def run() -> list[list[int]]:
+    def run(make_runner: MakeRunner) -> list[list[int]]:
         with LLM(folder, budget=budget, selector=SnapKV(observation_len=8), max_rows=2, max_model_len=48,
-                 progress=False) as llm:  # fmt: skip
+                 make_runner=make_runner, progress=False) as llm:  # fmt: skip
             return [output.token_ids for output in llm.generate(prompts, params)]
 
-    want = run()
-    interpreter.bind_triton(monkeypatch)
-    assert run() == want
+    assert run(partial(build_runner, kernels=bind("cpu", "triton"))) == run(build_runner)
 
 
 def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +134,8 @@ def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest
             module, name, lambda *args, name=name, kernel=kernel: (calls.update([kind(name, args)]), kernel(*args))[1]
         )
     folder = save(make_model("qwen3"), tmp_path)
-    interpreter.bind_triton(monkeypatch)
-    with LLM(folder, budget=32, selector=SnapKV(observation_len=8), max_rows=1, max_model_len=48,
-             progress=False) as llm:  # fmt: skip
+    with LLM(folder, budget=32, selector=SnapKV(observation_len=8), max_rows=1, max_model_len=48, progress=False,
+             make_runner=partial(build_runner, kernels=bind("cpu", "triton"))) as llm:  # fmt: skip
         layers = llm.model_config.num_layers
         calls.clear()
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,14 @@ import pytest
 import torch
 
 from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.kernels.bound import bind
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
+from snapstream.start.build import build_runner
 from tests.kernels.triton import interpreter
 from tests.parity.checkpoints import VOCAB, make_model, save
 
-REASON = interpreter.why_not()
-pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
-if REASON is None:
-    interpreter.mend()
+pytestmark = interpreter.interpreted()
 
 KERNELS = {"decode_split_kernel", "rope_write_kernel", "rms_norm_kernel", "swiglu_kernel", "window_lse_kernel",
            "votes_kernel", "gather_row_kernel"}  # fmt: skip
@@ -66,16 +63,15 @@ def kind_of(value: Any, is_fixed: bool) -> Any:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_no_request_launches_a_kernel_of_a_new_kind(
-    tmp_path: Path, launched: set[tuple[Any, ...]], kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, launched: set[tuple[Any, ...]], kv_dtype: Any
 ) -> None:
     folder = save(make_model("qwen3"), tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (61, 3)]
     sampling = [SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, n=n) for n in (2, 1)]
-    interpreter.bind_triton(monkeypatch)
     with LLM(
         folder, budget=40, selector=SnapKV(observation_len=8), max_rows=4, max_model_len=70, chunk_len=32,
-        kv_dtype=kv_dtype, progress=False,
+        kv_dtype=kv_dtype, progress=False, make_runner=partial(build_runner, kernels=bind("cpu", "triton")),
     ) as llm:  # fmt: skip
         at_start = set(launched)
         assert {name for name, _ in at_start} >= KERNELS

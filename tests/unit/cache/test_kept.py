@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snapstream.cache.kept import kept_bitmap, selected_positions
+from snapstream.cache.kept import as_bitmap, as_positions, packed_bits, selected
 from snapstream.config import KVBudget
 from snapstream.request import KeptBitmap
 
@@ -32,7 +32,8 @@ def test_both_forms_tell_the_same(prompt_len: int) -> None:
             ring = torch.arange(prompt_len - BUDGET.num_recent, prompt_len).roll(1)
             heads.append(torch.cat([torch.arange(BUDGET.num_sink), middle, ring]))
         kept.append(torch.stack(heads))  # [G, C]
-    bitmap, positions = kept_bitmap(kept, prompt_len), selected_positions(kept, BUDGET)
+    bitmap = as_bitmap(packed_bits(kept, prompt_len), prompt_len)
+    positions = as_positions(selected(kept, BUDGET))
     assert (bitmap.num_layers, bitmap.num_kv_heads, bitmap.num_tokens) == (3, 2, prompt_len)
     assert len(bitmap.bits) == 3 * 2 * -(-prompt_len // 8)
     assert sum(byte.bit_count() for byte in bitmap.bits) == 3 * 2 * BUDGET.capacity  # nothing in the padding

@@ -29,6 +29,9 @@ BUDGET = KVBudget(num_sink=2, num_topk=4, num_recent=8)
 SELECTOR = SnapKV(observation_len=4)
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=1, logprobs=2, min_tokens=2)
 EVERYTHING = replace(SAMPLED, logit_bias={5: 1.0}, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.2)
+# What is told of a prompt reaches the host with the result.
+TOLD = replace(SAMPLED, prompt_logprobs=2, return_kept=True)
+BITMAP = replace(SAMPLED, return_kept="bitmap")
 
 
 class Parcels(TorchDispatchMode):
@@ -67,7 +70,9 @@ def prefill(rows: tuple[int, ...], step_id: int = 0, sampling: SamplingParams = 
     return StepPlan(step_id=step_id, opened_jobs=(job,), units=(UnitRange(step_id, 0, MODEL.num_layers),))
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, EVERYTHING], ids=["sampled", "everything"])
+@pytest.mark.parametrize(
+    "sampling", [SAMPLED, EVERYTHING, TOLD, BITMAP], ids=["sampled", "everything", "told", "bitmap"]
+)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_a_step_reads_nothing_from_the_device(kv_dtype: KVDType, sampling: SamplingParams) -> None:
     runner = runner_on("meta", kv_dtype)
