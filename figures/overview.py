@@ -31,7 +31,7 @@ def _speed_panel(ticks: list[str]) -> Panel:
         Line(name="speed, as the bytes predict", colour="#000000", points=bound, is_bound=True),
     ]
     title = f"Decode, tokens/s ({figures['rows']} rows, {figures['prompt_len']:,} tokens)"
-    top = 1.1 * max(value for _, value, _ in bound)
+    top = 1.1 * max(value for line in lines for _, value, _ in line.points)
     return Panel(title=title, ticks=ticks, lines=lines, x_label="slots per prompt token", top=top)
 
 
