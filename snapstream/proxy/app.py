@@ -13,7 +13,6 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -186,15 +185,8 @@ class ProxyVisit(Visit):
         self._metrics.count_answer(status)
 
     def fields(self, status: int, how: str) -> dict[str, Any]:
-        return {
-            "request": self.request_id,
-            "path": self.path,
-            "status": status,
-            "end": how or None,
-            "tokens_before": self.tokens_before,
-            "tokens_after": self.tokens_after,
-            "ms": 1e3 * (monotonic() - self.born),
-        }
+        trimmed = {"tokens_before": self.tokens_before, "tokens_after": self.tokens_after}
+        return super().fields(status, how) | trimmed
 
 
 def summary(trimmed: Trimmed) -> dict[str, Any]:
