@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
@@ -28,7 +29,9 @@ class Driver:
         self._shows_progress = shows_progress
         self._changed: dict[str, bool] = {}  # by id of every open request: has it grown since its reader looked?
         self._is_broken = False
-        self._turn = RLock()  # whoever holds it may step; a thread may generate between two reads of its own streams
+        self._turn = RLock()  # whoever holds it may step; re-entrant only for streams that are dropped amid a step
+        self._is_inside = False  # the holder of the turn is inside the engine
+        self._dropped: list[Request] = []  # of streams that ended amid a step
 
     @property
     def engine(self) -> Engine:
@@ -46,7 +49,7 @@ class Driver:
 
     def run(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run checked requests to their end, feeding the queue as it takes them; ValueError for an id in use."""
-        with self._turn:
+        with self._inside():
             for request_id, number in Counter(request.request_id for request in requests).items():
                 if number > 1 or request_id in self._changed:
                     raise ValueError(f"request id {request_id!r} is in use; ids of live requests must differ")
@@ -74,11 +77,11 @@ class Driver:
 
     def stream(self, request: Request) -> Iterator[RequestOutput]:
         """Yield the request's output each time it has grown; closing the iterator aborts the request."""
-        with self._turn:
+        with self._inside():
             output = self._open(request)
         try:
             while True:
-                with self._turn:
+                with self._inside():
                     while not self._changed[request.request_id]:
                         self._step()
                     self._changed[request.request_id] = False
@@ -88,7 +91,30 @@ class Driver:
                     return
         finally:
             with self._turn:
-                self._release([request])
+                self._dropped.append(request)
+                if not self._is_inside:
+                    with self._inside():
+                        pass  # its end releases the request
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Take the turn; at its end release the streams that were dropped meanwhile.
+
+        The garbage collector may close a stream anywhere, so also amid a step of the thread that it runs in; an abort
+        there would step the engine inside its own step.
+        """
+        with self._turn:
+            if self._is_inside:
+                raise RuntimeError("this LLM is amid a step; nothing that a step calls may use it")
+            try:
+                self._is_inside = True
+                try:
+                    yield
+                finally:
+                    while self._dropped:
+                        self._release([self._dropped.pop()])
+            finally:
+                self._is_inside = False
 
     def _open(self, request: Request) -> RequestOutput:
         output = self.engine.add_request(request)

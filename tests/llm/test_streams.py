@@ -68,6 +68,26 @@ def test_open_streams_and_generate_share_the_engine(llm: LLM) -> None:
     assert (llm.engine.num_running, llm.engine.rows_free, llm.engine.has_work) == (0, 4, False)
 
 
+def test_a_stream_that_ends_amid_a_step_is_released_after_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector closes streams wherever it runs, in the middle of a step of another reader too."""
+    want = llm.generate("abc", GREEDY)[0].token_ids
+    left = llm.stream("left", SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
+    next(left)
+    submit, nested = llm.engine.runner.submit, []
+
+    def collected(plan: Any) -> Any:
+        if not nested:
+            nested.append(plan)
+            left.close()
+            with pytest.raises(RuntimeError, match="amid a step"):
+                llm.generate("abc", GREEDY)
+        return submit(plan)
+
+    monkeypatch.setattr(llm.engine.runner, "submit", collected)
+    assert llm.generate("abc", GREEDY)[0].token_ids == want
+    assert (llm.engine.num_running, llm.engine.rows_free, llm.engine.has_work) == (0, 4, False)
+
+
 def test_streams_are_refused_before_they_start(llm: LLM) -> None:
     with pytest.raises(ValueError, match="make 320"):
         llm.stream("a" * 300, GREEDY)
