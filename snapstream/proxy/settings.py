@@ -34,8 +34,7 @@ class ProxySettings:
     is_strict: bool = False  # a failing draft is a 500; else the prompt goes on whole, and the answer says so
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.upstream)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+        if not _is_base_url(self.upstream):
             raise ValueError(f"upstream is {self.upstream!r}; it must be of the form http(s)://host[:port][/path]")
         check_keys((*self.api_keys, *(() if self.upstream_key is None else (self.upstream_key,))))
         check_hosts(self.allowed_hosts)
@@ -58,3 +57,13 @@ class ProxySettings:
         """Scheme, host and port of the upstream, for logs: the rest of the URL may hold secrets."""
         parts = urlsplit(self.upstream)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _is_base_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        has_place = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is no number or above 65535, half an IPv6 address
+        return False
+    is_whole = not any(char.isspace() for char in text)
+    return parts.scheme in ("http", "https") and has_place and is_whole and not (parts.query or parts.fragment)

@@ -236,7 +236,20 @@ def test_draining_refuses_new_requests() -> None:
         )
 
 
-@pytest.mark.parametrize("upstream", ["", "localhost:8000", "ftp://a", "http://a?b=c"])
+@pytest.mark.parametrize(
+    "upstream",
+    [
+        "",
+        "localhost:8000",
+        "ftp://a",
+        "http://a?b=c",
+        "http://a:b",
+        "http://a:99999",
+        "http://:80",
+        "http://a b",
+        "http://[::1",
+    ],
+)
 def test_an_upstream_must_be_a_url(upstream: str) -> None:
     with pytest.raises(ValueError, match="upstream"):
         ProxySettings(upstream=upstream, wish=PromptCompression(keep=0.5))
