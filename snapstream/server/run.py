@@ -62,6 +62,8 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         check_place(self.port, self.drain_timeout_s)
+        if not all(self.names):
+            raise ValueError("a served model name is empty")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("TLS needs both a certificate and a key")
         if self.draft is None and self.draft_context_len is not None:

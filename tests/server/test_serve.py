@@ -230,6 +230,12 @@ def test_a_taken_port_and_bad_options_end_in_one_line(capsys: pytest.CaptureFixt
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
-    for options in (["--tls-cert", "x"], ["--port", "70000"], ["--cors-origin", "*"], ["--budget", "half"]):
+    for options in (
+        ["--tls-cert", "x"],
+        ["--served-model-name", ""],
+        ["--port", "70000"],
+        ["--cors-origin", "*"],
+        ["--budget", "half"],
+    ):
         assert main(["serve", *options]) == 2, options
         assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
