@@ -101,7 +101,7 @@ def _draft_memory(flags: PlanFlags, engine: EngineOptions) -> DraftMemory | None
         return None
     from snapstream.models.registry import read_model_config
     from snapstream.plan.draft_memory import draft_memory
-    from snapstream.spec_prefill.settings import ScoringSettings
+    from snapstream.spec_prefill.settings import scoring_of
 
-    scoring = ScoringSettings(context_len=flags.draft_context_len or 0)
+    scoring = scoring_of(None, flags.draft_context_len)
     return draft_memory(read_model_config(flags.draft), scoring, dtype=engine.dtype, device="cuda")

@@ -108,6 +108,8 @@ def test_plan_counts_a_draft(config_file: Path, capsys: pytest.CaptureFixture[st
     assert beside["rows"][1]["rows_here"] <= alone["rows"][1]["rows_here"]
     assert main([*arguments, "--draft", str(config_file)]) == 0
     assert "while it scores a text" in capsys.readouterr().out
+    assert main([*arguments, "--draft", str(config_file), "--draft-context-len", "0"]) == 2
+    assert "context_len is 0" in capsys.readouterr().err
     assert main([*arguments, "--draft-context-len", "512"]) == 2
     assert "there is no draft" in capsys.readouterr().err
 
