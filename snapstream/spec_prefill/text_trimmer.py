@@ -109,7 +109,7 @@ class TextTrimmer:
         check_amount(keep, max_tokens)
         if query is not None:
             as_text("query", query)
-        least = self.protection.threshold if threshold is None else threshold
+        least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
         amount = _Amount(keep=keep, max_tokens=max_tokens, threshold=least)
         counter = TokenCounter(self._target(target_tokenizer))
         counted_with = "draft" if target_tokenizer is None else "target"
@@ -162,7 +162,7 @@ class TextTrimmer:
         ranges = merged(
             (max(a, 0), min(b, len(ids) - 1)) for a, b in ([(0, len(ids))] if candidates is None else candidates)
         )
-        least = self.protection.threshold if threshold is None else threshold
+        least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
         reason = _why_not(_Amount(keep=keep, max_tokens=max_tokens, threshold=least), len(ids), bool(ranges))
         if reason:
             report = make_report(reason, "target", len(ids), len(ids))

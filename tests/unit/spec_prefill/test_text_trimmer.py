@@ -221,6 +221,7 @@ def test_refusals(draft: Draft, trimmer: TextTrimmer) -> None:
         (text, {}, "exactly one"),
         (text, {"keep": 0.5, "max_tokens": 5}, "exactly one"),
         (text, {"max_tokens": 0}, "max_tokens is 0"),
+        (text, {"keep": 0.5, "threshold": -5}, "threshold is -5"),
         (text, {"keep": 0.5, "keep_spans": [(0, 10**6)]}, "outside the text"),
         (text, {"keep": 0.5, "keep_spans": {0: [(0, 1)]}}, "keep_spans is a mapping"),
         (messages, {"keep": 0.5, "keep_spans": [(0, 1)]}, "keep_spans is a list"),
