@@ -2,9 +2,9 @@
 
 ``cache.py``: the slots of a row; ``selector.py``: how its tokens are chosen; ``model.py``: the shape of a decoder;
 ``options.py``: the settings that a user may give; ``engine.py``, ``chunking.py``: what was decided from them;
-``settings.py``: the fields that both share; ``prefix.py``: the prefix store; ``registry.py``: names to choose from;
-``sizes.py``: bytes in words; ``values.py``: dtypes, and how single values are checked; ``weights.py``: how wide the
-numbers of a model lie in memory.
+``settings.py``: the fields that both share; ``parallel.py``: several devices; ``prefix.py``: the prefix store;
+``registry.py``: names to choose from; ``sizes.py``: bytes in words; ``values.py``: dtypes, and how single values are
+checked; ``weights.py``: how wide the numbers of a model lie in memory.
 """
 
 from snapstream.config.cache import (
@@ -16,6 +16,7 @@ from snapstream.config.chunking import Chunking
 from snapstream.config.engine import EXECUTORS, EngineConfig
 from snapstream.config.model import ModelConfig, RopeConfig, RopeKind
 from snapstream.config.options import AutoCount, Budget, EngineOptions
+from snapstream.config.parallel import ParallelConfig, SplitAttention, SplitExperts
 from snapstream.config.prefix import PrefixStore, PrefixStoreConfig, as_prefix_store
 from snapstream.config.selector import DEFAULT_OBSERVATION, DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
 from snapstream.config.settings import PrefillAttentionName, Settings
@@ -53,6 +54,7 @@ __all__ = [
     "KVBudget",
     "KVDType",
     "ModelConfig",
+    "ParallelConfig",
     "PrefillAttentionName",
     "PrefixStore",
     "PrefixStoreConfig",
@@ -61,6 +63,8 @@ __all__ = [
     "RopeKind",
     "Selector",
     "Settings",
+    "SplitAttention",
+    "SplitExperts",
     "StoredWeights",
     "WeightForm",
     "WeightForms",

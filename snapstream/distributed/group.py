@@ -1,0 +1,126 @@
+"""The ranks that compute every step together, as one of them sees it: its number, how many there are, two collectives.
+
+A decoder is handed a ``Group`` and calls it wherever a product is one rank's part of a sum. ``Alone`` is the group of
+one, so that nothing else asks how many ranks there are. Invariant: after a collective all ranks hold the same bits.
+Every rank must make the same calls in the same order, with tensors of one shape. ``shards.py`` says what a rank stores.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ReduceOp = Literal["sum", "max"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+
+
+class Group(Protocol):
+    """One rank's view of all of them."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, ``0 <= rank < size``."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, W."""
+        ...
+
+    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """The sum, or the largest, of every rank's ``x``, number by number. ``x`` may be overwritten with it."""
+        ...
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """Every rank's ``x``, rank after rank along ``dim``."""
+        ...
+
+
+class Alone:
+    """One device: nothing is communicated."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """See ``Group.all_reduce``: ``x`` itself."""
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Group.all_gather``: ``x`` itself."""
+        return x
+
+
+class Pretend:
+    """One rank of many without the others, to measure its share alone: it cuts as that rank and communicates nothing.
+
+    What it computes is not the model's answer.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        """ValueError unless ``0 <= rank < size``."""
+        self.rank, self.size = _checked(rank, size)
+
+    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """See ``Group.all_reduce``: ``x`` itself."""
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Group.all_gather``: ``x`` in the place of every rank's."""
+        return torch.cat([x] * self.size, dim)
+
+
+class Ranks:
+    """Processes that talk through ``torch.distributed``: NCCL between NVIDIA GPUs, gloo between CPUs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """``group``: made in every rank's process; ``join`` makes one of all of them."""
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+
+    @classmethod
+    def join(cls, rank: int, size: int, address: str, device: torch.device | str, timeout_s: float) -> Ranks:
+        """Meet the other ranks at ``address`` (``tcp://HOST:PORT`` or ``file://PATH``) and return when all are there.
+
+        ``device`` is the one whose tensors this rank will communicate. It is the process's one group: a second
+        call is a ValueError of torch's. RuntimeError, or torch's own error, when the others do not come within
+        ``timeout_s`` seconds.
+        """
+        rank, size = _checked(rank, size)
+        own = torch.device(device)
+        dist.init_process_group(
+            backend="nccl" if own.type == "cuda" else "gloo",
+            init_method=address,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=own if own.type == "cuda" else None,
+        )
+        assert dist.group.WORLD is not None, "torch makes it above"
+        return cls(dist.group.WORLD)
+
+    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """See ``Group.all_reduce``: overwrites ``x``, unless it is no contiguous tensor."""
+        own = x.contiguous()
+        dist.all_reduce(own, op=_OPS[op], group=self._group)
+        return own
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Group.all_gather``."""
+        whole = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=self._group)
+        return whole if dim == 0 else torch.cat(whole.chunk(self.size), dim)
+
+    def close(self) -> None:
+        """Leave the group; its collectives cannot be called any more."""
+        dist.destroy_process_group(self._group)
+
+
+def _checked(rank: int, size: int) -> tuple[int, int]:
+    if not 0 <= rank < size:
+        raise ValueError(f"rank is {rank}; it must be from 0 to {size - 1}, one of {size} ranks")
+    return rank, size
