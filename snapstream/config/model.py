@@ -62,6 +62,9 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights = field(default_factory=StoredWeights)
+    table_lines: int | None = (
+        None  # of the vocabulary that lie on this rank, the last rank's padding among them; None: V
+    )
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
@@ -78,6 +81,11 @@ class ModelConfig:
             f"partial_rotary_factor {self.rope.partial_rotary_factor} rotates {rotated} of the {self.head_dim} numbers "
             "of a head; it must rotate an even number of them",
         )
+
+    @property
+    def own_vocab(self) -> int:
+        """Lines of the embedding tables that are stored."""
+        return self.vocab_size if self.table_lines is None else self.table_lines
 
     @property
     def rope_dim(self) -> int:

@@ -30,6 +30,8 @@ class MoEConfig:
     normalise: bool = False  # the weights of the chosen experts are divided by their sum
     scale: float = 1.0  # of the weights
     has_bias: bool = False  # a correction of the scores, for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2)
+    held: range | None = None  # those of the num_experts that lie on this rank; None: all
+    shared_parts: int = 1  # ranks that hold a part of the shared experts each, where the others are dealt out whole
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "inner", "num_groups", "top_groups"):
@@ -58,8 +60,13 @@ class MoEConfig:
 
     @property
     def shared_inner(self) -> int:
-        """Inner size of the shared experts together; 0 without."""
-        return self.num_shared * self.inner
+        """Inner size of the shared experts together, as far as they lie on this rank; 0 without."""
+        return self.num_shared * self.inner // self.shared_parts
+
+    @property
+    def own(self) -> range:
+        """The experts that lie on this rank."""
+        return range(self.num_experts) if self.held is None else self.held
 
     def layers(self, num_layers: int) -> range:
         """The layers that have experts."""

@@ -1,6 +1,6 @@
 """How one engine is spread over several devices: how many ranks there are, and what each of them holds. No torch.
 
-``distributed/shards.py`` cuts a model by it, ``distributed/group.py`` is what the ranks talk through.
+``models/shards.py`` cuts a model by it, ``distributed/group.py`` is what the ranks talk through.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A decoder is handed a ``Group`` and calls it wherever a product is one rank's part of a sum. ``Alone`` is the group of
 one, so that nothing else asks how many ranks there are. Invariant: after a collective all ranks hold the same bits.
-Every rank must make the same calls in the same order, with tensors of one shape. ``shards.py`` says what a rank stores.
+Every rank must make the same calls in the same order, with tensors of one shape. What a rank stores:
+``models/shards.py``.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def gate_up_parts(prefix: str, kind: str, inner: int) -> dict[str, tuple[Place, 
 
 def outer_roles(config: ModelConfig) -> Roles:
     """What surrounds the layers, and the norms in them. A tied ``lm_head`` is ``embed`` itself."""
-    hidden, table = config.hidden_size, (config.vocab_size, config.hidden_size)
+    hidden, table = config.hidden_size, (config.own_vocab, config.hidden_size)
     roles = {
         "embed": Role(shape=table, parts={"model.embed_tokens.weight": ()}, per_layer=False, shard_dim=0),
         "input_norm": vector(hidden, "input_layernorm.weight"),

@@ -35,21 +35,21 @@ def expert_roles(config: ModelConfig, names: ExpertNames | None = None) -> Roles
     hidden, inner, layers = config.hidden_size, moe.inner, moe.layers(config.num_layers)
     gate_up: dict[str, tuple[Place, ...]] = {}
     down: dict[str, tuple[Place, ...]] = {}
-    for expert in range(moe.num_experts):
+    for at, expert in enumerate(moe.own):
         prefix = f"{names.prefix}.experts.{expert}"
-        gate_up[f"{prefix}.{names.gate}.weight"] = (expert, slice(inner))
-        gate_up[f"{prefix}.{names.up}.weight"] = (expert, slice(inner, None))
-        down[f"{prefix}.{names.down}.weight"] = (expert,)
+        gate_up[f"{prefix}.{names.gate}.weight"] = (at, slice(inner))
+        gate_up[f"{prefix}.{names.up}.weight"] = (at, slice(inner, None))
+        down[f"{prefix}.{names.down}.weight"] = (at,)
     router, correction = f"{names.prefix}.gate.weight", f"{names.prefix}.gate.e_score_correction_bias"
     roles = {
         "router": Role(
             shape=(moe.num_experts, hidden), parts={router: ()}, layers=layers, is_matrix=False, dtype="float32"
         ),
         "experts_gate_up": Role(
-            shape=(moe.num_experts, 2 * inner, hidden), parts=gate_up, layers=layers, per_expert=True, shard_dim=1
+            shape=(len(moe.own), 2 * inner, hidden), parts=gate_up, layers=layers, per_expert=True, shard_dim=1
         ),
         "experts_down": Role(
-            shape=(moe.num_experts, hidden, inner), parts=down, layers=layers, per_expert=True, shard_dim=2
+            shape=(len(moe.own), hidden, inner), parts=down, layers=layers, per_expert=True, shard_dim=2
         ),
     }
     if moe.has_bias:
