@@ -7,6 +7,7 @@ from typing import Any
 
 from snapstream.config.cache import KVBudget
 from snapstream.config.chunking import Chunking
+from snapstream.config.parallel import ParallelConfig
 from snapstream.config.prefix import PrefixStoreConfig
 from snapstream.config.registry import Registry
 from snapstream.config.selector import Selector, make_selector
@@ -46,6 +47,7 @@ class EngineConfig(Settings):
     prefix_dir: str = ""  # folder of the store's disk tier; none by default
     prefix_disk: int = 0  # bytes that it may hold
     prefix_max_len: int = 0  # longer prompts are neither stored nor looked up; 0: max_model_len
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +63,7 @@ class EngineConfig(Settings):
                 f"selector {self.selector.name!r} needs the queries of a whole prompt, and a prefix store keeps keys "
                 "and values only; use selector 'snapkv', or no prefix store",
             )
+        as_kind("parallel", self.parallel, ParallelConfig)
         EXECUTORS.check(self.executor)
         if self.weights is not None:
             as_kind("weights", self.weights, WeightForms)

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 from snapstream.config.cache import KVBudget
 from snapstream.config.engine import EXECUTORS
+from snapstream.config.parallel import ParallelConfig, SplitAttention, SplitExperts
 from snapstream.config.prefix import DISK_BYTES, PrefixStore, as_prefix_store, as_size
 from snapstream.config.selector import DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
 from snapstream.config.settings import Settings, setting
@@ -82,6 +83,13 @@ class EngineOptions(Settings):
         DISK_BYTES, "Most that --prefix-dir may hold.", metavar="SIZE", parse=lambda text: as_size("prefix_disk", text)
     )
     prefill_quantum: int = setting(0, "Units of prefill per step while rows decode. 0: what suits the device.")
+    tensor_parallel: int = setting(1, "Ranks that compute every step together, each with a part of the model.")
+    attention: SplitAttention = setting(
+        "tp", "With --tensor-parallel: ranks split the heads (tp), or whole rows of latents are dealt out (dp)."
+    )
+    experts: SplitExperts = setting(
+        "tp", "With --tensor-parallel: ranks split every expert (tp), or have whole ones (ep)."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,6 +112,17 @@ class EngineOptions(Settings):
                 self.prefix_store is not None, f"prefix_dir is {self.prefix_dir!r}; it needs a prefix_store in memory"
             )
         check_budget(self.budget)
+        set_counts(self, tensor_parallel=1)
+        check(
+            self.tensor_parallel > 1 or self.parallel == ParallelConfig(),
+            f"attention is {self.attention!r} and experts {self.experts!r}, and there is one rank to compute them; "
+            "give tensor_parallel",
+        )
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How the engine is spread over ranks."""
+        return ParallelConfig(size=self.tensor_parallel, attention=self.attention, experts=self.experts)
 
     @classmethod
     def of(cls, options: EngineOptions | None, given: dict[str, Any]) -> EngineOptions:

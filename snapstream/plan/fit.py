@@ -20,6 +20,7 @@ from snapstream.config import (
 )
 from snapstream.models.families import kv_spec_of
 from snapstream.models.looping import problem_of_looping
+from snapstream.models.shards import check_cuts, rank_config
 from snapstream.plan.chunking import resolve_chunking
 from snapstream.plan.memory import EngineMemory, engine_memory
 from snapstream.plan.widths import weight_forms
@@ -33,6 +34,8 @@ def default_executor(model: ModelConfig, options: EngineOptions, device: str) ->
     """
     if device.startswith("cuda"):
         return "graph"
+    if options.tensor_parallel > 1:  # a looped step is one call, in the middle of which ranks would have to meet
+        return "eager"
     forms = weight_forms(model, options.weights, dtype=options.dtype, device=device, executor="looped")
     return "eager" if problem_of_looping(model, forms, dtype=options.dtype, device=device) else "looped"
 
@@ -60,6 +63,8 @@ def engine_config(
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     executor = options.executor or default_executor(model, options, device)
     forms = weight_forms(model, options.weights, dtype=options.dtype, device=device, executor=executor)
+    rank_config(model, options.parallel)  # refuses sizes that ranks cannot share
+    check_cuts(model, options.parallel, forms)
     chunking = resolve_chunking(
         model,
         dtype=options.dtype,
@@ -82,6 +87,7 @@ def engine_config(
         prefix_dir="" if store is None else options.prefix_dir or "",
         prefix_disk=cast(int, options.prefix_disk),
         prefix_blocks=0 if store is None else store.num_blocks(kv_spec_of(model, options.dtype).prefix_token_bytes),
+        parallel=options.parallel,
         # A rotation that depends on the whole length gives keys beyond the original context to one prompt alone.
         prefix_max_len=model.rope.original_max_position if model.rope.kind == "dynamic" else 0,
         **kept,

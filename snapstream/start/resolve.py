@@ -46,6 +46,7 @@ class Machine:
     looped_problem: str | None = None  # why a CPU cannot have the library of looped steps
     host_free_bytes: int | None = None  # of the host, now; None where the device is the host
     draft: DraftMemory | None = None  # of a draft that is loaded on this device, perhaps by another process
+    num_gpus: int = 1  # that this process sees; 0 on a CPU
 
     @property
     def is_gpu(self) -> bool:
@@ -56,6 +57,7 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
     """The config of the engine. ValueError for options that the model or the machine cannot serve."""
     if machine.device != options.device:
         raise ValueError(f"device is {options.device!r}; these are facts about {machine.device!r}")
+    _check_ranks(options, machine)
     max_model_len = model.max_position if options.max_model_len is None else options.max_model_len
     if max_model_len > model.max_position:
         raise ValueError(f"max_model_len is {max_model_len}; the model's context is {model.max_position} tokens")
@@ -116,6 +118,28 @@ def resolve_budget(budget: Budget, max_model_len: int, observation_len: int) -> 
     if isinstance(budget, str) or budget >= max_model_len:
         return KVBudget.full(max_model_len)
     return KVBudget.of(budget, observation_len=observation_len)
+
+
+def _check_ranks(options: EngineOptions, machine: Machine) -> None:
+    """ValueError for what an engine over several ranks cannot do; sizes of the model are checked with the config."""
+    size = options.tensor_parallel
+    if size == 1:
+        return
+    if options.attention == "dp":
+        raise ValueError("attention is 'dp', which is not built yet; use 'tp'")
+    if machine.is_gpu and size > machine.num_gpus:
+        raise ValueError(f"tensor_parallel is {size}; this machine has {machine.num_gpus} GPUs")
+    if options.executor not in (None, "eager") and not (machine.is_gpu and options.executor == "graph"):
+        raise ValueError(
+            f"executor is {options.executor!r}, which runs a whole step without a stop, and ranks must meet in every "
+            "layer of it; use 'eager'"
+        )
+    if options.prefix_dir is not None:
+        raise ValueError(
+            f"prefix_dir is {options.prefix_dir!r}, a folder of whole blocks, and each of {size} ranks has a part of "
+            "every block; use prefix_store alone"
+        )
+    raise ValueError(f"tensor_parallel is {size}; engines over several ranks are not built yet")
 
 
 def _counts_free(options: EngineOptions, machine: Machine) -> bool:

@@ -36,6 +36,11 @@ def test_an_unknown_field_is_named_with_the_known_ones() -> None:
         ("prefill_quantum", -1, "prefill_quantum is -1"),
         ("prefill_attention", "mine", "prefill_attention is 'mine'; it must be one of auto"),
         ("max_waiting", -1, "max_waiting is -1"),
+        ("tensor_parallel", 0, "tensor_parallel is 0"),
+        ("tensor_parallel", 1.5, "tensor_parallel is 1.5"),
+        ("attention", "a2a", "attention is 'a2a'; it must be one of tp, dp"),
+        ("attention", "dp", "attention is 'dp' and experts 'tp', and there is one rank"),
+        ("experts", "ep", "and there is one rank to compute them; give tensor_parallel"),
     ],
 )
 def test_what_no_engine_could_be_is_refused(name: str, value: object, words: str) -> None:

@@ -225,3 +225,18 @@ def test_an_llm_takes_options_and_single_fields_in_their_place() -> None:
         assert llm.config.selector.needs_all_queries
     with pytest.raises(TypeError, match="max_row is no setting of an engine"):
         LLM(TINY_MODEL, max_row=3)
+
+
+@pytest.mark.parametrize(
+    ("said", "machine", "words"),
+    [
+        ({"tensor_parallel": 2, "attention": "dp"}, H100, "attention is 'dp', which is not built yet"),
+        ({"tensor_parallel": 2}, H100, "tensor_parallel is 2; this machine has 1 GPUs"),
+        ({"tensor_parallel": 2, "executor": "looped"}, LAPTOP, "executor is 'looped', which runs a whole step"),
+        ({"tensor_parallel": 2, "executor": "graph"}, LAPTOP, "executor is 'graph', which runs a whole step"),
+        ({"tensor_parallel": 2, "prefix_store": "1GiB", "prefix_dir": "d"}, LAPTOP, "a folder of whole blocks"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(said: dict[str, Any], machine: Machine, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        decided(machine, **said)
