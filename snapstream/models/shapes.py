@@ -75,7 +75,12 @@ def check_groups(config: ModelConfig, forms: WeightForms) -> None:
 
 def weight_bytes(config: ModelConfig, dtype: str, forms: WeightForms | None = None) -> int:
     """Bytes of all weights in memory, scales included."""
-    return sum(_role_bytes(config, role, dtype, forms) for role in roles_of(config).values())
+    return sum(role_bytes(config, dtype, forms).values())
+
+
+def role_bytes(config: ModelConfig, dtype: str, forms: WeightForms | None = None) -> dict[str, int]:
+    """Bytes of every role, scales included."""
+    return {name: _role_bytes(config, role, dtype, forms) for name, role in roles_of(config).items()}
 
 
 def decode_weight_bytes(config: ModelConfig, dtype: str, forms: WeightForms | None = None, num_tokens: int = 1) -> int:

@@ -22,7 +22,7 @@ from snapstream.models.families import kv_spec_of
 from snapstream.models.looping import problem_of_looping
 from snapstream.models.shards import check_cuts, rank_config
 from snapstream.plan.chunking import resolve_chunking
-from snapstream.plan.memory import EngineMemory, engine_memory
+from snapstream.plan.memory import EngineMemory, engine_memory, split_heads
 from snapstream.plan.widths import weight_forms
 
 MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
@@ -63,10 +63,9 @@ def engine_config(
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     executor = options.executor or default_executor(model, options, device)
     forms = weight_forms(model, options.weights, dtype=options.dtype, device=device, executor=executor)
-    rank_config(model, options.parallel)  # refuses sizes that ranks cannot share
     check_cuts(model, options.parallel, forms)
     chunking = resolve_chunking(
-        model,
+        rank_config(model, split_heads(options.parallel)),
         dtype=options.dtype,
         device=device,
         chunk_len=options.chunk_len,

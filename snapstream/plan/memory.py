@@ -5,17 +5,22 @@ with, staging buffers, the temporaries of one prefill chunk and of
 one scoring block, the padding row. Bytes per row: keys and values, the sampler's state, and what one entry of a decode
 batch needs - logits, the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own.
 With hops a layer's queries of all staged tokens are held beside the pool. No torch.
+
+Of several ranks these are the bytes of each (``models/shards.py``): hidden states, the sampler's state and what a
+decode batch needs for it are the same on all, weights and heads are split, and rows as the heads are or, where
+attention is ``dp``, dealt out whole.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from snapstream.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, Selector
+from snapstream.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, ParallelConfig, Selector
 from snapstream.config.sizes import format_bytes
 from snapstream.layers.row_state import row_state_bytes
 from snapstream.models.families import kv_spec_of
 from snapstream.models.shapes import weight_bytes, wide_bytes, widening_bytes
+from snapstream.models.shards import rank_config
 
 SCORING_KEYS = 4096  # keys that are scored at a time
 # Of one batch entry and token of the vocabulary, where top-p looks for its threshold: fp32 logits and scores, keys,
@@ -76,7 +81,9 @@ class EngineMemory:
     staging_bytes: int  # the pool: hidden states and one layer's keys and values
     transient_bytes: int  # of one prefill chunk or scoring block, or of a block of weights while it is widened
     framework_bytes: int
-    row_bytes: int  # keys and values of a row, in FP8 their scales, and what rescoring keeps of it
+    row_bytes: (
+        int  # keys and values of a row, in FP8 their scales, and what rescoring keeps of it; on a rank that has it
+    )
     state_bytes: int  # the sampler's, of a row
     batch_bytes: int  # of one entry of a decode batch
     max_rows: int
@@ -85,6 +92,7 @@ class EngineMemory:
     reserved_bytes: int = 0  # what a draft will take on this device
     store_bytes: int = 0  # of the prefix store, where it is in the same memory
     bounce_bytes: int = 0  # where it is not: one layer of the pool's tokens, on their way to and from the host
+    dealt_to: int = 1  # ranks among which rows are dealt out; each has a padding row
 
     @property
     def fixed_bytes(self) -> int:
@@ -94,24 +102,33 @@ class EngineMemory:
         return sum(parts) + sum(more) + self.row_bytes + self.state_bytes
 
     @property
-    def bytes_per_row(self) -> int:
-        """What one more row costs."""
-        return self.row_bytes + self.state_bytes + self.batch_bytes
+    def total_bytes(self) -> int:
+        own_rows = -(-self.max_rows // self.dealt_to)
+        return self.fixed_bytes + own_rows * self.row_bytes + self.max_rows * self._bytes_everywhere
 
     @property
-    def total_bytes(self) -> int:
-        return self.fixed_bytes + self.max_rows * self.bytes_per_row
+    def bytes_per_row(self) -> int:
+        """What one more row costs the rank that gets it."""
+        return self.row_bytes + self._bytes_everywhere
+
+    @property
+    def _bytes_everywhere(self) -> int:
+        """Of a row, on every rank."""
+        return self.state_bytes + self.batch_bytes
 
     def rows_that_fit(self, free_bytes: int) -> int:
-        """Rows beside the fixed bytes; 0 or less where not even those fit."""
-        return (free_bytes - self.fixed_bytes) // self.bytes_per_row
+        """Rows beside the fixed bytes, on all ranks together; 0 or less where not even those fit."""
+        room = free_bytes - self.fixed_bytes
+        rounds, left = divmod(room, self.row_bytes + self.dealt_to * self._bytes_everywhere)  # a row on each rank
+        last = max(0, min((left - self.row_bytes) // self._bytes_everywhere, self.dealt_to - 1))
+        return rounds * self.dealt_to + last
 
     def describe(self) -> str:
         """The sum in words, for an error."""
         decode = self.max_rows * self.batch_bytes + (self.max_rows + 1) * self.state_bytes
         parts = [
             f"{format_bytes(self.weight_bytes)} of weights",
-            f"{self.max_rows} + 1 rows of {format_bytes(self.row_bytes)}",
+            f"{-(-self.max_rows // self.dealt_to)} + 1 rows of {format_bytes(self.row_bytes)}",
             f"{format_bytes(self.staging_bytes)} of staging",
             f"{format_bytes(self.transient_bytes)} of prefill temporaries",
             *([f"{format_bytes(self.wide_bytes)} for a widened layer"] if self.wide_bytes else []),
@@ -157,21 +174,23 @@ def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
-    """Bytes of an engine of this ``config``."""
-    spec = kv_spec_of(model, config.dtype, config.kv_dtype)
+    """Bytes of an engine of this ``config``; of several ranks, those of each. ``model`` is the whole one."""
+    stored, model = rank_config(model, config.parallel), rank_config(model, split_heads(config.parallel))
+    is_dealt = config.parallel.attention == "dp"
+    spec = kv_spec_of(stored if is_dealt else model, config.dtype, config.kv_dtype)
     capacity = config.budget.capacity
     prefill = prefill_memory(
         model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector
     )
     is_looped = config.executor == "looped"  # whose products widen as they go
     return EngineMemory(
-        weight_bytes=weight_bytes(model, config.dtype, config.weights),
-        wide_bytes=0 if is_looped else wide_bytes(model, config.dtype, config.weights),
+        weight_bytes=weight_bytes(stored, config.dtype, config.weights),
+        wide_bytes=0 if is_looped else wide_bytes(stored, config.dtype, config.weights),
         staging_bytes=prefill.hidden_bytes + prefill.staging_bytes,
         transient_bytes=max(
             prefill.transient_bytes,
             spec.refresh_bytes(config.rescoring, capacity),
-            0 if is_looped else widening_bytes(model, config.dtype, config.weights, config.device.split(":")[0]),
+            0 if is_looped else widening_bytes(stored, config.dtype, config.weights, config.device.split(":")[0]),
         ),
         framework_bytes=FRAMEWORK_BYTES if config.device.startswith("cuda") else 0,
         row_bytes=spec.row_bytes(capacity) + spec.rescoring_bytes(config.rescoring, capacity),
@@ -182,7 +201,13 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         reserved_bytes=config.reserved_bytes,
         bounce_bytes=bounce_bytes(model, config) if config.device.startswith("cuda") else 0,
         store_bytes=0 if config.device.startswith("cuda") else prefix_store_bytes(model, config),
+        dealt_to=config.parallel.size if is_dealt else 1,
     )
+
+
+def split_heads(parallel: ParallelConfig) -> ParallelConfig:
+    """As the ranks prefill, and as they share the work of decode: with their part of the heads."""
+    return replace(parallel, attention="tp")
 
 
 def bounce_bytes(model: ModelConfig, config: EngineConfig) -> int:
