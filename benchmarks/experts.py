@@ -114,7 +114,7 @@ def mean_chosen(folder: Path, prompts: list[list[int]], new_tokens: int, max_len
         return kernels.grouped_linear(x, weight, scale, ends)
 
     runner = partial(build_runner, kernels=replace(kernels, grouped_linear=counting))
-    with ours(folder, prompts, {"make_runner": runner, "max_model_len": max_len}) as answer:
+    with ours(folder, prompts, {"make_runner": runner, "executor": "eager", "max_model_len": max_len}) as answer:
         answer(new_tokens)
     return sum(counts) / len(counts)
 
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=36)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--executors", nargs="*", default=["eager", "graph"])
+    parser.add_argument("--executors", nargs="*", default=["looped", "eager", "graph"])
     parser.add_argument("--transformers", nargs="*", default=["grouped_mm", "batched_mm"], metavar="WAY",
                         help="its implementations of experts")  # fmt: skip
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")

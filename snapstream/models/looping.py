@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from snapstream.config import ModelConfig, WeightForms
 from snapstream.models.dense_roles import dense_roles
-from snapstream.models.families import FAMILIES, kv_spec_of
+from snapstream.models.expert_roles import mixtral_roles, moe_roles
+from snapstream.models.families import FAMILIES
+from snapstream.models.latent_roles import latent_roles
 
-_LAYER = "snapstream.models.dense:DenseLayer"  # the one that the library computes
+_LAYERS = {  # that the library computes, and the weights that they may have
+    "snapstream.models.dense:DenseLayer": (dense_roles, moe_roles, mixtral_roles),
+    "snapstream.models.latent:LatentLayer": (latent_roles,),
+}
 _MAX_HEAD_DIM = 256
 
 
@@ -22,12 +27,10 @@ def problem_of_looping(model: ModelConfig, weights: WeightForms | None, *, dtype
     if weights is not None and weights.layers.is_blocks:
         return f"weights are {weights.describe()}, which looped steps do not read"
     family = FAMILIES.get(model.architecture)
-    if family.layer != _LAYER or family.roles is not dense_roles:
+    if family.roles not in (_LAYERS.get(family.layer, ()) if isinstance(family.layer, str) else ()):
         return f"the layers of {model.architecture} are none that looped steps know"
-    if model.moe is not None:
-        return f"{model.architecture} has experts, which looped steps do not know yet"
-    if kv_spec_of(model, "float32").values_are_keys:
-        return "looped steps read keys and values from two tensors, and here the values are the keys"
+    if model.latent is not None:
+        return None
     if model.head_dim % 2 or model.head_dim > _MAX_HEAD_DIM:
         return f"head_dim is {model.head_dim}; looped steps take even ones up to {_MAX_HEAD_DIM}"
     return None

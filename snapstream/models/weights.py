@@ -60,7 +60,8 @@ class DecoderWeights:
                 own = dtype if role.dtype is None else getattr(torch, role.dtype)
                 vectors[name] = torch.empty(shape, dtype=own, device=device)
                 continue
-            matrices[name] = make(form_of(role, name_of_dtype, forms), shape, dtype, device)
+            own_make = make_weight if role.is_wide else make  # what layers read by themselves lies row by row
+            matrices[name] = own_make(form_of(role, name_of_dtype, forms), shape, dtype, device)
             if is_widened(role, name_of_dtype, forms) and not matrices[name].multiplies_narrow:
                 narrow[name] = Stack(matrices[name], role.layers_of(config.num_layers))
         wide = WideBuffer(narrow, dtype, device) if narrow else None

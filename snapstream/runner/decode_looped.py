@@ -15,7 +15,6 @@ from torch import Tensor
 
 from snapstream.kernels.cpu.looped.library import (
     FORMATS,
-    Model,
     NativeEngine,
     Rows,
     Step,
@@ -23,14 +22,12 @@ from snapstream.kernels.cpu.looped.library import (
     address,
     workspace_floats,
 )
-from snapstream.layers.rope import Rope
 from snapstream.layers.sampler import Sampled
 from snapstream.layers.sampling_state import SamplingNeeds
-from snapstream.models.decoder import Decoder
 from snapstream.models.looping import problem_of_looping
-from snapstream.models.panels import Panels
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_step import StepParts
+from snapstream.runner.looped_model import model_of, panels_of
 
 _GREEDY = SamplingNeeds()
 
@@ -46,9 +43,9 @@ class LoopedDecode:
             raise ValueError(f"executor 'looped': {problem}")
         self._eager = EagerDecode(parts)
         self._max_rows, vocab_size = parts.config.max_rows, parts.decoder.config.vocab_size
-        library = _panels(parts.decoder, "qkv").library
+        library = panels_of(parts.decoder, "o").library
         self.team = Team(library, num_threads or torch.get_num_threads())
-        model, rows = _model(parts.decoder), _rows(parts)
+        model, rows = model_of(parts.decoder), _rows(parts)
         floats = workspace_floats(self.team, model, rows, self._max_rows)
         self._engine = NativeEngine(self.team, model, rows, self._max_rows, torch.empty(floats))
         self._kept = parts, model, rows  # whose addresses the library has
@@ -113,34 +110,6 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(count)
 
 
-def _panels(decoder: Decoder, role: str) -> Panels:
-    weights = decoder.weights
-    found = weights.lm_head if role == "lm_head" else weights.matrices[role]
-    if not isinstance(found, Panels):
-        raise ValueError(f"executor 'looped' reads weights in panels, and {role} is {type(found).__name__}")
-    return found
-
-
-def _model(decoder: Decoder) -> Model:
-    config, vectors = decoder.config, decoder.weights.vectors
-    rope = Rope(config.rope, config.head_dim, "cpu")
-    is_dynamic = config.rope.kind == "dynamic"
-    model = Model(
-        layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim, inner=config.intermediate_size, vocab=config.vocab_size,
-        head=_panels(decoder, "lm_head").stack, frequencies=address(rope.frequencies), rope_scale=rope.scale,
-        rotated=config.rope.rotary_dim(config.head_dim), eps=config.rms_norm_eps,
-        dynamic_original=config.rope.original_max_position if is_dynamic else 0,
-        dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
-        **{role: _panels(decoder, role).stack for role in ("embed", "qkv", "o", "gate_up", "down")},
-        **{name: address(vectors.get(name)) for name in (
-            "input_norm", "post_norm", "final_norm", "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "q_norm",
-            "k_norm")},
-    )  # fmt: skip
-    model.kept = rope
-    return model
-
-
 def _rows(parts: StepParts) -> Rows:
     cache, state = parts.cache, parts.rows
     queries = None if parts.queries is None else parts.queries.buffer
@@ -148,7 +117,8 @@ def _rows(parts: StepParts) -> Rows:
         last_token=address(state.last_token), num_tokens=address(state.num_tokens),
         next_position=address(state.next_position), ring_start=address(state.ring_start),
         capacity=address(state.capacity), num_sampled=address(parts.sampling.num_sampled), keys=address(cache.k),
-        values=address(cache.v), key_scales=address(cache.k_scale), value_scales=address(cache.v_scale),
+        values=None if cache.spec.values_are_keys else address(cache.v),
+        key_scales=address(cache.k_scale), value_scales=address(cache.v_scale),
         queries=address(queries), kept_queries=0 if queries is None else queries.shape[2],
         num_rows=cache.num_rows + 1, slots=cache.capacity, format=FORMATS[str(cache.k.dtype).removeprefix("torch.")],
     )  # fmt: skip

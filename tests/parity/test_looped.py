@@ -266,7 +266,7 @@ def test_what_it_cannot_run_is_refused(runner: ModelRunner, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=message):
         LLM(folder, executor="looped", **SETTINGS | {"dtype": "bfloat16"})
     plain = Decoder(runner.decoder.config, DecoderWeights.random(runner.decoder.config, torch.float32, "cpu", 0))
-    with pytest.raises(ValueError, match="reads weights in panels, and qkv is Dense"):
+    with pytest.raises(ValueError, match="reads weights in panels, and o is Dense"):
         LoopedDecode(replace(runner.step_parts, decoder=plain))
     with pytest.raises(ValueError, match="6 rows in a step; this engine has 5"):
         LoopedDecode(runner.step_parts).logits(torch.arange(6))

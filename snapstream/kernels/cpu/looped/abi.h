@@ -17,6 +17,23 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
     int64_t format, group;  // group: columns that share a scale, of codes
 };
 
+struct Mixture {  // of experts, in the layers from first_layer on; no experts: none (mixture.h)
+    Stack gate_up, down;                // [L' X, 2M or D, D or M]: expert e of the i-th such layer is matrix i X + e
+    Stack shared_gate_up, shared_down;  // [L', ...], where shared_inner is not 0
+    const float *router, *correction;   // [L', X, D]; [L', X] or null
+    int64_t experts, top_k, inner, shared_inner, first_layer;
+    int64_t groups, top_groups, best_of_group, is_sigmoid, normalises;
+    float scale;
+};
+
+struct Latent {  // attention over latents; rank 0: none (latent.h)
+    Stack q_a, q, kv_a;              // q_a where q_rank is not 0
+    const float *q_a_norm, *c_norm;  // [L, Q], [L, R]
+    const float* up;                 // [L, H, N + U, R]: what expands c to the key and the value of each head
+    int64_t q_rank, rank, nope_dim, rope_dim, value_dim;
+    float factor;  // of the queries: what turns 1 / sqrt(R + P) into the model's scale of the softmax
+};
+
 struct Model {
     int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
     Stack embed, qkv, o, gate_up, down, head;
@@ -28,6 +45,8 @@ struct Model {
     int64_t rotated;                                            // numbers of a head; the pairs after them stand still
     int64_t dynamic_original;                                   // of dynamic stretching: the original context, else 0
     float dynamic_factor, dynamic_theta, rope_scale, eps;
+    Mixture mixture;
+    Latent latent;
 };
 
 struct Rows {  // the persistent state of rows, [rows + 1] each, and their keys and values [L, rows + 1, G, C, E]

@@ -48,7 +48,6 @@ class Attention : protected Worker {
         });
     }
 
-  private:
     int64_t length(int64_t b) const {
         const int64_t row = s_.rows[b];
         return std::min(e_.rows.num_tokens[row] + 1, e_.rows.capacity[row]);
@@ -61,6 +60,7 @@ class Attention : protected Worker {
         return start + (token - start) % std::max<int64_t>(e_.rows.capacity[row] - start, 1);
     }
 
+  private:
     // One head normed and turned: out [E].
     void turned(const float* head, const float* weight, const float* angle, float* out) const {
         const int64_t size = m_.head_dim, half = size / 2;

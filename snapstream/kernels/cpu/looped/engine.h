@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "buffers.h"
 #include "team.h"
 
 namespace looped {
@@ -32,11 +33,16 @@ struct Engine {
     };
     std::vector<Likeliest> likeliest;                // [threads, max_batch]
     std::unique_ptr<std::atomic<int>[]> parts_left;  // [max_batch, G]: the last to finish merges
+    Cut more;  // of the workspace: what stands behind the above
+    MixtureBuffers routed;
+    LatentBuffers absorbed;
 };
 
-// The stages of a step are numbered: embedding, so many per layer, final norm, head.
-constexpr int64_t LAYER_STAGES = 8;
-inline int64_t num_stages(const Model& model) { return 1 + model.layers * LAYER_STAGES + 2; }
+// The stages of a step are numbered: embedding, so many per layer, final norm, head. Of a layer those of its attention
+// come first; all layers of a model have as many, some of which may be empty.
+inline int64_t attention_stages(const Model& model) { return !model.latent.rank ? 4 : model.latent.q_rank ? 9 : 7; }
+inline int64_t layer_stages(const Model& model) { return attention_stages(model) + (model.mixture.experts ? 6 : 4); }
+inline int64_t num_stages(const Model& model) { return 1 + model.layers * layer_stages(model) + 2; }
 
 // x [tokens, cols] times a matrix transposed, plus bias or null: out [tokens, rows]; buffer for tokens x (cols + 3).
 void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bias, float* out, float* buffer,

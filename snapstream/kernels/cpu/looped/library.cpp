@@ -17,18 +17,31 @@ float* take(float*& from, int64_t count) {
 
 int64_t parts_of(const Rows& rows) { return (rows.slots + 1023) / 1024; }
 
+int64_t widest_input(const Model& model) {  // of a product that all tokens of a step go through
+    return std::max({model.hidden, model.inner, model.heads * model.head_dim, model.latent.q_rank}) + ALIGN_K;
+}
+
+int64_t own_floats(const Model& model, const Rows& rows, int64_t max_batch, int threads) {
+    const int64_t parts = max_batch * model.heads * parts_of(rows);
+    const int64_t heads = (model.heads + 2 * model.kv_heads) * model.head_dim;
+    const int64_t entry = model.hidden + heads + 2 * model.inner + widest_input(model) + model.head_dim;
+    const int64_t own = looped::scratch_floats(model, max_batch);
+    return max_batch * entry + parts * (2 + model.head_dim) + threads * own + 16 * (8 + threads);
+}
+
 }  // namespace
 
 Engine::Engine(const Model& model, const Rows& rows, Team& team, int64_t max_batch, float* workspace)
     : model(model), rows(rows), team(team), tasks(team.size()), max_batch(max_batch), max_parts(parts_of(rows)),
-      likeliest(team.size() * max_batch), parts_left(new std::atomic<int>[max_batch * model.kv_heads]()) {
+      likeliest(team.size() * max_batch), parts_left(new std::atomic<int>[max_batch * model.kv_heads]()),
+      more{workspace + own_floats(model, rows, max_batch, team.size())},
+      routed(model, max_batch, team.size(), more), absorbed(model, max_batch, more) {
     const int64_t own = looped::scratch_floats(model, max_batch);
     const int64_t parts = max_batch * model.heads * max_parts;
-    const int64_t widest = std::max({model.hidden, model.inner, model.heads * model.head_dim}) + ALIGN_K;
     residual = take(workspace, max_batch * model.hidden);
     heads = take(workspace, max_batch * (model.heads + 2 * model.kv_heads) * model.head_dim);
     gate_up = take(workspace, max_batch * 2 * model.inner);
-    packed = take(workspace, max_batch * widest);
+    packed = take(workspace, max_batch * widest_input(model));
     angles = take(workspace, max_batch * model.head_dim);
     part_peaks = take(workspace, parts);
     part_totals = take(workspace, parts);
@@ -37,12 +50,10 @@ Engine::Engine(const Model& model, const Rows& rows, Team& team, int64_t max_bat
 }
 
 int64_t Engine::workspace_floats(const Model& model, const Rows& rows, int64_t max_batch, int threads) {
-    const int64_t parts = max_batch * model.heads * parts_of(rows);
-    const int64_t widest = std::max({model.hidden, model.inner, model.heads * model.head_dim}) + ALIGN_K;
-    const int64_t heads = (model.heads + 2 * model.kv_heads) * model.head_dim;
-    const int64_t entry = model.hidden + heads + 2 * model.inner + widest + model.head_dim;
-    const int64_t own = looped::scratch_floats(model, max_batch);
-    return max_batch * entry + parts * (2 + model.head_dim) + threads * own + 16 * (8 + threads);
+    Cut more{nullptr};
+    MixtureBuffers(model, max_batch, threads, more);
+    LatentBuffers(model, max_batch, more);
+    return own_floats(model, rows, max_batch, threads) + more.at;
 }
 
 }  // namespace looped

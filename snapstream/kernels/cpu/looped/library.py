@@ -30,6 +30,29 @@ class Stack(Structure):
     ]
 
 
+class Mixture(Structure):
+    """The experts of a model; all zeros where it has none."""
+
+    _fields_ = [
+        *((name, Stack) for name in "gate_up down shared_gate_up shared_down".split()),
+        *((name, c_void_p) for name in "router correction".split()),
+        *((name, c_int64) for name in "experts top_k inner shared_inner first_layer".split()),
+        *((name, c_int64) for name in "groups top_groups best_of_group is_sigmoid normalises".split()),
+        ("scale", c_float),
+    ]
+
+
+class Latent(Structure):
+    """Attention over latents; all zeros where a model has heads of its own keys and values."""
+
+    _fields_ = [
+        *((name, Stack) for name in "q_a q kv_a".split()),
+        *((name, c_void_p) for name in "q_a_norm c_norm up".split()),
+        *((name, c_int64) for name in "q_rank rank nope_dim rope_dim value_dim".split()),
+        ("factor", c_float),
+    ]
+
+
 class Model(Structure):
     _fields_ = [
         *((name, c_int64) for name in "layers hidden heads kv_heads head_dim inner vocab".split()),
@@ -38,6 +61,7 @@ class Model(Structure):
         *((name, c_void_p) for name in "qkv_bias o_bias gate_up_bias down_bias q_norm k_norm frequencies".split()),
         *((name, c_int64) for name in "rotated dynamic_original".split()),
         *((name, c_float) for name in "dynamic_factor dynamic_theta rope_scale eps".split()),
+        *(("mixture", Mixture), ("latent", Latent)),
     ]
 
 

@@ -1,22 +1,23 @@
 // A decode step, stage by stage, on every member of the team. A stage hands out tasks whose results do not depend on
-// who does them; a barrier ends it. engine.h has the buffers, panels.h and rows.h the two large parts of the work.
+// who does them; a barrier ends it. engine.h has the buffers, panels.h and rows.h the two
+// large parts of the work, mixture.h and latent.h what layers with experts and with latents do instead.
 #pragma once
 #include <limits>
 
-#include "attention.h"
+#include "mixture.h"
 
 namespace looped {
 
-class Member : private Attention {
+class Member : private MixtureWorker {
   public:
-    Member(Engine& engine, const Step& step, int index) : Attention(engine, step, index) {}
+    Member(Engine& engine, const Step& step, int index) : MixtureWorker(engine, step, index) {}
 
     void run() {
         for (int64_t stage = s_.first; stage < s_.last; ++stage) {
             turn_ = stage - s_.first;
             if (stage == 0) embed();
-            else if (stage <= m_.layers * LAYER_STAGES)
-                layer_stage((stage - 1) / LAYER_STAGES, (stage - 1) % LAYER_STAGES);
+            else if (stage <= m_.layers * layer_stages(m_))
+                layer_stage((stage - 1) / layer_stages(m_), (stage - 1) % layer_stages(m_));
             else if (stage == num_stages(m_) - 2) norm(m_.final_norm);
             else head();
             e_.tasks.clear_next(turn_, me_);
@@ -28,15 +29,44 @@ class Member : private Attention {
 
   private:
     void layer_stage(int64_t layer, int64_t stage) {
+        const int64_t attention = attention_stages(m_);
+        if (stage < attention) return m_.latent.rank ? latent_stage(layer, stage) : attention_stage(layer, stage);
+        return is_mixture(layer) ? mixture_stage(layer, stage - attention) : mlp_stage(layer, stage - attention);
+    }
+
+    void attention_stage(int64_t layer, int64_t stage) {
         switch (stage) {
             case 0: return norm(m_.input_norm + layer * m_.hidden);
             case 1: return project(m_.qkv, layer, m_.qkv_bias, e_.heads);
             case 2: return attend(layer);
-            case 3: return add(m_.o, layer, m_.o_bias);
-            case 4: return norm(m_.post_norm + layer * m_.hidden);
-            case 5: return project(m_.gate_up, layer, m_.gate_up_bias, e_.gate_up);
-            case 6: return activate();
-            default: return add(m_.down, layer, m_.down_bias);
+            default: return add(m_.o, layer, m_.o_bias);
+        }
+    }
+
+    void latent_stage(int64_t layer, int64_t stage) {
+        const Latent& own = m_.latent;
+        if (!own.q_rank && stage > 2) stage += 2;
+        switch (stage) {
+            case 0: return norm(m_.input_norm + layer * m_.hidden);
+            case 1: return project(own.kv_a, layer, nullptr, e_.absorbed.kept);
+            case 2: return own.q_rank ? project(own.q_a, layer, nullptr, e_.absorbed.narrow)
+                                      : project(own.q, layer, nullptr, e_.absorbed.wide);
+            case 3: return norm_narrow(layer);
+            case 4: return project(own.q, layer, nullptr, e_.absorbed.wide);
+            case 5: return absorb(layer);
+            case 6: return attend_latents(layer);
+            case 7: return expand_values(layer);
+            default: return add(m_.o, layer, nullptr);
+        }
+    }
+
+    void mlp_stage(int64_t layer, int64_t stage) {
+        switch (stage) {
+            case 0: return norm(m_.post_norm + layer * m_.hidden);
+            case 1: return project(m_.gate_up, layer, m_.gate_up_bias, e_.gate_up);
+            case 2: return activate();
+            case 3: return add(m_.down, layer, m_.down_bias);
+            default: return;  // a dense layer among those with experts
         }
     }
 
@@ -44,11 +74,12 @@ class Member : private Attention {
 
     // Asks for the first bytes of the member's share of the weights of a stage, before it waits for the others.
     void touch(int64_t stage) {
+        if (m_.latent.rank || m_.mixture.experts) return;  // which of them, is known too late to be worth it
         const Stack* stack = nullptr;
-        const int64_t layer = (stage - 1) / LAYER_STAGES;
+        const int64_t layer = (stage - 1) / layer_stages(m_);
         if (stage == num_stages(m_) - 1) stack = &m_.head;
         else if (stage < num_stages(m_) - 2) {
-            const int64_t own = (stage - 1) % LAYER_STAGES;
+            const int64_t own = (stage - 1) % layer_stages(m_);
             stack = own == 1 ? &m_.qkv : own == 3 ? &m_.o : own == 5 ? &m_.gate_up : own == 7 ? &m_.down : nullptr;
         }
         if (!stack) return;
@@ -153,7 +184,7 @@ class Member : private Attention {
 
     // Cosines and sines of a position, as ../../../layers/rope.py makes them.
     void turn(int64_t position, float* out) {
-        const int64_t half = m_.head_dim / 2;
+        const int64_t half = (m_.latent.rank ? m_.latent.rope_dim : m_.head_dim) / 2;
         float base = 0.0f;
         if (m_.dynamic_original) {
             const float length = static_cast<float>(std::max(position + 1, m_.dynamic_original));
