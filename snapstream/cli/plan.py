@@ -24,6 +24,7 @@ Examples:
   snapstream plan Llama-3.1-8B-Instruct/
   snapstream plan config.json --memory 24GB --bandwidth 1TB/s --budget 4096 --budget 8192
   snapstream plan config.json --prompt-len 32768 --json
+  snapstream plan DeepSeek-R1/ --tensor-parallel 16 --attention dp --memory 141GB --bandwidth 4.8TB/s
   snapstream plan Llama-3.1-8B-Instruct/ --rescore-every 32 --draft Qwen3-0.6B/ --draft-context-len 8192
 """
 
@@ -45,6 +46,9 @@ class PlanFlags:
     ] = None
     memory: Annotated[str, text_option("SIZE", "Device memory, e.g. 80GiB, 24GB.")] = "80GiB"
     bandwidth: Annotated[str, text_option("RATE", "Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s"
+    flops: Annotated[str, text_option("RATE", "Products in dense bf16, for --tensor-parallel, e.g. 989TFLOP/s.")] = (
+        "989TFLOP/s"
+    )
     link: Annotated[str, text_option("RATE", "Between host and device, for --prefix-store.")] = "50GB/s"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (bytes, tokens, tokens/s).")] = False
 
@@ -81,7 +85,7 @@ def plan(
     flags: PlanFlags,
     engine: Annotated[EngineOptions, ENGINE],
 ) -> None:
-    from snapstream.config.sizes import parse_bandwidth, parse_bytes
+    from snapstream.config.sizes import parse_bandwidth, parse_bytes, parse_flops
     from snapstream.models.registry import read_model_config
     from snapstream.plan.plan import Device, Here, make_plan
     from snapstream.start.measure import check_device, device_memory
@@ -97,6 +101,7 @@ def plan(
             memory_bytes=parse_bytes(flags.memory),
             bandwidth_bytes_per_s=parse_bandwidth(flags.bandwidth),
             link_bytes_per_s=parse_bandwidth(flags.link),
+            flop_per_s=parse_flops(flags.flops),
         ),
         here=Here(device=engine.device, free_bytes=free_bytes),
         draft=_draft_memory(flags, engine),

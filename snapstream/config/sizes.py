@@ -31,6 +31,14 @@ def parse_bandwidth(text: str) -> int:
     return size
 
 
+def parse_flops(text: str) -> int:
+    """Operations per second: a number with a unit of 1000s, with or without ``FLOP/s``, such as ``"989TFLOP/s"``."""
+    size = _parse(re.sub(r"FLOPS?(/s)?\s*$", "", text, flags=re.IGNORECASE))
+    if size < 1:
+        raise ValueError(f"{text!r} is not a rate of products; write a number > 0 and a unit, such as 989TFLOP/s")
+    return size
+
+
 def format_bytes(size: float) -> str:
     """Three significant digits and a binary unit, e.g. ``1.53 GiB``."""
     unit = 0

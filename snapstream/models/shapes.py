@@ -91,9 +91,13 @@ def decode_weight_bytes(config: ModelConfig, dtype: str, forms: WeightForms | No
     read fewer.
     """
     roles = {name: role for name, role in roles_of(config).items() if name != "embed" or config.tie_word_embeddings}
-    return sum(
-        round(_share(config, role, num_tokens) * _role_bytes(config, role, dtype, forms)) for role in roles.values()
-    )
+    return sum(_read_bytes(config, role, dtype, forms, num_tokens) for role in roles.values())
+
+
+def layers_read_bytes(config: ModelConfig, dtype: str, forms: WeightForms | None, num_tokens: int) -> int:
+    """As ``decode_weight_bytes``, of the layers alone: what a chunk of a prompt reads on its way through them."""
+    layers = (role for role in roles_of(config).values() if role.per_layer)
+    return sum(_read_bytes(config, role, dtype, forms, num_tokens) for role in layers)
 
 
 def wide_bytes(config: ModelConfig, dtype: str, forms: WeightForms | None = None) -> int:
@@ -122,6 +126,10 @@ def _share(config: ModelConfig, role: Role, num_tokens: int) -> float:
     if not role.per_expert or config.moe is None:
         return 1.0
     return config.moe.num_read(num_tokens) / config.moe.num_experts
+
+
+def _read_bytes(config: ModelConfig, role: Role, dtype: str, forms: WeightForms | None, num_tokens: int) -> int:
+    return round(_share(config, role, num_tokens) * _role_bytes(config, role, dtype, forms))
 
 
 def _role_bytes(config: ModelConfig, role: Role, dtype: str, forms: WeightForms | None) -> int:

@@ -16,7 +16,9 @@ Everything follows from the config's integers, so the figures are bounds, not me
   once, for ``max_model_len`` and a reserve for short prompts;
 * tokens per second at most: ``B bandwidth / (weights read + B visible row bytes)``. A step reads every weight
   once (an untied embedding table is left out: B lines of it; of X experts, ``X (1 - (1 - k / X)^B)`` are read) and
-  the visible slots of every row once.
+  the visible slots of every row once;
+* with several ranks all of it is one rank's, rows and tokens per second are those of all ranks together, and
+  ``predict.py`` says how long steps would take.
 
 ``report.py`` prints a ``Plan`` for people; ``Plan.as_dict`` is what ``snapstream plan --json`` prints.
 """
@@ -41,10 +43,13 @@ from snapstream.config import (
 from snapstream.engine.pace import job_chunk_len
 from snapstream.models.families import kv_spec_of
 from snapstream.models.shapes import active_parameters, decode_weight_bytes, num_parameters
+from snapstream.models.shards import rank_config
 from snapstream.plan.draft_memory import DraftMemory
 from snapstream.plan.fit import auto_rows, engine_config
-from snapstream.plan.memory import EngineMemory, PrefillMemory, engine_memory, prefill_memory
+from snapstream.plan.memory import EngineMemory, PrefillMemory, engine_memory, prefill_memory, split_heads
+from snapstream.plan.predict import Predictor
 from snapstream.plan.prefix import PrefixPlan, prefix_plan
+from snapstream.plan.ranks import RanksPlan
 from snapstream.plan.widths import weight_forms
 
 MAX_PLANNED_LEN = 131_072  # default prompt length where the model's context is longer
@@ -66,6 +71,7 @@ class Device:
     memory_bytes: int = 80 * 2**30
     bandwidth_bytes_per_s: int = 3_350_000_000_000
     link_bytes_per_s: int = 50_000_000_000  # between it and the host's memory
+    flop_per_s: int = 989_000_000_000_000  # dense products in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +115,15 @@ class Plan:
     draft: DraftMemory | None
     prefix: PrefixPlan | None  # of hits of prompt_len tokens
     rows: tuple[RowPlan, ...]
+    ranks: RanksPlan | None = None  # with several
 
     def as_dict(self) -> dict[str, Any]:
         """The fields above under their names; ``prefill`` also has ``total_bytes``, ``rows`` is a list."""
         plain = asdict(self)
         plain["prefill"]["total_bytes"] = self.prefill.total_bytes
         plain["rows"] = list(plain["rows"])
+        if self.ranks is not None:
+            plain["ranks"] = self.ranks.as_dict()
         return plain
 
 
@@ -144,7 +153,10 @@ class _Planner:
     ) -> None:
         self.model, self.options, self.gpu, self.here = model, options, gpu, here
         self.prompt_len, self.max_model_len = prompt_len, max_model_len
-        self.spec = kv_spec_of(model, options.dtype, options.kv_dtype)
+        self.stored = rank_config(model, options.parallel)
+        self.own = rank_config(model, split_heads(options.parallel))
+        row_model = self.stored if options.attention == "dp" else self.own
+        self.spec = kv_spec_of(row_model, options.dtype, options.kv_dtype)
         self.forms = weight_forms(model, options.weights, dtype=options.dtype, device="cuda", executor="graph")
         self._reserved_bytes = 0 if draft is None else draft.total_bytes
 
@@ -167,7 +179,7 @@ class _Planner:
 
     def decode_bytes(self, num_rows: int) -> int:
         """Bytes of the weights that a step of so many rows reads."""
-        return decode_weight_bytes(self.model, self.options.dtype, self.forms, num_rows)
+        return decode_weight_bytes(self.stored, self.options.dtype, self.forms, num_rows)
 
     def row(self, name: str, budget: KVBudget) -> RowPlan:
         """A line of the table."""
@@ -176,6 +188,7 @@ class _Planner:
         read = self.spec.row_bytes(visible)
         max_rows, bandwidth = max(0, memory.rows_that_fit(self.gpu.memory_bytes)), self.gpu.bandwidth_bytes_per_s
         one, all_rows = (self.decode_bytes(rows) for rows in (1, max_rows))
+        own_rows = -(-max_rows // memory.dealt_to)
         return RowPlan(
             name=name,
             capacity=budget.capacity,
@@ -184,9 +197,19 @@ class _Planner:
             full_fraction=memory.row_bytes / self.spec.row_bytes(self.max_model_len),
             max_rows=max_rows,
             tokens_per_s_one=bandwidth / (one + read),
-            tokens_per_s_max=max_rows * bandwidth / (all_rows + max_rows * read),
+            tokens_per_s_max=max_rows * bandwidth / (all_rows + own_rows * read),
             rows_here=None if here is None else auto_rows(self.memory(budget, here.device), here.free_bytes),
         )
+
+    def ranks(self, rows: Sequence[RowPlan], chunk_len: int) -> RanksPlan | None:
+        """What each of several ranks does, and how long their steps would take; None for one."""
+        options = self.options
+        if options.tensor_parallel == 1:
+            return None
+        gpu = self.gpu
+        predictor = Predictor.of(self.model, options, self.forms, gpu.bandwidth_bytes_per_s, gpu.flop_per_s)
+        batches = {row.name: (row.max_rows, row.visible_slots) for row in rows}
+        return RanksPlan.of(predictor, batches, self.prompt_len, chunk_len)
 
 
 def _lengths(model: ModelConfig, options: EngineOptions, prompt_len: int | None) -> tuple[int, int]:
@@ -232,13 +255,17 @@ def make_plan(
     """
     options, gpu = options or EngineOptions(dtype="bfloat16"), gpu or Device()
     prompt_len, max_model_len = _lengths(model, options, prompt_len)
+    if options.tensor_parallel > 1:
+        here = None  # it has as many devices as it has, and nobody asked which
     planner = _Planner(model, options, prompt_len, max_model_len, gpu, here, draft)
     full = KVBudget.full(max_model_len)
     chunking = engine_config(model, replace(options, rescoring=None), full, max_model_len, device="cuda").chunking
     chunk_len = job_chunk_len(chunking, prompt_len)
     selector = make_selector(options.selector)
-    prefill = prefill_memory(model, prompt_len, chunk_len=chunk_len, dtype=options.dtype, selector=selector)
+    prefill = prefill_memory(planner.own, prompt_len, chunk_len=chunk_len, dtype=options.dtype, selector=selector)
     of_full = planner.memory(full)
+    budgeted = (planner.row(str(budget.capacity), budget) for budget in planner.budgets(budgets))
+    rows = (planner.row("full", full), *budgeted)
     return Plan(
         architecture=model.architecture,
         num_parameters=num_parameters(model),
@@ -260,9 +287,7 @@ def make_plan(
         prefill_pool_bytes=of_full.staging_bytes + of_full.transient_bytes + of_full.query_bytes,
         all_layers_staging_bytes=model.num_layers * (prefill.staging_bytes - prefill.expanded_bytes),
         draft=draft,
-        prefix=_prefix_plan(model, options, prompt_len, gpu),
-        rows=(
-            planner.row("full", full),
-            *(planner.row(str(budget.capacity), budget) for budget in planner.budgets(budgets)),
-        ),
+        prefix=_prefix_plan(planner.own, options, prompt_len, gpu),
+        rows=rows,
+        ranks=planner.ranks(rows, chunk_len),
     )

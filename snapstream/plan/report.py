@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from textwrap import wrap
 
 from rich import box
@@ -10,6 +11,8 @@ from rich.table import Table
 
 from snapstream.config.sizes import format_bytes
 from snapstream.plan.plan import Plan, RowPlan
+from snapstream.plan.predict import HOST_S, LINKS, PRODUCT_SHARE, READ_SHARE
+from snapstream.plan.ranks import RanksPlan
 
 INDENT = " " * 9  # below the labels
 
@@ -72,6 +75,26 @@ def _staged(expanded_bytes: int) -> str:
     return f"latents, {format_bytes(expanded_bytes)} of it keys and values of every head"
 
 
+def _ranks(plan: Plan) -> list[tuple[str, str]]:
+    """What one rank holds of the weights, the large roles first; those of less than a percent together."""
+    ranks = plan.ranks
+    if ranks is None:
+        return []
+    total = sum(ranks.role_bytes.values())
+    sizes = sorted(ranks.role_bytes.items(), key=lambda item: -item[1])
+    large = [(name, size) for name, size in sizes if size >= total / 100]
+    rest = total - sum(size for _, size in large)
+    parts = [f"{name} {format_bytes(size)}" for name, size in large] + (
+        [f"others {format_bytes(rest)}"] if rest else []
+    )
+    rows = "dealt out" if ranks.parallel.attention == "dp" else "split by heads, latents whole on each rank"
+    experts = "dealt out" if ranks.parallel.experts == "ep" else "each split"
+    return [
+        ("ranks", f"{ranks.parallel.size}, and what follows is one rank's; rows {rows}, experts {experts}"),
+        ("", f"  of its weights: {', '.join(parts)}"),
+    ]
+
+
 def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
     prefill = plan.prefill
     return [
@@ -80,6 +103,7 @@ def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
             f"{plan.architecture}, {plan.num_parameters / 1e6:,.1f}M parameters, "
             f"{plan.active_parameters / 1e6:,.1f}M per token",
         ),
+        *_ranks(plan),
         ("weights", f"{format_bytes(plan.weight_bytes)} in {plan.weights}{_wide_layer(plan)}"),
         ("cache", f"{format_bytes(plan.token_bytes)} per token{' in fp8' if plan.kv_dtype == 'fp8' else ''}"),
         ("prompt", f"{plan.prompt_len:,} tokens, prefilled in chunks of {plan.chunk_len:,}{_short_chunks(plan)}"),
@@ -116,11 +140,52 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(table)
     console.print()
     _print_line(console, "tok/s    ", "the bound set by bytes read per step, not a measurement")
+    if plan.ranks is not None:
+        _print_steps(plan.ranks, console)
     if plan.here is not None:
         free = format_bytes(plan.here.free_bytes)
         _print_line(
             console, "auto     ", f"rows of --max-rows auto on this machine now ({plan.here.device}, {free} free)"
         )
+
+
+def _print_steps(ranks: RanksPlan, console: Console) -> None:
+    """Predicted steps, and what they were predicted from."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in ("slots", "rows", "ms:\nweights", "\nrows", "\ncollect.", "\nstep", "tok/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, step in ranks.steps.items():
+        parts = [f"{1e3 * part:.1f}" for part in (step.weights_s, step.rows_s)]
+        ranges = [_range(1e3 * part for part in over) for over in (step.collectives_s, step.seconds)]
+        table.add_row(
+            f"{int(name):,}" if name.isdigit() else name,
+            f"{step.num_rows:,}",
+            *parts,
+            *ranges,
+            _range(reversed(step.tokens_per_s)),
+        )
+    console.print()
+    console.print(table)
+    console.print()
+    links = " and ".join(
+        f"{link.name} ({1e6 * link.latency_s:.0f} us, {link.bytes_per_s / 1e9:.0f} GB/s)" for link in LINKS
+    )
+    assumed = [
+        f"predicted, not measured: {READ_SHARE:.0%} of the bandwidth and {PRODUCT_SHARE:.0%} of "
+        f"{ranks.flop_per_s / 1e12:,.0f} TFLOP/s",
+        f"{1e3 * HOST_S:.1f} ms of the host",
+        f"collectives over {links}",
+        "experts chosen evenly, no prompt between steps",
+    ]
+    _print_line(console, "step     ", "; ".join(assumed))
+    _print_line(console, "prompt   ", f"{_range(ranks.prompt.seconds)} s, alone: predicted, too")
+
+
+def _range(values: Iterable[float]) -> str:
+    """``3.2`` or ``3.2-8.1``."""
+    texts = [f"{value / 1e3:.1f}k" if value >= 1e4 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+             for value in values]  # fmt: skip
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]}-{texts[-1]}"
 
 
 def _print_line(console: Console, label: str, text: str) -> None:

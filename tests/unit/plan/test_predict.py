@@ -1,0 +1,129 @@
+"""Predicted times of steps and prompts over ranks, against arithmetic done by hand at the sizes of DeepSeek-R1."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.published import DEEPSEEK_V3, MIXTRAL_8X7B
+from snapstream.cli.__main__ import main
+from snapstream.config import EngineOptions, ModelConfig, WeightForms
+from snapstream.config.sizes import parse_flops
+from snapstream.config.weights import StoredWeights, WeightForm
+from snapstream.models.registry import model_config_from_dict
+from snapstream.plan.plan import make_plan
+from snapstream.plan.predict import HOST_S, LINKS, PRODUCT_SHARE, READ_SHARE, Link, Predictor
+
+R1 = replace(model_config_from_dict(DEEPSEEK_V3), stored=StoredWeights(codes=WeightForm(width="fp8")))
+FORMS = WeightForms(layers=WeightForm(width="fp8"), tables=WeightForm(width="bfloat16"))
+BANDWIDTH, FLOP = 4.8e12, 989e12
+
+
+def predictor(size: int, model: ModelConfig = R1, forms: WeightForms = FORMS, **ways: Any) -> Predictor:
+    options = EngineOptions(dtype="bfloat16", tensor_parallel=size, **(ways if size > 1 else {}))
+    return Predictor.of(model, options, forms, BANDWIDTH, FLOP)
+
+
+def test_rows_of_latents_are_bound_by_products_where_a_rank_has_all_heads() -> None:
+    """4 rows of 32k slots on each of 16 ranks: 2 x 128 x (576 + 512) operations for 1,152 bytes."""
+    step = predictor(16, attention="dp").step(64, 32_768)
+    slots = 4 * 32_768 * 61
+    assert step.rows_s == pytest.approx(slots * 278_528 / (PRODUCT_SHARE * FLOP))
+    assert step.rows_s > slots * 1152 / (READ_SHARE * BANDWIDTH)
+
+
+def test_rows_are_read_by_every_rank_where_heads_are_split() -> None:
+    """8 heads of a rank are few products for the bytes, and all 64 rows lie on each."""
+    step = predictor(16).step(64, 32_768)
+    assert step.rows_s == pytest.approx(64 * 32_768 * 70_272 / (READ_SHARE * BANDWIDTH))
+
+
+def test_weights_of_a_step() -> None:
+    """64 rows choose 222.5 of 256 experts: 653.9 billion numbers in FP8, a 16th of them on each rank; beside them
+    attention whole (11.4) or split, shared experts, dense layers and the head.
+    """
+    chosen = 653.9e9 * 222.5 / 256 / 16
+    dealt, split = (predictor(16, attention=way).step(64, 32_768) for way in ("dp", "tp"))
+    read = [step.weights_s * READ_SHARE * BANDWIDTH - chosen for step in (dealt, split)]
+    assert read[0] == pytest.approx(13.2e9, rel=0.03) and read[1] == pytest.approx(2.4e9, rel=0.1)
+    whole_experts = predictor(16, attention="dp", experts="ep").step(64, 32_768)
+    assert whole_experts.weights_s == pytest.approx(dealt.weights_s, rel=1e-3)
+
+
+def test_collectives_are_two_per_layer_and_two() -> None:
+    step = predictor(16, attention="dp").step(64, 32_768)
+    assert step.num_collectives == 124
+    hidden, logits = 64 * 7168 * 2, 64 * 129_280 * 2
+    for link, seconds in zip(LINKS, step.collectives_s, strict=True):
+        sent = (62 * 2 * hidden + 61 * hidden + logits) * 15 / 16
+        assert seconds == pytest.approx(124 * link.latency_s + sent / link.bytes_per_s)
+    assert step.seconds[0] == pytest.approx(step.weights_s + step.rows_s + HOST_S + step.collectives_s[0])
+    assert step.tokens_per_s[0] == pytest.approx(64 / step.seconds[0])
+
+
+def test_one_rank_has_nobody_to_talk_to() -> None:
+    step = predictor(1).step(8, 8192)
+    assert step.num_collectives == 0 and step.collectives_s == (0.0, 0.0)
+    link = Link(name="any", latency_s=1.0, bytes_per_s=1.0)
+    assert link.all_reduce_s(5, 1) == link.all_gather_s(5, 1) == 0.0
+    assert (link.all_reduce_s(8, 4), link.all_gather_s(8, 4)) == (13.0, 7.0)
+
+
+def test_a_prompt_reads_the_weights_once_per_chunk() -> None:
+    """Attention does not depend on chunks; short chunks of a sparse model are bound by reading its experts."""
+    short, long = (predictor(16).prompt(131_072, chunk) for chunk in (512, 4096))
+    pairs = 131_072 * 131_073 / 2
+    expanded = 61 * pairs * 4 * 8 * 192  # 8 heads; keys and values are expanded to 192 numbers both
+    assert short.attention_s == long.attention_s == pytest.approx(expanded / (PRODUCT_SHARE * FLOP))
+    assert long.layers_s < short.layers_s / 2
+    products = 2 * 131_072 * 36.5e9 / 16
+    assert long.layers_s == pytest.approx(products / (PRODUCT_SHARE * FLOP), rel=0.5)
+
+
+def test_more_ranks_share_the_work() -> None:
+    mixtral, bf16 = model_config_from_dict(MIXTRAL_8X7B), WeightForms.of("bfloat16")
+    one, four = (predictor(size, mixtral, bf16).step(32, 8192) for size in (1, 4))
+    assert one.weights_s == pytest.approx(4 * four.weights_s, rel=0.01)
+    assert one.rows_s == pytest.approx(4 * four.rows_s)
+
+
+def test_the_plan_of_ranks() -> None:
+    options = EngineOptions(dtype="bfloat16", tensor_parallel=8)
+    plan = make_plan(model_config_from_dict(MIXTRAL_8X7B), options, budgets=[4096], prompt_len=32_768)
+    assert plan.ranks is not None and plan.weight_bytes == sum(plan.ranks.role_bytes.values())
+    one = make_plan(model_config_from_dict(MIXTRAL_8X7B), EngineOptions(dtype="bfloat16"), prompt_len=32_768)
+    assert one.ranks is None and one.token_bytes == 8 * plan.token_bytes
+    assert plan.rows[1].full_fraction == 4096 / 32_768
+    for row in plan.rows:
+        step = plan.ranks.steps[row.name]
+        assert step.num_rows == row.max_rows
+        assert max(step.tokens_per_s) < row.tokens_per_s_max  # what is predicted is less than what bytes allow
+
+
+def test_the_command_plans_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    asked = ["plan", str(tmp_path), "--tensor-parallel", "16", "--attention", "dp", "--prompt-len", "131072",
+             "--budget", "32768", "--memory", "141GB", "--bandwidth", "4.8TB/s"]  # fmt: skip
+    assert main([*asked, "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    ranks = told["ranks"]
+    assert ranks["parallel"] == {"size": 16, "attention": "dp", "experts": "tp"} and ranks["flop_per_s"] == 989e12
+    rows = told["rows"][1]["max_rows"]
+    assert ranks["steps"]["32768"]["num_rows"] == rows and 400 < rows < 560
+    near, far = ranks["steps"]["32768"]["seconds"]
+    assert near < far and ranks["links"][1]["latency_s"] == 180e-6
+    assert main([*asked, "--flops", "500TFLOP/s"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "rows dealt out" in shown and "60% of 500 TFLOP/s" in shown and "experts_gate_up" in shown
+    assert main(["plan", str(tmp_path), "--tensor-parallel", "7"]) != 0
+    assert "cannot be split over 7 ranks" in " ".join(capsys.readouterr().err.split())
+
+
+def test_rates_of_products() -> None:
+    assert parse_flops("989TFLOP/s") == parse_flops("989 T") == 989 * 10**12
+    with pytest.raises(ValueError, match="'989' is not a rate of products"):
+        parse_flops("989")
