@@ -7,7 +7,8 @@ publish it, is read. Anything else is refused with the reason. ``packed.py`` has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snapstream.config.weights import CODE_BITS, FP8_BLOCK, GROUPS, CodeWidth, WeightForm
@@ -17,6 +18,10 @@ FP8_METHOD = "fp8"
 SCALES = "_scale"  # behind the name of a matrix: the tensor of its scales
 FP8_SCALES = "_scale_inv"  # the same of FP8 blocks; a number is times its scale, in spite of the name
 LM_HEAD = ("lm_head", "re:lm_head", "re:.*lm_head", "re:.*lm_head.*")  # how its exception is written
+# How that of routers is, which stay floats too. A pattern that leaves out more is found where tensors are compared.
+ROUTER = re.compile(
+    r"model\.layers\.\d+\.(mlp|block_sparse_moe)\.gate|re:\.\*\\?\.?((mlp|block_sparse_moe)\\?\.)?gate\$?"
+)
 CONVERT = "convert the unquantized checkpoint with `snapstream quantize`"
 
 _WIDTHS: dict[int, CodeWidth] = {8: "int8", 4: "int4"}
@@ -62,9 +67,10 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     tied = settings.get("tie_word_embeddings") is True
     ignored = quantization.get("ignore")
     names = ignored if isinstance(ignored, list) else []
-    if (ignored is not None and ignored != names) or any(name not in LM_HEAD for name in names):
+    others = [name for name in names if not (isinstance(name, str) and ROUTER.fullmatch(name))]
+    if (ignored is not None and ignored != names) or any(name not in LM_HEAD for name in others):
         reasons.append(f"quantization_config.ignore is {ignored!r}; every matrix of the layers must be quantized")
-    elif not names and not tied:
+    elif not others and not tied:
         reasons.append("quantization_config.ignore does not name lm_head; output embeddings must be floats")
     return reasons + _group_refusals(quantization.get("config_groups"))
 
@@ -123,11 +129,14 @@ def _named(value: Any) -> str:
     return "none" if value is None or value == {} else repr(value)
 
 
-def quantization_config(form: WeightForm) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint whose layers' matrices are codes of that form."""
+def quantization_config(form: WeightForm, routers: Sequence[str] = ()) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint whose layers' matrices are codes of that form; ``routers`` are names
+    of modules, behind the prefix of a layer, that are floats.
+    """
     weights = {"num_bits": CODE_BITS[form.width], "type": "int", "symmetric": True, "strategy": "group",
                "group_size": form.group, "dynamic": False, "actorder": None, "block_structure": None,
                "observer": "minmax", "observer_kwargs": {}}  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {"quant_method": METHOD, "format": FORMAT, "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": [LM_HEAD[0]], "kv_cache_scheme": None}  # fmt: skip
+            "config_groups": {"group_0": group}, "kv_cache_scheme": None,
+            "ignore": [LM_HEAD[0], *(f"re:.*{name}$" for name in routers)]}  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from snapstream.config import ModelConfig, WeightForm, WeightForms
+from snapstream.config import ModelConfig, WeightForm
 from snapstream.models.checkpoint import INDEX_FILE, SINGLE_FILE, StoredTensor, open_shard
 from snapstream.models.families import roles_of
 from snapstream.models.json_file import read_object
@@ -27,7 +27,6 @@ from snapstream.models.packed import pack_matrix
 from snapstream.models.quantization import quantization_config
 from snapstream.models.registry import read_model_config
 from snapstream.models.roles import checkpoint_parts
-from snapstream.models.shapes import check_groups
 
 BESIDE = (".json", ".jinja", ".model", ".txt", ".md")  # files that go along: settings, tokenizer, licence
 
@@ -43,14 +42,16 @@ def quantize_checkpoint(source: Path, target: Path, form: WeightForm, tell: Prog
     config = read_model_config(source)
     if config.stored.codes is not None:
         raise ValueError(f"{source} is quantized already ({config.stored.codes.describe()})")
-    check_groups(config, WeightForms(layers=form, tables=WeightForm(width="float32")))
+    matrices = _matrices(config, form)
     manifest = check_checkpoint(source, config)
     with _whole_or_nothing(target) as folder:
-        weight_map, size = _write_shards(manifest, _matrices(config), form, folder, tell)
+        weight_map, size = _write_shards(manifest, matrices, form, folder, tell)
         if len(set(weight_map.values())) > 1:
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        settings = read_object(source / "config.json") | {"quantization_config": quantization_config(form)}
+        settings = read_object(source / "config.json") | {
+            "quantization_config": quantization_config(form, _routers(config))
+        }
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         for file in sorted(source.iterdir()):
             is_written = file.name == INDEX_FILE or (folder / file.name).exists()
@@ -58,13 +59,22 @@ def quantize_checkpoint(source: Path, target: Path, form: WeightForm, tell: Prog
                 shutil.copyfile(file, folder / file.name)
 
 
-def _matrices(config: ModelConfig) -> set[str]:
-    """Names of the checkpoint's tensors that become codes."""
+def _matrices(config: ModelConfig, form: WeightForm) -> set[str]:
+    """Names of the checkpoint's tensors that become codes, those that are widened while loading among them."""
     roles = roles_of(config)
-    stacks = [name for name, role in roles.items() if role.is_quantized and len(role.shape) > 2]
-    if stacks:
-        raise ValueError(f"{config.architecture} has stacks of experts ({stacks[0]}), which quantize does not write")
+    for name, role in roles.items():
+        if role.is_quantized and role.shape[-1] % form.group:
+            raise ValueError(
+                f"weights are {form.describe()}; the rows of {name} have {role.shape[-1]} numbers, which must be a "
+                f"multiple of {form.group}"
+            )
     return {part.name for part in checkpoint_parts(roles, config.num_layers) if roles[part.role].is_quantized}
+
+
+def _routers(config: ModelConfig) -> list[str]:
+    """Modules of the layers that choose experts."""
+    router = roles_of(config).get("router")
+    return [] if router is None else [name.removesuffix(".weight") for name in router.parts]
 
 
 def _write_shards(

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copyfile
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.config import WeightForm
 from snapstream.models.loader import load_weights
 from snapstream.models.quantized_checkpoint import quantize_checkpoint
 from snapstream.models.registry import read_model_config
+from tests.parity.checkpoints import make_model
 
 pytest.importorskip("compressed_tensors")
 transformers = pytest.importorskip("transformers")
+
+
+def check(source: Path, form: WeightForm, codes: Path) -> None:
+    """Their logits from codes are those from the numbers that ours stand for."""
+    quantize_checkpoint(source, codes, form)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(codes, dtype=torch.float32).eval()
+    wide = load_weights(codes, read_model_config(codes), torch.float32, "cpu", False).checkpoint()
+    (codes.parent / "wide").mkdir()
+    save_file({name: numbers.contiguous().clone() for name, numbers in wide.items()},
+              codes.parent / "wide" / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    copyfile(source / "config.json", codes.parent / "wide" / "config.json")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(codes.parent / "wide", dtype=torch.float32).eval()
+    ids = torch.tensor([[5, 30, 17, 42, 100]])
+    with torch.no_grad():
+        assert torch.equal(theirs(ids).logits, ours(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe"])
+def test_transformers_reads_experts(name: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32} if name == "deepseek-v3" else {}
+    make_model(name, **sizes).save_pretrained(tmp_path / "own")
+    check(tmp_path / "own", WeightForm(width="int4", group=32), tmp_path / "codes")
 
 
 @pytest.mark.parametrize(
@@ -22,12 +48,4 @@ transformers = pytest.importorskip("transformers")
 )
 @pytest.mark.parametrize("source", [TINY_MODEL, TINY_DRAFT_MODEL], ids=["llama", "qwen3"])
 def test_transformers_reads_what_quantize_writes(source: Path, form: WeightForm, tmp_path: Path) -> None:
-    quantize_checkpoint(source, tmp_path / "codes", form)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "codes", dtype=torch.float32).eval()
-    ours = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    config = read_model_config(tmp_path / "codes")
-    weights = load_weights(tmp_path / "codes", config, torch.float32, "cpu", False)
-    ours.load_state_dict(weights.checkpoint(), strict=False)  # but for the tied head
-    ids = torch.tensor([[5, 300, 17, 42, 1000]])
-    with torch.no_grad():
-        assert torch.equal(theirs(ids).logits, ours(ids).logits)
+    check(source, form, tmp_path / "codes")

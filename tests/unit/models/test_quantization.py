@@ -36,6 +36,8 @@ def test_what_is_written_is_read() -> None:
     ("path", "value"),
     [
         ("quantization_config/ignore", ["re:.*lm_head"]),
+        ("quantization_config/ignore", ["lm_head", "re:.*mlp.gate$", "re:.*block_sparse_moe\\.gate"]),
+        ("quantization_config/ignore", ["model.layers.0.mlp.gate", "model.layers.17.mlp.gate", "lm_head"]),
         ("quantization_config/global_compression_ratio", 1.5),
         ("quantization_config/config_groups/group_0/weights/actorder", "static"),
         ("quantization_config/config_groups/group_0/weights/observer", "mse"),
@@ -62,6 +64,9 @@ GROUP = "quantization_config/config_groups/group_0"
         ("quantization_config/transform_config", {"config_groups": {}}, "transform_config is"),
         ("quantization_config/sparsity_config", {"format": "dense"}, "sparsity_config is"),
         ("quantization_config/ignore", ["lm_head", "model.layers.0.mlp.down_proj"], "every matrix of the layers must"),
+        ("quantization_config/ignore", ["re:.*mlp.gate$"], "ignore does not name lm_head"),
+        ("quantization_config/ignore", ["lm_head", "re:.*mlp.*"], "every matrix of the layers must"),
+        ("quantization_config/ignore", ["lm_head", 7], "every matrix of the layers must"),
         ("quantization_config/ignore", "lm_head", "ignore is 'lm_head'; every matrix"),
         ("quantization_config/ignore", [], "ignore does not name lm_head"),
         ("quantization_config/config_groups", {}, "config_groups is 0; one group of layers"),
