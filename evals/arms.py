@@ -10,6 +10,8 @@
 - ``hops``: the same; the tokens that got most votes vote in turn, four times. Beyond the papers, as is pooling ahead.
 - ``largest_head``: the default, but of the heads that share a row the largest vote counts, not their sum: a question of
   models that keep latents, where all heads of a layer share one.
+- ``by_head``: the default, but a model of latents keeps keys and values per head (``by_head.py``), and each head its
+  own tokens: what agreeing costs.
 - ``as_kvpress``: selection as kvpress's SnapKVPress does it, no sinks: what is left is another implementation.
 
 For answers longer than the ring, left out unless they are named (``LONG_ARMS``), all with the default number of slots:
@@ -39,7 +41,8 @@ from snapstream.config import (
 
 ARMS = ("full", "truncation", "streaming", "random", "snapkv", "snapstream", "hops")
 LONG_ARMS = ("window", "rescoring", "rescoring_fresh", "rescoring_window")
-EVERY_ARM = (*ARMS, "as_kvpress", "largest_head", *LONG_ARMS)  # those beyond ARMS run only when they are named
+# Those beyond ARMS run only when they are named.
+EVERY_ARM = (*ARMS, "as_kvpress", "largest_head", "by_head", *LONG_ARMS)
 NUM_HOPS = 4
 
 
@@ -88,7 +91,7 @@ def make_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
             )
         budget = KVBudget(num_topk=topk, num_recent=recent)
         return Arm(name=name, slots=slots, budget=budget, selector=AS_PUBLISHED)
-    if name == "snapstream":
+    if name in ("snapstream", "by_head"):
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots))
     if name == "hops":
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots), selector=Hops(num_hops=NUM_HOPS))

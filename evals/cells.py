@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from evals import store
 from evals.arms import Arm
+from evals.by_head import by_head_runner, by_head_spec
 from evals.chat import Chat
 from evals.rounded import rounded_runner
 from evals.score import found, found_after_first, mean_and_error
@@ -27,10 +28,10 @@ from evals.shared import generate_shared
 from evals.tasks import TASKS, Item, make_items
 from figures.machine import describe
 from snapstream.cache import layout
-from snapstream.cache.spec import KVSpec
 from snapstream.config import KVDType, WidthOption
 from snapstream.llm import LLM
-from snapstream.start.build import build_runner
+from snapstream.models.families import kv_spec_of
+from snapstream.start.build import MakeRunner, build_runner
 
 RESULTS = Path(os.environ.get("EVALS_RESULTS", Path(__file__).parent / "results"))
 CHUNK_LEN = 512
@@ -139,13 +140,19 @@ def judge(chat: Chat, items: list[Item], answers: list[list[int]]) -> dict[str, 
 
 
 def group(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells that see the same prompts, which one prefill can serve; truncation has prompts of its own."""
+    """Cells that one prefill can serve; truncation has prompts of its own, and ``by_head`` rows of another layout."""
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
-        own = cell.arm if cell.arm.name == "truncation" else None
+        own = cell.arm if cell.arm.name == "truncation" else cell.arm.name == "by_head"
         key = (cell.model, cell.task, cell.prompt_len, cell.num_prompts, cell.seed, cell.kv_dtype, cell.width, own)
         groups.setdefault(key, []).append(cell)
     return [found[i : i + MAX_SHARED] for found in groups.values() for i in range(0, len(found), MAX_SHARED)]
+
+
+def _make_runner(cell: Cell) -> MakeRunner:
+    if cell.arm.name == "by_head":
+        return by_head_runner
+    return rounded_runner if cell.width.endswith("-a8") else build_runner
 
 
 def run_group(cells: Sequence[Cell]) -> None:
@@ -164,7 +171,7 @@ def run_group(cells: Sequence[Cell]) -> None:
         kv_dtype=first.kv_dtype,
         weights=cast(WidthOption, first.width.removesuffix("-a8")),
         executor="eager",
-        make_runner=rounded_runner if first.width.endswith("-a8") else build_runner,
+        make_runner=_make_runner(first),
         max_rows=1,
         max_model_len=first.prompt_len + task.max_tokens,
         chunk_len=CHUNK_LEN,
@@ -172,6 +179,7 @@ def run_group(cells: Sequence[Cell]) -> None:
     ) as llm:
         answers = generate_shared(llm, prompts, forced, task.max_tokens, rules)
         model = llm.model_config
+    spec_of = by_head_spec if first.arm.name == "by_head" else kv_spec_of
     seconds = (perf_counter() - began) / len(cells)
     for index, cell in enumerate(cells):
         own = [ids[index][len(item.forced_ids) :] for item, ids in zip(items, answers, strict=True)]
@@ -180,7 +188,7 @@ def run_group(cells: Sequence[Cell]) -> None:
         counters = {
             "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
             "mean_evicted_tokens": sum(evicted) / len(prompts),
-            "row_bytes": KVSpec.of(model, "float32", cell.kv_dtype).row_bytes(capacity),
+            "row_bytes": spec_of(model, "float32", cell.kv_dtype).row_bytes(capacity),
             "cells_of_this_prefill": len(cells),
         }
         cell.write(judge(chat, items, own) | counters, seconds)
