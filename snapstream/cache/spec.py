@@ -89,8 +89,8 @@ class KVSpec:
 
     @property
     def prefix_token_bytes(self) -> int:
-        """One token in the prefix store: all layers, as they are staged."""
-        return self.num_layers * self.staging_bytes(1)
+        """One token in the prefix store: all layers, as they are staged; what is expanded from latents is made anew."""
+        return self.num_layers * self.layer_bytes(1)
 
     def query_bytes(self, num_tokens: int) -> int:
         """Queries of ``num_tokens`` tokens of one layer, as they are kept for selection or rescoring."""

@@ -215,7 +215,7 @@ def bounce_bytes(model: ModelConfig, config: EngineConfig) -> int:
     if config.prefix_store is None:
         return 0
     size = config.prefix_store.block_len
-    return kv_spec_of(model, config.dtype).staging_bytes(-(-config.pool_tokens // size) * size)
+    return kv_spec_of(model, config.dtype).layer_bytes(-(-config.pool_tokens // size) * size)
 
 
 def prefix_store_bytes(model: ModelConfig, config: EngineConfig) -> int:

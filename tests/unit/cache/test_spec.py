@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from snapstream.cache.prefix_blocks import PrefixBlocks
 from snapstream.cache.spec import KVSpec
 from snapstream.config import RescoringConfig
 
@@ -51,3 +52,12 @@ def test_a_share_splits_heads_and_repeats_kv_heads_that_are_too_few(num_ranks: i
 def test_a_share_that_is_not_even_is_refused(spec: KVSpec, num_ranks: int) -> None:
     with pytest.raises(ValueError, match=f"cannot be split over {num_ranks} ranks"):
         spec.shard(num_ranks)
+
+
+@pytest.mark.parametrize("spec", [GROUPED, replace(LATENT, expanded_dim=192)])
+def test_the_prefix_store_takes_what_it_is_said_to_take(spec: KVSpec) -> None:
+    """Of latents nothing that is expanded from them."""
+    blocks = PrefixBlocks(spec, 4, 16)
+    for block in range(4):
+        blocks.whole(block)
+    assert blocks.num_bytes == 4 * 16 * spec.prefix_token_bytes
