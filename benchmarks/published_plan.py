@@ -28,7 +28,7 @@ BATCHES = (1, 8, 64, 256)
 PAPER_ROWS, PAPER_SLOTS, PAPER_SOCKETS = 64, SLOTS["32k"], 16
 
 
-def _models() -> dict[str, ModelConfig]:
+def published_models() -> dict[str, ModelConfig]:
     return {
         name: replace(model_config_from_dict(settings), stored=StoredWeights(codes=stored_form(settings)))
         for name, settings in MODELS.items()
@@ -44,7 +44,7 @@ def _size(num_bytes: float) -> str:
 def rows_table() -> str:
     """Bytes of a cached token and of rows; of latents also what keys and values of every head would take."""
     lines = []
-    for name, model in _models().items():
+    for name, model in published_models().items():
         spec = kv_spec_of(model, DTYPE)
         heads = "-"
         if model.latent is not None:
@@ -63,7 +63,7 @@ def node_table() -> str:
     v3 = model_config_from_dict(MODELS["DeepSeek-V3, R1"])
     held = PAPER_ROWS * kv_spec_of(v3, DTYPE).row_bytes(PAPER_SLOTS)
     lines = []
-    for name, model in _models().items():
+    for name, model in published_models().items():
         spec = kv_spec_of(model, DTYPE)
         fitting = {slots: held // spec.row_bytes(slots) for slots in SLOTS.values()}
         lines.append([name, *(f"{n:,}" if slots <= model.max_position else "-" for slots, n in fitting.items())])
@@ -74,7 +74,7 @@ def node_table() -> str:
 def prefill_table() -> str:
     """Memory of one prompt of 128k tokens beside weights and rows, on one device."""
     lines = []
-    for name, model in _models().items():
+    for name, model in published_models().items():
         if model.max_position < PROMPT_LEN:
             continue
         spec, selector = kv_spec_of(model, DTYPE), make_selector()
@@ -91,7 +91,7 @@ def prefill_table() -> str:
 def experts_table() -> str:
     """Share of the experts that a decode step reads, if tokens choose evenly and apart."""
     lines = []
-    for name, model in _models().items():
+    for name, model in published_models().items():
         if model.moe is None:
             continue
         moe = model.moe

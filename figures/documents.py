@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks import published_plan
+from benchmarks import published_plan, published_scale
 from benchmarks import tables as benchmarks
 from evals import plots
 from evals import sections as evals
@@ -19,18 +19,22 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = (
     README,
-    *(ROOT / "docs" / name for name in ("results.md", "accuracy.md", "speculative-prefill.md", "deepseek.md")),
+    *(
+        ROOT / "docs" / name
+        for name in ("results.md", "accuracy.md", "speculative-prefill.md", "deepseek.md", "scale.md")
+    ),
 )
 PLOTS = ROOT / "docs" / "figures"
+PUBLISHED = published_plan.TABLES | published_scale.TABLES
 SECTION = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-NAMES = {overview.NAME, *evals.NAMES, *benchmarks.TABLES, *published_plan.TABLES}
+NAMES = {overview.NAME, *evals.NAMES, *benchmarks.TABLES, *PUBLISHED}
 DRAWN = {overview.NAME: overview.svg, **{name: plot.svg for name, plot in plots.PLOTS.items()}}
 
 
 def section(name: str, document: Path) -> str:
     """Markdown of one result, with its source underneath; a line that says so if it was not measured."""
-    if name in published_plan.TABLES:
-        return published_plan.TABLES[name]()
+    if name in PUBLISHED:
+        return PUBLISHED[name]()
     try:
         if name == overview.NAME:
             return overview.section(document, PLOTS)

@@ -143,14 +143,18 @@ class Predictor:
             ),
         )
 
-    def prompt(self, num_tokens: int, chunk_len: int) -> PromptTime:
-        """One prompt alone, in chunks of ``chunk_len`` tokens; attention computes what the engine's does."""
+    def prompt(self, num_tokens: int, chunk_len: int, num_restored: int = 0) -> PromptTime:
+        """One prompt alone, in chunks of ``chunk_len`` tokens; attention computes what the engine's does.
+
+        ``num_restored`` tokens at its begin come from the prefix store, and are attended to.
+        """
         own, size, layers = self._own, self.parallel.size, self.model.num_layers
-        chunk = min(chunk_len, num_tokens)
-        num_chunks = -(-num_tokens // chunk)
+        num_new = num_tokens - num_restored
+        chunk = min(chunk_len, num_new)
+        num_chunks = -(-num_new // chunk)
         weights = layers_read_bytes(own, self.dtype, self.forms, chunk) / layers
         spec = kv_spec_of(own, self.dtype)
-        pairs = num_tokens * (num_tokens + 1) / 2
+        pairs = (num_tokens * (num_tokens + 1) - num_restored * (num_restored + 1)) / 2
         per_pair = 4 * spec.num_heads * spec.expanded_dim if spec.expanded_dim else _pair_flop(spec)
         hidden = chunk * self.model.hidden_size * DTYPE_BYTES[self.dtype]
         return PromptTime(

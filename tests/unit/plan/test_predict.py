@@ -84,6 +84,13 @@ def test_a_prompt_reads_the_weights_once_per_chunk() -> None:
     assert long.layers_s == pytest.approx(products / (PRODUCT_SHARE * FLOP), rel=0.5)
 
 
+def test_restored_tokens_are_attended_to_and_not_computed() -> None:
+    whole, first = (predictor(16).prompt(tokens, 4096) for tokens in (131_072, 65_536))
+    rest = predictor(16).prompt(131_072, 4096, 65_536)
+    assert rest.attention_s == pytest.approx(whole.attention_s - first.attention_s)
+    assert rest.layers_s == pytest.approx(whole.layers_s / 2)
+
+
 def test_more_ranks_share_the_work() -> None:
     mixtral, bf16 = model_config_from_dict(MIXTRAL_8X7B), WeightForms.of("bfloat16")
     one, four = (predictor(size, mixtral, bf16).step(32, 8192) for size in (1, 4))
