@@ -94,6 +94,31 @@ def peers_all(figures: dict[str, Any]) -> str:
     return "\n\n".join([*parts, f"Versions: {versions}."])
 
 
+def experts(figures: dict[str, Any]) -> str:
+    """A mixture in several engines: decode alone, and how near a step comes to reading what its rows chose."""
+    batches = sorted({line["batch"] for line in figures["arms"]})
+    engines = dict.fromkeys(line["engine"] for line in figures["arms"])
+    found = {(line["engine"], line["batch"]): line for line in figures["arms"]}
+    chosen = {line["batch"]: line["experts_chosen"] for line in figures["arms"]}
+    rows = []
+    for engine in engines:
+        own = [found.get((engine, batch), {}) for batch in batches]
+        shares = ["" if line.get("share_of_read_rate") is None else f"{line['share_of_read_rate']:.0%}" for line in own]
+        same = [f"{line['same_tokens']:.0%}" if "same_tokens" in line else "" for line in own]
+        rows.append([engine, *(_rate(line.get("decode_tokens_per_s")) for line in own), *shares, *same])
+    heads = [f"{kind}, batch {batch}" for kind in ("tokens/s", "of the read rate", "same tokens") for batch in batches]
+    parts = [
+        f"{figures['prompt_len']} tokens of prompt, {figures['new_tokens']} new tokens, full cache, "
+        f"{figures['threads']} threads; decode alone. A step reads "
+        + ", ".join(f"{count:.1f} experts of each layer at batch {batch}" for batch, count in sorted(chosen.items()))
+        + ":",
+        table(["engine", *heads], rows),
+    ]
+    parts += [f"Left out: {name} ({reason})." for name, reason in figures["left_out"].items()]
+    versions = ", ".join(f"{name} {number}" for name, number in figures["versions"].items())
+    return "\n\n".join([*parts, f"Versions: {versions}."])
+
+
 def _rate(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
@@ -224,7 +249,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers_tiny": peers, "peers_batches_100m": peers_batches, "peers_all_100m": peers_all,
     "spec_prefill": spec_prefill, "serving": serving,
     "soak": soak, "executors": executors, "grammar": grammar, "turns": turns, "agent_turns": agent_turns,
-    "drop_in": drop_in, "bad_sockets": bad_sockets,
+    "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets,
 }  # fmt: skip
 
 TINY = "the tiny model that ships"

@@ -1,11 +1,13 @@
-"""Writes a Qwen3 checkpoint as a GGUF file: the same numbers under llama.cpp's names, and made-up words.
+"""Writes a Qwen3 or Qwen3-MoE checkpoint as a GGUF file: the same numbers under llama.cpp's names, and made-up words.
 
-f32, f16, q8_0 or q4_0; norms stay fp32, as llama.cpp keeps them. Needs ``gguf``, ``safetensors`` and numpy.
+f32, f16, q8_0 or q4_0; norms and routers stay fp32, as llama.cpp keeps them; the experts of a layer are one tensor
+there, of each of their three matrices. Needs ``gguf``, ``safetensors`` and numpy.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
+    "mlp.gate": "ffn_gate_inp", "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
 }  # fmt: skip
+
+
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 
 
 def gguf_name(name: str) -> str:
@@ -26,7 +31,25 @@ def gguf_name(name: str) -> str:
     if not stem.startswith("layers."):
         return f"{NAMES[stem]}.weight"
     _, layer, own = stem.split(".", 2)
-    return f"blk.{layer}.{NAMES[own]}.weight"
+    expert = EXPERT.fullmatch(own)
+    return f"blk.{layer}.{NAMES[own]}.weight" if expert is None else f"blk.{layer}.ffn_{expert[2]}_exps.weight"
+
+
+def gguf_tensors(folder: Path) -> dict[str, Any]:
+    """All tensors under llama.cpp's names, those of experts stacked in their order."""
+    import numpy
+
+    found: dict[str, Any] = {}
+    experts: dict[str, dict[int, Any]] = {}
+    for name, numbers in load_file(folder / "model.safetensors").items():
+        expert = EXPERT.search(name.removesuffix(".weight"))
+        if expert is None:
+            found[gguf_name(name)] = numbers
+        else:
+            experts.setdefault(gguf_name(name), {})[int(expert[1])] = numbers
+    for name, own in experts.items():
+        found[name] = numpy.stack([own[index] for index in range(len(own))])
+    return found
 
 
 def write_gguf(folder: Path, file: Path, kind: str) -> None:
@@ -34,7 +57,12 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
     import gguf
 
     settings = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, "qwen3")
+    num_experts = settings.get("num_experts", settings.get("num_local_experts"))
+    writer = gguf.GGUFWriter(file, "qwen3" if num_experts is None else "qwen3moe")
+    if num_experts is not None:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(settings["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(settings["moe_intermediate_size"])
     writer.add_context_length(settings["max_position_embeddings"])
     writer.add_embedding_length(settings["hidden_size"])
     writer.add_block_count(settings["num_hidden_layers"])
@@ -47,10 +75,9 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
     writer.add_rope_freq_base(settings["rope_parameters"]["rope_theta"])
     _add_words(writer, settings["vocab_size"], gguf.TokenType)
     quantised = getattr(gguf.GGMLQuantizationType, kind.upper())
-    for name, numbers in load_file(folder / "model.safetensors").items():
-        own = quantised if numbers.ndim > 1 else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(numbers, own)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=own)
+    for name, numbers in gguf_tensors(folder).items():
+        own = quantised if numbers.ndim > 1 and "gate_inp" not in name else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(numbers, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

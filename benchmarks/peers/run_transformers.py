@@ -1,4 +1,6 @@
-"""transformers' ``generate`` on a static batch of equal lengths, the kindest case for it. Option: a dtype."""
+"""transformers' ``generate`` on a static batch of equal lengths, the kindest case for it. Option: a dtype, and for
+mixtures of experts an implementation: ``float32 grouped_mm``.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from benchmarks.peers.work import Generate, Job, main
 
 def start(job: Job, most: int) -> Generate:
     torch.set_num_threads(job.threads)
-    dtype = getattr(torch, job.option)
-    model = AutoModelForCausalLM.from_pretrained(job.folder, trust_remote_code=False, dtype=dtype).eval()
+    dtype, _, experts = job.option.partition(" ")
+    settings = {"experts_implementation": experts} if experts else {}
+    model = AutoModelForCausalLM.from_pretrained(
+        job.folder, trust_remote_code=False, dtype=getattr(torch, dtype), **settings
+    ).eval()
     model.generation_config.eos_token_id = None
 
     def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
