@@ -8,7 +8,7 @@ and ``plan`` ask this object; nothing else multiplies heads by sizes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from snapstream.config import DTYPE_BYTES, DType, KVDType, ModelConfig, RescoringConfig, kv_dtype_bytes
 
@@ -105,16 +105,3 @@ class KVSpec:
     def refresh_bytes(self, rescoring: RescoringConfig | None, capacity: int) -> int:
         """One layer of a row in the order of age, and the tokens that stay: what a refresh holds."""
         return 0 if rescoring is None else 2 * self.layer_bytes(capacity)
-
-    def shard(self, num_ranks: int) -> KVSpec:
-        """One rank's share: heads are split; kv heads fewer than ranks are held by several. ValueError if uneven."""
-        if self.num_heads % num_ranks:
-            raise ValueError(f"{self.num_heads} query heads cannot be split over {num_ranks} ranks")
-        larger, smaller = max(self.num_kv_heads, num_ranks), min(self.num_kv_heads, num_ranks)
-        if larger % smaller:
-            raise ValueError(f"{self.num_kv_heads} kv heads cannot be split over {num_ranks} ranks")
-        return replace(
-            self,
-            num_heads=self.num_heads // num_ranks,
-            num_kv_heads=max(self.num_kv_heads // num_ranks, 1),
-        )

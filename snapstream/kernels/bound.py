@@ -54,14 +54,17 @@ class Kernels:
         """``residual [T, D] += x`` in place unless there is no ``x``, and the norm of the sum."""
         return self.rms_norm(residual, weight, eps) if x is None else self.add_rms_norm(residual, x, weight, eps)
 
-    def tuned(self, weights: Sequence[Tensor], max_tokens: int) -> Kernels:
+    def tuned(
+        self, weights: Sequence[Tensor], max_tokens: int, agree: Callable[[Tensor], Tensor] = lambda found: found
+    ) -> Kernels:
         """These kernels with the fastest way here to multiply up to ``max_tokens`` tokens with ``weights [O, D]``.
 
         Plain calls on a CPU have several; a trial of under a second at load finds it. Other versions stay as they are.
+        ``agree`` sums numbers over all ranks, which then multiply alike.
         """
         if self.version != "cpu":
             return self
-        linear = trial.tuned_linear(weights, max_tokens)
+        linear = trial.tuned_linear(weights, max_tokens, agree)
         return replace(self, linear=linear, grouped_linear=experts.GroupedLinear(linear))
 
 

@@ -133,9 +133,10 @@ def grouped_linear(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor
 
     Rows are sorted by expert: those of expert e are ``ends[e - 1] .. ends[e] - 1``, ``ends [X]`` int32. With ``scale
     [X, ceil(O / 128), ceil(D / 128)]`` fp32 the weight is FP8 (e4m3) and each block of 128 by 128 is times its scale.
+    Rows behind the last end have no expert here: what stands in theirs is any number.
     """
     out = x.new_empty(len(x), weight.shape[1])
-    for row in range(len(x)):
+    for row in range(int(ends[-1])):
         expert = int((ends <= row).sum())
         matrix = weight[expert].float() if scale is None else widen_blocks(weight[expert], scale[expert])
         out[row] = (matrix @ x[row].float()).to(x.dtype)

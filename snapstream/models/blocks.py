@@ -86,16 +86,6 @@ class Blocks(RowMajor):
         """See ``Weight.multiply_grouped``."""
         return kernels.grouped_linear(x, self.data, self.scales, ends)
 
-    def shard(self, dim: int, rank: int, num_ranks: int) -> Blocks:
-        """See ``Weight.shard``; blocks stay whole."""
-        dim %= len(self.shape)
-        unit = BLOCK if dim >= len(self.shape) - 2 else 1
-        if self.shape[dim] % (num_ranks * unit):
-            raise ValueError(f"FP8 blocks of shape {list(self.shape)} cannot be cut into {num_ranks} along {dim}")
-        own = self.shape[dim] // num_ranks
-        data = self.data.narrow(dim, rank * own, own)
-        return Blocks(data, self.scales.narrow(dim, rank * own // unit, own // unit), self.dtype)
-
     def _rows(self, token_ids: Tensor) -> Blocks:
         raise TypeError("a table of embeddings is not kept in FP8 blocks")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from snapstream.models.json_file import read_object
 from snapstream.request.conversation import named
@@ -50,6 +51,16 @@ def open_shard(file: Path) -> Iterator[safe_open]:
             yield shard
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def read_part(shard: safe_open, name: str, place: tuple[slice, ...]) -> Tensor:
+    """The part ``place`` of a tensor; no other page of the file is read."""
+    stored = shard.get_slice(name)
+    if all(cut == slice(0, size) for cut, size in zip(place, stored.get_shape(), strict=True)):
+        whole: Tensor = shard.get_tensor(name)
+        return whole
+    part: Tensor = stored[place]
+    return part
 
 
 def _shards(folder: Path) -> list[Path]:

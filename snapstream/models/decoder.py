@@ -3,11 +3,13 @@
 It keeps no state: tokens are packed along T whatever sequence they belong to, positions come from the caller, and
 attention is left to a ``KVView``. The caller holds ``torch.inference_mode``. Read ``dense.py`` for a layer,
 ``weights.py`` for storage, ``layers/rope.py`` for the rotation, ``layer_pass.py`` and ``runner/forward.py`` for the two
-ways in which layers are run.
+ways in which layers are run. Of several ranks each has a decoder over its share of the weights, all are called alike,
+and each returns the same bits: ``shards.py`` says who stores what.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,13 +19,16 @@ from torch import Tensor
 
 from snapstream.cache.spec import KVSpec
 from snapstream.config import DType, KVDType, ModelConfig, WeightForms
+from snapstream.distributed.group import Alone, Group
 from snapstream.kernels.bound import CosSin, Kernels, bind
 from snapstream.layers.attention import KVView
 from snapstream.layers.rope import Rope
 from snapstream.models import loader
 from snapstream.models.families import FAMILIES, kv_spec_of
 from snapstream.models.narrow import MakeWeight, make_weight
-from snapstream.models.weights import DecoderWeights
+from snapstream.models.shared_votes import share_votes
+from snapstream.models.vocabulary import Vocabulary
+from snapstream.models.weights import DecoderWeights, LayerWeights
 
 
 class Layer(Protocol):
@@ -38,30 +43,43 @@ class Layer(Protocol):
         ...
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer for T' tokens; returns what it has yet to add to ``residual [T', D]``."""
+        """The rest of the layer for T' tokens; returns what it has yet to add to ``residual [T', D]``, the same on
+        every rank.
+        """
         ...
 
 
 class Decoder:
     """A decoder-only transformer over stacked weights."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels | None = None) -> None:
-        """``kernels`` are those of the weights' device unless given."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        kernels: Kernels | None = None,
+        group: Group | None = None,
+    ) -> None:
+        """``kernels`` are those of the weights' device unless given. ``config`` is the whole model; ``weights`` may be
+        a rank's share of it, and ``group`` then that rank's.
+        """
         self.config = config
+        self.share = weights.config  # the part of the model that is stored and computed here
         self.weights = weights
         self.dtype = weights.dtype
         self.device = weights.device
-        self.kernels = bind(self.device) if kernels is None else kernels
-        layer = _layer_class(config)
-        self.layers: list[Layer] = [
-            layer(index, config, weights.layer(index), self.kernels) for index in range(config.num_layers)
-        ]
-        self._wide_layers = self.layers
-        if weights.wide is not None:
-            self._wide_layers = [
-                layer(index, config, weights.wide_layer(index), self.kernels) for index in range(config.num_layers)
-            ]
+        self.group = Alone() if group is None else group
+        if self.share.num_heads * self.group.size != config.num_heads:
+            raise ValueError(
+                f"these weights have {self.share.num_heads} of {config.num_heads} query heads, and there are "
+                f"{self.group.size} ranks"
+            )
+        whole, own = (kv_spec_of(model, "float32") for model in (config, self.share))
+        self._kv_heads = slice(None, None, self.group.size * own.num_kv_heads // whole.num_kv_heads)
+        self.kernels = share_votes(bind(self.device) if kernels is None else kernels, whole, own, self.group)
+        self.layers = self._layers(weights.layer)
+        self._wide_layers = self.layers if weights.wide is None else self._layers(weights.wide_layer)
         self._rope = Rope(config.rope, config.rope_dim, self.device)
+        self._vocabulary = Vocabulary(weights.embed, weights.lm_head, config.vocab_size, self.kernels, self.group)
 
     @classmethod
     def load(
@@ -81,7 +99,15 @@ class Decoder:
         ``forms``: how the matrices lie in memory, by default in ``dtype``; ``make`` makes the storage of a form.
         """
         weights = loader.load_weights(folder, config, getattr(torch, dtype), device, progress, forms, make)
-        return cls(config, weights, bind(device).tuned(weights.factors(), max_tokens))
+        return cls.tuned(config, weights, max_tokens)
+
+    @classmethod
+    def tuned(
+        cls, config: ModelConfig, weights: DecoderWeights, max_tokens: int, group: Group | None = None
+    ) -> Decoder:
+        """Over weights that are loaded, under kernels that were chosen by trial as ``load`` chooses them."""
+        group = Alone() if group is None else group
+        return cls(config, weights, bind(weights.device).tuned(weights.factors(), max_tokens, group.all_reduce), group)
 
     def wide_layer(self, index: int) -> Layer:
         """A layer for many tokens: its matrices as they are computed with, until another layer is asked for."""
@@ -91,16 +117,24 @@ class Decoder:
 
     def with_kernels(self, kernels: Kernels) -> Decoder:
         """The same weights under other kernels."""
-        return Decoder(self.config, self.weights, kernels)
+        return Decoder(self.config, self.weights, kernels, self.group)
 
     def kv_spec(self, kv_dtype: KVDType = "auto") -> KVSpec:
-        """What a layer of this model keeps per token."""
-        dtype = cast(DType, str(self.dtype).removeprefix("torch."))
-        return kv_spec_of(self.config, dtype, kv_dtype)
+        """What a layer keeps per token on this rank."""
+        return kv_spec_of(self.share, self._dtype_name, kv_dtype)
+
+    def whole_kv_spec(self, kv_dtype: KVDType = "auto") -> KVSpec:
+        """What a layer of this model keeps per token, on all ranks together but once."""
+        return kv_spec_of(self.config, self._dtype_name, kv_dtype)
+
+    def all_kv_heads(self, own: Tensor, dim: int) -> Tensor:
+        """Of every kv head what ``own`` has, along ``dim``, of this rank's."""
+        whole = self.group.all_gather(own, dim)
+        return whole[(slice(None),) * dim + (self._kv_heads,)]  # once of those that several ranks hold
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """``token_ids [T]`` to the hidden states that enter layer 0, ``[T, D]``."""
-        return self.weights.embed.lookup(token_ids)
+        return self._vocabulary.embed(token_ids)
 
     def rope(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
         """Cosine and signed sine ``[T, 1, E]`` fp32 of every token.
@@ -134,7 +168,18 @@ class Decoder:
     def _scores(self, residual: Tensor, pending: Tensor | None) -> Tensor:
         norm = self.weights.vectors["final_norm"]
         normed = self.kernels.sum_norm(residual, pending, norm, self.config.rms_norm_eps)
-        return self.weights.lm_head.multiply(normed, None, self.kernels).to(torch.float32)
+        return self._vocabulary.scores(normed)
+
+    @property
+    def _dtype_name(self) -> DType:
+        return cast(DType, str(self.dtype).removeprefix("torch."))
+
+    def _layers(self, weights_of: Callable[[int], LayerWeights]) -> list[Layer]:
+        layer = _layer_class(self.config)
+        return [
+            layer(index, self.share, weights_of(index), self.kernels, self.group)
+            for index in range(self.config.num_layers)
+        ]
 
 
 def _layer_class(config: ModelConfig) -> Any:

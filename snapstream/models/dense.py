@@ -3,7 +3,7 @@
 What differs between them is data: biases, head norms, and whether the MLP is one or a mixture of experts (``mlp.py``).
 The residual stream is carried as two parts: ``residual``, and what the block before has yet to add to it. The norm that
 reads the sum does the addition, so that it costs no pass of its own, and an all-reduce over devices can stand between a
-product and its sum.
+product and its sum. Of several ranks each has some heads and a part of the MLP: their products are parts of a sum.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import torch
 from torch import Tensor
 
 from snapstream.config import ModelConfig
+from snapstream.distributed.group import Group
 from snapstream.kernels.bound import CosSin, HeadNorm, Kernels
 from snapstream.layers.attention import KVView
-from snapstream.models.mlp import mlp_of
+from snapstream.models.mlp import bias_of_sum, mlp_of
 from snapstream.models.weights import LayerWeights
 
 
 class DenseLayer:
     """One layer over views of the stacked weights; a ``models.decoder.Layer``."""
 
-    def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels) -> None:
-        self._index, self._kernels, self._eps = index, kernels, config.rms_norm_eps
+    def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> None:
+        self._index, self._kernels, self._group, self._eps = index, kernels, group, config.rms_norm_eps
         self._num_heads = config.num_heads + 2 * config.num_kv_heads  # as projected
         self._head_dim = config.head_dim
         self._input_norm, self._post_norm = weights.vector("input_norm"), weights.vector("post_norm")
         self._qkv, self._qkv_bias = weights.matrix("qkv"), weights.optional("qkv_bias")
-        self._o, self._o_bias = weights.matrix("o"), weights.optional("o_bias")
-        self._mlp = mlp_of(config, weights, kernels)
+        self._o, self._o_bias = weights.matrix("o"), bias_of_sum(weights.optional("o_bias"), group)
+        self._mlp = mlp_of(config, weights, kernels, group)
         self._head_norm = _head_norm(config, weights)
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
@@ -39,9 +40,11 @@ class DenseLayer:
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """See ``models.decoder.Layer.finish``."""
-        projected = self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)  # [T', D]
+        projected = self._group.all_reduce(
+            self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)
+        )  # [T', D]
         normed = self._kernels.add_rms_norm(residual, projected, self._post_norm, self._eps)
-        return self._mlp(normed)
+        return self._group.all_reduce(self._mlp(normed))
 
 
 def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:

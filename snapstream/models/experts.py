@@ -3,6 +3,7 @@
 A pair is a token and one of its experts. Pairs are sorted by expert, so that each chosen matrix is read once, in
 place, by all of its tokens; every tensor has a size that follows from the number of tokens alone. What a token gets
 does not depend on its neighbours but for rounding: its own pairs are summed in the order of the router's choice.
+A rank may store some of the experts only. It routes as all do, and leaves out the pairs of others' experts.
 ``layers/router.py`` chooses; the products are the weights' (``weight.py``).
 """
 
@@ -29,20 +30,30 @@ class Experts:
         self._moe, self._kernels, self._shared = moe, kernels, shared
         self._router, self._correction = weights.vector("router"), weights.optional("router_bias")
         self._gate_up, self._down = weights.matrix("experts_gate_up"), weights.matrix("experts_down")
-        self._ids = torch.arange(moe.num_experts, device=self._router.device)
+        self._first, self._num_own = moe.own.start, len(moe.own)
+        self._ids = torch.arange(self._num_own, device=self._router.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, D]`` to the weighted sum of its experts' outputs and the shared ones' ``[T, D]``."""
         logits = self._kernels.linear(x.to(torch.float32), self._router, None)  # [T, X]
         weights, experts = route(logits, self._correction, self._moe)
-        flat, top_k = experts.flatten(), self._moe.top_k
-        order = flat.argsort(stable=True)  # [T k], pairs by expert
-        ends = torch.searchsorted(flat[order], self._ids, right=True, out_int32=True)  # [X], of each expert's pairs
+        flat, top_k = self._own(experts.flatten()), self._moe.top_k
+        order = flat.argsort(stable=True)  # [T k], pairs by expert, those of others' experts behind all
+        ends = torch.searchsorted(flat[order], self._ids, right=True, out_int32=True)  # [X'], of each expert's pairs
         gate_up = self._gate_up.multiply_grouped(x[order // top_k], ends, self._kernels)  # [T k, 2M]
         inner = self._kernels.swiglu(gate_up)  # [T k, M]
         del gate_up  # a chunk's are large
         inner.mul_(weights.flatten()[order, None])  # the product is linear, and narrower before than behind it
         out = self._down.multiply_grouped(inner, ends, self._kernels)  # [T k, D]
         del inner
+        if self._num_own < self._moe.num_experts:  # what no expert made is any number
+            out.masked_fill_((flat == self._num_own)[order, None], 0.0)
         routed = torch.empty_like(out).index_copy_(0, order, out).view(-1, top_k, x.shape[1]).sum(1)  # [T, D]
         return routed if self._shared is None else routed.add_(self._shared(x))
+
+    def _own(self, experts: Tensor) -> Tensor:
+        """Ids of experts as counted here, 0 to X' - 1; X' for those of other ranks."""
+        if self._num_own == self._moe.num_experts:
+            return experts
+        own = experts - self._first
+        return own.masked_fill((own < 0) | (own >= self._num_own), self._num_own)

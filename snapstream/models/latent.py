@@ -9,6 +9,8 @@ A token's keys and values of all heads are linear in one latent ``c | r``. Two f
 
 Kernels divide products by the square root of a head's size. A query is therefore multiplied by what turns this into the
 model's own scale of the softmax: kernels, selectors and votes need to know nothing of it.
+
+Of several ranks each has some query heads, and all have the whole latents.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from snapstream.config import ModelConfig
 from snapstream.config.latent import LatentConfig
+from snapstream.distributed.group import Group
 from snapstream.kernels.bound import CosSin, HeadNorm, Kernels
 from snapstream.layers.attention import ExpandingView, KVView
 from snapstream.models.mlp import mlp_of
@@ -68,15 +71,16 @@ class LatentHeads:
 class LatentLayer:
     """One layer over views of the stacked weights; a ``models.decoder.Layer``."""
 
-    def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels) -> None:
+    def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> None:
         if config.latent is None:
             raise ValueError(f"{config.architecture} has no latent attention in its config")
+        self._group = group
         self._index, self._kernels, self._eps, self._latent = index, kernels, config.rms_norm_eps, config.latent
         self._input_norm, self._post_norm = weights.vector("input_norm"), weights.vector("post_norm")
         self._q_a, self._q_a_norm = weights.matrices.get("q_a"), weights.optional("q_a_norm")
         self._q, self._o = weights.matrix("q"), weights.matrix("o")
         self._kv_a, self._kv_a_norm = weights.matrix("kv_a"), weights.vector("kv_a_norm")
-        self._mlp = mlp_of(config, weights, kernels)
+        self._mlp = mlp_of(config, weights, kernels, group)
         self._heads = LatentHeads(config, config.latent, weights, kernels)
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
@@ -90,9 +94,9 @@ class LatentLayer:
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """See ``models.decoder.Layer.finish``."""
-        projected = self._o.multiply(attended.flatten(1), None, self._kernels)  # [T', D]
+        projected = self._group.all_reduce(self._o.multiply(attended.flatten(1), None, self._kernels))  # [T', D]
         normed = self._kernels.add_rms_norm(residual, projected, self._post_norm, self._eps)
-        return self._mlp(normed)
+        return self._group.all_reduce(self._mlp(normed))
 
     def _project(self, normed: Tensor, rope: CosSin) -> tuple[Tensor, Tensor]:
         """Queries ``[T, H, N_o + P]`` and latents ``[T, 1, R + P]``, both rotated in their last P numbers."""

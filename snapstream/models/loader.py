@@ -2,7 +2,8 @@
 
 Invariants: the checkpoint's tensors are compared with those that the model needs before anything is allocated; each
 tensor goes from the mapped file straight to its place in a stack, so host memory never exceeds the model plus
-one shard. Next: ``checkpoint.py`` (files and headers), ``packed.py`` (matrices in codes), ``weights.py`` (the stacks).
+one shard. A rank reads only its part of each. Next: ``checkpoint.py`` (files and headers), ``cuts.py`` (parts),
+``packed.py`` (matrices in codes), ``weights.py`` (the stacks).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 from snapstream.config import ModelConfig, WeightForm, WeightForms
 from snapstream.kernels import fp8
 from snapstream.kernels.groups import SCALE_DTYPE, largest_code
-from snapstream.models.checkpoint import FLOAT_DTYPES, StoredTensor, open_shard, read_manifest
+from snapstream.models.checkpoint import FLOAT_DTYPES, StoredTensor, open_shard, read_manifest, read_part
+from snapstream.models.cuts import Cut, Share, cuts_of, needed_shapes
 from snapstream.models.families import roles_of
 from snapstream.models.narrow import MakeWeight, make_weight
 from snapstream.models.packed import (
@@ -32,7 +34,7 @@ from snapstream.models.packed import (
     read_scales,
 )
 from snapstream.models.quantization import SCALES
-from snapstream.models.roles import Part, Roles, checkpoint_parts
+from snapstream.models.roles import Part, checkpoint_parts
 from snapstream.models.shapes import form_of
 from snapstream.models.weights import DecoderWeights
 
@@ -50,39 +52,42 @@ def load_weights(
     progress: bool,
     forms: WeightForms | None = None,
     make: MakeWeight = make_weight,
+    share: Share | None = None,
 ) -> DecoderWeights:
     """Read a checkpoint into stacks on ``device``, computed with in ``dtype``.
 
-    ``forms``: how the matrices lie in memory, by default in ``dtype``; ``make`` makes the storage of a form. A
-    ValueError names the tensor or file.
+    ``forms``: how the matrices lie in memory, by default in ``dtype``; ``make`` makes the storage of a form. ``share``:
+    the part of the model ``config`` that is read, by default all of it. A ValueError names the tensor or file.
     """
     manifest = check_checkpoint(Path(folder), config)
-    roles = roles_of(config)
-    plan = {part.name: part for part in checkpoint_parts(roles, config.num_layers)}
-    shapes = _shapes(plan, roles)
-    weights = DecoderWeights.empty(config, dtype, device, forms, make)
-    form = {name: form_of(role, str(dtype).removeprefix("torch."), forms) for name, role in roles.items()}
+    share = Share(whole=config, own=config) if share is None else share
+    cuts = cuts_of(share)
+    weights = DecoderWeights.empty(share.own, dtype, device, forms, make)
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    form = {name: form_of(role, name_of_dtype, forms) for name, role in roles_of(share.own).items()}
     bounds: dict[str, Tensor] = {}
-    with _progress_bar(len(plan), progress) as bar:
-        for file in dict.fromkeys(stored.file for name, stored in manifest.items() if plain_name(name) in plan):
+    with _progress_bar(len(cuts), progress) as bar:
+        for file in dict.fromkeys(stored.file for name, stored in manifest.items() if plain_name(name) in cuts):
             with open_shard(file) as shard:
                 for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
                     own = plain_name(name)
-                    if own not in plan:
+                    if own not in cuts:
                         continue
-                    part, stored = plan[own], shard.get_tensor(name)
-                    if stored.dtype == fp8.DTYPE:
-                        scales = read_block_scales(own, manifest)
-                        bounds[own] = _block_bounds(stored, scales)
-                        weights.fill_codes(part.role, part.place, _blocks_in_order(stored, part), scales)
-                    elif name == own:
-                        bounds[own] = _bounds(stored, form[part.role])
-                        weights.fill(part.role, part.place, _in_order(stored, part))
-                    else:
-                        scales = read_scales(own, shapes[own], manifest).to(SCALE_DTYPE)
+                    cut, part, codes = cuts[own], cuts[own].part, config.stored.codes
+                    if name != own and codes is not None:
+                        scales = read_scales(own, cut, codes.group, manifest).to(SCALE_DTYPE)
                         bounds[own + SCALES] = torch.stack(torch.aminmax(scales))
-                        codes = _in_order(codes_of(stored), part)
-                        weights.fill_codes(part.role, part.place, codes, _in_order(scales, part))
+                        packed = codes_of(read_part(shard, name, cut.scaled((1, 32 // codes.bits))))
+                        weights.fill_codes(part.role, part.place, _in_order(packed, part), _in_order(scales, part))
+                    else:
+                        stored = read_part(shard, name, cut.slices)
+                        if stored.dtype == fp8.DTYPE:
+                            scales = read_block_scales(own, cut, manifest)
+                            bounds[own] = _block_bounds(stored, scales)
+                            weights.fill_codes(part.role, part.place, _blocks_in_order(stored, part), scales)
+                        else:
+                            bounds[own] = _bounds(stored, form[part.role])
+                            weights.fill(part.role, part.place, _padded(_in_order(stored, part), cut))
                     bar.update()
     _check_finite(manifest, bounds)
     return weights
@@ -94,7 +99,7 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTenso
     roles = roles_of(config)
     plan = {part.name: part for part in checkpoint_parts(roles, config.num_layers)}
     needed: dict[str, Wanted] = {}
-    for name, shape in _shapes(plan, roles).items():
+    for name, shape in needed_shapes(roles, config.num_layers).items():
         codes = config.stored.codes if roles[plan[name].role].is_quantized else None
         needed |= {name: (shape, FLOAT_DTYPES)} if codes is None else packed_tensors(name, shape, codes)
     _check(manifest, needed, config)
@@ -115,20 +120,11 @@ def _blocks_in_order(codes: Tensor, part: Part) -> Tensor:
     return codes.view(torch.uint8)[list(part.row_order)].view(fp8.DTYPE)
 
 
-def _shapes(plan: Mapping[str, Part], roles: Roles) -> dict[str, tuple[int, ...]]:
-    """Shape of every checkpoint tensor that the model needs."""
-    shapes = {}
-    for name, part in plan.items():
-        role = roles[part.role]
-        cuts = part.place[1:] if role.per_layer else part.place  # the first is the layer
-        shape = list(role.shape)
-        for dim, cut in reversed(list(enumerate(cuts))):
-            if isinstance(cut, int):
-                del shape[dim]
-            else:
-                shape[dim] = len(range(*cut.indices(shape[dim])))
-        shapes[name] = tuple(shape)
-    return shapes
+def _padded(rows: Tensor, cut: Cut) -> Tensor:
+    """With rows of zeros for the token ids that the vocabulary does not have."""
+    if not cut.num_missing:
+        return rows
+    return torch.cat((rows, rows.new_zeros(cut.num_missing, *rows.shape[1:])))
 
 
 def _check(manifest: Mapping[str, StoredTensor], needed: Mapping[str, Wanted], config: ModelConfig) -> None:
@@ -158,7 +154,7 @@ def _bounds(numbers: Tensor, form: WeightForm) -> Tensor:
     They cost one more reading of a tensor that is about to be copied: somewhat less than the copy itself, little beside
     a disk.
     """
-    bounds = torch.stack(torch.aminmax(numbers))
+    bounds = torch.stack(torch.aminmax(numbers)) if numbers.numel() else torch.zeros(2)
     if form.is_codes:
         return (bounds / largest_code(form.bits)).to(SCALE_DTYPE)
     return bounds.to(getattr(torch, form.width))

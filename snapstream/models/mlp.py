@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from snapstream.config import ModelConfig
+from snapstream.distributed.group import Group
 from snapstream.kernels.bound import Kernels
 from snapstream.models.experts import Experts
 from snapstream.models.weight import Weight
@@ -20,7 +21,7 @@ class Mlp(Protocol):
     """What a layer does to each token after attention, without norm and sum."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, D]``, normed, to what is added to the residual stream ``[T, D]``."""
+        """``x [T, D]``, normed, to what is added to the residual stream ``[T, D]``; of a rank, its part of the sum."""
         ...
 
 
@@ -39,12 +40,17 @@ class SwiGLU:
         return self._down.multiply(inner, self._down_bias, self._kernels)
 
 
-def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels) -> Mlp:
+def bias_of_sum(bias: Tensor | None, group: Group) -> Tensor | None:
+    """The bias of a product that is summed over the ranks: one of them adds it."""
+    return bias if group.rank == 0 else None
+
+
+def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> Mlp:
     """The MLP of the layer that these weights belong to."""
     if config.moe is not None and "experts_down" in weights.matrices:
         shared = None
         if config.moe.num_shared:
             shared = SwiGLU(weights.matrix("shared_gate_up"), weights.matrix("shared_down"), (None, None), kernels)
         return Experts(config.moe, weights, kernels, shared)
-    biases = weights.optional("gate_up_bias"), weights.optional("down_bias")
+    biases = weights.optional("gate_up_bias"), bias_of_sum(weights.optional("down_bias"), group)
     return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels)

@@ -62,11 +62,6 @@ class Narrow(RowMajor):
         """See ``Weight.multiply_grouped``."""
         return kernels.grouped_linear(x, self.data, None, ends)
 
-    def shard(self, dim: int, rank: int, num_ranks: int) -> Narrow:
-        """See ``Weight.shard``."""
-        (own,) = self._share(dim, rank, num_ranks, 1)
-        return Narrow(self.data.narrow(dim, own.start, own.stop - own.start), self.dtype)
-
     def _rows(self, token_ids: Tensor) -> Narrow:
         return Narrow(self.data[token_ids], self.dtype)
 
@@ -111,15 +106,6 @@ class Grouped(RowMajor):
     def dense(self) -> Tensor:
         """See ``Weight.dense``."""
         return groups.widen(self.codes, self.scales, self.bits).to(self.dtype)
-
-    def shard(self, dim: int, rank: int, num_ranks: int) -> Grouped:
-        """See ``Weight.shard``; groups stay whole."""
-        shares = self._share(dim, rank, num_ranks, self.group)
-        codes, scales = (
-            tensor.narrow(dim, own.start, own.stop - own.start)
-            for tensor, own in zip(self._tensors(), shares, strict=True)
-        )
-        return Grouped(codes, scales, self.bits, self.dtype)
 
     def _rows(self, token_ids: Tensor) -> Grouped:
         return Grouped(self.codes[token_ids], self.scales[token_ids], self.bits, self.dtype)

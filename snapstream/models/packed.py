@@ -16,7 +16,8 @@ from torch import Tensor
 from snapstream.config import WeightForm
 from snapstream.config.weights import FP8_BLOCK
 from snapstream.kernels.groups import quantise
-from snapstream.models.checkpoint import FLOAT_DTYPES, StoredTensor, open_shard
+from snapstream.models.checkpoint import FLOAT_DTYPES, StoredTensor, open_shard, read_part
+from snapstream.models.cuts import Cut
 from snapstream.models.quantization import FP8_SCALES, SCALES
 
 Shape = tuple[int, ...]
@@ -48,18 +49,20 @@ def packed_tensors(name: str, shape: Shape, form: WeightForm) -> dict[str, Wante
     }
 
 
-def read_scales(name: str, shape: Shape, manifest: Mapping[str, StoredTensor]) -> Tensor:
-    """Scales of the matrix ``name`` as stored; ValueError where the checkpoint says that it has another shape."""
-    told = _tensor(name + SHAPE, manifest).tolist()
-    if told != list(shape):
+def read_scales(name: str, cut: Cut, group: int, manifest: Mapping[str, StoredTensor]) -> Tensor:
+    """Scales of a part of the matrix ``name`` as stored; ValueError where the checkpoint says that it has another
+    shape.
+    """
+    told = _tensor(name + SHAPE, (slice(0, 2),), manifest).tolist()
+    if told != list(cut.whole):
         file = manifest[name + SHAPE].file
-        raise ValueError(f"{file}: {name}{SHAPE} holds {told}; the config asks for {list(shape)}")
-    return _tensor(name + SCALES, manifest)
+        raise ValueError(f"{file}: {name}{SHAPE} holds {told}; the config asks for {list(cut.whole)}")
+    return _tensor(name + SCALES, cut.scaled((1, group)), manifest)
 
 
-def read_block_scales(name: str, manifest: Mapping[str, StoredTensor]) -> Tensor:
-    """Scales of the FP8 matrix ``name``, fp32."""
-    return _tensor(name + FP8_SCALES, manifest).to(torch.float32)
+def read_block_scales(name: str, cut: Cut, manifest: Mapping[str, StoredTensor]) -> Tensor:
+    """Scales of a part of the FP8 matrix ``name``, fp32."""
+    return _tensor(name + FP8_SCALES, cut.scaled((FP8_BLOCK, FP8_BLOCK)), manifest).to(torch.float32)
 
 
 def codes_of(packed: Tensor) -> Tensor:
@@ -83,7 +86,7 @@ def pack_matrix(name: str, numbers: Tensor, form: WeightForm) -> dict[str, Tenso
     }
 
 
-def _tensor(name: str, manifest: Mapping[str, StoredTensor]) -> Tensor:
-    """A small tensor, wherever it lies."""
+def _tensor(name: str, place: tuple[slice, ...], manifest: Mapping[str, StoredTensor]) -> Tensor:
+    """A part of a small tensor, wherever it lies."""
     with open_shard(manifest[name].file) as shard:
-        return shard.get_tensor(name)
+        return read_part(shard, name, place)

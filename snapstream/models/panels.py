@@ -94,10 +94,6 @@ class Panels(Weight):
         """See ``Weight.lookup``."""
         return panels.lookup(self.library, self.stack, token_ids)
 
-    def shard(self, dim: int, rank: int, num_ranks: int) -> Self:
-        """See ``Weight.shard``: panels are not cut, looped steps run on one device."""
-        raise ValueError(f"panels of shape {list(self.shape)} cannot be cut into {num_ranks} along {dim}")
-
     def _need_whole(self) -> None:
         if len(self._rows) != self._matrix[-2]:
             raise TypeError(f"rows {self._rows.start} to {self._rows.stop} of {self._matrix[-2]} cannot be read alone")

@@ -61,15 +61,3 @@ class RowMajor(Weight):
         num_out, num_in = self.shape
         rows = max(widened_block(self._tensors()[0].device.type) // num_in, 1)
         return [(start, min(start + rows, num_out)) for start in range(0, num_out, rows)]
-
-    def _share(self, dim: int, rank: int, num_ranks: int, unit: int) -> tuple[slice, ...]:
-        """Index of a rank's share of each tensor; ``unit``: numbers along the input that cannot be parted."""
-        dim %= len(self.shape)
-        size = self.shape[dim]
-        if size % (num_ranks * (unit if dim == len(self.shape) - 1 else 1)):
-            raise ValueError(f"a weight of shape {list(self.shape)} cannot be cut into {num_ranks} along {dim}")
-        shares = []
-        for tensor in self._tensors():
-            own = tensor.shape[dim] // num_ranks
-            shares.append(slice(rank * own, (rank + 1) * own))
-        return tuple(shares)

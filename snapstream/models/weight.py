@@ -85,10 +85,6 @@ class Weight(ABC):
     def lookup(self, token_ids: Tensor) -> Tensor:
         """Rows of an embedding table: ``token_ids [T]`` to ``[T, in]``."""
 
-    @abstractmethod
-    def shard(self, dim: int, rank: int, num_ranks: int) -> Weight:
-        """The share of one rank, cut evenly along ``dim``. ValueError where that does not come out even."""
-
 
 class Dense(Weight):
     """Plain numbers in the dtype of the computation."""
@@ -131,10 +127,3 @@ class Dense(Weight):
     def lookup(self, token_ids: Tensor) -> Tensor:
         """See ``Weight.lookup``."""
         return F.embedding(token_ids, self.data)
-
-    def shard(self, dim: int, rank: int, num_ranks: int) -> Dense:
-        """See ``Weight.shard``."""
-        size = self.data.shape[dim]
-        if size % num_ranks:
-            raise ValueError(f"a weight of shape {list(self.shape)} cannot be cut into {num_ranks} along {dim}")
-        return Dense(self.data.narrow(dim, rank * (size // num_ranks), size // num_ranks))

@@ -39,6 +39,8 @@ class LoopedDecode:
         """``num_threads`` is torch's unless given."""
         config = parts.config
         problem = problem_of_looping(parts.decoder.config, config.weights, dtype=config.dtype, device=config.device)
+        if problem is None and parts.decoder.group.size > 1:
+            problem = f"a step is one native call, and {parts.decoder.group.size} ranks must talk within it"
         if problem is not None:
             raise ValueError(f"executor 'looped': {problem}")
         self._eager = EagerDecode(parts)

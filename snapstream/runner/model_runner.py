@@ -50,7 +50,7 @@ MakeWriter = Callable[[KVCache, EngineConfig, Rescorer | None], RowWriter]
 
 
 class ModelRunner:
-    """The ``Runner`` of one device."""
+    """The ``Runner`` of one device; with a decoder that is one rank's, that rank's part of every step."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ModelRunner:
         self.rows = Rows(config.max_rows, device)
         self.buffers = StagingBuffers(spec, model.hidden_size, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
-        case = Case.of_model(device, dtype, model)
+        case = Case.of_model(device, dtype, decoder.share)
         self.prefill_attention = choose(config.prefill_attention, case)
         logger.info(self.prefill_attention.describe())
         queries = None
@@ -90,6 +90,10 @@ class ModelRunner:
             size, pins = config.prefix_store.block_len, device.type == "cuda"
             self.prefix_blocks = PrefixBlocks(spec, config.prefix_blocks, size, pins=pins)
         self.prefix_tier: PrefixTier | None = None
+        if make_tier is not None and decoder.group.size > 1:
+            raise ValueError(
+                f"the prefix store has no disk tier on several ranks, and this engine has {decoder.group.size}"
+            )
         if self.prefix_blocks is not None and make_tier is not None:
             self.prefix_tier = make_tier(self.prefix_blocks)
         self.mover = None if self.prefix_blocks is None else make_mover(self.prefix_blocks, config.pool_tokens, device)
@@ -212,7 +216,7 @@ class ModelRunner:
                 prompt.entry,
                 self._compression(prompt),
                 prompt.compress_time,
-                _kept(prompt),
+                self._kept(prompt),
                 self._prompt_logprobs(job, prompt),
             )
             for prompt in job.prompts
@@ -220,7 +224,7 @@ class ModelRunner:
         self._grammars.follow([entry.row for entry in new], step.add_prefilled(sampled, params, finished), step)
 
     def _compression(self, prompt: PromptProgress) -> Compression:
-        budget, spec = prompt.entry.budget, self.cache.spec
+        budget, spec = prompt.entry.budget, self.decoder.whole_kv_spec(self.config.kv_dtype)
         kept = layout.num_visible(prompt.prompt_len, budget.capacity)
         return Compression(
             prompt_tokens=prompt.prompt_len,
@@ -231,6 +235,15 @@ class ModelRunner:
             compress_ms=0.0,
             ring_tokens=budget.capacity - layout.ring_start(budget, prompt.prompt_len),
         )
+
+    def _kept(self, prompt: PromptProgress) -> Arriving | None:
+        """What the rows of a prompt kept, if that was asked for and anything was chosen."""
+        if not prompt.kept:
+            return None
+        kept = self.decoder.all_kv_heads(torch.stack(prompt.kept), 1).unbind()  # per layer [G, C]
+        if prompt.entry.sampling.return_kept == "bitmap":
+            return Arriving(packed_bits(kept, prompt.prompt_len))
+        return Arriving(selected(kept, prompt.entry.budget))
 
     def _prompt_logprobs(self, job: PrefillJob, prompt: PromptProgress) -> PromptLogprobs | None:
         """Log-probability of every prompt token after the first, from the uncompressed prefill."""
@@ -246,15 +259,6 @@ class ModelRunner:
             out.add(prompt_logprobs(logits, job.token_ids[start + 1 : stop + 1], num_top))
             self._on_unit()
         return out
-
-
-def _kept(prompt: PromptProgress) -> Arriving | None:
-    """What the rows of a prompt kept, if that was asked for and anything was chosen."""
-    if not prompt.kept:
-        return None
-    if prompt.entry.sampling.return_kept == "bitmap":
-        return Arriving(packed_bits(prompt.kept, prompt.prompt_len))
-    return Arriving(selected(prompt.kept, prompt.entry.budget))
 
 
 def logits_tokens(vocab_size: int) -> int:

@@ -17,6 +17,7 @@ from snapstream.step import Runner
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from snapstream.distributed.group import Group
     from snapstream.kernels.bound import Kernels
     from snapstream.models.narrow import MakeWeight
     from snapstream.runner.decode_step import MakeDecode
@@ -101,6 +102,30 @@ def build_runner(
         on_unit=on_unit,
         progress=progress,
     )
+
+
+def build_rank(
+    folder: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    grammars: GrammarCompiler | None,
+    progress: bool,
+    group: Group,
+    on_unit: Callable[[], None] = lambda: None,
+) -> ModelRunner:
+    """Load one rank's share of the weights and put a runner around it, at the same time as all other ranks."""
+    import torch
+
+    from snapstream.models.cuts import Share
+    from snapstream.models.decoder import Decoder
+    from snapstream.models.loader import load_weights
+    from snapstream.runner.model_runner import ModelRunner
+
+    share = Share.of(model, config.parallel, group.rank)
+    dtype = getattr(torch, config.dtype)
+    weights = load_weights(folder, model, dtype, config.device, progress, config.weights, share=share)
+    decoder = Decoder.tuned(model, weights, config.max_rows, group)
+    return ModelRunner(decoder, config, grammars, on_unit=on_unit, progress=progress)
 
 
 def _disk_tier(folder: Path, config: EngineConfig) -> MakeTier | None:

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import (
+    Chunking,
+    EngineConfig,
+    KVBudget,
+    ParallelConfig,
+    RescoringConfig,
+    Selector,
+    SplitExperts,
+    WeightForms,
+)
 from snapstream.distributed.group import Group, ReduceOp
+from snapstream.models.cuts import Share
+from snapstream.models.decoder import Decoder
+from snapstream.models.loader import load_weights
+from snapstream.models.registry import read_model_config
+from snapstream.request import SamplingParams
+from snapstream.runner.model_runner import ModelRunner
+from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 
 
 def reduced(group: Group, dtype: torch.dtype, op: ReduceOp) -> tuple[int, Tensor, Tensor]:
@@ -22,3 +44,69 @@ def reduced_view(group: Group) -> Tensor:
 def gathered(group: Group, dim: int) -> Tensor:
     """Numbers that name rank and place."""
     return group.all_gather(100.0 * group.rank + torch.arange(6.0).view(2, 3), dim)
+
+
+PROMPTS = (tuple((7 * i) % 190 + 3 for i in range(70)), tuple((11 * i) % 150 + 5 for i in range(23)))
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An engine and what it is asked for."""
+
+    folder: Path
+    experts: SplitExperts = "tp"
+    budget: int | None = None  # None: all tokens are kept
+    executor: str = "eager"
+    forms: WeightForms | None = None
+    rescoring: RescoringConfig | None = None
+    selector: Selector = field(default_factory=lambda: SnapKV(observation_len=8))
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What one rank has of it."""
+
+    tokens: list[list[int]]  # by row
+    logits: Tensor  # [rows, V], of the step behind the last
+    kept: list[Any]  # by prompt, as positions and as bits
+    logprobs: list[float]  # of the second prompt
+    row_bytes: list[int]
+    own_bytes: tuple[int, int]  # of weights and rows on this rank
+
+
+@torch.inference_mode()
+def answered(group: Group, asked: Asked) -> Answered:
+    """Two prompts, prefilled in chunks and decoded by a runner over this rank's share."""
+    model = read_model_config(asked.folder)
+    share = Share.of(model, ParallelConfig(size=group.size, experts=asked.experts), group.rank)
+    weights = load_weights(asked.folder, model, torch.float32, "cpu", False, asked.forms, share=share)
+    budget = KVBudget.full(100) if asked.budget is None else KVBudget.of(asked.budget, observation_len=8)
+    config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, chunking=Chunking(chunk_len=16),
+                          executor=asked.executor, weights=asked.forms, rescoring=asked.rescoring,
+                          selector=asked.selector)  # fmt: skip
+    runner = ModelRunner(Decoder.tuned(model, weights, 2, group), config)
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, return_kept=kept, prompt_logprobs=logprobs, max_tokens=9)
+              for kept, logprobs in ((True, None), ("bitmap", 2))]  # fmt: skip
+    entries = tuple(
+        PrefillEntry(request_id=str(row), token_ids=prompt, rows=(row,), seeds=(row,), sampling=params[row],
+                     budget=budget, selector=config.selector)
+        for row, prompt in enumerate(PROMPTS)
+    )  # fmt: skip
+    job = JobSpec(job_id=0, staging_start=0, entries=entries)
+    units = UnitRange(0, 0, job.num_units(16, model.num_layers))
+    prefilled = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result().prefilled
+    rows = (0, 1)
+    tokens = [[prefilled[str(row)].tokens[0].token_id] for row in rows]
+    for step in range(STEPS):
+        for row, one in enumerate(runner.submit(StepPlan(step_id=step + 1, decode_rows=rows)).result().decoded):
+            tokens[row].append(one.token_id)
+    compressions = [prefilled[str(row)].compression for row in rows]
+    return Answered(
+        tokens=tokens,
+        logits=runner.decode.logits(torch.tensor(rows)).clone(),
+        kept=[(c.kept_positions, c.kept_bitmap) for c in compressions],
+        logprobs=[one.logprob for one in (prefilled["1"].prompt_logprobs or []) if one is not None],
+        row_bytes=[c.row_bytes for c in compressions],
+        own_bytes=(weights.num_bytes, runner.cache.num_bytes),
+    )

@@ -84,6 +84,16 @@ def test_a_row_does_not_depend_on_its_neighbours(version: KernelVersion) -> None
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_behind_the_last_end_are_no_experts(version: KernelVersion) -> None:
+    """A rank with some of the experts: other ranks' rows stand behind its own, and change nothing."""
+    x, weight, ends = problem([5, 3, 9], 64, 48, torch.float32)
+    behind = torch.cat((x, torch.full((4, 48), torch.nan)))
+    got = bind("cpu", version).grouped_linear(behind, weight, None, ends)
+    assert got.shape == (21, 64)
+    torch.testing.assert_close(got[:17], reference.grouped_linear(x, weight, None, ends), rtol=1e-5, atol=1e-5)
+
+
 def test_a_share_of_a_stack_is_read_where_it_lies() -> None:
     x, weight, ends = problem(COUNTS["few"], 64, 96, torch.float32)
     share = weight[..., 48:]

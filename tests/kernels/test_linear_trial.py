@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from snapstream.kernels.bound import bind
 from snapstream.kernels.cpu import native, trial
 from snapstream.kernels.cpu.linear import BUCKETS, ChosenLinear, ways_for
-from snapstream.kernels.cpu.trial import Known, choose, pieces_of
+from snapstream.kernels.cpu.trial import Known, agreed, choose, pieces_of
 
 LAYERS = [torch.ones(128, 64) for _ in range(3)]
 
@@ -132,3 +132,22 @@ def test_tuned_kernels_multiply_as_before() -> None:
     for version in ("torch", "compiled_cpu"):
         other = bind("cpu", version)
         assert other.tuned([weight], 4) is other
+
+
+def test_ranks_agree_on_the_way_that_most_chose() -> None:
+    """Votes of three ranks are summed; of equal ones the first in the order of the ways counts, on every rank."""
+    shapes = [(128, 64, 1), (128, 64, 2), (128, 64, 4)]
+    chosen = ("native", "left", "torch"), ("native", "blocks", "torch"), ("torch", "native", "left")
+    ranks = [dict(zip(shapes, ways, strict=True)) for ways in chosen]
+    asked: list[Tensor] = []
+
+    def alone(votes: Tensor) -> Tensor:
+        asked.append(votes.clone())
+        return votes
+
+    for choice in ranks:
+        assert agreed(choice, alone) == choice
+    for choice in ranks:
+        found = agreed(choice, lambda _: torch.stack(asked).sum(0))
+        assert found == dict(zip(shapes, ("native", "blocks", "torch"), strict=True))
+    assert agreed({}, lambda _: pytest.fail("nothing to agree on")) == {}

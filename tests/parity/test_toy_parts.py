@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import EXECUTORS, EngineConfig, KVBudget, ModelConfig
+from snapstream.distributed.group import Group
 from snapstream.kernels.bound import CosSin, HeadNorm, Kernels
 from snapstream.layers.attention import KVView
 from snapstream.layers.sampler import Sampled
@@ -122,9 +123,6 @@ class Bytes(Weight):
     def lookup(self, token_ids: Tensor) -> Tensor:
         return (self.data[token_ids].float() * self.scale[token_ids, None]).to(self.dtype)
 
-    def shard(self, dim: int, rank: int, num_ranks: int) -> Bytes:
-        raise NotImplementedError
-
 
 @torch.inference_mode()
 def first_tokens(decoder: Decoder) -> list[int]:
@@ -160,8 +158,8 @@ def test_a_form_of_weights(tmp_path: Path) -> None:
 class SideBySide:
     """A ``models.decoder.Layer``."""
 
-    def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels) -> None:
-        self.index, self.config, self.weights, self.kernels = index, config, weights, kernels
+    def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> None:
+        self.index, self.config, self.weights, self.kernels, self.group = index, config, weights, kernels, group
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         config, kernels = self.config, self.kernels
@@ -176,7 +174,7 @@ class SideBySide:
         inner = kernels.swiglu(weights.matrix("gate_up").multiply(normed, None, kernels))
         both = weights.matrix("o").multiply(attended.flatten(1), None, kernels)
         both = both + weights.matrix("down").multiply(inner, None, kernels)
-        return kernels.rms_norm(both, weights.vector("after_norm"), eps)
+        return kernels.rms_norm(self.group.all_reduce(both), weights.vector("after_norm"), eps)
 
 
 def side_by_side_roles(config: ModelConfig) -> Roles:

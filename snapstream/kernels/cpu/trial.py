@@ -24,6 +24,7 @@ from snapstream.kernels.cpu.linear import BLOCK, BUCKETS, WAYS, ChosenLinear, Sh
 logger = logging.getLogger(__name__)
 
 Timer = Callable[[str, Tensor, Tensor], float]  # name of a way, x [T, D], weight [O, D] -> seconds
+Agree = Callable[[Tensor], Tensor]
 Known = dict[tuple[Shape, int], str]  # with the number of threads: the way
 
 _MARGIN = 0.9  # share of F.linear's time that another way must stay below
@@ -39,15 +40,16 @@ def known() -> Known:
     return {}
 
 
-def tuned_linear(weights: Sequence[Tensor], max_tokens: int) -> ChosenLinear:
+def tuned_linear(weights: Sequence[Tensor], max_tokens: int, agree: Agree = lambda found: found) -> ChosenLinear:
     """Products of up to ``max_tokens`` tokens with ``weights`` (``[O, D]``, all of a model) by the fastest way here.
 
     Some tenths of a second for a model, once per process. Weights that are not fp32 on a CPU are ``F.linear``'s.
+    ``agree`` sums votes over ranks.
     """
     began = perf_counter()
     if native.find_compiler() is None:
         logger.info("no C++ compiler ($CXX or g++): products of few tokens are left to PyTorch")
-    choice = choose(weights, max_tokens)
+    choice = agreed(choose(weights, max_tokens), agree)
     if choice:
         found = sorted(set(choice.values()))
         counts = ", ".join(f"{list(choice.values()).count(way)} by {way}" for way in found)
@@ -71,6 +73,22 @@ def choose(
                 measured[shape, threads] = _fastest(shape, own, timer)
             choice[shape] = measured[shape, threads]
     return choice
+
+
+def agreed(choice: dict[Shape, str], agree: Agree) -> dict[Shape, str]:
+    """The way that most ranks chose; of equal ones the first of ``WAYS``. Products that every rank makes of the same
+    numbers then round alike everywhere: what a router chooses must not differ.
+
+    Ranks have shares of one size, so all have the same shapes in the same order.
+    """
+    if not choice:
+        return choice
+    names = list(WAYS)
+    votes = torch.zeros(len(choice), len(names))
+    for line, way in enumerate(choice.values()):
+        votes[line, names.index(way)] = 1.0
+    best = agree(votes).sub_(torch.arange(len(names)) / 2**10).argmax(-1)  # the subtraction: the first of equal ones
+    return {shape: names[way] for shape, way in zip(choice, best.tolist(), strict=True)}
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Sizes of a cached token, by hand; and shares of several devices."""
+"""Sizes of a cached token, by hand."""
 
 from __future__ import annotations
 
@@ -39,19 +39,6 @@ def test_rescoring_keeps_queries_and_a_vote_per_slot() -> None:
     assert GROUPED.rescoring_bytes(rescoring, 10) == 3 * (GROUPED.query_bytes(6) + 4 * 2 * 10)
     assert GROUPED.refresh_bytes(rescoring, 10) == 2 * GROUPED.staging_bytes(10)
     assert GROUPED.rescoring_bytes(None, 10) == GROUPED.refresh_bytes(None, 10) == 0
-
-
-@pytest.mark.parametrize(("num_ranks", "heads", "kv_heads"), [(1, 8, 2), (2, 4, 1), (4, 2, 1), (8, 1, 1)])
-def test_a_share_splits_heads_and_repeats_kv_heads_that_are_too_few(num_ranks: int, heads: int, kv_heads: int) -> None:
-    own = GROUPED.shard(num_ranks)
-    assert (own.num_heads, own.num_kv_heads) == (heads, kv_heads)
-    assert own.row_bytes(10) * 2 == GROUPED.row_bytes(10) * kv_heads
-
-
-@pytest.mark.parametrize(("spec", "num_ranks"), [(GROUPED, 3), (replace(GROUPED, num_heads=12, num_kv_heads=6), 4)])
-def test_a_share_that_is_not_even_is_refused(spec: KVSpec, num_ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"cannot be split over {num_ranks} ranks"):
-        spec.shard(num_ranks)
 
 
 @pytest.mark.parametrize("spec", [GROUPED, replace(LATENT, expanded_dim=192)])

@@ -61,16 +61,6 @@ def test_products(version: KernelVersion, count: int) -> None:
         torch.testing.assert_close(got / scale, (wanted + (0 if given is None else given)) / scale, rtol=0, atol=1e-6)
 
 
-def test_shares_of_two_devices_are_the_whole() -> None:
-    weight = make_weight(WeightForm(width="fp8"), (4, 256, 512), torch.float32, "cpu")
-    weight.fill(torch.randn(4, 256, 512))
-    for dim in (0, 1, 2, -1):
-        parts = [weight.shard(dim, rank, 2).dense() for rank in range(2)]
-        assert torch.equal(torch.cat(parts, dim), weight.dense())
-    with pytest.raises(ValueError, match=r"FP8 blocks of shape \[4, 256, 512\] cannot be cut into 4 along 1"):
-        weight.shard(1, 0, 4)
-
-
 def test_no_table() -> None:
     with pytest.raises(TypeError, match="embeddings"):
         made()[0].lookup(torch.tensor([1]))

@@ -71,19 +71,6 @@ class TestForms:
         again.widen(out)
         assert torch.equal(out, weight.dense())
 
-    def test_shares(self, form: WeightForm) -> None:
-        weight, x, kernels = made(form)[1], torch.randn(4, 128), bind("cpu")
-        whole = weight.multiply(x, None, kernels)
-        rows = [weight.shard(0, rank, 2).multiply(x, None, kernels) for rank in range(2)]
-        torch.testing.assert_close(torch.cat(rows, 1), whole)
-        halves = [weight.shard(1, rank, 2).multiply(x[:, 64 * rank : 64 * rank + 64], None, kernels) for rank in (0, 1)]
-        torch.testing.assert_close(halves[0] + halves[1], whole, rtol=1e-5, atol=1e-5)
-        with pytest.raises(ValueError, match=r"shape \[8, 128\] cannot be cut into 3 along 0"):
-            weight.shard(0, 0, 3)
-        if form.is_codes:  # groups are not parted
-            with pytest.raises(ValueError, match="cannot be cut into 8 along 1"):
-                weight.shard(1, 0, 8)
-
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("tied", [False, True])

@@ -29,18 +29,3 @@ def test_product_and_lookup(weight: Dense) -> None:
     torch.testing.assert_close(weight[2].multiply(x, bias, kernels), x @ weight.dense()[2].t() + bias)
     torch.testing.assert_close(weight[2].multiply(x, None, kernels), x @ weight.dense()[2].t())
     assert torch.equal(weight[0].lookup(torch.tensor([7, 0])), weight.dense()[0, [7, 0]])
-
-
-def test_shares_of_two_devices_are_the_whole(weight: Dense) -> None:
-    """Rows split: outputs side by side. Columns split: outputs summed."""
-    x, kernels = torch.randn(4, 6), bind("cpu")
-    whole = weight[1].multiply(x, None, kernels)
-    rows = [weight[1].shard(0, rank, 2).multiply(x, None, kernels) for rank in range(2)]
-    torch.testing.assert_close(torch.cat(rows, 1), whole)
-    columns = [weight[1].shard(1, rank, 2).multiply(x[:, 3 * rank : 3 * rank + 3], None, kernels) for rank in range(2)]
-    torch.testing.assert_close(columns[0] + columns[1], whole)
-
-
-def test_an_uneven_share_is_refused(weight: Dense) -> None:
-    with pytest.raises(ValueError, match=r"shape \[3, 8, 6\] cannot be cut into 3 along 1"):
-        weight.shard(1, 0, 3)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from snapstream.config import Chunking, EngineConfig, KVBudget
+from snapstream.distributed.group import Alone
 from snapstream.kernels.bound import bind, has_triton
 from snapstream.models.mlp import mlp_of
 from snapstream.models.registry import model_config_from_dict
@@ -40,7 +41,7 @@ def test_temporaries_of_experts(name: str) -> None:
     model = model_config_from_dict(PUBLISHED[name] | {"num_hidden_layers": 2})
     with LiveBytes("meta") as live, torch.inference_mode():
         weights = DecoderWeights.empty(model, torch.bfloat16, "meta")
-        mlp = mlp_of(model, weights.layer(1), bind("meta", "triton"))
+        mlp = mlp_of(model, weights.layer(1), bind("meta", "triton"), Alone())
         x = torch.empty(CHUNK, model.hidden_size, dtype=torch.bfloat16, device="meta")
         before = live.peak = live.now
         mlp(x)
