@@ -1,0 +1,181 @@
+"""Which replicas there are, what each has to do, and to whom the next request goes. No ray, no clock.
+
+A prompt that the prefix store may know goes to the replica that has its beginning: replicas are put in an order by the
+hash of key and replica (highest random weight), which every ingress finds alike without asking anyone, and which
+changes only for the keys of a replica that comes or goes. The first in that order takes it unless it has too much to do
+already: consistent hashing with bounded loads (Mirrokni et al., arXiv 1608.01350). Any other prompt goes where most
+rows are free.
+
+Invariant: rows that this ingress has open count as soon as a replica was chosen, not when it reports them. The router
+works on a thread of its own, so every method takes the lock. ``router.py`` asks, ``engine.py`` tells.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from math import ceil
+from threading import Lock
+
+from snapstream.config import EngineConfig
+from snapstream.engine.prefix_index import chain_of
+from snapstream.engine.stats import add_totals, without_gauges
+from snapstream.integrations.ray.messages import Load, Report
+from snapstream.request import Request
+from snapstream.server.engine.api import EngineStats
+
+MOST_OF_MEAN = 1.5  # of the mean number of open rows that a replica may have before its prompts go elsewhere
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Route:
+    """Where one call may go. It rides along with the call as an argument; the replica gets an empty one."""
+
+    board: Board | None = None
+    key: bytes = b""  # of the prompt's beginning; b"": no replica can have it
+    num_rows: int = 0
+    avoid: frozenset[str] = frozenset()  # replicas that have failed this request
+    to: str = ""  # this replica and no other, while it lives
+    on_taken: Callable[[str], None] | None = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[type[Route], tuple[()]]:
+        return Route, ()
+
+
+def route_key(request: Request, config: EngineConfig | None) -> bytes:
+    """Hash of what decides whether the prefix store can have the beginning of a prompt; b"" where it cannot."""
+    store = None if config is None else config.prefix_store
+    if store is None or request.positions is not None:
+        return b""
+    num_blocks = max(1, store.min_tokens // store.block_len)
+    chain = chain_of(request.prompt_token_ids[: num_blocks * store.block_len], store.block_len)
+    if len(chain) < num_blocks:
+        return b""
+    digest = blake2b(request.namespace.encode(), digest_size=16)
+    for block in chain:
+        digest.update(block)
+    return digest.digest()
+
+
+def ranked(loads: Mapping[str, Load], key: bytes, num_rows: int) -> list[str]:
+    """Replicas in the order in which they should be asked to take a request of ``num_rows``."""
+    freest = sorted(loads, key=lambda name: (-loads[name].free_rows, loads[name].open_rows, name))
+    if not key:
+        return freest
+    total = sum(load.open_rows for load in loads.values())
+    most = ceil(MOST_OF_MEAN * (total + num_rows) / max(1, len(loads)))
+    by_hash = sorted(loads, key=lambda name: blake2b(key + name.encode(), digest_size=8).digest())
+    near = [name for name in by_hash if _fits(loads[name], num_rows, most)]
+    return [*near, *(name for name in freest if name not in near)]
+
+
+def _fits(load: Load, num_rows: int, most: int) -> bool:
+    return load.free_rows >= num_rows and load.open_rows + num_rows <= max(most, num_rows)
+
+
+class Board:
+    """What this ingress knows of the replicas."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._reports: dict[str, Report] = {}
+        self._names: tuple[str, ...] = ()  # replicas that Ray offers; some may not have reported yet
+        self._loads: dict[str, Load] = {}
+        self._own: Counter[str] = Counter()  # rows of requests that this ingress has open
+        self._gone = EngineStats()  # totals of replicas that are no more
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._names
+
+    @property
+    def reports(self) -> Sequence[Report]:
+        with self._lock:
+            return [self._reports[name] for name in self._names if name in self._reports]
+
+    @property
+    def num_ready(self) -> int:
+        with self._lock:
+            return sum(not load.absence for load in self._loads.values())
+
+    @property
+    def absences(self) -> list[str]:
+        """Why replicas take no requests."""
+        with self._lock:
+            return [load.absence for load in self._loads.values() if load.absence]
+
+    def rank(self, present: Collection[str], route: Route) -> list[str]:
+        """Replicas for a call, the best first, of all that Ray offers; those to avoid only where there is no other."""
+        with self._lock:
+            self._keep(present)
+            if route.to in present:
+                return [route.to]
+            loads = {name: self._load(name) for name in present}
+            usable = {name: load for name, load in loads.items() if not load.absence and name not in route.avoid}
+            usable = usable or {name: load for name, load in loads.items() if name not in route.avoid} or loads
+            return ranked(usable, route.key, route.num_rows)
+
+    def hear(self, name: str, load: Load) -> None:
+        with self._lock:
+            if name in self._names:
+                self._loads[name] = load
+
+    def take(self, report: Report) -> None:
+        with self._lock:
+            if report.replica in self._names:
+                self._loads[report.replica] = report.load
+                self._reports[report.replica] = report
+
+    def lose(self, name: str, why: str) -> None:
+        """It does not answer; Ray will offer another one, or it will report again."""
+        with self._lock:
+            if name in self._names:
+                self._loads[name] = replace(self._loads.get(name, Load()), absence=why)
+
+    def open(self, name: str, num_rows: int) -> None:
+        with self._lock:
+            self._own[name] += num_rows
+
+    def close(self, name: str, num_rows: int) -> None:
+        with self._lock:
+            self._own[name] -= num_rows
+            if not self._own[name]:
+                del self._own[name]
+
+    def stats(self) -> EngineStats:
+        """Gauges of the replicas that there are; totals also of those that there were."""
+        with self._lock:
+            total = self._gone
+            for name in self._names:
+                if name in self._reports:
+                    total = _sum(total, self._reports[name].stats)
+            return total
+
+    def _load(self, name: str) -> Load:
+        """As reported, or what this ingress knows better; one that never reported is worth a try."""
+        load = self._loads.get(name, Load())
+        return replace(load, open_rows=max(load.open_rows, self._own[name]))
+
+    def _keep(self, present: Collection[str]) -> None:
+        if set(present) == set(self._names):
+            return
+        for name in set(self._names) - set(present):
+            report = self._reports.pop(name, None)
+            self._loads.pop(name, None)
+            if report is not None:
+                self._gone = add_totals(without_gauges(report.stats), self._gone)
+        self._names = tuple(sorted(present))
+
+
+def _sum(one: EngineStats, other: EngineStats) -> EngineStats:
+    return replace(
+        add_totals(one, other),
+        num_running=one.num_running + other.num_running,
+        num_waiting=one.num_waiting + other.num_waiting,
+        rows_free=one.rows_free + other.rows_free,
+        rows_total=one.rows_total + other.rows_total,
+        prefix_blocks_used=one.prefix_blocks_used + other.prefix_blocks_used,
+        prefix_blocks_total=one.prefix_blocks_total + other.prefix_blocks_total,
+    )

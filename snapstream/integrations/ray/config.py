@@ -1,0 +1,177 @@
+"""What a user says of a deployment: one TOML or YAML file, read strictly. No ray.
+
+Invariant: a name that nobody knows, a value of the wrong kind and a combination that cannot work are refused here, with
+their place in the file, before anything is started.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from snapstream.assets import TINY_MODEL
+from snapstream.config import EngineOptions, as_count, as_number
+from snapstream.server.http.draining import check_place
+from snapstream.server.settings import ReasoningParser
+
+Settings = TypeVar("Settings")
+MAX_REPLICAS = 10_000
+# What the command ``serve`` also sets; an engine of the package alone has neither.
+ENGINE_DEFAULTS = {"max_waiting": 128, "prefix_store": "auto"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontSettings:
+    """``[front]``: the HTTP front; names and meanings are those of ``snapstream serve``."""
+
+    replicas: int = 1
+    tool_parser: str = "auto"
+    reasoning_parser: ReasoningParser = "auto"
+    chat_template: str = ""  # a file; "": the checkpoint's
+    responses_store: int = 0
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    root_path: str = ""
+
+    def __post_init__(self) -> None:
+        _count(self, "replicas", 1, MAX_REPLICAS)
+        _count(self, "responses_store", 0)
+        for name in ("tool_parser", "reasoning_parser", "chat_template", "root_path"):
+            _text(self, name)
+        for name in ("allowed_hosts", "cors_origins"):
+            _texts(self, name)
+        parsers = get_args(ReasoningParser)
+        if self.reasoning_parser not in parsers:
+            raise ValueError(f"reasoning_parser is {self.reasoning_parser!r}; it must be one of {', '.join(parsers)}")
+        if self.responses_store and self.replicas > 1:
+            raise ValueError(
+                f"responses_store is {self.responses_store} and replicas is {self.replicas}; "
+                "responses are stored in one front, and others would not find them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """``[decode]``: the replicas that prefill and decode."""
+
+    replicas: int = 1  # the fewest
+    max_replicas: int | None = None  # None: as many as ``replicas``, always
+    cpus: int = 1  # of a replica, and threads of its torch; 0: Ray does not count them, and torch has one thread
+    rows_in_use: float = 0.8  # share of the rows that scaling aims at
+    queued_tokens: int = 65536  # prompt tokens that may wait at a replica before there should be another
+
+    def __post_init__(self) -> None:
+        _count(self, "replicas", 1, MAX_REPLICAS)
+        _count(self, "queued_tokens", 1)
+        if self.max_replicas is not None:
+            _count(self, "max_replicas", self.replicas, MAX_REPLICAS)
+        _count(self, "cpus", 0, 4096)
+        object.__setattr__(self, "rows_in_use", as_number("rows_in_use", self.rows_in_use, 0.05, 1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployConfig:
+    """The whole file."""
+
+    model: str = str(TINY_MODEL)  # checkpoint folder, at the same path on every machine
+    served_model_name: tuple[str, ...] = ()  # default: the folder's
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: str = ""  # one a line; SNAPSTREAM_API_KEY adds more
+    drain_timeout: float = 30.0  # seconds that requests of a replica get before an update or a signal ends it
+    engine: EngineOptions = field(default_factory=lambda: EngineOptions.of(None, dict(ENGINE_DEFAULTS)))
+    front: FrontSettings = field(default_factory=FrontSettings)
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "host", "api_key_file"):
+            _text(self, name)
+        _texts(self, "served_model_name")
+        as_count("port", self.port, 1, 65535)
+        object.__setattr__(self, "drain_timeout", as_number("drain_timeout", self.drain_timeout, 0.0, 86399.0))
+        check_place(self.port, self.drain_timeout)
+        if not self.model:
+            raise ValueError("model is empty; it must be a checkpoint folder")
+        if self.engine.prefix_dir is not None and (self.decode.max_replicas or self.decode.replicas) > 1:
+            raise ValueError("engine: prefix_dir is one folder, and one engine at a time may use it")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.served_model_name or (Path(self.model).resolve().name,)
+
+
+def read_config(path: Path) -> DeployConfig:
+    """A ``.toml``, ``.yaml``, ``.yml`` or ``.json`` file. ValueError that names the file and the place in it."""
+    try:
+        return config_of(_parse(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def config_of(table: Any) -> DeployConfig:
+    """The same of what such a file holds."""
+    given = dict(_table("", table))
+    rooms: dict[str, Any] = {
+        name: _make(kind, name, given.pop(name, {}))
+        for name, kind in (("front", FrontSettings), ("decode", DecodeSettings))
+    }
+    engine = {**ENGINE_DEFAULTS, **_table("engine", given.pop("engine", {}))}
+    rooms["engine"] = _make(EngineOptions, "engine", engine)
+    return _make(DeployConfig, "", {**given, **rooms})
+
+
+def _parse(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    match path.suffix:
+        case ".toml":
+            return tomllib.loads(text)
+        case ".json":
+            return json.loads(text)
+        case ".yaml" | ".yml":
+            import yaml
+
+            try:
+                return yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(" ".join(str(error).split())) from None
+    raise ValueError(f"its name ends in {path.suffix!r}; it must end in .toml, .yaml, .yml or .json")
+
+
+def _make(kind: type[Settings], place: str, table: Any) -> Settings:
+    given = _table(place, table)
+    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    before = f"{place}: " if place else ""
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(f"{before}{unknown[0]!r} is no setting; the settings are {', '.join(known)}")
+    try:
+        return kind(**given)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{before}{error}") from None
+
+
+def _table(place: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{place or 'the file'} is {value!r}; it must be a table of settings")
+    return value
+
+
+def _count(settings: Any, name: str, low: int, high: int | None = None) -> None:
+    object.__setattr__(settings, name, as_count(name, getattr(settings, name), low, high))
+
+
+def _text(settings: Any, name: str) -> None:
+    value = getattr(settings, name)
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(f"{name} is {value!r}; it must be a text")
+
+
+def _texts(settings: Any, name: str) -> None:
+    value = getattr(settings, name)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) and each for each in value):
+        raise ValueError(f"{name} is {value!r}; it must be a list of texts, none of them empty")
+    object.__setattr__(settings, name, tuple(value))

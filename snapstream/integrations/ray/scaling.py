@@ -1,0 +1,38 @@
+"""How many replicas there should be, by rows in use and by prompt tokens that wait. Ray runs it in its controller.
+
+Ray averages what replicas report (``DecodeServer.record_autoscaling_stats``), holds the result within the bounds of the
+config, and waits before it scales: 30 s up, 600 s down by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any, Protocol
+
+
+class Metrics(Protocol):
+    """The part of Ray's ``AutoscalingContext`` that is used."""
+
+    @property
+    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None: ...
+    @property
+    def target_num_replicas(self) -> int: ...
+
+
+class ByRowsAndTokens:
+    """Ray's policy: the larger of two wishes, each from what all replicas have together."""
+
+    def __init__(self, rows_in_use: float, queued_tokens: int) -> None:
+        """Of a replica: ``rows_in_use``, the share of its rows that should be open; ``queued_tokens``, that may wait."""
+        self._rows_in_use, self._queued_tokens = rows_in_use, queued_tokens
+
+    def __call__(self, context: Metrics) -> tuple[int, dict[str, Any]]:
+        found = context.aggregated_metrics or {}
+        rows, open_rows, queued = (found.get(name, {}) for name in ("rows", "open_rows", "queued_tokens"))
+        if not rows:  # nobody has reported yet
+            return context.target_num_replicas, {}
+        rows_each = max(1.0, sum(rows.values()) / len(rows))
+        by_rows = sum(open_rows.values()) / (self._rows_in_use * rows_each)
+        by_tokens = sum(queued.values()) / self._queued_tokens
+        return max(1, ceil(by_rows), ceil(by_tokens)), {}
