@@ -16,8 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from snapstream.integrations.ray.board import Board, Route
+from snapstream.integrations.ray.environment import prepare
+from snapstream.integrations.ray.messages import Report
+
 START_S = 600.0  # for a cluster, and replicas of the tiny model, on a machine that is busy with other things
 END_S = 120.0
+REPORT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,39 @@ class Deployed:
         file = write_config(self.folder / "changed.json", {**config, "port": int(self.url.rpartition(":")[2])})
         command = [sys.executable, "-m", "snapstream.cli", "deploy", str(file), "--address", self.address]
         subprocess.run(command, check=True, capture_output=True, timeout=START_S)
+
+
+class ReplicaWatch:
+    """Sees each replica of a deployment by a handle of its own, as an ingress does. Close it: it is a client of Ray."""
+
+    def __init__(self, address: str) -> None:
+        prepare(address)
+        import ray
+        from ray import serve
+
+        ray.init(address=address, log_to_driver=False)
+        self._handle = serve.get_deployment_handle("decode", "snapstream")
+
+    def reports(self) -> list[Report]:
+        """Of every replica that answers."""
+        board = Board()
+        self._ask(board, "")  # wherever it goes, the board learns their names
+        found = (self._ask(board, name) for name in board.names)
+        return [report for report in found if report is not None]
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()
+
+    def _ask(self, board: Board, name: str) -> Report | None:
+        from ray.exceptions import RayError
+
+        try:
+            report: Report = self._handle.report.remote(Route(board, to=name)).result(timeout_s=REPORT_S)
+        except (RayError, TimeoutError):  # it died a moment ago
+            return None
+        return report
 
 
 def write_config(file: Path, config: Mapping[str, Any]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +31,9 @@ def deploy(
         ),
     ] = None,
 ) -> None:
+    from snapstream.integrations.ray.environment import prepare
+
+    prepare(address or None)
     try:
         from snapstream.integrations.ray import run
     except ModuleNotFoundError as error:
@@ -40,7 +42,6 @@ def deploy(
     from snapstream.server import logs
     from snapstream.server.run import CannotLoad
 
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # a line of a request is not "repeated", however alike two are
     logs.set_up("text")
     try:
         run.deploy(read_config(config), address or None)

@@ -66,7 +66,7 @@ def application_of(config: DeployConfig) -> Application:
         logging_config=QUIET,
         max_surge_percent=100,  # the next one answers before the last one drains
     )
-    return ingress.bind(config, settings, decode.bind(spec))
+    return ingress.bind(config, settings, decode.bind(spec, config.decode.stall_timeout))
 
 
 def _settings(config: DeployConfig) -> ServerSettings:

@@ -13,7 +13,7 @@ works on a thread of its own, so every method takes the lock. ``router.py`` asks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import ceil
@@ -89,11 +89,6 @@ class Board:
     @property
     def names(self) -> tuple[str, ...]:
         return self._names
-
-    @property
-    def reports(self) -> Sequence[Report]:
-        with self._lock:
-            return [self._reports[name] for name in self._names if name in self._reports]
 
     @property
     def num_ready(self) -> int:

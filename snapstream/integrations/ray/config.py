@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args
 
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineOptions, as_count, as_number
+from snapstream.server.engine.process import STALL_TIMEOUT_S
 from snapstream.server.http.draining import check_place
 from snapstream.server.settings import ReasoningParser
 
@@ -61,6 +62,7 @@ class DecodeSettings:
     replicas: int = 1  # the fewest
     max_replicas: int | None = None  # None: as many as ``replicas``, always
     cpus: int = 1  # of a replica, and threads of its torch; 0: Ray does not count them, and torch has one thread
+    stall_timeout: float = STALL_TIMEOUT_S  # as of ``snapstream serve``; 0: never
     rows_in_use: float = 0.8  # share of the rows that scaling aims at
     queued_tokens: int = 65536  # prompt tokens that may wait at a replica before there should be another
 
@@ -70,6 +72,8 @@ class DecodeSettings:
         if self.max_replicas is not None:
             _count(self, "max_replicas", self.replicas, MAX_REPLICAS)
         _count(self, "cpus", 0, 4096)
+        if self.stall_timeout != 0:
+            object.__setattr__(self, "stall_timeout", as_number("stall_timeout", self.stall_timeout, 1.0, 86400.0))
         object.__setattr__(self, "rows_in_use", as_number("rows_in_use", self.rows_in_use, 0.05, 1.0))
 
 

@@ -4,14 +4,14 @@
                                                                 lost after it: EngineDead, an error frame
 
 Invariant: what a caller has been given a delta of is never begun again, so no stream repeats itself; a request that
-was given none is repeated at most ``MAX_TRIES - 1`` times. ``board.py`` chooses; calls reach replicas by ``handles.py``.
+was given none is repeated at most ``MAX_TRIES - 1`` times. ``board.py`` chooses, ``handles.py`` calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
 
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 MAX_TRIES = 3
 ACCEPT_S = 30.0  # for Ray to find a replica that takes a request
 POLL_S = 1.0  # between two reports of a replica
+SOON_S = 0.2  # the same while a replica takes no requests
 REPORT_S = 10.0  # for a replica to report; one that takes longer keeps its last report, and Ray judges its health
 
 
@@ -82,11 +83,6 @@ class ReplicatedEngine:
         if self._facts is None:
             raise EngineDead("no replica has been loaded yet")
         return self._facts
-
-    @property
-    def reports(self) -> Sequence[Report]:
-        """What each replica last said of itself."""
-        return self._board.reports
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestDelta, None]:
         """Run a request on one replica, or on another if the first is lost before it has said anything."""
@@ -149,7 +145,7 @@ class ReplicatedEngine:
         """Ask every replica how it is, for ever."""
         while True:
             await self.look()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(SOON_S if self._board.absences else POLL_S)
 
     async def look(self) -> None:
         """Ask every replica once. Where none is known, whichever Ray offers."""

@@ -30,11 +30,11 @@ LOADS_OF_ABSENCE = 3.0  # as many times what its first load took
 class DecodeServer:
     """Prefills and decodes. Ray makes it, calls it on one event loop, and ends it when it has drained."""
 
-    async def __init__(self, spec: EngineSpec) -> None:  # type: ignore[misc] # Ray awaits it
+    async def __init__(self, spec: EngineSpec, stall_timeout_s: float) -> None:  # type: ignore[misc] # Ray awaits it
         """Returns when the engine serves. ValueError, EngineDead: it cannot be loaded; Ray shows the message."""
         logs.set_up("text")
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._engine = EngineProcess(spec)
+        self._engine = EngineProcess(spec, stall_timeout_s=stall_timeout_s)
         began = monotonic()
         await self._engine.start()
         self._patience_s = max(LEAST_ABSENCE_S, LOADS_OF_ABSENCE * (monotonic() - began))

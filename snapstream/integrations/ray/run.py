@@ -7,7 +7,6 @@ application in it. Deploying again to a running cluster replaces what has change
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import threading
@@ -79,7 +78,6 @@ def check_served(host: str, port: int) -> None:
 @contextmanager
 def _cluster(address: str | None) -> Iterator[None]:
     if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server tells nobody how it is used
         ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
         log.info("a Ray cluster of this machine alone: --address %s", ray.get_runtime_context().gcs_address)
     else:

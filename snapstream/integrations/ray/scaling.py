@@ -24,7 +24,7 @@ class ByRowsAndTokens:
     """Ray's policy: the larger of two wishes, each from what all replicas have together."""
 
     def __init__(self, rows_in_use: float, queued_tokens: int) -> None:
-        """Of a replica: ``rows_in_use``, the share of its rows that should be open; ``queued_tokens``, that may wait."""
+        """Of one replica: the share of its rows that should be open, and the prompt tokens that may wait."""
         self._rows_in_use, self._queued_tokens = rows_in_use, queued_tokens
 
     def __call__(self, context: Metrics) -> tuple[int, dict[str, Any]]:

@@ -1,0 +1,22 @@
+"""What Ray reads from the environment, set before it is imported. No ray here.
+
+Nothing that the user has set is changed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TOKEN = Path(".ray") / "auth_token"  # in the home folder; Ray writes it when it starts a cluster of its own
+
+
+def prepare(address: str | None) -> None:
+    """For a cluster of our own (None), or a client of the one at ``address``.
+
+    A cluster that Ray starts asks for a token, but its clients show theirs only if they are told to.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server tells nobody how it is used
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # a line of a request is not "repeated", however alike two are
+    if address is not None and (Path.home() / TOKEN).is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -1,0 +1,145 @@
+"""To whom a request goes; without ray."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from snapstream.config import EngineConfig, KVBudget, PrefixStoreConfig
+from snapstream.engine.stats import EngineStats
+from snapstream.integrations.ray.board import Board, Route, ranked, route_key
+from snapstream.integrations.ray.messages import Load, Report
+from snapstream.integrations.ray.scaling import ByRowsAndTokens
+from snapstream.request import Request, SamplingParams
+
+NAMES = ("a", "b", "c")
+
+
+def loads(**open_rows: int) -> dict[str, Load]:
+    return {name: Load(rows=8, open_rows=count) for name, count in open_rows.items()}
+
+
+def request(token_ids: list[int], namespace: str = "") -> Request:
+    return Request(
+        request_id="r", prompt_token_ids=tuple(token_ids), sampling=SamplingParams(max_tokens=1), namespace=namespace
+    )
+
+
+def report(name: str, load: Load, stats: EngineStats) -> Report:
+    facts: object = None
+    return Report(replica=name, load=load, stats=stats, facts=facts, pid=1)  # type: ignore[arg-type]
+
+
+def test_without_a_key_most_free_rows_go_first() -> None:
+    assert ranked(loads(a=5, b=1, c=3), b"", 1) == ["b", "c", "a"]
+    assert ranked(loads(a=12, b=9, c=20), b"", 1) == ["b", "a", "c"]  # none has a free one: the shortest queue
+
+
+def test_a_key_keeps_its_replica_until_that_has_too_much_to_do() -> None:
+    first = ranked(loads(a=0, b=0, c=0), b"key", 1)[0]
+    others = {name: 0 for name in NAMES if name != first}
+    assert ranked(loads(**{first: 0}, **others), b"key", 1)[0] == first
+    assert ranked(loads(**{first: 2}, **others), b"key", 1)[0] != first  # 1.5 of the mean of 3 rows is 2
+    busy = {name: 4 for name in others}
+    assert ranked(loads(**{first: 4}, **busy), b"key", 1)[0] == first
+    assert ranked(loads(**{first: 8}, **busy), b"key", 1)[0] != first  # it has no free row
+    assert sorted(ranked(loads(a=8, b=8, c=9), b"key", 1)) == list(NAMES)
+
+
+def test_keys_spread_and_move_only_with_their_replica() -> None:
+    keys = [bytes([number, 7]) for number in range(200)]
+    before = {key: ranked(loads(a=0, b=0, c=0), key, 1)[0] for key in keys}
+    assert all(count > 40 for count in Counter(before.values()).values())
+    without = {key: ranked(loads(a=0, c=0), key, 1)[0] for key in keys}
+    assert all(without[key] == before[key] for key in keys if before[key] != "b")
+
+
+def test_a_key_is_what_the_prefix_store_goes_by() -> None:
+    config = EngineConfig(
+        max_model_len=4096, max_rows=4, budget=KVBudget.of(64), prefix_blocks=8,
+        prefix_store=PrefixStoreConfig(num_bytes=1, block_len=16, min_tokens=32),
+    )  # fmt: skip
+    prompt = list(range(40))
+    key = route_key(request(prompt), config)
+    assert key and key == route_key(request([*prompt, 9, 9]), config) == route_key(request(prompt[:32]), config)
+    assert key != route_key(request([*prompt[:31], 99]), config) != route_key(request(prompt, "other"), config)
+    assert route_key(request(prompt[:31]), config) == b""  # nothing so short is looked up
+    assert route_key(request(prompt), None) == route_key(request(prompt), replace(config, prefix_store=None)) == b""
+    trimmed = replace(request(prompt), positions=tuple(range(40)))
+    assert route_key(trimmed, config) == b""  # neither are trimmed ones
+
+
+def test_own_requests_count_before_a_replica_reports_them() -> None:
+    board = Board()
+    assert sorted(board.rank(NAMES, Route())) == list(NAMES)
+    for name in NAMES:
+        board.hear(name, Load(rows=4))
+    board.open("a", 2)
+    board.open("b", 1)
+    assert board.rank(NAMES, Route(num_rows=1)) == ["c", "b", "a"]
+    board.close("a", 2)
+    assert board.rank(NAMES, Route(num_rows=1)) == ["a", "c", "b"]
+
+
+def test_absent_and_avoided_replicas_are_asked_last_of_all() -> None:
+    board = Board()
+    board.rank(NAMES, Route())
+    for name in NAMES:
+        board.hear(name, Load(rows=4))
+    board.hear("a", Load(rows=4, absence="it loads"))
+    assert board.num_ready == 2 and board.absences == ["it loads"]
+    assert board.rank(NAMES, Route()) == ["b", "c"]
+    assert board.rank(NAMES, Route(avoid=frozenset("b"))) == ["c"]
+    assert board.rank(NAMES, Route(avoid=frozenset("bc"))) == ["a"]  # rather than one that has failed it
+    assert sorted(board.rank(NAMES, Route(avoid=frozenset("abc")))) == list(NAMES)
+    assert board.rank(NAMES, Route(to="a")) == ["a"]
+    assert board.rank(("b", "c"), Route(to="a")) == ["b", "c"]  # it is no more
+    board.lose("b", "it died")
+    assert board.rank(("b", "c"), Route()) == ["c"]
+    board.hear("a", Load(rows=4))
+    assert board.num_ready == 1  # who is not offered is not listened to
+
+
+def test_totals_outlive_replicas_and_gauges_do_not() -> None:
+    board = Board()
+    board.rank(("a", "b"), Route())
+    stats = EngineStats(rows_free=3, rows_total=4, num_running=1, prompt_tokens_total=10, restarts_total=1)
+    for name in ("a", "b"):
+        board.take(report(name, Load(rows=4), stats))
+    both = board.stats()
+    assert (both.rows_free, both.rows_total, both.num_running, both.prompt_tokens_total) == (6, 8, 2, 20)
+    board.rank(("b", "c"), Route())
+    left = board.stats()
+    assert (left.rows_free, left.rows_total, left.num_running, left.prompt_tokens_total) == (3, 4, 1, 20)
+    assert left.restarts_total == 2
+
+
+def test_a_route_leaves_its_board_behind() -> None:
+    route = Route(Board(), b"key", 2, frozenset("a"), on_taken=print)
+    arrived = pickle.loads(pickle.dumps(route))
+    assert isinstance(arrived, Route) and arrived.board is None and arrived.key == b""
+
+
+class Context:
+    """The part of Ray's that a policy reads."""
+
+    def __init__(self, target: int, **found: list[float]) -> None:
+        self.target_num_replicas = target
+        self.aggregated_metrics = {name: dict(enumerate(values)) for name, values in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("open_rows", "queued", "want"),
+    [([0, 0], [0, 0], 1), ([6, 6], [0, 0], 2), ([8, 8], [0, 0], 3), ([8, 24], [0, 0], 5), ([1, 1], [1500, 1501], 4)],
+)
+def test_scaling_goes_by_rows_and_by_waiting_tokens(open_rows: list[float], queued: list[float], want: int) -> None:
+    policy = ByRowsAndTokens(rows_in_use=0.8, queued_tokens=1000)
+    context = Context(2, rows=[8, 8], open_rows=open_rows, queued_tokens=queued)
+    assert policy(context) == (want, {})
+
+
+def test_scaling_waits_for_the_first_reports() -> None:
+    assert ByRowsAndTokens(0.8, 1000)(Context(3)) == (3, {})
