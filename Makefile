@@ -1,4 +1,4 @@
-# make install | demo | test | test-clients | test-load | peers | lint | format | clean      (make help)
+# make install | demo | test | test-clients | test-ray | test-load | peers | lint | format | clean      (make help)
 # Variables: PYTHON (3.11 or newer), PIP_ARGS (e.g. an index with CPU builds of torch), WORKERS (test processes).
 
 PYTHON   ?= python3
@@ -9,13 +9,14 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients
+RAY     := $(VENV)/.ray
 LOAD    := .venv-load
 PEERS   := .venv-peers
 
 # One thread per process: the test workers are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-clients test-load peers lint format clean
+.PHONY: help install demo test test-clients test-ray test-load peers lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -49,6 +50,13 @@ test-clients: $(CLIENTS) ## install real clients (0.8 GB) and run them against a
 
 $(CLIENTS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,clients]'
+	@touch $@
+
+test-ray: $(RAY) ## install Ray (0.4 GB) and run replicas on a cluster of this machine
+	$(BIN)/pytest tests/integrations/ray
+
+$(RAY): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,ray]'
 	@touch $@
 
 test-load: $(STAMP) $(LOAD)/.installed ## install a load generator apart (it brings torch again) and run it against a server

@@ -31,17 +31,18 @@ MOST_OF_MEAN = 1.5  # of the mean number of open rows that a replica may have be
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Route:
-    """Where one call may go. It rides along with the call as an argument; the replica gets an empty one."""
+    """Where one call may go. It rides along with the call as an argument; of it, the replica gets the caller only."""
 
     board: Board | None = None
+    caller: str = ""  # the ingress; it renews its leases by asking for reports
     key: bytes = b""  # of the prompt's beginning; b"": no replica can have it
     num_rows: int = 0
     avoid: frozenset[str] = frozenset()  # replicas that have failed this request
     to: str = ""  # this replica and no other, while it lives
     on_taken: Callable[[str], None] | None = field(default=None, repr=False)
 
-    def __reduce__(self) -> tuple[type[Route], tuple[()]]:
-        return Route, ()
+    def __reduce__(self) -> tuple[type[Route], tuple[None, str]]:
+        return Route, (None, self.caller)
 
 
 def route_key(request: Request, config: EngineConfig | None) -> bytes:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
+from uuid import uuid4
 
 from snapstream.engine.validate import QueueFull
 from snapstream.integrations.ray.board import Board, Route, route_key
@@ -56,6 +57,7 @@ class ReplicatedEngine:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
+        self._name = uuid4().hex
         self._board = Board()
         self._facts: EngineFacts | None = None
         self._is_closing = False
@@ -101,7 +103,9 @@ class ReplicatedEngine:
                     taken.append(name)
                     self._board.open(name, num_rows)
 
-                route = Route(self._board, key, num_rows, frozenset(avoid), on_taken=note)
+                route = Route(
+                    self._board, self._name, key=key, num_rows=num_rows, avoid=frozenset(avoid), on_taken=note
+                )
                 has_begun = False
                 try:
                     async with aclosing(self._attempt(request, route)) as deltas:
@@ -154,7 +158,7 @@ class ReplicatedEngine:
     async def _ask(self, name: str) -> None:
         try:
             async with asyncio.timeout(REPORT_S):
-                report = await self._replicas.report(Route(self._board, to=name))
+                report = await self._replicas.report(Route(self._board, self._name, to=name))
         except TimeoutError:
             return
         except ReplicaLost as error:

@@ -1,14 +1,17 @@
 """``DecodeServer``: one replica, which owns one ``EngineProcess`` - child, restarts, stall watch and all.
 
 Invariant: rows of a request that nobody reads any more are given back, however its reader left: closed, cancelled by
-Ray, or killed. What gathers for a request while Ray carries its last parcel goes out together in the next.
+Ray, or killed. Of a killed one Ray says nothing, so an ingress holds its requests by a lease (``leases.py``). What
+gathers for a request while Ray carries its last parcel goes out together in the next.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from time import monotonic
 
 from ray import serve
@@ -16,6 +19,7 @@ from ray import serve
 from snapstream.engine.messages import Deltas
 from snapstream.engine.validate import QueueFull
 from snapstream.integrations.ray.board import Route
+from snapstream.integrations.ray.leases import TICK_S, Leases
 from snapstream.integrations.ray.messages import Fault, Load, Parcel, Report
 from snapstream.request import Request
 from snapstream.server import logs
@@ -25,6 +29,19 @@ from snapstream.server.engine.process import EngineProcess
 
 LEAST_ABSENCE_S = 60.0  # an engine that restarts may take so long at least; in all
 LOADS_OF_ABSENCE = 3.0  # as many times what its first load took
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request that is not answered to its end."""
+
+    caller: str
+    num_rows: int
+    queued_tokens: int  # of its prompt, until it has a token
+    reading: asyncio.Task[None]  # takes its deltas from the engine; cancelling it aborts the request
 
 
 class DecodeServer:
@@ -39,17 +56,18 @@ class DecodeServer:
         await self._engine.start()
         self._patience_s = max(LEAST_ABSENCE_S, LOADS_OF_ABSENCE * (monotonic() - began))
         self._absent_since: float | None = None
-        self._rows: dict[object, int] = {}  # of open requests
-        self._queued: dict[object, int] = {}  # prompt tokens of those without a token yet
+        self._open: dict[int, OpenRequest] = {}
+        self._leases = Leases()
+        self._sweeping = asyncio.create_task(self._sweep(), name="lease-sweep")
 
     async def generate(self, request: Request, route: Route) -> AsyncGenerator[Parcel, None]:
         """The parcels of a request (``messages.py``); ``route`` was for the router."""
-        own = object()
-        self._rows[own] = request.sampling.n
-        self._queued[own] = len(request.prompt_token_ids)
         waiting: list[RequestDelta | Fault] = []
         news = asyncio.Event()
         reading = asyncio.create_task(self._read(request, waiting, news))
+        own = OpenRequest(route.caller, request.sampling.n, len(request.prompt_token_ids), reading)
+        self._open[id(own)] = own
+        self._leases.open(route.caller)
         try:
             yield Parcel(self._name, self._load())
             is_over = False
@@ -57,19 +75,21 @@ class DecodeServer:
                 await news.wait()
                 news.clear()
                 if any(not isinstance(item, Fault) for item in waiting):
-                    self._queued.pop(own, None)
+                    own.queued_tokens = 0
                 is_over = isinstance(waiting[-1], Fault) or waiting[-1].is_finished
                 if is_over:  # so that the last parcel says what is left to do without this request
-                    self._forget(own)
+                    self._open.pop(id(own), None)
                 parcel = self._parcel(waiting)
                 waiting.clear()
                 yield parcel
         finally:
-            self._forget(own)
+            self._open.pop(id(own), None)
             reading.cancel()
             await asyncio.wait([reading])
 
     async def report(self, route: Route) -> Report:
+        """This replica on itself; asking renews the caller's lease."""
+        self._leases.renew(route.caller)
         return Report(
             replica=self._name,
             load=self._load(),
@@ -101,6 +121,8 @@ class DecodeServer:
 
     async def __del__(self) -> None:
         """Ray calls it when the requests have ended, or their time is over."""
+        if hasattr(self, "_sweeping"):
+            self._sweeping.cancel()
         if hasattr(self, "_engine"):
             await self._engine.shutdown(0)
 
@@ -112,13 +134,28 @@ class DecodeServer:
         except (ValueError, QueueFull, EngineDead) as error:
             waiting.append(Fault.of(error))
             news.set()
+        except asyncio.CancelledError:
+            waiting.append(Fault("dead", "nobody reads the answer any more"))
+            news.set()
+            raise
+
+    async def _sweep(self) -> None:
+        """End the requests of callers that are gone."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for caller in self._leases.tick():
+                lost = {number: own for number, own in self._open.items() if own.caller == caller}
+                log.warning("ingress %s is gone; requests that it had open: %d", caller, len(lost))
+                for number, own in lost.items():
+                    del self._open[number]  # whatever becomes of a call that Ray cannot end
+                    own.reading.cancel()
 
     def _load(self) -> Load:
         absence = self._engine.absence
         return Load(
             rows=self._engine.facts.max_rows,
-            open_rows=sum(self._rows.values()),
-            queued_tokens=sum(self._queued.values()),
+            open_rows=sum(own.num_rows for own in self._open.values()),
+            queued_tokens=sum(own.queued_tokens for own in self._open.values()),
             absence="" if absence is None else str(absence),
         )
 
@@ -126,7 +163,3 @@ class DecodeServer:
         deltas = tuple(item for item in waiting if not isinstance(item, Fault))
         fault = waiting[-1] if isinstance(waiting[-1], Fault) else None
         return Parcel(self._name, self._load(), Deltas(deltas), fault)
-
-    def _forget(self, own: object) -> None:
-        self._rows.pop(own, None)
-        self._queued.pop(own, None)

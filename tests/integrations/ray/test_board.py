@@ -11,6 +11,7 @@ import pytest
 from snapstream.config import EngineConfig, KVBudget, PrefixStoreConfig
 from snapstream.engine.stats import EngineStats
 from snapstream.integrations.ray.board import Board, Route, ranked, route_key
+from snapstream.integrations.ray.leases import NUM_TICKS, Leases
 from snapstream.integrations.ray.messages import Load, Report
 from snapstream.integrations.ray.scaling import ByRowsAndTokens
 from snapstream.request import Request, SamplingParams
@@ -118,9 +119,26 @@ def test_totals_outlive_replicas_and_gauges_do_not() -> None:
 
 
 def test_a_route_leaves_its_board_behind() -> None:
-    route = Route(Board(), b"key", 2, frozenset("a"), on_taken=print)
+    route = Route(Board(), "ingress", key=b"key", num_rows=2, on_taken=print)
     arrived = pickle.loads(pickle.dumps(route))
-    assert isinstance(arrived, Route) and arrived.board is None and arrived.key == b""
+    assert isinstance(arrived, Route) and arrived.board is None
+    assert (arrived.caller, arrived.key) == ("ingress", b"")
+
+
+def test_a_caller_that_asks_no_more_is_gone() -> None:
+    leases = Leases()
+    leases.open("")
+    leases.open("one")
+    leases.open("two")
+    for _ in range(NUM_TICKS):
+        assert leases.tick() == []
+        leases.renew("two")
+        leases.renew("nobody")
+    assert leases.tick() == ["one"] and leases.tick() == []
+    leases.open("two")  # another request of it is no sign
+    for _ in range(NUM_TICKS - 2):
+        assert leases.tick() == []
+    assert leases.tick() == ["two"]
 
 
 class Context:

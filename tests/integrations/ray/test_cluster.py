@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -154,6 +155,21 @@ def test_a_death_amid_a_stream_ends_it_with_an_error(http: httpx.Client, watch: 
     after = until_whole(http, watch)
     is_same_replica = having.replica in [report.replica for report in after]
     assert is_same_replica == (part == "engine")  # an engine is restarted in its replica
+
+
+def test_rows_of_a_dead_ingress_are_given_back(cluster: Deployed, http: httpx.Client, watch: ReplicaWatch) -> None:
+    """The engine stands still meanwhile: the request cannot have ended by itself."""
+    until_whole(http, watch)
+    pids = [int(found) for found in re.findall(r"ServeReplica:snapstream:ingress pid=(\d+)", cluster.log)]
+    with begun(http) as lines:
+        having = serving(watch)
+        os.kill(having.facts.pid, signal.SIGSTOP)
+        os.kill(pids[-1], signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            list(lines)
+    until(lambda: not any(report.load.open_rows for report in watch.reports()))
+    os.kill(having.facts.pid, signal.SIGCONT)
+    until(lambda: http.get("/health").status_code == 200)
 
 
 def test_an_update_drops_no_stream(

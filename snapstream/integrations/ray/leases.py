@@ -1,0 +1,35 @@
+"""Whether the callers of a replica still live: Ray tells nobody that a caller was killed, and goes on with its calls.
+
+A caller that has requests open asks for a report about once a second (``engine.py``). Counted in ticks and not in
+seconds: a replica that was itself stopped makes one tick of the gap and blames nobody. No ray, no clock.
+"""
+
+from __future__ import annotations
+
+TICK_S = 3.0
+NUM_TICKS = 10  # without a sign: then a caller is gone
+
+
+class Leases:
+    """Callers by name; one without a name has no lease and is trusted to end what it begins."""
+
+    def __init__(self) -> None:
+        self._num_silent: dict[str, int] = {}
+
+    def open(self, caller: str) -> None:
+        """It has a request here."""
+        if caller:
+            self._num_silent.setdefault(caller, 0)
+
+    def renew(self, caller: str) -> None:
+        if caller in self._num_silent:
+            self._num_silent[caller] = 0
+
+    def tick(self) -> list[str]:
+        """Time passes; callers that are gone, each told once."""
+        for caller in self._num_silent:
+            self._num_silent[caller] += 1
+        gone = [caller for caller, num_silent in self._num_silent.items() if num_silent > NUM_TICKS]
+        for caller in gone:
+            del self._num_silent[caller]
+        return gone
