@@ -145,7 +145,8 @@ class DecodeServer:
             await asyncio.sleep(TICK_S)
             for caller in self._leases.tick():
                 lost = {number: own for number, own in self._open.items() if own.caller == caller}
-                log.warning("ingress %s is gone; requests that it had open: %d", caller, len(lost))
+                if lost:
+                    log.warning("ingress %s is gone; requests that it had open: %d", caller, len(lost))
                 for number, own in lost.items():
                     del self._open[number]  # whatever becomes of a call that Ray cannot end
                     own.reading.cancel()
