@@ -1,13 +1,20 @@
-"""Section on decode attention over rows of latents, alone, in the sizes of DeepSeek: 128 heads share a row, or 16."""
+"""Section on decode attention over rows of latents, alone, in the sizes of DeepSeek: 128 heads share a row, or 16.
+
+Beside our kernel every package that can serve, through the same call.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
 from benchmarks.gpu_suite.suite import Bench, Figures
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.spec import KVSpec
-from snapstream.kernels.bound import HeadNorm, RowPlaces, bind
+from snapstream.kernels.bound import HeadNorm, Kernels, RowPlaces, bind
+from snapstream.kernels.latents.choice import LatentAttention, with_latents
+from snapstream.kernels.latents.versions import VERSIONS, Case
 
 HEADS = {"DeepSeek-V3": 128, "DeepSeek-V2-Lite": 16}
 RANK, ROPE_DIM = 512, 64
@@ -17,26 +24,49 @@ CASES = [(1, 32_768), (4, 32_768), (16, 8192), (64, 8192), (16, 131_072)]  # row
 def latent_kernel(bench: Bench) -> Figures:
     """Microseconds of one call with the write of its slots; GB/s of latents read once, TFLOP/s of both products."""
     rank, rope_dim = (32, 16) if bench.is_smoke else (RANK, ROPE_DIM)
-    kernels = bind(bench.device.name)
+    bound = bind(bench.device.name)
     for model, num_heads in HEADS.items():
         for batch, slots in [(2, 64)] if bench.is_smoke else CASES:
             spec = KVSpec(
                 num_layers=1, num_heads=num_heads, num_kv_heads=1, key_dim=rank + rope_dim, value_dim=rank,
                 values_are_keys=True, dtype=bench.device.dtype_name,
             )  # fmt: skip
-            cache = KVCache(spec, batch, slots, bench.device.name, kernels)
+            cache = KVCache(spec, batch, slots, bench.device.name, bound)
             cache.k.normal_()
             rows = torch.arange(batch, device=bench.device.name)
             places = RowPlaces(rows, torch.full_like(rows, slots - 1), torch.full_like(rows, slots))
             heads = torch.randn(batch, num_heads + 1, spec.key_dim, device=bench.device.name, dtype=bench.device.dtype)
 
-            def call(heads: torch.Tensor = heads, cache: KVCache = cache, places: RowPlaces = places) -> torch.Tensor:
+            def call(
+                kernels: Kernels, heads: torch.Tensor = heads, cache: KVCache = cache, places: RowPlaces = places
+            ) -> torch.Tensor:
                 return kernels.attend_rows(heads, HeadNorm(None, 0.0), None, cache.layer(0), places, None)
 
-            seconds = bench.device.seconds(call, 20, warm_ups=3)
             num_bytes = batch * spec.layer_bytes(slots)
             flop = 2 * batch * slots * num_heads * (spec.key_dim + spec.value_dim)
-            yield {"model": model, "heads": num_heads, "batch": batch, "slots": slots, "us": seconds * 1e6,
-                   "gb_per_s": num_bytes / seconds / 1e9, "tflop_per_s": flop / seconds / 1e12}  # fmt: skip
+            case = _case(bench, num_heads, rank, rope_dim, slots)
+            for name, kernels in [(bound.version, bound), *_packages(bound, case)]:
+                seconds = bench.device.seconds(partial(call, kernels), 20, warm_ups=3)
+                yield {"model": model, "kernel": name, "heads": num_heads, "batch": batch, "slots": slots,
+                       "us": seconds * 1e6, "gb_per_s": num_bytes / seconds / 1e9,
+                       "tflop_per_s": flop / seconds / 1e12}  # fmt: skip
             del cache
             bench.device.free()
+
+
+def _case(bench: Bench, num_heads: int, rank: int, rope_dim: int, slots: int) -> Case | None:
+    """The case of the packages; None off a GPU."""
+    device = torch.device(bench.device.name)
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    return Case(device, bench.device.dtype, num_heads, rank, rope_dim, 128, slots, capability)
+
+
+def _packages(bound: Kernels, case: Case | None) -> list[tuple[str, Kernels]]:
+    """The packages that can serve."""
+    if case is None:
+        return []
+    serving = {name: version for name, version in VERSIONS.items() if not version.why_not(case)}
+    made = [LatentAttention(name, version.make(case), "") for name, version in serving.items()]
+    return [(latents.name, with_latents(bound, latents)) for latents in made if not latents.is_ours]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from snapstream.config import DType, EngineConfig, EngineOptions, ModelConfig
 from snapstream.grammar import GrammarCompiler
 from snapstream.plan.draft_memory import DraftMemory, draft_memory
+from snapstream.start.measure import latent_attention
 from snapstream.step import Runner
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def build_runner(
     ``kernels`` are the device's, tuned for these weights, unless given; for ``make_decode`` and ``on_unit`` see
     ``ModelRunner``.
     """
+    from snapstream.kernels.latents.choice import with_latents
     from snapstream.models.decoder import Decoder
     from snapstream.runner.model_runner import ModelRunner
 
@@ -93,6 +95,8 @@ def build_runner(
     )
     if kernels is not None:
         decoder = decoder.with_kernels(kernels)
+    elif (latents := latent_attention(model, config)) is not None and not latents.is_ours:
+        decoder = decoder.with_kernels(with_latents(decoder.kernels, latents))
     return ModelRunner(
         decoder,
         config,

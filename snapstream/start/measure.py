@@ -5,10 +5,15 @@ torch is imported only where a GPU is asked for, so that a plan on a CPU starts 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from snapstream.config import EngineConfig, ModelConfig
 from snapstream.plan.draft_memory import DraftMemory
 from snapstream.plan.host import host_memory
 from snapstream.start.resolve import Machine
+
+if TYPE_CHECKING:
+    from snapstream.kernels.latents.choice import LatentAttention
 
 
 def check_device(device: str) -> None:
@@ -82,6 +87,18 @@ def looped_problem() -> str | None:
     except ValueError as problem:
         return str(problem)
     return None
+
+
+def latent_attention(model: ModelConfig, config: EngineConfig) -> LatentAttention | None:
+    """The kernel that will attend over rows of latents; None where there is nothing to choose."""
+    import torch
+
+    from snapstream.kernels.latents.choice import choose
+    from snapstream.kernels.latents.versions import Case
+
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    case = Case.of(device, dtype, model, config.budget.capacity)
+    return None if case is None else choose(case)
 
 
 def describe_prefill(model: ModelConfig, config: EngineConfig) -> str:

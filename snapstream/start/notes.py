@@ -9,17 +9,24 @@ from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.config.sizes import format_bytes
 from snapstream.models.looping import problem_of_looping
 from snapstream.plan.memory import prefix_store_bytes
-from snapstream.start.measure import describe_prefill, looped_problem
+from snapstream.start.measure import describe_prefill, latent_attention, looped_problem
 
 
 def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> tuple[str, ...]:
     """All lines that have something to say. ValueError for a prefill kernel that cannot serve here."""
     lines = (
         describe_prefill(model, config),
+        describe_latents(model, config),
         describe_decode(model, options, config),
         describe_store(model, options, config),
     )
     return tuple(line for line in lines if line)
+
+
+def describe_latents(model: ModelConfig, config: EngineConfig) -> str:
+    """Which kernel attends over rows of latents, where there is a choice."""
+    chosen = latent_attention(model, config)
+    return "" if chosen is None else chosen.describe()
 
 
 def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:

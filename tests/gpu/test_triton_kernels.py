@@ -15,6 +15,9 @@ import torch
 
 from snapstream.kernels import reference
 from snapstream.kernels.bound import HeadNorm, RowPlaces, bind
+from snapstream.kernels.latents import plain
+from snapstream.kernels.latents.choice import random_rows
+from snapstream.kernels.latents.versions import VERSIONS, Case
 from tests.kernels.layers import one_layer
 from tests.kernels.triton import checks, checks_experts, checks_latent
 
@@ -53,6 +56,26 @@ def test_latent_attention(num_heads: int, rank: int, rope_dim: int, dtype: torch
     lengths = [4100, 1, 2049, 128, 129]
     checks_latent.check_latent_attention(num_heads, rank, rope_dim, 4100, [*range(5)], lengths, dtype, "cuda")
     checks_latent.check_gather_latents(5000, 4000, rank + rope_dim, dtype, "cuda")
+
+
+@pytest.mark.parametrize("num_heads", [128, 16])
+@pytest.mark.parametrize("name", ["flash_mla", "flashinfer"])
+def test_packages_over_latents(name: str, num_heads: int) -> None:
+    """Called alone, and replayed from a capture after lengths have changed."""
+    device = torch.device("cuda", 0)
+    case = Case(device, torch.bfloat16, num_heads, 512, 64, 128, 4096, torch.cuda.get_device_capability(device))
+    if problem := VERSIONS[name].why_not(case):
+        pytest.skip(problem)
+    attend = VERSIONS[name].make(case)
+    q, latents, rows = random_rows(case, 5, 4096)
+    lengths = torch.tensor([4096, 1, 2049, 64, 65], device=device)
+    checks.assert_near(attend(q, latents, 512, rows, lengths), plain.attend(q, latents, 512, rows, lengths), q.dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(q, latents, 512, rows, lengths)
+    lengths.copy_(torch.tensor([7, 4095, 640, 1, 2048], device=device))
+    graph.replay()
+    checks.assert_near(captured, plain.attend(q, latents, 512, rows, lengths), q.dtype)
 
 
 @dtypes
