@@ -14,7 +14,7 @@ from typing import Any
 from snapstream.config import EngineConfig, ModelConfig
 from snapstream.llm import LLM
 from snapstream.request import Request, RequestOutput, SamplingParams
-from snapstream.step import PendingStep, PrefixTier, Runner, StepPlan, StepResult
+from snapstream.step import PendingStep, PrefixTier, RowExchange, Runner, StepPlan, StepResult
 
 
 class _Both:
@@ -41,6 +41,9 @@ class ForcedRunner:
 
     def is_ready(self, job_id: int) -> bool:
         return bool(self._runner.is_ready(job_id))
+
+    def connect(self, exchange: RowExchange) -> None:
+        self._runner.connect(exchange)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         for spec in plan.opened_jobs:

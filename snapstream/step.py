@@ -7,13 +7,13 @@ result is read. The engine (``engine/``) makes plans, a ``Runner`` (``runner/mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from snapstream.config import KVBudget, Selector
-from snapstream.request import Compression, Logprob, SamplingParams
+from snapstream.request import Compression, Logprob, PrefixUse, Request, RowTicket, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class PrefillEntry:
     selector: Selector
     positions: tuple[int, ...] | None = None  # of the tokens in their text; None: 0, 1, 2, ...
     prefix: PrefixMoves | None = None  # what the prefix store has to do with it
+    is_sent: bool = False  # its row goes to another engine, which draws the tokens; there is one row then
 
     @property
     def num_restored(self) -> int:
@@ -94,6 +95,25 @@ class JobSpec:
         return self.num_chunks(chunk_len) * num_layers
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillReport:
+    """What the engine that read a prompt tells the one that answers it, beside the row."""
+
+    compression: Compression
+    prompt_logprobs: list[Logprob | None] | None = None
+    prefix: PrefixUse | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedRow:
+    """A prompt that another engine read: its row is copied to ``entry.rows``, and their first tokens are drawn."""
+
+    entry: PrefillEntry
+    parts: tuple[bytearray, ...]  # by layer, as ``runner/row_parts.py`` lays them
+    hidden: bytearray  # of the last token, after the last layer
+    report: PrefillReport
+
+
 @dataclass(frozen=True, slots=True)
 class UnitRange:
     """Units ``first .. first + count - 1`` of a job."""
@@ -105,22 +125,23 @@ class UnitRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step: drop jobs, open jobs, run prefill units, then decode one token for each row of ``decode_rows``."""
+    """One step: drop jobs, open jobs, take rows that came, run units, decode a token for each of ``decode_rows``."""
 
     step_id: int
     dropped_jobs: tuple[int, ...] = ()  # jobs given up before their last unit
     opened_jobs: tuple[JobSpec, ...] = ()
+    received: tuple[ReceivedRow, ...] = ()
     units: tuple[UnitRange, ...] = ()
     decode_rows: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not (self.dropped_jobs or self.opened_jobs or self.units or self.decode_rows)
+        return not (self.dropped_jobs or self.opened_jobs or self.received or self.units or self.decode_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillResult:
-    """First tokens of one prompt, one per row, and what compression did."""
+    """First tokens of one prompt, one per row (none where the row is sent), and what compression did."""
 
     tokens: tuple[Logprob, ...]
     compression: Compression
@@ -135,7 +156,9 @@ class StepResult:
     """
 
     step_id: int
-    prefilled: dict[str, PrefillResult] = field(default_factory=dict)  # by request id; jobs that ended in this step
+    prefilled: dict[str, PrefillResult] = field(
+        default_factory=dict
+    )  # by request id; jobs that ended in this step, and rows that came
     decoded: tuple[Logprob, ...] = ()  # aligned with StepPlan.decode_rows
     # Rows whose grammar lets nothing follow this step's token: "" where the text is complete, else why it is not.
     grammar_ends: dict[int, str] = field(default_factory=dict)
@@ -176,12 +199,87 @@ class PrefixTier(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowArrived:
+    """The row of a request that arrives is whole."""
+
+    request_id: str
+    parts: tuple[bytearray, ...]
+    hidden: bytearray
+    report: PrefillReport
+
+
+@dataclass(frozen=True, slots=True)
+class RowLost:
+    """The ticket of a request is void, and its row did not come."""
+
+    request_id: str
+    key: str  # of the ticket
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowSent:
+    """A row has gone out, or could not: ``problem`` says why."""
+
+    request_id: str
+    problem: str = ""
+
+
+class RowExchange(Protocol):
+    """Sends rows to other engines and receives some (``transfer/exchange.py``), beside the engine."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``poll`` would return anything."""
+        ...
+
+    @property
+    def receives(self) -> bool:
+        """Whether rows arrive at this engine."""
+        ...
+
+    def poll(self) -> list[RowArrived | RowLost | RowSent]: ...
+
+    def expect(self, request: Request, budget: KVBudget) -> RowTicket:
+        """A ticket for the row of a request; one that it had is void."""
+        ...
+
+    def void(self, request_id: str) -> None:
+        """Whatever still comes for a request is refused."""
+        ...
+
+    def open(self, request: Request, budget: KVBudget) -> None:
+        """Connect to the engine that ``request.ticket`` names. ValueError for a ticket that cannot be served."""
+        ...
+
+    def put(self, request_id: str, read: Callable[[], memoryview]) -> None:
+        """The next layer; ``read`` is called on another thread and waits for the device."""
+        ...
+
+    def put_last(self, request_id: str, read: Callable[[], memoryview]) -> None:
+        """The hidden state of the last token."""
+        ...
+
+    def finish(self, request_id: str, report: PrefillReport) -> None: ...
+
+    def cancel(self, request_id: str) -> None:
+        """Send no more of a row."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Runner(Protocol):
     """Executes plans in order. ``submit`` may return before the device is done."""
 
     @property
     def prefix_tier(self) -> PrefixTier | None:
         """The disk of the prefix store, where there is one."""
+        ...
+
+    def connect(self, exchange: RowExchange) -> None:
+        """Rows of entries with ``is_sent`` go there, layer by layer."""
         ...
 
     def submit(self, plan: StepPlan) -> PendingStep: ...

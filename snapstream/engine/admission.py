@@ -8,7 +8,8 @@ Rules, in the order in which they bind:
 3. Short prompts that passed a long one use the reserve only. So the long zone can only get emptier, and as
    every job ends, the long prompt's turn comes.
 4. Short prompts that wait together share a job of at most ``chunk_len`` tokens; a long prompt has its own.
-5. A prompt whose beginning an open job writes into the prefix store waits for that job, and nobody waits with it.
+5. A request whose row arrives from another engine needs rows only; nobody passes it while it waits for them.
+6. A prompt whose beginning an open job writes into the prefix store waits for that job, and nobody waits with it.
 
 Invariant: a row is free, or owned by exactly one sample. ``scheduler.py`` decides when jobs run and rows come
 back.
@@ -79,9 +80,15 @@ class Admission:
     def staging_free(self) -> int:
         return self._pool.num_free
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there are rows for the first that waits."""
+        first = next(iter(self._waiting), None)
+        return first is not None and len(first.samples) <= len(self._free_rows)
+
     def add(self, live: LiveRequest) -> None:
         self._waiting.add(live)
-        if self.prefixes is not None:
+        if self.prefixes is not None and not live.request.arrives:
             self.prefixes.arrive(live)
         self._num_short += self._is_short(live)
 
@@ -108,6 +115,14 @@ class Admission:
             for live in job.requests:
                 self.prefixes.close(live, is_done=is_done)
 
+    def next_arriving(self) -> tuple[LiveRequest, PrefillEntry] | None:
+        """The first of the queue, with rows of its own, if another engine reads its prompt and there are rows."""
+        first = next(iter(self._waiting), None)
+        if first is None or not first.request.arrives or not self.has_room:
+            return None
+        self._take_out(first)
+        return first, self._entry(first)
+
     def next_job(self, *, wants_short: bool) -> Job | None:
         """Open one job, if rows and staging allow. Without ``wants_short`` short prompts wait."""
         rows_left = len(self._free_rows)
@@ -117,6 +132,8 @@ class Admission:
         for live in self._waiting:
             if rows_left == 0 or (long_waits and len(pack) == self._num_short):
                 break  # nobody further back could join: the queue may be long, and this runs every step
+            if live.request.arrives:
+                break  # it waits for rows
             if self._is_short(live):
                 if not wants_short or len(live.samples) > rows_left or not self._joins(pack, live):
                     break
@@ -135,7 +152,7 @@ class Admission:
         return self._open_pack(pack, num_unpassing)
 
     def _is_short(self, live: LiveRequest) -> bool:
-        return live.num_tokens <= self._config.chunking.short_len
+        return live.num_tokens <= self._config.chunking.short_len and not live.request.arrives
 
     def _joins(self, pack: list[LiveRequest], live: LiveRequest) -> bool:
         return not pack or sum(other.num_tokens for other in pack) + live.num_tokens <= self._config.chunking.chunk_len
@@ -180,4 +197,5 @@ class Admission:
             selector=live.selector,
             positions=live.request.positions,
             prefix=None if self.prefixes is None else self.prefixes.open(live),
+            is_sent=live.request.ticket is not None,
         )

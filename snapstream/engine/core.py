@@ -23,9 +23,10 @@ from snapstream.engine.live import LiveRequest, LiveSample
 from snapstream.engine.prefix_lookup import PrefixStats
 from snapstream.engine.scheduler import PlannedStep, Scheduler
 from snapstream.engine.seeds import sample_seed
+from snapstream.engine.transfers import RowMissed, TicketIssued, Transfers, TransferStats, travels
 from snapstream.engine.validate import QueueFull, check_request
 from snapstream.request import FinishReason, Logprob, Request, RequestOutput, SampleOutput
-from snapstream.step import PendingStep, Runner, StepResult
+from snapstream.step import PendingStep, RowExchange, Runner, StepResult
 
 
 class Engine:
@@ -55,11 +56,18 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}  # until the finished output has been handed out
         self._changed: dict[str, LiveRequest] = {}  # for this or the next step to return, in order of change
         self._pending: tuple[PlannedStep, PendingStep] | None = None
+        self._transfers: Transfers | None = None
+
+    def connect(self, exchange: RowExchange) -> None:
+        """From here on rows may go to other engines, and come from them."""
+        self.runner.connect(exchange)
+        self._transfers = Transfers(exchange, self._scheduler)
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to plan, to read or to return."""
-        return bool(self._pending or self._changed or self._scheduler.has_work)
+        has_news = self._transfers is not None and self._transfers.has_news
+        return bool(self._pending or self._changed or has_news or self._scheduler.has_work)
 
     @property
     def num_waiting(self) -> int:
@@ -86,6 +94,20 @@ class Engine:
         lookup = self._scheduler.prefixes
         return None if lookup is None else lookup.stats()
 
+    @property
+    def transfer_stats(self) -> TransferStats:
+        """Rows that have gone to other engines, and come from them."""
+        return TransferStats() if self._transfers is None else self._transfers.stats
+
+    def take_notices(self) -> list[TicketIssued | RowMissed]:
+        """What callers of requests whose rows arrive must hear, since the last time."""
+        return [] if self._transfers is None else self._transfers.take_notices()
+
+    def reissue(self, request_id: str, key: str) -> None:
+        """Void a ticket whose row will not come, and issue another; nothing if the row came."""
+        if self._transfers is not None:
+            self._transfers.reissue(request_id, key)
+
     def num_stored(self, token_ids: tuple[int, ...], namespace: str = "") -> int:
         """Tokens at the beginning of a prompt that lie in the prefix store now."""
         lookup = self._scheduler.prefixes
@@ -98,6 +120,8 @@ class Engine:
 
     def close(self) -> None:
         """Finish what is being written to the disk of the prefix store; nothing may be asked afterwards."""
+        if self._transfers is not None:
+            self._transfers.close()
         if self._scheduler.prefixes is not None:
             self._scheduler.prefixes.shut()
 
@@ -105,6 +129,8 @@ class Engine:
         """Raise ValueError if the request could never be served, whatever else runs; queues nothing."""
         has_tokenizer = self._tokenizer is not None
         check_request(request, self._config, vocab_size=self._vocab_size, has_tokenizer=has_tokenizer)
+        if travels(request) and self._transfers is None:
+            raise ValueError("the row of this request would travel, and this engine is connected to no other")
 
     def add_request(self, request: Request) -> RequestOutput:
         """Queue a request; the output returned is the one that later steps update.
@@ -116,9 +142,12 @@ class Engine:
             raise ValueError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
         # Requests that the next step will give a row do not wait; a burst on an idle engine is no queue.
         limit, num_queued = self._config.max_waiting, self.num_waiting - self.rows_free
-        if limit and num_queued >= limit:
+        # A row waits for a request with a ticket elsewhere: that bounds their number.
+        if limit and num_queued >= limit and request.ticket is None:
             raise QueueFull(f"{num_queued} requests wait for a row; the limit is {limit}")
         live = self._make_live(request)
+        if self._transfers is not None and travels(request):
+            self._transfers.add(live)
         self._live[request.request_id] = live
         self._scheduler.add(live)
         return live.output
@@ -132,13 +161,13 @@ class Engine:
         for sample in live.samples:
             if not sample.is_over:
                 sample.end(FinishReason.ABORT)
-        live.mark(self._clock())
-        self._scheduler.abort(live)
+        self._let_go(live)
         return True
 
     def step(self) -> list[RequestOutput]:
         """Plan and submit a step, then handle the result of the one before; the outputs that changed."""
         self._settle()
+        self._hear()
         planned = self._scheduler.plan(self.runner.is_ready)
         previous, self._pending = self._pending, None
         if not planned.plan.is_empty:
@@ -148,9 +177,33 @@ class Engine:
             self._pending = planned, self._submit(planned)
         elif previous is None and self._scheduler.prefixes is not None:
             self._scheduler.prefixes.rest()
+        self._issue(planned)
         if previous is not None:
             self._handle(previous[0], previous[1].result())
         return self._hand_out()
+
+    def _hear(self) -> None:
+        """Take rows that came, and end requests whose row has gone out, or could not."""
+        for live, problem in [] if self._transfers is None else self._transfers.poll():
+            self._changed[live.request_id] = live  # first: see _settle
+            for sample in live.samples:
+                sample.end(FinishReason.ERROR if problem else FinishReason.STOP, problem or None)
+            self._let_go(live)
+
+    def _issue(self, planned: PlannedStep) -> None:
+        """Tickets for requests that have rows now; what they wait for is their prefill."""
+        now = self._clock() if planned.reserved else 0.0
+        for live in planned.reserved:
+            assert self._transfers is not None
+            live.start(now)
+            self._transfers.issue(live)
+
+    def _let_go(self, live: LiveRequest) -> None:
+        """All samples of a request have ended at once, wherever it is."""
+        live.mark(self._clock())
+        if self._transfers is not None:
+            self._transfers.end(live)
+        self._scheduler.abort(live)
 
     def _submit(self, planned: PlannedStep) -> PendingStep:
         try:
@@ -211,6 +264,9 @@ class Engine:
                 continue
             prefill = result.prefilled[live.request_id]
             live.take_prefill(prefill, now)
+            if self._transfers is not None and live.request.ticket is not None:
+                self._transfers.finish(live, prefill)
+                continue
             for sample, token in zip(live.samples, prefill.tokens, strict=True):
                 self._take(sample, token, now, result)
         for sample, token in zip(planned.decoding, result.decoded, strict=True):
@@ -229,5 +285,7 @@ class Engine:
         for request_id, live in self._changed.items():
             if live.is_over:
                 self._live.pop(request_id, None)
+                if self._transfers is not None:
+                    self._transfers.end(live)
         self._changed = {}
         return outputs

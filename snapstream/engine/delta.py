@@ -95,7 +95,9 @@ class DeltaTracker:
             del self._sent[request_id]
         if sent.has_facts and not is_finished:
             return RequestDelta(request_id=request_id, samples=samples)
-        is_first = not sent.has_facts and any(one.num_tokens for one in sent.samples)
+        # A request whose row was sent ends without a token, and has facts to tell.
+        has_facts = any(one.num_tokens for one in sent.samples) or (is_finished and output.compression is not None)
+        is_first = not sent.has_facts and has_facts
         sent.has_facts = sent.has_facts or is_first
         prompt_logprobs = output.prompt_logprobs if is_first else None
         return RequestDelta(

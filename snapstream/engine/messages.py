@@ -1,8 +1,8 @@
 """What goes to an engine that another thread or process drives, and what comes back: frozen data, nothing else.
 
-Its callers send ``Submit``, ``Abort``, ``ResetPrefixes``, ``Ping`` and ``Stop``; it answers with ``Deltas``,
-``Refused``, ``Beat`` and ``Stats``. Messages keep their order, each way. ``worker.py`` is the engine's end;
-``thread.py`` and the process of the server bring them to it.
+Its callers send ``Submit``, ``Abort``, ``Reissue``, ``ResetPrefixes``, ``Ping`` and ``Stop``; it answers with
+``Deltas``, ``Refused``, ``TicketIssued``, ``RowMissed``, ``Beat`` and ``Stats``. Messages keep their order, each way.
+``worker.py`` is the engine's end; ``thread.py`` and the process of the server bring them to it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 from snapstream.engine.delta import RequestDelta, SampleDelta
 from snapstream.engine.stats import EngineStats
+from snapstream.engine.transfers import RowMissed, TicketIssued
 from snapstream.request import FinishReason, Logprob, Request
 
 # to the engine
@@ -27,6 +28,14 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class Abort:
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reissue:
+    """A row will not come for this ticket: void it and issue another, unless the row is there by now."""
+
+    request_id: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +92,8 @@ class Stats:
     stats: EngineStats
 
 
-ToEngine = Submit | Abort | ResetPrefixes | Ping | Stop
-FromEngine = Deltas | Refused | Beat | Stats
+ToEngine = Submit | Abort | Reissue | ResetPrefixes | Ping | Stop
+FromEngine = Deltas | Refused | TicketIssued | RowMissed | Beat | Stats
 
 
 # the order in which _unpack takes them
@@ -131,7 +140,7 @@ class Port(Protocol):
     """The engine's end of the border."""
 
     def receive(self, *, block: bool) -> ToEngine | None:
-        """The next message; None if there is none and ``block`` is false."""
+        """The next message. None if there is none and ``block`` is false, or if something woke the port."""
         ...
 
     def send(self, message: FromEngine) -> None: ...

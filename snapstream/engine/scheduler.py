@@ -27,10 +27,11 @@ from dataclasses import dataclass
 
 from snapstream.config import EngineConfig
 from snapstream.engine.admission import Admission, Job
+from snapstream.engine.arriving import ArrivingRows
 from snapstream.engine.live import LiveRequest, LiveSample
 from snapstream.engine.pace import unit_work
 from snapstream.engine.prefix_lookup import PrefixLookup
-from snapstream.step import JobSpec, PrefixTier, StepPlan, UnitRange
+from snapstream.step import JobSpec, PrefixTier, RowArrived, StepPlan, UnitRange
 
 PATIENCE_STEPS = 4
 # Chunks through the whole model in a step without decode: few enough that arrivals and aborts are still seen.
@@ -43,7 +44,8 @@ class PlannedStep:
 
     plan: StepPlan
     started: tuple[LiveRequest, ...]  # their first unit is in this plan
-    prefilled: tuple[LiveRequest, ...]  # their last unit is in this plan
+    prefilled: tuple[LiveRequest, ...]  # their last unit is in this plan, or their row came with it
+    reserved: tuple[LiveRequest, ...] = ()  # have rows now, and wait for what these hold
     decoding: tuple[LiveSample, ...]  # aligned with plan.decode_rows
 
 
@@ -61,6 +63,8 @@ class Scheduler:
         self._idle_quantum = max(self._quantum, IDLE_PASSES * num_layers)
         self._jobs: dict[int, Job] = {}
         self._decoding: dict[int, LiveSample] = {}  # by row
+        self._sending: dict[int, LiveSample] = {}  # by row: read, and not yet with the engine that answers
+        self._arriving = ArrivingRows()
         self._dropped: list[int] = []
         # On a GPU restored blocks come over a link, a layer ahead of the computation.
         self._streams_prefixes = config.prefix_store is not None and config.device.startswith("cuda")
@@ -87,7 +91,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.num_waiting or self._jobs or self._decoding or self._dropped)
+        """Whether a plan would hold anything; rows on their way to or from other engines are no work."""
+        is_busy = self._jobs or self._decoding or self._dropped or self._arriving.has_whole
+        return bool(is_busy or self._admission.has_room)
 
     def holds_id(self, request_id: str) -> bool:
         """Whether an open job still carries the id; an aborted prompt stays in a job that others need."""
@@ -99,13 +105,29 @@ class Scheduler:
 
     def release(self, sample: LiveSample) -> None:
         """The sample has ended: free its row, unless that happened when its last token was planned."""
-        if self._decoding.get(sample.row) is sample:
-            del self._decoding[sample.row]
-            self._admission.free_row(sample.row)
+        for owners in (self._decoding, self._sending):
+            if owners.get(sample.row) is sample:
+                del owners[sample.row]
+                self._admission.free_row(sample.row)
+
+    def arrive(self, live: LiveRequest, row: RowArrived) -> bool:
+        """The row of a request that waits for it is here; False if the request does not wait."""
+        if not self._arriving.is_waiting(live):
+            return False
+        self._arriving.arrive(live, row)
+        return True
+
+    def awaits_row(self, live: LiveRequest) -> bool:
+        """Whether its rows are reserved, and nothing has come for them."""
+        return self._arriving.is_waiting(live)
 
     def abort(self, live: LiveRequest) -> None:
         """Forget a request whose samples are over, wherever it is."""
         if self._admission.remove(live):
+            return
+        if self._arriving.remove(live):
+            for sample in live.samples:
+                self._admission.free_row(sample.row)
             return
         for job in self._jobs.values():
             if live in job.requests:
@@ -121,6 +143,8 @@ class Scheduler:
         dropped, self._dropped = tuple(self._dropped), []
         if self.prefixes is not None:
             self.prefixes.poll()
+        reserved = self._reserve()
+        received = self._arriving.take()
         opened, units = self._plan_units(is_ready, is_decoding=bool(decoding))
         jobs = [self._jobs[unit.job_id] for unit in units]
         ended = [job for job in jobs if job.remaining == 0]
@@ -128,10 +152,13 @@ class Scheduler:
         self._count_decoded(decoding)
         for job in ended:
             self._end(job)
+        for live in received:
+            self._begin(live)
         plan = StepPlan(
             step_id=self._next_step_id,
             dropped_jobs=dropped,
             opened_jobs=tuple(opened),
+            received=tuple(received.values()),
             units=tuple(units),
             decode_rows=tuple(sample.row for sample in decoding),
         )
@@ -139,9 +166,18 @@ class Scheduler:
         return PlannedStep(
             plan=plan,
             started=_requests_of(job for job, unit in zip(jobs, units, strict=True) if unit.first == 0),
-            prefilled=_requests_of(ended),
+            prefilled=(*received, *_requests_of(ended)),
+            reserved=reserved,
             decoding=decoding,
         )
+
+    def _reserve(self) -> tuple[LiveRequest, ...]:
+        """Give rows to requests whose prompts other engines read, as far as their turn has come."""
+        reserved: list[LiveRequest] = []
+        while (found := self._admission.next_arriving()) is not None:
+            self._arriving.reserve(*found)
+            reserved.append(found[0])
+        return tuple(reserved)
 
     def _plan_units(
         self, is_ready: Callable[[int], bool], *, is_decoding: bool
@@ -228,9 +264,18 @@ class Scheduler:
         """The last unit is planned: its samples decode from the next plan on."""
         del self._jobs[job.job_id]
         self._admission.close(job, is_done=True)
-        for sample in (sample for live in job.requests for sample in live.samples):
+        for live in job.requests:
+            self._begin(live)
+
+    def _begin(self, live: LiveRequest) -> None:
+        """Its rows hold the prompt, and its first tokens are planned."""
+        for sample in live.samples:
             sample.num_planned = 1
-            if sample.is_over or sample.is_fully_planned:
+            if sample.is_over:
+                self._admission.free_row(sample.row)
+            elif live.request.ticket is not None:
+                self._sending[sample.row] = sample
+            elif sample.is_fully_planned:
                 self._admission.free_row(sample.row)
             else:
                 self._decoding[sample.row] = sample

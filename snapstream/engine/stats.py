@@ -7,7 +7,7 @@ most ``worker.STATS_INTERVAL_S`` of work.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from snapstream.engine.core import Engine
 from snapstream.engine.delta import RequestDelta
@@ -35,6 +35,13 @@ class EngineStats:
     prefix_saved_total: int = 0  # tokens
     prefix_evicted_blocks_total: int = 0
     stalls_total: int = 0  # engines that were ended because they no longer answered
+    rows_sent_total: int = 0  # to other engines
+    rows_received_total: int = 0  # from them
+    rows_lost_total: int = 0  # on their way, either way
+    row_bytes_received_total: int = 0
+
+
+_GAUGES = ("num_running", "num_waiting", "rows_free", "rows_total", "prefix_blocks_used", "prefix_blocks_total")
 
 
 class StatsCounter:
@@ -68,9 +75,13 @@ class StatsCounter:
         )
 
     def stats(self, engine: Engine, rows_total: int) -> EngineStats:
-        prefix = engine.prefix_stats or PrefixStats()
+        prefix, rows = engine.prefix_stats or PrefixStats(), engine.transfer_stats
         return replace(
             self._totals,
+            rows_sent_total=rows.num_sent,
+            rows_received_total=rows.num_received,
+            rows_lost_total=rows.num_failed,
+            row_bytes_received_total=rows.num_bytes,
             prefix_blocks_used=prefix.used_blocks,
             prefix_blocks_total=prefix.num_blocks,
             prefix_queries_total=prefix.queries,
@@ -86,24 +97,10 @@ class StatsCounter:
 
 def without_gauges(stats: EngineStats) -> EngineStats:
     """The figures of an engine that is gone: totals, but no rows and no requests."""
-    return replace(
-        stats, num_running=0, num_waiting=0, rows_free=0, rows_total=0, prefix_blocks_used=0, prefix_blocks_total=0
-    )
+    return replace(stats, **dict.fromkeys(_GAUGES, 0))
 
 
 def add_totals(stats: EngineStats, earlier: EngineStats) -> EngineStats:
     """``stats`` with the totals of ``earlier`` on top; gauges are those of ``stats``."""
-    return replace(
-        stats,
-        prompt_tokens_total=stats.prompt_tokens_total + earlier.prompt_tokens_total,
-        generation_tokens_total=stats.generation_tokens_total + earlier.generation_tokens_total,
-        evicted_tokens_total=stats.evicted_tokens_total + earlier.evicted_tokens_total,
-        compressions_total=stats.compressions_total + earlier.compressions_total,
-        compression_seconds_total=stats.compression_seconds_total + earlier.compression_seconds_total,
-        restarts_total=stats.restarts_total + earlier.restarts_total,
-        prefix_queries_total=stats.prefix_queries_total + earlier.prefix_queries_total,
-        prefix_hits_total=stats.prefix_hits_total + earlier.prefix_hits_total,
-        prefix_saved_total=stats.prefix_saved_total + earlier.prefix_saved_total,
-        prefix_evicted_blocks_total=stats.prefix_evicted_blocks_total + earlier.prefix_evicted_blocks_total,
-        stalls_total=stats.stalls_total + earlier.stalls_total,
-    )
+    totals = [field.name for field in fields(EngineStats) if field.name not in _GAUGES]
+    return replace(stats, **{name: getattr(stats, name) + getattr(earlier, name) for name in totals})

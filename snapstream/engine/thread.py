@@ -21,7 +21,7 @@ class _QueuePort:
     """Messages as objects, through a queue one way and a call the other."""
 
     def __init__(self, deliver: Deliver) -> None:
-        self.inbox: SimpleQueue[ToEngine] = SimpleQueue()
+        self.inbox: SimpleQueue[ToEngine | None] = SimpleQueue()
         self._deliver = deliver
 
     def receive(self, *, block: bool) -> ToEngine | None:
@@ -47,6 +47,10 @@ class EngineThread:
     def send(self, message: ToEngine) -> None:
         """From any thread; without effect once it has ended."""
         self._port.inbox.put(message)
+
+    def wake(self) -> None:
+        """From any thread: there is news that came beside the messages."""
+        self._port.inbox.put(None)
 
     def stop(self) -> None:
         """End after the step that runs, and wait for it."""

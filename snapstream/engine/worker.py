@@ -4,7 +4,8 @@
                                                 | worker  |--> Engine.step
             callers <--Deltas, Refused, Stats-  |         |
 
-Invariant: while there is work the loop never waits for a message, and while there is none it does nothing else.
+Invariant: while there is work the loop never waits for a message, and while there is none it does nothing else; rows
+that came from other engines wake the port.
 It knows neither process nor thread: ``thread.py`` runs it on a thread, the server in a process of its own.
 """
 
@@ -15,7 +16,19 @@ from time import monotonic
 
 from snapstream.engine.core import Engine
 from snapstream.engine.delta import DeltaTracker
-from snapstream.engine.messages import Abort, Beat, Deltas, Ping, Port, Refused, ResetPrefixes, Stats, Stop, Submit
+from snapstream.engine.messages import (
+    Abort,
+    Beat,
+    Deltas,
+    Ping,
+    Port,
+    Refused,
+    Reissue,
+    ResetPrefixes,
+    Stats,
+    Stop,
+    Submit,
+)
 from snapstream.engine.stats import EngineStats, StatsCounter
 from snapstream.engine.validate import QueueFull
 from snapstream.request import Request
@@ -45,6 +58,8 @@ class EngineWorker:
             self._report()  # before the step: a request is seen to run before it is seen to answer
             if self._engine.has_work:
                 self._step()
+            for notice in self._engine.take_notices():
+                self._port.send(notice)
             self._report()
 
     def _read(self) -> bool:
@@ -62,6 +77,8 @@ class EngineWorker:
                     self._submit(request)
                 case Abort(request_id):
                     self._engine.abort(request_id)
+                case Reissue(request_id, key):
+                    self._engine.reissue(request_id, key)
                 case ResetPrefixes(namespace):
                     self._engine.reset_prefix_store(namespace)
                 case Ping():

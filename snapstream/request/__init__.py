@@ -28,10 +28,11 @@ from snapstream.request.sampling import (
     GrammarKind,
     SamplingParams,
 )
+from snapstream.request.ticket import RowTicket
 
 __all__ = [
     "MAX_GRAMMAR_CHARS", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_SAMPLES", "MAX_STOP_STRINGS", "MAX_STOP_TOKEN_IDS",
     "NAMESPACE_BORDER", "NOT_FINITE", "NUM_STOP_IDS", "Compression", "FinishReason", "Grammar", "GrammarKind",
-    "KeptBitmap", "Logprob", "PrefixUse", "Request", "RequestOutput", "SampleOutput", "SamplingParams", "Timings",
-    "Trim",
+    "KeptBitmap", "Logprob", "PrefixUse", "Request", "RequestOutput", "RowTicket", "SampleOutput", "SamplingParams",
+    "Timings", "Trim",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from snapstream.grammar import GrammarCompiler, Matcher
 from snapstream.layers.sampler import NO_TOKEN
 from snapstream.layers.sampling_state import SamplingState
 from snapstream.runner.results import HostCopy, SubmittedStep
-from snapstream.step import JobSpec, PrefillEntry
+from snapstream.step import PrefillEntry
 
 
 @dataclass(slots=True, eq=False)
@@ -41,11 +41,10 @@ class RowGrammars:
         self._faults: dict[int, str] = {}  # rows that have a grammar and no matcher
         self._drawn: list[_Drawn] = []
 
-    def prepare(self, spec: JobSpec) -> None:
-        """Compile while the prompts are prefilled."""
-        for entry in spec.entries:
-            if entry.sampling.grammar is not None and self._compiler is not None:
-                self._compiler.prepare(entry.sampling.grammar)
+    def prepare(self, entry: PrefillEntry) -> None:
+        """Compile while the prompt is prefilled."""
+        if entry.sampling.grammar is not None and self._compiler is not None:
+            self._compiler.prepare(entry.sampling.grammar)
 
     def admit(self, entry: PrefillEntry) -> None:
         """Give the entry's rows, whose sampling state was just reset, to their new owner."""

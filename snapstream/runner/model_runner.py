@@ -21,22 +21,23 @@ from snapstream.grammar import GrammarCompiler
 from snapstream.kernels.prefill.choice import choose
 from snapstream.kernels.prefill.versions import Case
 from snapstream.layers.logprobs import prompt_logprobs
-from snapstream.layers.sampler import sample
-from snapstream.layers.sampling_state import NewRow, SamplingNeeds, SamplingState
+from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
 from snapstream.layers.upload import upload
 from snapstream.models.decoder import Decoder
 from snapstream.models.staging import StagingBuffers
 from snapstream.request import Compression, SamplingParams
 from snapstream.runner.decode_step import MakeDecode, StepParts
+from snapstream.runner.first_tokens import FirstTokens
 from snapstream.runner.grammars import RowGrammars
 from snapstream.runner.prefill import PrefillJob, PromptProgress
 from snapstream.runner.prefix_device import make_mover
 from snapstream.runner.rescoring import RecentQueries, Rescorer
-from snapstream.runner.results import Arriving, FinishedPrompt, PromptLogprobs, SubmittedStep
+from snapstream.runner.results import Arriving, FinishedPrompt, PromptLogprobs, ReceivedPrompt, SubmittedStep
+from snapstream.runner.row_parts import RowParts, hidden_bytes, hidden_of
 from snapstream.runner.row_writer import RowWriter
 from snapstream.runner.rows import Rows
 from snapstream.runner.warm_up import warm_up_kernels
-from snapstream.step import JobSpec, PrefixTier, StepPlan
+from snapstream.step import JobSpec, PrefillEntry, PrefixTier, ReceivedRow, RowExchange, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +103,11 @@ class ModelRunner:
         self.step_parts = StepParts(
             decoder=decoder, cache=self.cache, rows=self.rows, sampling=self.sampling, config=config, queries=queries
         )
-        # Some checkpoints name end tokens that their vocabulary does not have; they can never be drawn.
-        self._end_ids = tuple(token for token in model.eos_token_ids if 0 <= token < model.vocab_size)
         self._grammars = RowGrammars(grammars, self.sampling)
+        self._first = FirstTokens(decoder, self.rows, self.sampling, self._grammars, self._writer)
+        self._parts = RowParts(self.cache, self.rescorer)
+        self._exchange: RowExchange | None = None
         self._jobs: dict[int, PrefillJob] = {}
-        self._params: dict[int, SamplingParams] = {}  # by row: which variant of the sampler a batch needs
         self.use_decode(make_decode or EXECUTORS.get(config.executor), progress=progress)
         if decoder.kernels.version == "triton":
             warm_up_kernels(decoder, self.cache, self.buffers, config, self.prefill_attention)
@@ -121,6 +122,10 @@ class ModelRunner:
         """Prefill jobs that are open."""
         return len(self._jobs)
 
+    def connect(self, exchange: RowExchange) -> None:
+        """Rows of entries with ``is_sent`` go there."""
+        self._exchange = exchange
+
     def is_ready(self, job_id: int) -> bool:
         """Whether the next layer of an open job can run at once."""
         return self.mover is None or self.mover.is_ready(job_id)
@@ -130,7 +135,7 @@ class ModelRunner:
         counters = self.rows.entry(num_tokens, num_tokens, self.config.budget)
         table = upload([counters] * len(rows), torch.int64, self.decoder.device)
         self.rows.admit(upload(rows, torch.int64, self.decoder.device), table)
-        self._params.update((row, sampling) for row in rows)
+        self._first.params.update((row, sampling) for row in rows)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> SubmittedStep:
@@ -150,7 +155,10 @@ class ModelRunner:
             self._drop(job_id)
         for spec in plan.opened_jobs:
             self._jobs[spec.job_id] = self._open_job(spec)
-            self._grammars.prepare(spec)
+            for entry in spec.entries:
+                self._grammars.prepare(entry)
+        if plan.received:
+            self._receive(plan.received, step)
         for units in plan.units:
             job = self._jobs[units.job_id]
             for unit in range(units.first, units.first + units.count):
@@ -162,7 +170,7 @@ class ModelRunner:
                 self._finish_job(job, step)
                 del self._jobs[units.job_id]
         if plan.decode_rows:
-            params = [self._params[row] for row in plan.decode_rows]
+            params = [self._first.params[row] for row in plan.decode_rows]
             if self.rescorer is not None:
                 self.rescorer.before_step(plan.decode_rows)
             rows = upload(plan.decode_rows, torch.int64, self.decoder.device)
@@ -186,42 +194,48 @@ class ModelRunner:
             self.config.chunking.chunk_len,
             self.prefill_attention,
             self.mover,
+            self._send,
         )
 
     def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
-        """Sample the first token of every row of the job and hand the rows to decode."""
-        table: list[tuple[int, ...]] = []  # per row: itself, index of its prompt, counters
-        new: list[NewRow] = []
+        """Sample the first token of every row of the job and hand the rows to decode; those that are sent go on."""
+        hidden = job.last_hidden()  # [prompts, D]
+        drawn: list[int] = []
+        finished: list[FinishedPrompt] = []
         for index, prompt in enumerate(job.prompts):
-            entry = prompt.entry
-            ends = () if entry.sampling.ignore_eos else self._end_ids
-            stop_ids = (*ends, *entry.sampling.stop_token_ids)
-            for row, seed, counters in zip(entry.rows, entry.seeds, self._writer.counters(entry), strict=True):
-                self._params[row] = entry.sampling
-                table.append((row, index, *counters))
-                new.append(NewRow(row, entry.sampling, seed, entry.token_ids, stop_ids))
-        uploaded = upload(table, torch.int64, self.decoder.device)  # [rows, 6]
-        rows, source = uploaded[:, 0], uploaded[:, 1]
-        self.rows.admit(rows, uploaded[:, 2:])
-        self.sampling.set_rows(new)
-        for prompt in job.prompts:
-            self._grammars.admit(prompt.entry)
-            self._writer.admit(prompt.entry)
-        params = [entry.sampling for entry in new]
-        logits = self.decoder.logits(job.last_hidden())[source]  # [rows, V]
-        sampled = sample(logits, self.sampling, rows, SamplingNeeds.of(params))
-        self.rows.feed(rows, sampled.token_ids)
-        finished = [
-            FinishedPrompt(
-                prompt.entry,
-                self._compression(prompt),
-                prompt.compress_time,
-                self._kept(prompt),
-                self._prompt_logprobs(job, prompt),
+            finished.append(
+                FinishedPrompt(
+                    prompt.entry,
+                    self._compression(prompt),
+                    prompt.compress_time,
+                    self._kept(prompt),
+                    self._prompt_logprobs(job, prompt),
+                )
             )
-            for prompt in job.prompts
-        ]
-        self._grammars.follow([entry.row for entry in new], step.add_prefilled(sampled, params, finished), step)
+            if prompt.entry.is_sent:
+                assert self._exchange is not None
+                self._exchange.put_last(prompt.entry.request_id, hidden_bytes(hidden[index]))
+                step.add_sent(finished[-1])
+            else:
+                drawn.append(index)
+        if len(drawn) == len(finished):
+            self._first.draw(finished, hidden, step)
+        elif drawn:
+            self._first.draw([finished[index] for index in drawn], torch.stack([hidden[i] for i in drawn]), step)
+
+    def _receive(self, received: Sequence[ReceivedRow], step: SubmittedStep) -> None:
+        """Write what another engine read to rows, and go on as after a prefill."""
+        for row in received:
+            self._grammars.prepare(row.entry)
+            for layer, part in enumerate(row.parts):
+                self._parts.place(layer, row.entry, part)
+                self._on_unit()
+        hidden = hidden_of([row.hidden for row in received], self.decoder.dtype, self.decoder.device)
+        self._first.draw([ReceivedPrompt(row.entry, row.report) for row in received], hidden, step)
+
+    def _send(self, layer: int, entry: PrefillEntry) -> None:
+        assert self._exchange is not None
+        self._exchange.put(entry.request_id, self._parts.take(layer, entry))
 
     def _compression(self, prompt: PromptProgress) -> Compression:
         budget, spec = prompt.entry.budget, self.decoder.whole_kv_spec(self.config.kv_dtype)

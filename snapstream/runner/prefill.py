@@ -7,6 +7,7 @@ before each layer. Rows are written from the whole prompt in any case.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -46,9 +47,11 @@ class PrefillJob:
         chunk_len: int,
         attention: PrefillAttention,
         mover: PrefixMover | None = None,
+        send: Callable[[int, PrefillEntry], None] = lambda layer, entry: None,
     ) -> None:
-        """``mover`` is needed by prompts that have anything to do with the prefix store."""
-        self.spec, self._writer, self._mover = spec, writer, mover
+        """``mover`` is needed by prompts that have anything to do with the prefix store; ``send`` is called when a
+        layer of a row that goes to another engine is written."""
+        self.spec, self._writer, self._mover, self._send = spec, writer, mover, send
         device = buffers.hidden.device
         starts = accumulate((len(entry.token_ids) - entry.num_restored for entry in spec.entries), initial=0)
         self.prompts = [
@@ -117,6 +120,8 @@ class PrefillJob:
         if kept is not None and own.entry.sampling.return_kept:
             own.kept.append(kept)
         own.compress_time.stop()
+        if own.entry.is_sent:
+            self._send(layer, own.entry)
 
 
 def _positions(entry: PrefillEntry, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from snapstream.layers.logprobs import TokenLogprobs
 from snapstream.layers.sampler import Sampled
 from snapstream.request import Compression, Logprob, SamplingParams
 from snapstream.runner.stopwatch import Stopwatch
-from snapstream.step import PrefillEntry, PrefillResult, StepResult
+from snapstream.step import PrefillEntry, PrefillReport, PrefillResult, StepResult
 
 _NAN = float("nan")
 
@@ -90,6 +91,15 @@ class PromptLogprobs:
         return [None, *(Logprob(token, own, tuple(zip(*top, strict=True))) for token, (own, *top) in told)]
 
 
+class Finished(Protocol):
+    """A prompt whose rows are written."""
+
+    @property
+    def entry(self) -> PrefillEntry: ...
+
+    def result(self, tokens: tuple[Logprob, ...]) -> PrefillResult: ...
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedPrompt:
     """What the host knows of a prompt whose prefill has just been submitted to its end; the rest is on its way."""
@@ -113,13 +123,26 @@ class FinishedPrompt:
         return PrefillResult(tokens=tokens, compression=told, prompt_logprobs=logprobs)
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedPrompt:
+    """A prompt that another engine read, and what it told of it."""
+
+    entry: PrefillEntry
+    report: PrefillReport
+
+    def result(self, tokens: tuple[Logprob, ...]) -> PrefillResult:
+        report = self.report
+        return PrefillResult(tokens=tokens, compression=report.compression, prompt_logprobs=report.prompt_logprobs)
+
+
 class SubmittedStep:
     """A ``PendingStep``: what was submitted, readable once the device has done it."""
 
     def __init__(self, step_id: int) -> None:
         self._step_id = step_id
         self._decoded: tuple[HostCopy, list[SamplingParams]] | None = None
-        self._prefilled: list[tuple[HostCopy, list[SamplingParams], list[FinishedPrompt]]] = []
+        self._prefilled: list[tuple[HostCopy, list[SamplingParams], Sequence[Finished]]] = []
+        self._sent: list[Finished] = []
         self._grammar_ends: list[Callable[[], dict[int, str]]] = []
 
     def add_decoded(self, sampled: Sampled, params: list[SamplingParams]) -> HostCopy:
@@ -127,8 +150,12 @@ class SubmittedStep:
         self._decoded = (HostCopy(sampled), params)
         return self._decoded[0]
 
-    def add_prefilled(self, sampled: Sampled, params: list[SamplingParams], prompts: list[FinishedPrompt]) -> HostCopy:
-        """A job that ended: its first tokens, prompt after prompt, one per row."""
+    def add_sent(self, prompt: Finished) -> None:
+        """A prompt whose row goes to another engine, which draws its tokens."""
+        self._sent.append(prompt)
+
+    def add_prefilled(self, sampled: Sampled, params: list[SamplingParams], prompts: Sequence[Finished]) -> HostCopy:
+        """Prompts that have been read: their first tokens, prompt after prompt, one per row."""
         copy = HostCopy(sampled)
         self._prefilled.append((copy, params, prompts))
         return copy
@@ -139,7 +166,7 @@ class SubmittedStep:
 
     def result(self) -> StepResult:
         """Wait for the device and return plain data."""
-        prefilled = {}
+        prefilled = {prompt.entry.request_id: prompt.result(()) for prompt in self._sent}
         for copy, params, prompts in self._prefilled:
             tokens = copy.read(params)
             for prompt in prompts:

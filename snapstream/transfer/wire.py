@@ -75,6 +75,7 @@ class RowSizes:
     scale_bytes: int = 0  # per layer: rows in FP8
     vote_bytes: int = 0  # per layer and selected slot: rows that choose again
     hidden_bytes: int  # the last hidden state
+    num_kv_heads: int = 1
 
     def part_bytes(self, prompt_len: int, budget: KVBudget) -> int:
         """One layer of the row of a prompt."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from snapstream.cache.layout import ring_start
 from snapstream.config import EngineConfig
 from snapstream.request import Compression, Logprob
-from snapstream.step import JobSpec, PrefillEntry, PrefillResult, PrefixTier, StepPlan, StepResult
+from snapstream.step import JobSpec, PrefillEntry, PrefillResult, PrefixTier, RowExchange, StepPlan, StepResult
 
 Draw = Callable[[PrefillEntry, int, int], int]  # entry, sample index, number of earlier tokens -> token
 LengthOf = Callable[[PrefillEntry, int], int]  # entry, sample index -> tokens of the finished sample
@@ -70,6 +70,11 @@ class FakeRunner:
     rows: dict[int, Resident] = field(default_factory=dict)
     job_ids: set[int] = field(default_factory=set)
     prefix_tier: PrefixTier | None = None
+    sending: dict[str, int] = field(default_factory=dict)  # rows by request; to be kept up to date by the test
+    exchange: RowExchange | None = None
+
+    def connect(self, exchange: RowExchange) -> None:
+        self.exchange = exchange
 
     def is_ready(self, job_id: int) -> bool:
         return True
@@ -86,7 +91,11 @@ class FakeRunner:
         for spec in plan.opened_jobs:
             self._open(spec)
         pending = FakePending(self, StepResult(step_id=plan.step_id), [])
-        prefilled = self._run_units(plan, pending)
+        prefilled = {}
+        for row in plan.received:
+            self._give(row.entry, row.entry.rows)
+            prefilled[row.entry.request_id] = self._finish(row.entry, pending)
+        prefilled |= self._run_units(plan, pending)
         assert len(plan.decode_rows) == len(set(plan.decode_rows))
         assert set(plan.decode_rows) == to_decode, "exactly the samples that go on are decoded"
         decoded = tuple(self._token(self.rows[row], pending) for row in plan.decode_rows)
@@ -120,17 +129,22 @@ class FakeRunner:
                 or other.staging_start >= spec.staging_start + size
             ), "staging ranges of open jobs overlap"
         rows = [row for entry in spec.entries for row in entry.rows]
-        in_prefill = {row for job in self.jobs.values() for entry in job.spec.entries for row in entry.rows}
-        assert len(rows) == len(set(rows)) and not in_prefill.intersection(rows)
-        for row in rows:
-            assert 0 <= row < config.max_rows
-            assert row not in self.rows or self._is_over(self.rows[row]), "the row still has an owner"
-            self.rows.pop(row, None)
+        assert len(rows) == len(set(rows))
         for entry in spec.entries:
-            assert len(entry.rows) == len(entry.seeds) == entry.sampling.n
-            assert entry.request_id not in self.aborted
+            self._give(entry, entry.rows)
         self.job_ids.add(spec.job_id)
         self.jobs[spec.job_id] = OpenJob(spec)
+
+    def _give(self, entry: PrefillEntry, rows: tuple[int, ...]) -> None:
+        assert len(entry.rows) == len(entry.seeds) == entry.sampling.n
+        assert entry.request_id not in self.aborted
+        in_prefill = {row for job in self.jobs.values() for other in job.spec.entries for row in other.rows}
+        assert not in_prefill.intersection(rows)
+        assert not set(self.sending.values()).intersection(rows), "the row is not sent yet"
+        for row in rows:
+            assert 0 <= row < self.config.max_rows
+            assert row not in self.rows or self._is_over(self.rows[row]), "the row still has an owner"
+            self.rows.pop(row, None)
 
     def _run_units(self, plan: StepPlan, pending: FakePending) -> dict[str, PrefillResult]:
         quantum = self.config.chunking.prefill_quantum or self.num_layers
@@ -151,12 +165,14 @@ class FakeRunner:
         return prefilled
 
     def _finish(self, entry: PrefillEntry, pending: FakePending) -> PrefillResult:
-        for index, row in enumerate(entry.rows):
-            self.rows[row] = Resident(entry, index)
+        if entry.is_sent:
+            (self.sending[entry.request_id],) = entry.rows
+        else:
+            self.rows.update({row: Resident(entry, index) for index, row in enumerate(entry.rows)})
         size = len(entry.token_ids)
         kept = min(size, entry.budget.capacity)
         return PrefillResult(
-            tokens=tuple(self._token(self.rows[row], pending) for row in entry.rows),
+            tokens=() if entry.is_sent else tuple(self._token(self.rows[row], pending) for row in entry.rows),
             compression=Compression(
                 prompt_tokens=size,
                 kept_tokens=kept,

@@ -1,0 +1,79 @@
+"""Two engines in this process, one that reads prompts and one that answers them, joined by sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from snapstream.engine.core import Engine
+from snapstream.engine.transfers import TicketIssued
+from snapstream.llm import LLM
+from snapstream.request import Request, RequestOutput
+from snapstream.start.exchange import make_exchange
+from snapstream.transfer.asking import read_for, request_from_bytes, request_to_bytes
+from snapstream.transfer.settings import TransferSettings
+from tests.transfer.rows import SECRET
+from tests.waiting import HANG_S, until
+
+
+@dataclass
+class Pair:
+    """``turn`` steps both engines once, or waits until a socket has news."""
+
+    reader: LLM
+    answerer: LLM
+    news: Event
+
+    def turn(self) -> list[RequestOutput]:
+        self.news.clear()
+        engines = [llm.engine for llm in (self.reader, self.answerer)]
+        if not any(engine.has_work for engine in engines):
+            assert self.news.wait(HANG_S)
+        outputs = [output for engine in engines if engine.has_work for output in engine.step()]
+        for notice in self.answerer.engine.take_notices():
+            assert isinstance(notice, TicketIssued), notice
+            self.ask(notice)
+        return outputs
+
+    def ask(self, notice: TicketIssued) -> None:
+        config, request = self.answerer.config, read_for(self.requests[notice.request_id], notice.ticket)
+        data = request_to_bytes(request, config.budget, config.selector)
+        self.reader.engine.add_request(request_from_bytes(data))
+
+    def run(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """The answers, in their order; every row is free again afterwards."""
+        self.requests = {request.request_id: request for request in requests}
+        outputs = [self.answerer.engine.add_request(replace(request, arrives=True)) for request in requests]
+        self.until(lambda: all(output.is_finished for output in outputs))
+        self.until(lambda: all(llm.engine.rows_free == llm.config.max_rows for llm in (self.reader, self.answerer)))
+        return outputs
+
+    def until_news(self, engine: Engine) -> None:
+        """Until a step of ``engine`` has heard something."""
+        self.news.wait(HANG_S)
+        until(lambda: engine.has_work)
+        engine.step()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self.turn()
+
+
+@contextmanager
+def joined(
+    folder: Path, other: Path | None = None, reading: dict[str, Any] | None = None, **fields: Any
+) -> Iterator[Pair]:
+    """``reading``: settings of the engine that reads, where they differ; ``other``: its checkpoint."""
+    news = Event()
+    with ExitStack() as stack:
+        made = []
+        for own, host, more in ((other or folder, None, reading or {}), (folder, "127.0.0.1", {})):
+            llm = stack.enter_context(LLM(own, **{"progress": False, **fields, **more}))
+            settings = TransferSettings(secret=SECRET, host=host)
+            llm.engine.connect(make_exchange(own, llm.model_config, llm.config, settings, news.set))
+            made.append(llm)
+        yield Pair(made[0], made[1], news)
