@@ -78,9 +78,7 @@ class DecoderWeights:
             elif role.endswith("bias"):
                 tensor.zero_()
             else:
-                bound = (3.0 / tensor.shape[-1]) ** 0.5  # uniform on [-b, b] has variance b^2 / 3 = 1 / fan-in
-                if role == "o" or role.endswith("down"):
-                    bound /= (2 * config.num_layers) ** 0.5  # 2L residual additions sum to order 1
+                bound = random_bound(role, tensor.shape[-1], config.num_layers)
                 tensor.uniform_(-bound, bound, generator=generator)
         return weights
 
@@ -158,6 +156,14 @@ class DecoderWeights:
                 numbers = torch.empty_like(numbers).index_copy_(0, order, numbers)
             found[part.name] = numbers
         return found
+
+
+def random_bound(role: str, num_in: int, num_layers: int) -> float:
+    """Largest magnitude of random weights that are uniform, of a matrix with rows of ``num_in`` numbers."""
+    bound = (3.0 / num_in) ** 0.5  # uniform on [-b, b] has variance b^2 / 3 = 1 / fan-in
+    if role == "o" or role.endswith("down"):
+        bound /= (2 * num_layers) ** 0.5  # 2L residual additions sum to order 1
+    return float(bound)
 
 
 class LayerWeights:

@@ -14,6 +14,7 @@ from snapstream.config import (
     Chunking,
     EngineConfig,
     KVBudget,
+    ModelConfig,
     ParallelConfig,
     RescoringConfig,
     Selector,
@@ -24,6 +25,7 @@ from snapstream.distributed.group import Group, ReduceOp
 from snapstream.models.cuts import Share
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
+from snapstream.models.random_share import random_share
 from snapstream.models.registry import read_model_config
 from snapstream.request import SamplingParams
 from snapstream.runner.model_runner import ModelRunner
@@ -44,6 +46,17 @@ def reduced_view(group: Group) -> Tensor:
 def gathered(group: Group, dim: int) -> Tensor:
     """Numbers that name rank and place."""
     return group.all_gather(100.0 * group.rank + torch.arange(6.0).view(2, 3), dim)
+
+
+@torch.inference_mode()
+def random_logits(group: Group, model: ModelConfig) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Logits of a token by random weights, what this rank stores, and the bytes of it."""
+    share = Share.of(model, ParallelConfig(size=group.size), group.rank)
+    weights = random_share(share, torch.float32, "cpu", seed=1)
+    config = EngineConfig(budget=KVBudget.full(20), max_model_len=20, max_rows=1)
+    runner = ModelRunner(Decoder.tuned(model, weights, 1, group), config)
+    runner.rows.last_token.fill_(7)
+    return runner.decode.logits(torch.zeros(1, dtype=torch.int64)).clone(), weights.stored(), weights.num_bytes
 
 
 PROMPTS = (tuple((7 * i) % 190 + 3 for i in range(70)), tuple((11 * i) % 150 + 5 for i in range(23)))
