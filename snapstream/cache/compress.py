@@ -65,5 +65,6 @@ def write_rows(
                 cache.store(layer, row, place, keys[:, source], values[:, source])
         return None
     index = kept_positions(queries, keys, layer, budget, selector, cache.kernels)
-    cache.kernels.gather_rows(cache.layer(layer), rows, keys, values, index)
+    if rows:
+        cache.kernels.gather_rows(cache.layer(layer), rows, keys, values, index)
     return index

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from snapstream.cache.deal import Deal
 from snapstream.cache.spec import KVSpec
 from snapstream.kernels import fp8
 from snapstream.kernels.bound import Kernels, bind
@@ -34,10 +35,14 @@ class KVCache:
         capacity: int,
         device: torch.device | str,
         kernels: Kernels | None = None,
+        deal: Deal | None = None,
     ) -> None:
-        """``kernels`` read and write the rows; by default those that ``bind`` has for the device."""
+        """``kernels`` read and write the rows; by default those that ``bind`` has for the device. With ``deal`` only a
+        rank's share of the ``num_rows`` lies here.
+        """
         self.spec = spec
-        self.num_rows = num_rows
+        self.deal = deal
+        self.num_rows = num_rows = num_rows if deal is None else deal.num_own
         self.capacity = capacity
         self.kernels = kernels or bind(device)
         dtype = fp8.DTYPE if spec.kv_dtype == "fp8" else getattr(torch, spec.dtype)
@@ -58,6 +63,10 @@ class KVCache:
     def tokens(self, layer: int, row: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the keys ``[G, n, E]`` and values ``[G, n, E']`` that lie in ``slots [n]`` of a row."""
         return self.k[layer, row].index_select(1, slots), self.v[layer, row].index_select(1, slots)
+
+    def own(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Those of the engine's ``rows`` that lie here, as they are counted here."""
+        return tuple(rows) if self.deal is None else self.deal.own(rows)
 
     @property
     def padding_row(self) -> int:

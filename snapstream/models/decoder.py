@@ -24,6 +24,7 @@ from snapstream.kernels.bound import CosSin, Kernels, bind
 from snapstream.layers.attention import KVView
 from snapstream.layers.rope import Rope
 from snapstream.models import loader
+from snapstream.models.dealt import DealtLatentLayer, is_dealt, own_heads, with_own_heads
 from snapstream.models.families import FAMILIES, kv_spec_of
 from snapstream.models.narrow import MakeWeight, make_weight
 from snapstream.models.shared_votes import share_votes
@@ -63,11 +64,13 @@ class Decoder:
         a rank's share of it, and ``group`` then that rank's.
         """
         self.config = config
-        self.share = weights.config  # the part of the model that is stored and computed here
+        self.group = Alone() if group is None else group
+        self.is_dealt = is_dealt(config, weights.config, self.group)
+        # The part of the model that is stored and computed here; where rows are dealt out, that prompts are read with.
+        self.share = with_own_heads(weights.config, self.group) if self.is_dealt else weights.config
         self.weights = weights
         self.dtype = weights.dtype
         self.device = weights.device
-        self.group = Alone() if group is None else group
         if self.share.num_heads * self.group.size != config.num_heads:
             raise ValueError(
                 f"these weights have {self.share.num_heads} of {config.num_heads} query heads, and there are "
@@ -76,8 +79,12 @@ class Decoder:
         whole, own = (kv_spec_of(model, "float32") for model in (config, self.share))
         self._kv_heads = slice(None, None, self.group.size * own.num_kv_heads // whole.num_kv_heads)
         self.kernels = share_votes(bind(self.device) if kernels is None else kernels, whole, own, self.group)
-        self.layers = self._layers(weights.layer)
-        self._wide_layers = self.layers if weights.wide is None else self._layers(weights.wide_layer)
+        if self.is_dealt:
+            self.layers = self._dealt_layers()
+            self._wide_layers = self._layers(lambda index: own_heads(weights.wide_layer(index), self.share, self.group))
+        else:
+            self.layers = self._layers(weights.layer)
+            self._wide_layers = self.layers if weights.wide is None else self._layers(weights.wide_layer)
         self._rope = Rope(config.rope, config.rope_dim, self.device)
         self._vocabulary = Vocabulary(weights.embed, weights.lm_head, config.vocab_size, self.kernels, self.group)
 
@@ -179,6 +186,14 @@ class Decoder:
         return [
             layer(index, self.share, weights_of(index), self.kernels, self.group)
             for index in range(self.config.num_layers)
+        ]
+
+    def _dealt_layers(self) -> list[Layer]:
+        """Of decode, with all heads."""
+        stored = self.weights.config
+        return [
+            DealtLatentLayer(index, stored, self.weights.layer(index), self.kernels, self.group)
+            for index in range(stored.num_layers)
         ]
 
 

@@ -74,7 +74,7 @@ class LatentLayer:
     def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> None:
         if config.latent is None:
             raise ValueError(f"{config.architecture} has no latent attention in its config")
-        self._group = group
+        self.group = group
         self._index, self._kernels, self._eps, self._latent = index, kernels, config.rms_norm_eps, config.latent
         self._input_norm, self._post_norm = weights.vector("input_norm"), weights.vector("post_norm")
         self._q_a, self._q_a_norm = weights.matrices.get("q_a"), weights.optional("q_a_norm")
@@ -85,18 +85,32 @@ class LatentLayer:
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         """See ``models.decoder.Layer.attend``: ``[T', H, U]``."""
-        normed = self._kernels.sum_norm(residual, pending, self._input_norm, self._eps)
+        return self.attend_normed(self.norm(residual, pending), rope, view)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """See ``models.decoder.Layer.finish``."""
+        return self.add(residual, self.group.all_reduce(self.project(attended)))
+
+    def norm(self, residual: Tensor, pending: Tensor | None) -> Tensor:
+        """Add ``pending`` to ``residual [T, D]``; what enters the attention."""
+        return self._kernels.sum_norm(residual, pending, self._input_norm, self._eps)
+
+    def attend_normed(self, normed: Tensor, rope: CosSin, view: KVView) -> Tensor:
+        """Attention of ``normed [T, D]`` behind its view, ``[T', H, U]``."""
         queries, latents = self._project(normed, rope)
         if isinstance(view, ExpandingView):
             return view.attend_latents(self._index, queries, latents, self._heads)
         heads = torch.cat((self._heads.absorbed(queries), latents), 1)  # [T, H+1, E]
         return self._heads.values(view.attend(self._index, heads, _NO_NORM, None))
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """See ``models.decoder.Layer.finish``."""
-        projected = self._group.all_reduce(self._o.multiply(attended.flatten(1), None, self._kernels))  # [T', D]
+    def project(self, attended: Tensor) -> Tensor:
+        """What the heads of this rank add, from ``[T', H, U]`` to ``[T', D]``."""
+        return self._o.multiply(attended.flatten(1), None, self._kernels)
+
+    def add(self, residual: Tensor, projected: Tensor) -> Tensor:
+        """Add what attention made, then the MLP: what is yet to be added to ``residual [T', D]``."""
         normed = self._kernels.add_rms_norm(residual, projected, self._post_norm, self._eps)
-        return self._group.all_reduce(self._mlp(normed))
+        return self.group.all_reduce(self._mlp(normed))
 
     def _project(self, normed: Tensor, rope: CosSin) -> tuple[Tensor, Tensor]:
         """Queries ``[T, H, N_o + P]`` and latents ``[T, 1, R + P]``, both rotated in their last P numbers."""

@@ -26,7 +26,7 @@ class EagerDecode:
     def warm_up(self, progress: bool) -> None:
         """Where kernels are compiled at their first launch, launch them: one step of the padding row."""
         if self._parts.decoder.kernels.version == "triton":
-            padding = torch.tensor([self._parts.cache.padding_row], device=self._parts.decoder.device)
+            padding = torch.tensor([self._parts.padding_row], device=self._parts.decoder.device)
             self.logits(padding)
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:

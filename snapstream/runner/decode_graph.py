@@ -86,7 +86,7 @@ class GraphDecode:
     def __init__(self, parts: StepParts, programs: Programs) -> None:
         device = parts.decoder.device
         self._eager, self._maker, self._buckets = EagerDecode(parts), programs.maker, programs.buckets
-        self._programs, self._padding_row = programs, parts.cache.padding_row
+        self._programs, self._padding_row = programs, parts.padding_row
         # What programs read their row indices from and write their logits to: static addresses.
         most, vocab_size = programs.buckets[-1], parts.decoder.config.vocab_size
         self._rows = torch.full((most,), self._padding_row, dtype=torch.int64, device=device)

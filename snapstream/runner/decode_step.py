@@ -32,6 +32,11 @@ class StepParts:
     config: EngineConfig
     queries: RecentQueries | None = None  # keeps the last queries of every row, where rows are rescored
 
+    @property
+    def padding_row(self) -> int:
+        """The row that belongs to nobody, as a batch names it."""
+        return self.config.max_rows
+
 
 class DecodeStep(Protocol):
     """One token for each row of a batch: feed, draw, advance."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from snapstream.cache.kv_cache import KVCache
 from snapstream.kernels.bound import RowPlaces
+from snapstream.models.dealt import DealtRowsView
 from snapstream.models.decoder import Decoder
 from snapstream.models.views import RowsView
 from snapstream.runner.rescoring import RecentQueries
@@ -28,6 +29,11 @@ class RowsForward:
         positions = self._rows.next_position[rows]  # [B]
         queries = None if self._queries is None else self._queries.of_step(rows, positions)
         places = RowPlaces(rows, self._rows.slots(rows), self._rows.lengths(rows))
-        view = RowsView(self._cache, places, self._decoder.kernels, queries)
+        if self._cache.deal is None:
+            view = RowsView(self._cache, places, self._decoder.kernels, queries)
+        else:
+            share = self._cache.deal.share(places)
+            view = DealtRowsView(self._cache, share, self._decoder.kernels)
+            positions = positions[share.entries]  # only what is attended here is rotated
         hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
         return self._decoder.run(hidden, self._decoder.rope(positions, positions + 1), view)

@@ -13,6 +13,7 @@ from contextlib import suppress
 import torch
 
 from snapstream.cache import layout
+from snapstream.cache.deal import Deal
 from snapstream.cache.kept import packed_bits, selected
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.prefix_blocks import PrefixBlocks
@@ -74,7 +75,8 @@ class ModelRunner:
         self.decoder, self.config = decoder, config
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
         spec = decoder.kv_spec(config.kv_dtype)
-        self.cache = KVCache(spec, config.max_rows, config.budget.capacity, device, decoder.kernels)
+        deal = Deal(config.max_rows, decoder.group.rank, decoder.group.size) if decoder.is_dealt else None
+        self.cache = KVCache(spec, config.max_rows, config.budget.capacity, device, decoder.kernels, deal)
         self.rows = Rows(config.max_rows, device)
         self.buffers = StagingBuffers(spec, model.hidden_size, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
@@ -83,6 +85,8 @@ class ModelRunner:
         logger.info(self.prefill_attention.describe())
         queries = None
         self.rescorer: Rescorer | None = None
+        if config.rescoring is not None and deal is not None:
+            raise ValueError("rows that are dealt out to ranks cannot be rescored; use attention 'tp'")
         if config.rescoring is not None:
             queries = RecentQueries(spec, config.max_rows, config.rescoring.num_queries, dtype, device)
             self.rescorer = Rescorer(self.cache, self.rows, queries, config.rescoring)

@@ -35,9 +35,12 @@ class RowWriter:
     ) -> Tensor | None:
         """Write one layer of a prompt: ``queries [w, H, E]``, ``keys, values [G, N, E]``.
 
-        Returns the kept positions ``[G, C]``, None if all were kept.
+        Of rows dealt out to ranks those of others are not written; what they keep is chosen all the same, by all ranks
+        together. Returns the kept positions ``[G, C]``, None if all were kept.
         """
-        kept = write_rows(self.cache, layer, entry.rows, keys, values, queries, entry.budget, entry.selector)
+        kept = write_rows(
+            self.cache, layer, self.cache.own(entry.rows), keys, values, queries, entry.budget, entry.selector
+        )
         if self.rescorer is not None:
             self.rescorer.keep_votes(layer, entry, queries, keys, kept)
         return kept

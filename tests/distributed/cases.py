@@ -18,6 +18,7 @@ from snapstream.config import (
     ParallelConfig,
     RescoringConfig,
     Selector,
+    SplitAttention,
     SplitExperts,
     WeightForms,
 )
@@ -69,6 +70,7 @@ class Asked:
 
     folder: Path
     experts: SplitExperts = "tp"
+    attention: SplitAttention = "tp"
     budget: int | None = None  # None: all tokens are kept
     executor: str = "eager"
     forms: WeightForms | None = None
@@ -92,7 +94,9 @@ class Answered:
 def answered(group: Group, asked: Asked) -> Answered:
     """Two prompts, prefilled in chunks and decoded by a runner over this rank's share."""
     model = read_model_config(asked.folder)
-    share = Share.of(model, ParallelConfig(size=group.size, experts=asked.experts), group.rank)
+    share = Share.of(
+        model, ParallelConfig(size=group.size, attention=asked.attention, experts=asked.experts), group.rank
+    )
     weights = load_weights(asked.folder, model, torch.float32, "cpu", False, asked.forms, share=share)
     budget = KVBudget.full(100) if asked.budget is None else KVBudget.of(asked.budget, observation_len=8)
     config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, chunking=Chunking(chunk_len=16),

@@ -50,10 +50,10 @@ def weight_left(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def takes_native(x: Tensor, weight: Tensor) -> bool:
-    """True where ``by_native`` computes this product as it is."""
+    """True where ``by_native`` computes this product as it is; a view of some columns it does not."""
     tokens = x.shape[0]
     is_size = tokens in (1, 2, 4) or (tokens % _GROUP == 0 and tokens <= NATIVE_TOKENS)
-    is_fp32 = x.dtype == torch.float32 and weight.dtype == torch.float32
+    is_fp32 = x.dtype == torch.float32 and weight.dtype == torch.float32 and weight.is_contiguous()
     return is_fp32 and is_size and weight.shape[0] % _LANES == 0 and weight.shape[1] % _LANES == 0
 
 
