@@ -18,10 +18,10 @@ back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import count
 
 from snapstream.config import EngineConfig
+from snapstream.engine.free_rows import FreeRows
 from snapstream.engine.live import LiveRequest
 from snapstream.engine.pace import job_chunk_len
 from snapstream.engine.prefix_lookup import PrefixLookup
@@ -63,7 +63,7 @@ class Admission:
         self._num_layers = num_layers
         self._waiting = WaitingQueue()
         self._num_short = 0  # of those waiting
-        self._free_rows = list(range(config.max_rows))  # a heap: low rows first keeps rows in use together
+        self._free_rows = FreeRows(config.max_rows, config.parallel)
         self._pool = StagingPool(config.pool_tokens, short_reserve=config.short_reserve)
         self._job_ids = count()
         self.prefixes = None if config.prefix_store is None else PrefixLookup(config.prefix_store, config, tier)
@@ -106,7 +106,7 @@ class Admission:
         self._num_short -= self._is_short(live)
 
     def free_row(self, row: int) -> None:
-        heappush(self._free_rows, row)
+        self._free_rows.give(row)
 
     def close(self, job: Job, *, is_done: bool) -> None:
         """A job has ended, or was given up: what it held but its rows comes back."""
@@ -186,7 +186,7 @@ class Admission:
 
     def _entry(self, live: LiveRequest) -> PrefillEntry:
         for sample in live.samples:
-            sample.row = heappop(self._free_rows)
+            sample.row = self._free_rows.take()
         return PrefillEntry(
             request_id=live.request_id,
             token_ids=live.request.prompt_token_ids,
