@@ -25,7 +25,7 @@ from benchmarks.looping_parts import SHAPES, Ladder, Limits, ladder_of, limits_o
 from benchmarks.machine import report
 from snapstream.kernels.cpu.looped.library import Team, load
 
-WIDTHS = ("float32", "bfloat16", "int8", "int4")
+WIDTHS = ("float32", "bfloat16", "int8", "int4", "int8-wide", "int4-wide")
 TOUCHED = 64 * 1024  # bytes of the next stage's weights that a thread asks for in B3
 ROWS_BYTES = 3 * 2**30  # arms whose rows need more are left out
 QUICK: dict[str, Any] = {"shapes": ["tiny", "100m"], "batches": [1, 8, 32], "contexts": [512], "seconds": 1.0}
@@ -68,7 +68,7 @@ def variants_of(ladder: Ladder) -> dict[str, Callable[[], None]]:
 def figure_of(times: list[float], ladder: Ladder, limits: Limits) -> dict[str, float]:
     """Of one variant: the median, and the tenth percentile, which other programs disturb least."""
     best = sorted(times)[len(times) // 10]
-    bound = limits.seconds(ladder.num_bytes, ladder.num_operations)
+    bound = limits.seconds(ladder)
     return {
         "ms": median(times) * 1e3,
         "p10_ms": best * 1e3,
@@ -95,7 +95,8 @@ def arms(args: argparse.Namespace) -> list[dict[str, Any]]:
                     ladder.close()
                     figure: dict[str, Any] = {
                         "shape": shape, "width": width, "batch": batch, "context": context, "steps": len(times["B2"]),
-                        "mb": ladder.num_bytes / 1e6, "gflop": ladder.num_operations / 1e9,
+                        "mb": ladder.num_bytes / 1e6,
+                        "gflop": (ladder.num_operations + ladder.num_code_operations) / 1e9,
                         "read_gb_per_s": limits.read_bytes_per_s / 1e9,
                         **{name: figure_of(own, ladder, limits) for name, own in times.items()},
                     }  # fmt: skip
@@ -159,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"the arms of {QUICK}")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--widths", nargs="+", choices=WIDTHS, default=list(WIDTHS))
+    parser.add_argument("--widths", nargs="+", choices=WIDTHS, default=list(WIDTHS[:4]))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 16384])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -169,12 +170,16 @@ def main() -> None:
     if args.quick:
         vars(args).update(QUICK)
     limits = limits_of(args.threads)
-    print(f"ceiling: read {limits.read_bytes_per_s / 1e9:.1f} GB/s, fp32 {limits.operations_per_s / 1e9:.0f} GFLOP/s")
+    print(
+        f"ceiling: read {limits.read_bytes_per_s / 1e9:.1f} GB/s, fp32 {limits.operations_per_s / 1e9:.0f} GFLOP/s, "
+        f"int8 {limits.code_operations_per_s / 1e9:.0f} GOP/s"
+    )
     figures = {"threads": args.threads, "instructions": load().instructions, "arms": arms(args)}
     figures["ablations"] = ablations(args)
     ceiling = {
         "read_gb_per_s": limits.read_bytes_per_s / 1e9,
         "fp32_gflop_per_s": limits.operations_per_s / 1e9,
+        "int8_gop_per_s": limits.code_operations_per_s / 1e9,
     }
     report("looping", ceiling, {"model": "random Qwen3 shapes", **figures}, save=args.save)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -39,23 +39,24 @@ class Limits:
     """What the machine reached just now."""
 
     read_bytes_per_s: float
-    operations_per_s: float
+    operations_per_s: float  # of fp32
+    code_operations_per_s: float  # of int8, four to 32 bits
 
-    def seconds(self, num_bytes: float, num_operations: float) -> float:
-        """Nothing is faster than the slower of the two."""
-        return max(num_bytes / self.read_bytes_per_s, num_operations / self.operations_per_s)
+    def seconds(self, ladder: Ladder) -> float:
+        """Nothing is faster than the slower of reading and computing."""
+        of_codes = ladder.num_code_operations / self.code_operations_per_s
+        computing = ladder.num_operations / self.operations_per_s + of_codes
+        return max(ladder.num_bytes / self.read_bytes_per_s, computing)
 
     def best(self, other: Limits) -> Limits:
         """The better of two measurements."""
-        return Limits(
-            max(self.read_bytes_per_s, other.read_bytes_per_s), max(self.operations_per_s, other.operations_per_s)
-        )
+        return Limits(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
 def limits_of(threads: int) -> Limits:
     """Measured with the library's own loops, the best of seven."""
     team, data = Team(load(), threads), torch.ones(_READ_BYTES // 4)
-    reads, rates = [], []
+    reads, rates, code_rates = [], [], []
     for _ in range(7):
         began = perf_counter()
         team.library.read(team.handle, data.data_ptr(), data.nbytes)
@@ -63,8 +64,17 @@ def limits_of(threads: int) -> Limits:
         began = perf_counter()
         operations = team.library.multiply(team.handle, 2_000_000)
         rates.append(operations / (perf_counter() - began))
+        began = perf_counter()
+        operations = team.library.multiply_codes(team.handle, 2_000_000)
+        code_rates.append(operations / (perf_counter() - began))
     team.close()
-    return Limits(max(reads), max(rates))
+    return Limits(max(reads), max(rates), max(code_rates))
+
+
+def forms_of(width: str) -> WeightForms:
+    """``int8`` and ``int4`` as engines decode with them by default, ``int8-wide`` with inputs in fp32."""
+    forms = WeightForms.of(width.removesuffix("-wide"))
+    return forms.rounding_inputs() if width in ("int8", "int4") else forms
 
 
 def model_of(shape: str) -> ModelConfig:
@@ -74,7 +84,7 @@ def model_of(shape: str) -> ModelConfig:
 def runner_of(shape: str, width: str, max_rows: int, max_context: int, rows_bytes: int) -> ModelRunner:
     """Random weights, and rows full of random numbers: as many and as long as ``rows_bytes`` hold."""
     torch.manual_seed(0)
-    model, forms = model_of(shape), WeightForms.of(width)
+    model, forms = model_of(shape), forms_of(width)
     weights = DecoderWeights.empty(model, torch.float32, "cpu", forms, make_panels(load()))
     for matrix in weights.matrices.values():
         one = torch.randn(matrix.shape[-2:]) / matrix.shape[-1] ** 0.5
@@ -118,7 +128,8 @@ class Ladder:
     rows: torch.Tensor
     num_layers: int
     num_bytes: float
-    num_operations: float
+    num_operations: float  # in fp32
+    num_code_operations: float  # in int8
 
     @property
     def num_stages(self) -> int:
@@ -147,10 +158,12 @@ def ladder_of(runner: ModelRunner, batch: int, context: int, threads: int) -> La
     runner.occupy(range(batch), context - 1, SamplingParams(temperature=0.0))
     parameters = layer_parameters(model) * model.num_layers + model.vocab_size * model.hidden_size
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * context
+    rounds = runner.config.weights is not None and runner.config.weights.layers.rounds_inputs
     return Ladder(
         looped=LoopedDecode(runner.step_parts, threads),
         rows=rows,
         num_layers=model.num_layers,
         num_bytes=decode_weight_bytes(model, "float32", runner.config.weights) + batch * spec.row_bytes(context),
-        num_operations=2.0 * batch * (parameters + attention),
+        num_operations=2.0 * batch * (attention + (0 if rounds else parameters)),
+        num_code_operations=2.0 * batch * parameters if rounds else 0.0,
     )

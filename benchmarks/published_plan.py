@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from benchmarks.published import MODELS
 from figures.markdown import table
-from snapstream.config import DType, ModelConfig, make_selector
+from snapstream.config import DType, EngineOptions, ModelConfig, make_selector
 from snapstream.config.weights import StoredWeights
 from snapstream.models.families import kv_spec_of
 from snapstream.models.quantization import stored_form
@@ -51,7 +51,7 @@ def rows_table() -> str:
             sizes = model.latent.query_dim + model.latent.value_dim
             heads = f"{2 * model.num_layers * model.num_heads * sizes:,}"
         rows = [_size(spec.row_bytes(slots)) for slots in SLOTS.values()]
-        forms = weight_forms(model, "auto", dtype=DTYPE, device="cuda", executor="graph")
+        forms = weight_forms(model, EngineOptions(dtype=DTYPE), device="cuda", executor="graph")
         weights = _size(weight_bytes(model, DTYPE, forms))
         lines.append([name, f"{num_parameters(model) / 1e9:,.1f}B", weights, f"{spec.token_bytes():,}", heads, *rows])
     titles = ["model", "parameters", "weights as published", "bytes per token", "with a key and a value per head"]

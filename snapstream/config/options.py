@@ -18,7 +18,7 @@ from snapstream.config.prefix import DISK_BYTES, PrefixStore, as_prefix_store, a
 from snapstream.config.selector import DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
 from snapstream.config.settings import Settings, setting
 from snapstream.config.values import as_count, as_path, check, set_counts
-from snapstream.config.weights import WidthOption
+from snapstream.config.weights import ActivationOption, WidthOption
 
 Budget = KVBudget | int | str  # the only text is "full"
 AutoCount = int | Literal["auto"]
@@ -54,6 +54,11 @@ class EngineOptions(Settings):
         "auto",
         "Width of the matrices in memory; auto: as the checkpoint stores them, on a GPU that of --dtype. "
         "int8 and int4 round while loading.",
+    )
+    activations: ActivationOption = setting(
+        "auto",
+        "Inputs of decode's products with int8 and int4 weights: rounded to int8, or in --dtype; auto: int8 where "
+        "looped steps know the model.",
     )
     executor: str | None = setting(
         None,
@@ -101,8 +106,9 @@ class EngineOptions(Settings):
             set_counts(self, max_model_len=1)
         if self.executor is not None:
             EXECUTORS.check(self.executor)
-        names = get_args(WidthOption)
-        check(self.weights in names, f"weights is {self.weights!r}; it must be one of {', '.join(names)}")
+        for name, known in (("weights", get_args(WidthOption)), ("activations", get_args(ActivationOption))):
+            value = getattr(self, name)
+            check(value in known, f"{name} is {value!r}; it must be one of {', '.join(known)}")
         make_selector(self.selector)
         object.__setattr__(self, "prefix_store", as_prefix_store(self.prefix_store))
         object.__setattr__(self, "prefix_disk", as_size("prefix_disk", self.prefix_disk))

@@ -6,7 +6,7 @@ A ``WeightForm`` is the form of one matrix, ``WeightForms`` those of a model. ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, cast, get_args
 
@@ -15,6 +15,7 @@ from snapstream.config.values import DTYPE_BYTES, DType, check
 CodeWidth = Literal["int8", "int4"]
 Width = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8"]  # fp8 only as a checkpoint stores it
 WidthOption = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+ActivationOption = Literal["auto", "dtype", "int8"]
 
 CODE_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8}
 FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
@@ -31,6 +32,8 @@ class WeightForm:
 
     width: Width
     group: int = 0  # of codes: numbers along the input that share a scale; floats and blocks have none
+    # Whether decode rounds what a matrix of codes is multiplied with to int8 too, per token and group.
+    rounds_inputs: bool = False
 
     def __post_init__(self) -> None:
         check(self.width in get_args(Width), f"width is {self.width!r}; it must be one of {', '.join(get_args(Width))}")
@@ -38,6 +41,7 @@ class WeightForm:
             check(self.group in GROUPS, f"group is {self.group}; it must be one of {', '.join(map(str, GROUPS))}")
         else:
             check(self.group == 0, f"group is {self.group}; {self.width} weights have no groups")
+            check(not self.rounds_inputs, f"{self.width} weights are not multiplied with codes")
 
     @property
     def is_codes(self) -> bool:
@@ -86,7 +90,13 @@ class WeightForms:
     def describe(self) -> str:
         """``bfloat16``, or ``int4 in groups of 32, embedding and head int8 in groups of 32``."""
         layers, tables = self.layers.describe(), self.tables.describe()
-        return layers if layers == tables else f"{layers}, embedding and head {tables}"
+        words = layers if layers == tables else f"{layers}, embedding and head {tables}"
+        return f"{words}; inputs int8 in decode" if self.layers.rounds_inputs else words
+
+    def rounding_inputs(self) -> WeightForms:
+        """The same, of which all that are codes see their inputs in int8."""
+        forms = (replace(form, rounds_inputs=form.is_codes) for form in (self.layers, self.tables))
+        return WeightForms(**dict(zip(("layers", "tables"), forms, strict=True)))
 
 
 def _form(width: str, group: int) -> WeightForm:

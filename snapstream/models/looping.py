@@ -18,6 +18,19 @@ _LAYERS = {  # that the library computes, and the weights that they may have
 _MAX_HEAD_DIM = 256
 
 
+def problem_of_rounded_inputs(model: ModelConfig, forms: WeightForms, *, dtype: str, device: str) -> str | None:
+    """Why decode does not round what such weights are multiplied with; None where it can. Only looped steps gain by it,
+    and plain calls do it where looped steps could, so that both mean the same.
+    """
+    if not forms.layers.is_codes or forms.layers.is_blocks:
+        return f"weights are {forms.describe()}; products of whole numbers need int8 or int4"
+    if model.moe is not None:
+        return f"{model.architecture} has experts, whose products take inputs in dtype"
+    if model.latent is not None:
+        return f"{model.architecture} keeps latents, whose products take inputs in dtype"
+    return problem_of_looping(model, forms, dtype=dtype, device=device)
+
+
 def problem_of_looping(model: ModelConfig, weights: WeightForms | None, *, dtype: str, device: str) -> str | None:
     """Why such an engine cannot run looped steps; None where it can."""
     if device != "cpu":

@@ -30,7 +30,7 @@ def make_weight(form: WeightForm, shape: tuple[int, ...], dtype: torch.dtype, de
     if form.is_codes:
         codes = torch.empty((*shape[:-1], shape[-1] * form.bits // 8), dtype=torch.uint8, device=device)
         scales = torch.empty((*shape[:-1], shape[-1] // form.group), dtype=groups.SCALE_DTYPE, device=device)
-        return Grouped(codes, scales, form.bits, dtype)
+        return Grouped(codes, scales, form, dtype)
     stored = getattr(torch, form.width)
     if stored == dtype:
         return Dense.empty(shape, dtype, device)
@@ -72,21 +72,22 @@ class Narrow(RowMajor):
 class Grouped(RowMajor):
     """Codes of 8 or 4 bits and a scale per group (``kernels/groups.py``)."""
 
-    def __init__(self, codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor, form: WeightForm, dtype: torch.dtype) -> None:
         """``codes [..., out, in * bits / 8]`` uint8, ``scales [..., out, in / group]`` fp16."""
-        self.codes, self.scales, self.bits, self.dtype = codes, scales, bits, dtype
+        self.codes, self.scales, self.form, self.dtype = codes, scales, form, dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
-
-    @property
-    def group(self) -> int:
-        """Numbers along the input that share a scale."""
-        return self.shape[-1] // self.scales.shape[-1]
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.form.bits)
 
     def __getitem__(self, index: Index) -> Grouped:
-        return Grouped(self.codes[index], self.scales[index], self.bits, self.dtype)
+        return Grouped(self.codes[index], self.scales[index], self.form, self.dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """See ``Weight.multiply``; a form that rounds inputs sees ``x`` after a trip through int8."""
+        if self.form.rounds_inputs:
+            x = groups.quantise_activations(x, self.form.group).to(x.dtype)
+        return super().multiply(x, bias, kernels)
 
     def fill(self, numbers: Tensor) -> None:
         """See ``Weight.fill``; the numbers are rounded to codes, where the storage is."""
@@ -96,7 +97,7 @@ class Grouped(RowMajor):
             return
         for start, stop in self._blocks():
             block = numbers[start:stop].to(self.codes.device)
-            self[start:stop].fill_codes(*groups.quantise(block, self.bits, self.group))
+            self[start:stop].fill_codes(*groups.quantise(block, self.form.bits, self.form.group))
 
     def fill_codes(self, codes: Tensor, scales: Tensor) -> None:
         """See ``Weight.fill_codes``; of these bits and groups."""
@@ -105,10 +106,10 @@ class Grouped(RowMajor):
 
     def dense(self) -> Tensor:
         """See ``Weight.dense``."""
-        return groups.widen(self.codes, self.scales, self.bits).to(self.dtype)
+        return groups.widen(self.codes, self.scales, self.form.bits).to(self.dtype)
 
     def _rows(self, token_ids: Tensor) -> Grouped:
-        return Grouped(self.codes[token_ids], self.scales[token_ids], self.bits, self.dtype)
+        return Grouped(self.codes[token_ids], self.scales[token_ids], self.form, self.dtype)
 
     def _tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.scales

@@ -16,7 +16,7 @@ from snapstream.config import WeightForm
 from snapstream.kernels import groups
 from snapstream.kernels.bound import Kernels
 from snapstream.kernels.cpu.looped import code_panels, panels
-from snapstream.kernels.cpu.looped.library import PANEL, Library, Stack
+from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack
 from snapstream.models.narrow import MakeWeight
 from snapstream.models.weight import Index, Weight
 
@@ -127,10 +127,12 @@ class CodePanels(Panels):
         self, library: Library, data: Tensor, shape: tuple[int, ...], form: WeightForm, rows: range | None = None
     ) -> None:
         super().__init__(library, data, shape, rows)
-        self.form = form
+        self.form, self._is_table = form, len(shape) == 2
 
     def _view(self, data: Tensor, shape: tuple[int, ...], rows: range) -> Self:
-        return type(self)(self.library, data, shape, self.form, rows)
+        view = type(self)(self.library, data, shape, self.form, rows)
+        view._is_table = self._is_table
+        return view
 
     def _fill_rows(self, first: int, numbers: Tensor) -> None:
         for start in range(0, len(numbers), _ROWS_AT_ONCE):
@@ -145,7 +147,16 @@ class CodePanels(Panels):
     def stack(self) -> Stack:
         """See ``Panels.stack``."""
         self._need_whole()
-        return code_panels.stack_of_codes(self.data, self._matrix[-2], self._matrix[-1], self.form.bits)
+        return code_panels.stack_of_codes(
+            self.data, self._matrix[-2], self._matrix[-1], self.form.bits, rounds_inputs=self.form.rounds_inputs
+        )
+
+    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """See ``Panels.multiply``. Inputs of the output embedding are always rounded, those of layers in decode alone."""
+        stack = self.stack
+        if not self._is_table:
+            stack.inputs = FORMATS["float32"]
+        return panels.linear(self.library, stack, x, bias)
 
     def dense(self) -> Tensor:
         """See ``Weight.dense``: a copy in fp32."""

@@ -36,7 +36,7 @@ def default_executor(model: ModelConfig, options: EngineOptions, device: str) ->
         return "graph"
     if options.tensor_parallel > 1:  # a looped step is one call, in the middle of which ranks would have to meet
         return "eager"
-    forms = weight_forms(model, options.weights, dtype=options.dtype, device=device, executor="looped")
+    forms = weight_forms(model, options, device=device, executor="looped")
     return "eager" if problem_of_looping(model, forms, dtype=options.dtype, device=device) else "looped"
 
 
@@ -62,7 +62,7 @@ def engine_config(
     store = options.prefix_store if isinstance(options.prefix_store, PrefixStoreConfig) else None
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     executor = options.executor or default_executor(model, options, device)
-    forms = weight_forms(model, options.weights, dtype=options.dtype, device=device, executor=executor)
+    forms = weight_forms(model, options, device=device, executor=executor)
     check_cuts(model, options.parallel, forms)
     chunking = resolve_chunking(
         rank_config(model, split_heads(options.parallel)),

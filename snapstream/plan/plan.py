@@ -157,7 +157,7 @@ class _Planner:
         self.own = rank_config(model, split_heads(options.parallel))
         row_model = self.stored if options.attention == "dp" else self.own
         self.spec = kv_spec_of(row_model, options.dtype, options.kv_dtype)
-        self.forms = weight_forms(model, options.weights, dtype=options.dtype, device="cuda", executor="graph")
+        self.forms = weight_forms(model, options, device="cuda", executor="graph")
         self._reserved_bytes = 0 if draft is None else draft.total_bytes
 
     def budgets(self, given: Sequence[int]) -> list[KVBudget]:

@@ -6,12 +6,26 @@ nothing is lost, and a step reads half the bytes. Elsewhere it is the dtype of t
 
 from __future__ import annotations
 
-from snapstream.config import DType, ModelConfig, WeightForm, WeightForms
+from snapstream.config import EngineOptions, ModelConfig, WeightForm, WeightForms
+from snapstream.models.looping import problem_of_rounded_inputs
 from snapstream.models.shapes import check_groups
 
 
-def weight_forms(model: ModelConfig, wanted: str, *, dtype: DType, device: str, executor: str) -> WeightForms:
-    """ValueError for a width that the model, the dtype or the executor cannot take."""
+def weight_forms(model: ModelConfig, options: EngineOptions, *, device: str, executor: str) -> WeightForms:
+    """ValueError for widths that the model, the dtype or the executor cannot take."""
+    forms = _matrices(model, options, device, executor)
+    if options.activations == "dtype":
+        return forms
+    problem = problem_of_rounded_inputs(model, forms, dtype=options.dtype, device=device)
+    if problem is None:
+        return forms.rounding_inputs()
+    if options.activations == "int8":
+        raise ValueError(f"activations is 'int8': {problem}; use 'dtype'")
+    return forms
+
+
+def _matrices(model: ModelConfig, options: EngineOptions, device: str, executor: str) -> WeightForms:
+    wanted, dtype = options.weights, options.dtype
     compiles = executor == "graph" and not device.startswith("cuda")
     keeps_stored = dtype == "float32" and not device.startswith("cuda") and not compiles
     plain = WeightForms.of((model.stored.dtype if keeps_stored else None) or dtype)

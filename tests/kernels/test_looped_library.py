@@ -82,6 +82,56 @@ def test_a_product_of_codes(
         assert torch.equal(panels.linear(library, stack, x[token : token + 1], None)[0], got[token])
 
 
+@pytest.mark.parametrize("instructions", instruction_sets())
+@settings(max_examples=20)
+@given(
+    num_out=st.integers(1, 130), num_groups=st.integers(1, 20), group=st.sampled_from([32, 64, 128]),
+    bits=st.sampled_from([8, 4]), tokens=st.integers(1, 40), exponent=st.sampled_from([0, -20, 20, -126]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_product_of_whole_numbers(
+    instructions: InstructionSet, num_out: int, num_groups: int, group: int, bits: int, tokens: int, exponent: int,
+    seed: int,
+) -> None:  # fmt: skip
+    """Equal to its definition but for the rounding of a sum over groups; a token has the same bits in any batch, by any
+    instructions.
+    """
+    library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
+    codes, scales = groups.quantise(torch.randn(num_out, num_in, generator=generator), bits, group)
+    stored = torch.zeros(code_panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
+    code_panels.fill_codes(stored, 0, codes, scales, bits)
+    stack = code_panels.stack_of_codes(stored, num_out, num_in, bits, rounds_inputs=True)
+    x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
+    x[0, :group] = 0.0
+    got, want = panels.linear(library, stack, x, None), groups.multiply_codes(x, codes, scales, bits)
+    limit = 1e-6 * num_groups**0.5 * float(want.abs().max())
+    torch.testing.assert_close(got, want, rtol=0, atol=limit)
+    seen = groups.quantise_activations(x, group).double() @ groups.widen(codes, scales, bits).double().t()
+    torch.testing.assert_close(got.double(), seen, rtol=0, atol=limit)
+    chosen = library.way(-1)
+    try:
+        for token, way in zip((0, tokens // 2, tokens - 1), (0, 1, 0), strict=True):
+            library.way(way)
+            assert torch.equal(panels.linear(library, stack, x[token : token + 1], None)[0], got[token])
+    finally:
+        library.way(chosen)
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_product_of_whole_numbers_loses_nothing_that_is_not_finite(
+    instructions: InstructionSet, wrong: float
+) -> None:
+    codes, scales = groups.quantise(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), 8, 32)
+    stored = torch.zeros(code_panels.code_panel_shape((40, 64), 8, 32), dtype=torch.uint8)
+    code_panels.fill_codes(stored, 0, codes, scales, 8)
+    x = torch.ones(3, 64)
+    x[1, 40] = wrong
+    stack = code_panels.stack_of_codes(stored, 40, 64, 8, rounds_inputs=True)
+    got = panels.linear(load(instructions), stack, x, None)
+    assert got[[0, 2]].isfinite().all() and not got[1].isfinite().any()
+
+
 def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 

@@ -22,6 +22,7 @@ from snapstream.layers.sampler import NO_TOKEN, Sampled
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
 from snapstream.models.decoder import Decoder
+from snapstream.models.narrow import MakeWeight, make_weight
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.weights import DecoderWeights
@@ -129,12 +130,11 @@ def models(draw: st.DrawFn, *, multiple: int = 1) -> ModelConfig:
 
 
 def runner_of(
-    model: ModelConfig, width: str, kv_dtype: str, instructions: Any, capacity: int, seed: int
+    model: ModelConfig, forms: WeightForms, kv_dtype: str, make: MakeWeight, capacity: int, seed: int
 ) -> ModelRunner:
     """Random weights, rows full of random numbers, and counters as after prompts shorter and longer than a row."""
     torch.manual_seed(seed)
-    forms = WeightForms.of(width)
-    weights = DecoderWeights.empty(model, torch.float32, "cpu", forms, make_panels(load(instructions)))
+    weights = DecoderWeights.empty(model, torch.float32, "cpu", forms, make)
     for matrix in weights.matrices.values():
         matrix.fill(torch.randn(matrix.shape) / matrix.shape[-1] ** 0.5)
     for name, vector in weights.vectors.items():
@@ -169,7 +169,7 @@ def test_logits_equal_eager_and_do_not_depend_on_neighbours(
     size: int, seed: int,
 ) -> None:  # fmt: skip
     model = data.draw(models(multiple=32 if width in ("int8", "int4") else 1))
-    runner = runner_of(model, width, kv_dtype, instructions, capacity, seed)
+    runner = runner_of(model, WeightForms.of(width), kv_dtype, make_panels(load(instructions)), capacity, seed)
     looped, eager = LoopedDecode(runner.step_parts, threads), EagerDecode(runner.step_parts)
     before = runner.cache.k.clone(), runner.cache.v.clone()
     rows = torch.tensor(batch[:size])
@@ -197,7 +197,31 @@ def runner() -> Iterator[ModelRunner]:
         "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 40, "max_position_embeddings": 4096,
     })  # fmt: skip
-    yield runner_of(model, "float32", "auto", None, 24, 0)
+    yield runner_of(model, WeightForms.of("float32"), "auto", make_panels(load()), 24, 0)
+
+
+@settings(max_examples=20)
+@given(
+    model=models(multiple=32), width=st.sampled_from(["int8", "int4"]),
+    instructions=st.sampled_from(instruction_sets()), threads=st.integers(1, min(2, num_cores())),
+    batch=st.permutations(range(5)), size=st.integers(1, 5), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_steps_that_round_their_inputs(
+    model: ModelConfig, width: str, instructions: Any, threads: int, batch: list[int], size: int, seed: int
+) -> None:
+    """As plain calls that round them; where the two differ by a bit, a number may round to the next code."""
+    forms, rows = WeightForms.of(width).rounding_inputs(), torch.tensor(batch[:size])
+    runner = runner_of(model, forms, "auto", make_panels(load(instructions)), 17, seed)
+    looped, eager = (
+        LoopedDecode(runner.step_parts, threads),
+        EagerDecode(runner_of(model, forms, "auto", make_weight, 17, seed).step_parts),
+    )
+    with torch.inference_mode():
+        got = looped.logits(rows).clone()
+        assert torch.equal(torch.cat([looped.logits(rows[i : i + 1]).clone() for i in range(size)]), got)
+        want = eager.logits(rows)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-2 * float(want.abs().max()))
+    looped.close()
 
 
 def test_a_greedy_step_leaves_the_state_that_eager_leaves(runner: ModelRunner) -> None:

@@ -1,7 +1,7 @@
 // A member of the team at work on one step: what its stages have in common, and the stage that attends.
 #pragma once
 #include "engine.h"
-#include "panels.h"
+#include "codes.h"
 #include "rows.h"
 
 namespace looped {
@@ -112,9 +112,23 @@ class Attention : protected Worker {
         if (count > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
         done.store(0, std::memory_order_relaxed);
         merge_parts(found(0), count, group, size, v_scale, rest);
-        const int64_t cols = m_.heads * size;
+        hand_on(b, kv_head, rest);
+    }
+
+    // What the query heads of a kv head found, [group * E], to the product of the next stage. Groups of its codes may
+    // reach across heads, so the last of them rounds.
+    void hand_on(int64_t b, int64_t kv_head, const float* found) {
+        const int64_t cols = m_.heads * m_.head_dim, count = cols / m_.kv_heads, first = kv_head * count;
+        if (takes_codes(m_.o)) {
+            float* row = e_.attended + b * cols;
+            std::memcpy(row + first, found, count * 4);
+            if (e_.heads_done[b].fetch_add(1, std::memory_order_acq_rel) + 1 < m_.kv_heads) return;
+            e_.heads_done[b].store(0, std::memory_order_relaxed);
+            PackedCodes(e_.packed, groups_, b, m_.o).put(0, row, cols);
+            return;
+        }
         const Packed to(e_.packed, groups_, b, cols);
-        for (int64_t i = 0; i < group * size; ++i) to.put(kv_head * group * size + i, rest[i]);
+        for (int64_t i = 0; i < count; ++i) to.put(first + i, found[i]);
         if (kv_head == m_.kv_heads - 1) to.end(cols);
     }
 };

@@ -1,7 +1,7 @@
 // What a machine can do at most, for benchmarks: reading memory, multiply-adds in registers, and waiting. By the team.
 #include <vector>
 
-#include "panels.h"
+#include "codes.h"
 #include "team.h"
 
 namespace looped {
@@ -34,22 +34,30 @@ void wait_for_all(int64_t rounds, Team& team) {
 }
 
 double multiply(int64_t rounds, Team& team) {
-    constexpr int CHAINS = 12;
+    // Twice as many chains as cover the latency of two units. They must stay in registers, so every loop over them is
+    // unrolled: an index that is known only at run time would put them in memory, and the rate below that of products.
+    constexpr int CHAINS = W == 16 ? 24 : 12;
     std::vector<float> ends(team.size());
     team.run([&](int member) {
-        vec sums[CHAINS] = {};
-        const vec factor = all(0.5f);
+        vec sums[CHAINS];
+        UNROLL for (int j = 0; j < CHAINS; ++j) sums[j] = all(static_cast<float>(j + member));  // equal ones would merge
+        const vec factor = all(0.5f), one = all(1.0f);
         for (int64_t i = 0; i < rounds; ++i) {
             UNROLL for (int j = 0; j < CHAINS; ++j) {
-                sums[j] = sums[j] * factor + 1.0f;
-                asm volatile("" : "+v"(sums[j]));
+                sums[j] = sums[j] * factor + one;
             }
         }
         float end = 0.0f;
-        for (const vec& sum : sums) end += sum_of(sum);
+        UNROLL for (int j = 0; j < CHAINS; ++j) end += sum_of(sums[j]);
         ends[member] = end;
     });
     return ends[0] != ends[0] ? 0.0 : 2.0 * CHAINS * W * rounds * team.size();
+}
+
+double multiply_codes(int64_t rounds, Team& team) {
+    std::vector<int32_t> ends(team.size());
+    team.run([&](int member) { ends[member] = add_codes(rounds, 0x01010101 + member); });
+    return ends[0] == 1 ? 0.0 : 2.0 * 4 * DOT_CHAINS * W * rounds * team.size();
 }
 
 }  // namespace looped

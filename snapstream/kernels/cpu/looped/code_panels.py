@@ -58,10 +58,14 @@ def codes_of(panels: Tensor, num_out: int, bits: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(1), scales
 
 
-def stack_of_codes(panels: Tensor, num_out: int, num_in: int, bits: int) -> Stack:
-    """The struct of matrices in ``panels [L, P, groups, bytes]``, or of one."""
+def stack_of_codes(panels: Tensor, num_out: int, num_in: int, bits: int, *, rounds_inputs: bool = False) -> Stack:
+    """The struct of matrices in ``panels [L, P, groups, bytes]``, or of one.
+
+    ``rounds_inputs``: tokens are rounded to codes too before they are multiplied.
+    """
     panel_bytes = panels.shape[-2] * panels.shape[-1]
     return Stack(
         data=address(panels), layer_bytes=panels.shape[-3] * panel_bytes, panel_bytes=panel_bytes, rows=num_out,
         cols=num_in, format=FORMATS[f"int{bits}"], group=num_in // panels.shape[-2],
+        inputs=FORMATS["int8"] if rounds_inputs else FORMATS["float32"],
     )  # fmt: skip

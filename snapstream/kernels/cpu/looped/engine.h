@@ -33,7 +33,9 @@ struct Engine {
     };
     std::vector<Likeliest> likeliest;                // [threads, max_batch]
     std::unique_ptr<std::atomic<int>[]> parts_left;  // [max_batch, G]: the last to finish merges
+    std::unique_ptr<std::atomic<int>[]> heads_done;  // [max_batch]: of kv heads; the last rounds what all found
     Cut more;  // of the workspace: what stands behind the above
+    float* attended;  // [B, H * E], where the next product takes codes
     MixtureBuffers routed;
     LatentBuffers absorbed;
 };

@@ -1,10 +1,13 @@
 // The functions that Python calls (library.py), and the buffers of an engine.
+#include "codes.h"
 #include "engine.h"
 
 namespace looped {
 
 double read(const char* from, int64_t bytes, Team& team);  // bounds.cpp
 double multiply(int64_t rounds, Team& team);
+double multiply_codes(int64_t rounds, Team& team);
+int64_t choose_way(int64_t way);  // codes.cpp
 void wait_for_all(int64_t rounds, Team& team);
 
 namespace {
@@ -13,6 +16,10 @@ float* take(float*& from, int64_t count) {
     float* own = from;
     from += (count + 15) / 16 * 16;
     return own;
+}
+
+int64_t attended_floats(const Model& model, int64_t max_batch) {
+    return takes_codes(model.o) ? max_batch * model.heads * model.head_dim : 0;
 }
 
 int64_t parts_of(const Rows& rows) { return (rows.slots + 1023) / 1024; }
@@ -34,8 +41,10 @@ int64_t own_floats(const Model& model, const Rows& rows, int64_t max_batch, int 
 Engine::Engine(const Model& model, const Rows& rows, Team& team, int64_t max_batch, float* workspace)
     : model(model), rows(rows), team(team), tasks(team.size()), max_batch(max_batch), max_parts(parts_of(rows)),
       likeliest(team.size() * max_batch), parts_left(new std::atomic<int>[max_batch * model.kv_heads]()),
+      heads_done(new std::atomic<int>[max_batch]()),
       more{workspace + own_floats(model, rows, max_batch, team.size())},
-      routed(model, max_batch, team.size(), more), absorbed(model, max_batch, more) {
+      attended(more(attended_floats(model, max_batch))), routed(model, max_batch, team.size(), more),
+      absorbed(model, max_batch, more) {
     const int64_t own = looped::scratch_floats(model, max_batch);
     const int64_t parts = max_batch * model.heads * max_parts;
     residual = take(workspace, max_batch * model.hidden);
@@ -51,6 +60,7 @@ Engine::Engine(const Model& model, const Rows& rows, Team& team, int64_t max_bat
 
 int64_t Engine::workspace_floats(const Model& model, const Rows& rows, int64_t max_batch, int threads) {
     Cut more{nullptr};
+    more(attended_floats(model, max_batch));
     MixtureBuffers(model, max_batch, threads, more);
     LatentBuffers(model, max_batch, more);
     return own_floats(model, rows, max_batch, threads) + more.at;
@@ -91,7 +101,9 @@ EXPORT void looped_linear(const Stack* matrix, const float* x, int64_t tokens, c
 EXPORT void looped_copy_rows(const Stack* matrix, const int64_t* rows, int64_t count, float* out) {
     looped::copy_rows(*matrix, rows, count, out);
 }
+EXPORT int64_t looped_way(int64_t way) { return choose_way(way); }
 EXPORT double looped_read(Team* team, const char* from, int64_t bytes) { return looped::read(from, bytes, *team); }
 EXPORT void looped_wait_for_all(Team* team, int64_t rounds) { looped::wait_for_all(rounds, *team); }
+EXPORT double looped_multiply_codes(Team* team, int64_t rounds) { return looped::multiply_codes(rounds, *team); }
 EXPORT double looped_multiply(Team* team, int64_t rounds) { return looped::multiply(rounds, *team); }
 }

@@ -26,7 +26,7 @@ class Stack(Structure):
 
     _fields_ = [
         ("data", c_void_p),
-        *((name, c_int64) for name in "layer_bytes panel_bytes rows cols format group".split()),
+        *((name, c_int64) for name in "layer_bytes panel_bytes rows cols format group inputs".split()),
     ]
 
 
@@ -90,8 +90,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "stages": (c_int64, [POINTER(Model)]),
     "linear": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64]),
     "copy_rows": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p]),
+    "way": (c_int64, [c_int64]),
     "read": (c_double, [c_void_p, c_void_p, c_int64]),
     "multiply": (c_double, [c_void_p, c_int64]),
+    "multiply_codes": (c_double, [c_void_p, c_int64]),
     "wait_for_all": (None, [c_void_p, c_int64]),
 }
 

@@ -13,11 +13,15 @@ void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bi
             int64_t threads) {
     const Groups groups(tokens);
     const int64_t panels = (matrix.rows + PANEL - 1) / PANEL, cols = matrix.cols;
-    const Product multiply = products_of(matrix.format).of_one;
+    const Product multiply = products_of(matrix).of_one;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tokens; ++t) {
+            if (takes_codes(matrix)) {
+                PackedCodes(buffer, groups, t, matrix).put(0, x + t * cols, cols);
+                continue;
+            }
             const Packed to(buffer, groups, t, cols);
             for (int64_t i = 0; i < cols; ++i) to.put(i, x[t * cols + i]);
             to.end(cols);

@@ -18,7 +18,7 @@ class Member : private MixtureWorker {
             if (stage == 0) embed();
             else if (stage <= m_.layers * layer_stages(m_))
                 layer_stage((stage - 1) / layer_stages(m_), (stage - 1) % layer_stages(m_));
-            else if (stage == num_stages(m_) - 2) norm(m_.final_norm);
+            else if (stage == num_stages(m_) - 2) norm(m_.final_norm, m_.head);
             else head();
             e_.tasks.clear_next(turn_, me_);
             if (s_.touch_bytes) touch(stage + 1);
@@ -36,7 +36,7 @@ class Member : private MixtureWorker {
 
     void attention_stage(int64_t layer, int64_t stage) {
         switch (stage) {
-            case 0: return norm(m_.input_norm + layer * m_.hidden);
+            case 0: return norm(m_.input_norm + layer * m_.hidden, m_.qkv);
             case 1: return project(m_.qkv, layer, m_.qkv_bias, e_.heads);
             case 2: return attend(layer);
             default: return add(m_.o, layer, m_.o_bias);
@@ -47,7 +47,7 @@ class Member : private MixtureWorker {
         const Latent& own = m_.latent;
         if (!own.q_rank && stage > 2) stage += 2;
         switch (stage) {
-            case 0: return norm(m_.input_norm + layer * m_.hidden);
+            case 0: return norm(m_.input_norm + layer * m_.hidden, own.kv_a);
             case 1: return project(own.kv_a, layer, nullptr, e_.absorbed.kept);
             case 2: return own.q_rank ? project(own.q_a, layer, nullptr, e_.absorbed.narrow)
                                       : project(own.q, layer, nullptr, e_.absorbed.wide);
@@ -62,7 +62,7 @@ class Member : private MixtureWorker {
 
     void mlp_stage(int64_t layer, int64_t stage) {
         switch (stage) {
-            case 0: return norm(m_.post_norm + layer * m_.hidden);
+            case 0: return norm(m_.post_norm + layer * m_.hidden, m_.gate_up);
             case 1: return project(m_.gate_up, layer, m_.gate_up_bias, e_.gate_up);
             case 2: return activate();
             case 3: return add(m_.down, layer, m_.down_bias);
@@ -93,7 +93,7 @@ class Member : private MixtureWorker {
     template <class Emit>  // emit(first row, rows, sums [B][32])
     void product(const Stack& stack, int64_t layer, Emit emit) {
         const char* data = stack.data + layer * stack.layer_bytes;
-        const Products multiply = products_of(stack.format);
+        const Products multiply = products_of(stack);
         const int64_t panels = (stack.rows + PANEL - 1) / PANEL, at_once = s_.batch <= PAIR_TOKENS ? 2 : 1;
         const int64_t grain = std::max<int64_t>(1, (1 << 15) / (at_once * stack.panel_bytes));
         share((panels + at_once - 1) / at_once, grain, [&](int64_t task) {
@@ -205,10 +205,19 @@ class Member : private MixtureWorker {
         }
     }
 
-    void norm(const float* weight) {
+    void norm(const float* weight, const Stack& next) {
         share(s_.batch, 1, [&](int64_t b) {
             const float* x = e_.residual + b * m_.hidden;
             const float factor = norm_factor(x, m_.hidden, m_.eps);
+            if (takes_codes(next)) {
+                const PackedCodes to(e_.packed, groups_, b, next);
+                float group[MOST_GROUP];
+                for (int64_t first = 0; first < m_.hidden; first += next.group) {
+                    for (int64_t i = 0; i < next.group; ++i) group[i] = x[first + i] * factor * weight[first + i];
+                    to.put(first, group, next.group);
+                }
+                return;
+            }
             const Packed to(e_.packed, groups_, b, m_.hidden);
             for (int64_t i = 0; i < m_.hidden; ++i) to.put(i, x[i] * factor * weight[i]);
             to.end(m_.hidden);
@@ -216,19 +225,20 @@ class Member : private MixtureWorker {
     }
 
     void activate() {  // silu(gate) * up, in pieces of some vectors
-        constexpr int64_t PIECE = 16 * W;
+        constexpr int64_t PIECE = std::max<int64_t>(16 * W, MOST_GROUP);  // whole groups of codes
         const int64_t pieces = (m_.inner + PIECE - 1) / PIECE;
         share(s_.batch * pieces, 4, [&](int64_t task) {
             const int64_t b = task / pieces, first = task % pieces * PIECE, last = std::min(first + PIECE, m_.inner);
             const float *gate = e_.gate_up + b * 2 * m_.inner, *up = gate + m_.inner;
-            const Packed to(e_.packed, groups_, b, m_.inner);
+            float active[PIECE];
             for (int64_t i = first; i < last; i += W) {
                 const int64_t count = std::min<int64_t>(W, last - i);
                 const vec own = load_some(gate + i, count);
-                float lanes[W];
-                store(lanes, own / (1.0f + exponential(-own)) * load_some(up + i, count));
-                for (int64_t j = 0; j < count; ++j) to.put(i + j, lanes[j]);
+                store(active + i - first, own / (1.0f + exponential(-own)) * load_some(up + i, count));
             }
+            if (takes_codes(m_.down)) return PackedCodes(e_.packed, groups_, b, m_.down).put(first, active, last - first);
+            const Packed to(e_.packed, groups_, b, m_.inner);
+            for (int64_t i = first; i < last; ++i) to.put(i, active[i - first]);
             if (last == m_.inner) to.end(m_.inner);
         });
     }
