@@ -109,7 +109,7 @@ def rows_that_fit(machine: Machine, slots: int) -> int:
 
 @cache
 def predictor(num_ranks: int, attention: str = "dp") -> Predictor:
-    forms = weight_forms(model(), "auto", dtype=DTYPE, device="cuda", executor="graph")
+    forms = weight_forms(model(), options(num_ranks, attention), device="cuda", executor="graph")
     return Predictor.of(model(), options(num_ranks, attention), forms, BANDWIDTH, FLOP)
 
 

@@ -16,22 +16,22 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 from evals import store
 from evals.arms import Arm
 from evals.by_head import by_head_runner, by_head_spec
 from evals.chat import Chat
-from evals.rounded import rounded_runner
+from evals.rounded import WIDTHS
 from evals.score import found, found_after_first, mean_and_error
 from evals.shared import generate_shared
 from evals.tasks import TASKS, Item, make_items
 from figures.machine import describe
 from snapstream.cache import layout
-from snapstream.config import KVDType, WidthOption
+from snapstream.config import KVDType
 from snapstream.llm import LLM
 from snapstream.models.families import kv_spec_of
-from snapstream.start.build import MakeRunner, build_runner
+from snapstream.start.build import MakeRunner
 
 RESULTS = Path(os.environ.get("EVALS_RESULTS", Path(__file__).parent / "results"))
 CHUNK_LEN = 512
@@ -59,7 +59,7 @@ class Cell:
     seed: int = 0
     source: str = "snapstream"  # whose engine; see peers_kvpress.py
     kv_dtype: KVDType = "auto"  # storage of rows
-    width: str = "auto"  # of weights, and of inputs of decode: of widths.WIDTHS
+    width: str = "auto"  # of weights, and of inputs of decode: of rounded.WIDTHS
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -81,8 +81,7 @@ class Cell:
             "seed": self.seed,
             # older cells keep their names
             **({} if self.kv_dtype == "auto" else {"kv_dtype": self.kv_dtype}),
-            **({} if self.width == "auto" else {"weight_width": self.width.removesuffix("-a8")}),
-            **({"activations": "int8"} if self.width.endswith("-a8") else {}),
+            **WIDTHS[self.width].settings,
         }
 
     @property
@@ -152,13 +151,14 @@ def group(cells: Sequence[Cell]) -> list[list[Cell]]:
 def _make_runner(cell: Cell) -> MakeRunner:
     if cell.arm.name == "by_head":
         return by_head_runner
-    return rounded_runner if cell.width.endswith("-a8") else build_runner
+    return WIDTHS[cell.width].make_runner
 
 
 def run_group(cells: Sequence[Cell]) -> None:
     """Ask every prompt once, greedily, under the rule of each cell (``shared.py``), and store the results."""
     began = perf_counter()
     first = cells[0]
+    width = WIDTHS[first.width]
     task = TASKS[first.task]
     chat, items = items_of(first)
     prompts = [first.arm.prompt(item.prompt_ids, task.max_tokens) for item in items]
@@ -169,7 +169,8 @@ def run_group(cells: Sequence[Cell]) -> None:
         budget=first.arm.budget,
         selector=first.arm.selector,
         kv_dtype=first.kv_dtype,
-        weights=cast(WidthOption, first.width.removesuffix("-a8")),
+        weights=width.weights,
+        activations=width.activations,
         executor="eager",
         make_runner=_make_runner(first),
         max_rows=1,

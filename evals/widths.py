@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from evals import store, tables
-from evals.rounded import WIDTHS
+from evals.rounded import SETTINGS, WIDTHS
 from figures.markdown import table
 
 
@@ -21,7 +21,7 @@ def cells(model: Path) -> list[tables.Result]:
 
 def _prompts(cell: tables.Result) -> str:
     s = cell["settings"]
-    return store.key_of({k: v for k, v in s.items() if k not in ("weight_width", "activations")})
+    return store.key_of({k: v for k, v in s.items() if k not in SETTINGS})
 
 
 def widths_table(model: Path) -> str:
@@ -34,7 +34,7 @@ def widths_table(model: Path) -> str:
     names = list(dict.fromkeys(cell["settings"]["task"] for cell in found))
     own = {_prompts(cell): cell["result"]["accuracy"] for cell in found if "weight_width" not in cell["settings"]}
     rows = []
-    for width, (weights, inputs) in WIDTHS.items():
+    for width, own_width in WIDTHS.items():
         lines = tables.by_row([c for c in found if width_of(c) == width], lambda cell: cell["settings"]["task"])
         for (arm, slots), line in lines.items():
             values = []
@@ -42,8 +42,8 @@ def widths_table(model: Path) -> str:
                 cell = line[name][0] if name in line else None
                 values.append("" if cell is None else _value(cell, own.get(_prompts(cell))))
             part = tables.part_of(slots, found[0]["settings"]["prompt_len"])
-            of = "fp32" if weights == "auto" else weights
-            rows.append([of, "int8" if inputs == "int8" else "fp32", tables.ARM_NAMES[arm], part, *values])
+            inputs = "int8" if own_width.activations == "int8" else "fp32"
+            rows.append([own_width.words, inputs, tables.ARM_NAMES[arm], part, *values])
     heads = ["weights", "inputs in decode", "cache", "slots", *names]
     return f"{tables.note_of(found)}\n\n{table(heads, rows)}"
 
@@ -57,5 +57,5 @@ def _value(cell: tables.Result, own: float | None) -> str:
 
 def width_of(cell: tables.Result) -> str:
     """The name of a stored cell's width."""
-    s = cell["settings"]
-    return s.get("weight_width", "auto") + ("-a8" if s.get("activations") == "int8" else "")
+    own = {name: cell["settings"][name] for name in SETTINGS if name in cell["settings"]}
+    return next(name for name, width in WIDTHS.items() if width.settings == own)

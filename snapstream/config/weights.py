@@ -80,23 +80,42 @@ class WeightForms:
 
     layers: WeightForm
     tables: WeightForm  # the embedding, and the output embedding
+    attention: WeightForm | None = None  # the matrices around attention; None: as the other ones of a layer
 
     @classmethod
     def of(cls, width: str, group: int = DEFAULT_GROUP) -> WeightForms:
-        """One width for all; beside layers of int4 tables of int8, whose errors no layer can make good."""
+        """One width for all; but with ``int4`` tables and attention are int8.
+
+        No layer can make good the errors of a table, and those of attention cost most of what rounding costs.
+        """
         layers = _form(width, group)
-        return cls(layers=layers, tables=_form("int8", DEFAULT_GROUP) if layers.is_codes else layers)
+        if not layers.is_codes:
+            return cls(layers=layers, tables=layers)
+        finer = _form("int8", DEFAULT_GROUP)
+        return cls(layers=layers, tables=finer, attention=finer if width == "int4" else None)
 
     def describe(self) -> str:
         """``bfloat16``, or ``int4 in groups of 32, embedding and head int8 in groups of 32``."""
-        layers, tables = self.layers.describe(), self.tables.describe()
-        words = layers if layers == tables else f"{layers}, embedding and head {tables}"
+        named = {"attention": self.attention, "embedding and head": self.tables}
+        others: dict[str, list[str]] = {}  # names by what they are
+        for name, form in named.items():
+            if form is not None and form.describe() != self.layers.describe():
+                others.setdefault(form.describe(), []).append(name)
+        words = ", ".join([self.layers.describe(), *(f"{', '.join(names)} {form}" for form, names in others.items())])
         return f"{words}; inputs int8 in decode" if self.layers.rounds_inputs else words
 
     def rounding_inputs(self) -> WeightForms:
         """The same, of which all that are codes see their inputs in int8."""
-        forms = (replace(form, rounds_inputs=form.is_codes) for form in (self.layers, self.tables))
-        return WeightForms(**dict(zip(("layers", "tables"), forms, strict=True)))
+        return replace(
+            self,
+            layers=_rounding(self.layers),
+            tables=_rounding(self.tables),
+            attention=self.attention and _rounding(self.attention),
+        )
+
+
+def _rounding(form: WeightForm) -> WeightForm:
+    return replace(form, rounds_inputs=form.is_codes)
 
 
 def _form(width: str, group: int) -> WeightForm:

@@ -152,7 +152,7 @@ class CodePanels(Panels):
         )
 
     def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        """See ``Panels.multiply``. Inputs of the output embedding are always rounded, those of layers in decode alone."""
+        """See ``Panels.multiply``. Decode alone rounds inputs of layers; those of the output embedding always are."""
         stack = self.stack
         if not self._is_table:
             stack.inputs = FORMATS["float32"]

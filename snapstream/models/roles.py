@@ -39,6 +39,11 @@ class Role:
         return range(num_layers) if self.layers is None else self.layers
 
     @property
+    def is_attention(self) -> bool:
+        """Whether it is a part of a layer's attention, as every checkpoint names it."""
+        return self.per_layer and any(name.startswith("self_attn.") for name in self.parts)
+
+    @property
     def is_quantized(self) -> bool:
         """Whether a quantized checkpoint has it as codes: the matrices of the layers."""
         return self.per_layer and self.is_matrix

@@ -51,6 +51,8 @@ def form_of(role: Role, dtype: str, forms: WeightForms | None = None) -> WeightF
     plain = WeightForms.of(role.dtype or dtype).layers
     if forms is None or not role.is_matrix or role.is_wide:
         return plain
+    if role.is_attention and forms.attention is not None:
+        return forms.attention
     return forms.layers if role.per_layer else forms.tables
 
 

@@ -27,7 +27,7 @@ def checkpoint(folder: Path, dtype: torch.dtype, name: str = "qwen3") -> Path:
 
 
 def answers(folder: Path, weights: str) -> list[list[int]]:
-    options = EngineOptions(budget=48, chunk_len=16, max_model_len=120, weights=weights)
+    options = EngineOptions(budget=48, chunk_len=16, max_model_len=120, weights=weights, activations="dtype")
     with LLM(folder, options, progress=False) as llm:
         return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
 

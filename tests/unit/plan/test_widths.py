@@ -39,14 +39,32 @@ def test_auto_is_the_dtype_elsewhere() -> None:
 def test_a_width_that_was_asked_for() -> None:
     assert width(weights="float32") == "float32"
     assert width(weights="float16") == "float16"
-    assert width(weights="int8") == "int8 in groups of 32"
-    assert width(weights="int4") == "int4 in groups of 32, embedding and head int8 in groups of 32"
+    assert width(weights="int8", activations="dtype") == "int8 in groups of 32"
+    assert width(weights="int8") == "int8 in groups of 32; inputs int8 in decode"
+    assert width(weights="int4", activations="dtype") == (
+        "int4 in groups of 32, attention, embedding and head int8 in groups of 32"
+    )
     assert width(weights="int4", dtype="bfloat16", device="cuda").startswith("int4")
+
+
+def test_inputs_are_rounded_where_looped_steps_could_run() -> None:
+    rounded = "; inputs int8 in decode"
+    for options in ({}, {"executor": "eager"}, {"activations": "int8"}):
+        assert width(weights="int8", **options).endswith(rounded)
+    for options in ({"device": "cuda"}, {"dtype": "bfloat16"}, {"activations": "dtype"}):
+        assert not width(weights="int8", **options).endswith(rounded)
+    assert width(activations="auto") == "bfloat16"
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"activations": "int4"}, "activations is 'int4'; it must be one of auto, dtype, int8"),
+        (
+            {"activations": "int8"},
+            "activations is 'int8': weights are bfloat16; products of whole numbers need int8 or",
+        ),
+        ({"activations": "int8", "weights": "int8", "device": "cuda"}, "activations is 'int8': device is 'cuda'; loop"),
         ({"weights": "int2"}, "weights is 'int2'; it must be one of auto, float32, bfloat16, float16, int8, int4"),
         ({"weights": 8}, "weights is 8; it must be one of auto"),
         ({"weights": "float32", "dtype": "bfloat16"}, "weights is 'float32' and dtype 'bfloat16'; weights must be bf"),
