@@ -20,6 +20,7 @@ from benchmarks.gpu_suite import (
     peers_kvpress,
     prefixes,
     prompts,
+    rank_share,
     requests,
     spec_prefill,
     speed,
@@ -69,6 +70,9 @@ def sections() -> list[Section]:
                                             both), 60, decode),
         Section("prefill_lite", prompts.prefill("deepseek_v2_lite", [(32_768, 8192, 2048)]), 40, prefill),
         Section("experts_kernel", experts.experts_kernel, 30, "products with a matrix per expert alone, bf16 and FP8"),
+        Section("rank_share", rank_share.rank_share, 200,
+                "one rank of sixteen of DeepSeek-R1 alone: share_ms and seconds_per_layer are measured, node_ms and "
+                "prompt_s predicted: with the rest of the layers, and with collectives that are assumed"),
         Section("decode_1b", speed.decode("llama_1b", [(8192, [1, 16, 64], 131_000)], both), 30, decode),
         Section("peers_kvpress", peers_kvpress.kvpress, 45, "SnapKV in transformers, the same weights, one prompt"),
         Section("decode_budgets", speed.decode("llama_8b", [
