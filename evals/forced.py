@@ -45,6 +45,9 @@ class ForcedRunner:
     def connect(self, exchange: RowExchange) -> None:
         self._runner.connect(exchange)
 
+    def close(self) -> None:
+        self._runner.close()
+
     def submit(self, plan: StepPlan) -> PendingStep:
         for spec in plan.opened_jobs:
             for entry in spec.entries:

@@ -22,10 +22,11 @@ from snapstream.request import Request, RequestOutput, SamplingParams, Trim
 from snapstream.request.conversation import as_conversation
 from snapstream.request.inputs import as_conversations, as_params, as_prompts, only
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.start.build import MakeRunner, build_runner, grammar_compiler, load_trimmer, memory_of
-from snapstream.start.measure import measure_machine
+from snapstream.start.build import MakeRunner, grammar_compiler, load_trimmer, memory_of
+from snapstream.start.measure import decide
 from snapstream.start.notes import start_notes
-from snapstream.start.resolve import resolve, resolve_budget
+from snapstream.start.ranks import build_ranks
+from snapstream.start.resolve import resolve_budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,9 +52,8 @@ class LLM:
     their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen automatically.
     ``draft``: a small model (a folder, or a ``TextTrimmer``) that shortens the prompts of calls that ask for it.
     ``beside``: a draft that another process has loaded on this device; its working memory is kept free.
-    ``make_runner`` loads the weights and runs them, for callers that bring kernels, weights or a decode step.
-    Threads may share it: their calls take turns (``engine/driver.py``). Raises ValueError for anything that cannot be
-    supported, with the reason, and TypeError for an unknown setting and for wrong Python types.
+    ``make_runner`` loads the weights and runs them, for callers that bring kernels, weights or a decode step. Threads
+    may share it (``engine/driver.py``). ValueError for what cannot be supported; TypeError for wrong kinds.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LLM:
         *,
         draft: TextTrimmer | str | Path | None = None,
         beside: DraftMemory | None = None,
-        make_runner: MakeRunner = build_runner,
+        make_runner: MakeRunner = build_ranks,
         progress: bool = True,
         **fields: Any,
     ) -> None:
@@ -72,7 +72,7 @@ class LLM:
             as_kind("beside", beside, DraftMemory)
         self.model_config = read_model_config(model)
         # Decided before anything is loaded, so that impossible settings are refused at once.
-        self.config = resolve(self.model_config, options, measure_machine(options.device, beside))
+        self.config = decide(self.model_config, options, beside)
         self.notes = start_notes(self.model_config, options, self.config)
         if progress:
             print(*self.notes, sep="\n", file=sys.stderr)
@@ -81,7 +81,7 @@ class LLM:
         if draft is not None:
             self._trimmer = self._make_trimmer(draft)
             beside = memory_of(self._trimmer.text_trimmer, options.device) or beside
-            self.config = resolve(self.model_config, options, measure_machine(options.device, beside))  # less is free
+            self.config = decide(self.model_config, options, beside)  # less is free
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
         engine = Engine(
             make_runner(Path(model), self.model_config, self.config, self._grammars, progress),

@@ -287,3 +287,7 @@ class Runner(Protocol):
     def is_ready(self, job_id: int) -> bool:
         """Whether the next layer of an open job can run without waiting for blocks of the prefix store."""
         ...
+
+    def close(self) -> None:
+        """End what works beside it, like other ranks; nothing may be submitted afterwards."""
+        ...

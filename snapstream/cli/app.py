@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli import compress, demo, deploy, generate, plan, proxy, quantize, serve
+from snapstream.cli import compress, demo, deploy, follow, generate, plan, proxy, quantize, serve
 from snapstream.cli.flags import Command, as_command
 from snapstream.version import __version__
 
@@ -53,6 +53,7 @@ _add(plan.plan, plan.HELP, "What a model costs, from its config.json alone.")
 _add(generate.generate, generate.HELP, "Answer one prompt with a checkpoint on disk.")
 _add(serve.serve, serve.HELP, "Serve a model over HTTP, as the OpenAI API.")
 _add(deploy.deploy, deploy.HELP, "Serve replicas of a model on Ray Serve.")
+_add(follow.follow, follow.HELP, "Be ranks of an engine on another machine.")
 _add(compress.compress, compress.HELP, "Shorten a long text with a small draft model.")
 _add(proxy.proxy, proxy.HELP, "Trim long prompts in front of any OpenAI-compatible server.")
 _add(quantize.quantize, quantize.HELP, "Write a checkpoint whose layers are int8 or int4.")

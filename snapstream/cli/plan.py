@@ -76,6 +76,8 @@ ENGINE = Flags(
         "max_waiting",
         "prefix_dir",
         "prefix_disk",
+        "local_ranks",
+        "leader_address",
     ),  # fmt: skip
 )
 

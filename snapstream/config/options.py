@@ -96,6 +96,11 @@ class EngineOptions(Settings):
         "tp", "With --tensor-parallel: ranks split every expert (tp), or have whole ones (ep)."
     )
 
+    local_ranks: int = setting(0, "Ranks on this machine; the others come from other machines. 0: all.")
+    leader_address: str | None = setting(
+        None, "With --local-ranks: where this engine waits for the ranks of other machines.", metavar="HOST:PORT"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         set_counts(self, prefill_quantum=0)
@@ -118,9 +123,9 @@ class EngineOptions(Settings):
                 self.prefix_store is not None, f"prefix_dir is {self.prefix_dir!r}; it needs a prefix_store in memory"
             )
         check_budget(self.budget)
-        set_counts(self, tensor_parallel=1)
+        set_counts(self, tensor_parallel=1, local_ranks=0)
         check(
-            self.tensor_parallel > 1 or self.parallel == ParallelConfig(),
+            self.parallel.size > 1 or (self.attention, self.experts) == ("tp", "tp"),
             f"attention is {self.attention!r} and experts {self.experts!r}, and there is one rank to compute them; "
             "give tensor_parallel",
         )
@@ -128,7 +133,13 @@ class EngineOptions(Settings):
     @property
     def parallel(self) -> ParallelConfig:
         """How the engine is spread over ranks."""
-        return ParallelConfig(size=self.tensor_parallel, attention=self.attention, experts=self.experts)
+        return ParallelConfig(
+            size=self.tensor_parallel,
+            attention=self.attention,
+            experts=self.experts,
+            num_local=self.local_ranks,
+            address=self.leader_address or "",
+        )
 
     @classmethod
     def of(cls, options: EngineOptions | None, given: dict[str, Any]) -> EngineOptions:

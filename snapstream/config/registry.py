@@ -22,10 +22,15 @@ class Registry(Generic[T]):
         """``kind`` names the entries in errors: the setting that holds their names."""
         self.kind = kind
         self._entries = dict(entries)
+        self._shipped = frozenset(entries)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
+
+    def is_shipped(self, name: str) -> bool:
+        """Whether the package brings it, so that every process knows it."""
+        return name in self._shipped
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name in self._entries

@@ -73,6 +73,11 @@ SELECTORS: Registry[type[Selector]] = Registry(
 )
 
 
+def is_shipped(selector: Selector) -> bool:
+    """Whether a selector's class is the package's own, so that other processes can make an equal one by its name."""
+    return SELECTORS.is_shipped(selector.name) and SELECTORS.get(selector.name) is type(selector)
+
+
 def make_selector(selector: str | Selector = DEFAULT_SELECTOR) -> Selector:
     """A selector itself, or the one of that name with its default settings. ValueError or TypeError for others."""
     if isinstance(selector, Selector):

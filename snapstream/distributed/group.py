@@ -113,8 +113,18 @@ class Ranks:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """See ``Group.all_gather``."""
         whole = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(whole, x.contiguous(), group=self._group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+        gather(whole, x.contiguous(), group=self._group)
         return whole if dim == 0 else torch.cat(whole.chunk(self.size), dim)
+
+    @staticmethod
+    def is_joined() -> bool:
+        """Whether this process is in a group already; it can be in one."""
+        return dist.is_initialized()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a collective may wait for the other ranks from here on."""
+        self._group.set_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         """Leave the group; its collectives cannot be called any more."""

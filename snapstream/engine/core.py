@@ -119,11 +119,14 @@ class Engine:
         return 0 if lookup is None else lookup.reset(namespace)
 
     def close(self) -> None:
-        """Finish what is being written to the disk of the prefix store; nothing may be asked afterwards."""
+        """Finish what is being written to the disk of the prefix store, and end the runner; nothing may be asked
+        afterwards.
+        """
         if self._transfers is not None:
             self._transfers.close()
         if self._scheduler.prefixes is not None:
             self._scheduler.prefixes.shut()
+        self.runner.close()
 
     def validate(self, request: Request) -> None:
         """Raise ValueError if the request could never be served, whatever else runs; queues nothing."""

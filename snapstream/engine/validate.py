@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from snapstream.config import EngineConfig, InvalidValue, Selector, as_count
+from snapstream.config.selector import is_shipped
 from snapstream.request import Request
 from snapstream.request.request import MAX_PRIORITY
 
@@ -68,6 +69,11 @@ def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> No
 def _check_selector(selector: Selector, config: EngineConfig) -> None:
     """Refuse a selector that needs memory which this engine has not set aside, or cannot do what its rows do."""
     name, own = selector.name, config.selector
+    if config.parallel.size > 1 and not is_shipped(selector):
+        raise InvalidValue(
+            f"selector {name!r} is not one of the package's own, and the other ranks of this engine know only those",
+            "selector",
+        )
     if selector.needs_all_queries and config.prefix_store is not None:
         raise InvalidValue(
             f"selector {name!r} needs the queries of a whole prompt, and the prefix store of this engine keeps keys "

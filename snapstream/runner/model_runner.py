@@ -134,6 +134,9 @@ class ModelRunner:
         """Whether the next layer of an open job can run at once."""
         return self.mover is None or self.mover.is_ready(job_id)
 
+    def close(self) -> None:
+        """See ``Runner.close``: nothing works beside it."""
+
     def occupy(self, rows: Sequence[int], num_tokens: int, sampling: SamplingParams) -> None:
         """Let ``rows`` look as after a prompt of ``num_tokens``, without prefilling one; for benchmarks of decode."""
         counters = self.rows.entry(num_tokens, num_tokens, self.config.budget)

@@ -164,6 +164,11 @@ class SubmittedStep:
         """Tells, once the tokens are read, which rows their grammar ended."""
         self._grammar_ends.append(ends)
 
+    def drawn_ids(self) -> list[int]:
+        """Wait for the device; all tokens that were drawn, those of prompts first."""
+        copies = [copy for copy, *_ in self._prefilled] + ([self._decoded[0]] if self._decoded else [])
+        return [token for copy in copies for token in copy.token_ids()]
+
     def result(self) -> StepResult:
         """Wait for the device and return plain data."""
         prefilled = {prompt.entry.request_id: prompt.result(()) for prompt in self._sent}

@@ -82,6 +82,8 @@ def build_runner(
     from snapstream.models.decoder import Decoder
     from snapstream.runner.model_runner import ModelRunner
 
+    if config.parallel.size > 1:
+        raise ValueError(f"this runner is made for one device, and tensor_parallel is {config.parallel.size}")
     make_tier = _disk_tier(folder, config)
     decoder = Decoder.load(
         folder,

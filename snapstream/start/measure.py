@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from snapstream.config import EngineConfig, ModelConfig
+from snapstream.config import EngineConfig, EngineOptions, ModelConfig
+from snapstream.models.shards import rank_config
 from snapstream.plan.draft_memory import DraftMemory
 from snapstream.plan.host import host_memory
-from snapstream.start.resolve import Machine
+from snapstream.start.resolve import Machine, resolve
 
 if TYPE_CHECKING:
     from snapstream.kernels.latents.choice import LatentAttention
@@ -46,8 +47,11 @@ def device_memory(device: str) -> tuple[int, int]:
     return torch.cuda.mem_get_info(device)
 
 
-def measure_machine(device: str, draft: DraftMemory | None = None) -> Machine:
-    """The facts of this machine; ValueError for a device that cannot be used."""
+def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks: int = 1) -> Machine:
+    """The facts of this machine; ValueError for a device that cannot be used.
+
+    Of ``num_ranks`` ranks on this machine each has a GPU of its own, and a part of the host's memory.
+    """
     check_device(device)
     free, total = device_memory(device)
     if not device.startswith("cuda"):
@@ -55,11 +59,12 @@ def measure_machine(device: str, draft: DraftMemory | None = None) -> Machine:
 
         return Machine(
             device=device,
-            free_bytes=free,
-            total_bytes=total,
+            free_bytes=free // num_ranks,
+            total_bytes=total // num_ranks,
             has_compiler=find_compiler() is not None,
             looped_problem=looped_problem(),
             draft=draft,
+            num_gpus=0,
         )
     import torch
 
@@ -68,10 +73,16 @@ def measure_machine(device: str, draft: DraftMemory | None = None) -> Machine:
         free_bytes=free,
         total_bytes=total,
         name=torch.cuda.get_device_name(device),
-        host_free_bytes=host_memory().available,
+        host_free_bytes=host_memory().available // num_ranks,
         capability=None if torch.version.hip is not None else torch.cuda.get_device_capability(device),
         draft=draft,
+        num_gpus=torch.cuda.device_count(),
     )
+
+
+def decide(model: ModelConfig, options: EngineOptions, beside: DraftMemory | None = None) -> EngineConfig:
+    """``resolve`` for this machine as it is now; ``beside``: a draft that is loaded on the same device."""
+    return resolve(model, options, measure_machine(options.device, beside, num_ranks=options.parallel.ranks_here))
 
 
 def looped_problem() -> str | None:
@@ -91,6 +102,8 @@ def looped_problem() -> str | None:
 
 def latent_attention(model: ModelConfig, config: EngineConfig) -> LatentAttention | None:
     """The kernel that will attend over rows of latents; None where there is nothing to choose."""
+    if config.parallel.size > 1:  # ranks attend by the kernels of their device
+        return None
     import torch
 
     from snapstream.kernels.latents.choice import choose
@@ -108,5 +121,6 @@ def describe_prefill(model: ModelConfig, config: EngineConfig) -> str:
     from snapstream.kernels.prefill.choice import choose
     from snapstream.kernels.prefill.versions import Case
 
-    case = Case.of_model(torch.device(config.device), getattr(torch, config.dtype), model)
+    own = rank_config(model, config.parallel)
+    case = Case.of_model(torch.device(config.device), getattr(torch, config.dtype), own)
     return choose(config.prefill_attention, case).describe()

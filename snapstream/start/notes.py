@@ -10,11 +10,13 @@ from snapstream.config.sizes import format_bytes
 from snapstream.models.looping import problem_of_looping
 from snapstream.plan.memory import prefix_store_bytes
 from snapstream.start.measure import describe_prefill, latent_attention, looped_problem
+from snapstream.start.ranks import threads_of_rank
 
 
 def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> tuple[str, ...]:
     """All lines that have something to say. ValueError for a prefill kernel that cannot serve here."""
     lines = (
+        describe_ranks(config),
         describe_prefill(model, config),
         describe_latents(model, config),
         describe_decode(model, options, config),
@@ -29,9 +31,21 @@ def describe_latents(model: ModelConfig, config: EngineConfig) -> str:
     return "" if chosen is None else chosen.describe()
 
 
+def describe_ranks(config: EngineConfig) -> str:
+    """How many ranks there are and what each has; nothing for one."""
+    size, here, device = config.parallel.size, config.parallel.ranks_here, config.device.split(":")[0]
+    if size == 1:
+        return ""
+    num_threads = threads_of_rank(here)
+    where = "a GPU each" if device == "cuda" else f"{device}, {num_threads} thread{'s' * (num_threads > 1)} each"
+    if here < size:
+        where += f"; {here} here, {size - here} come to {config.parallel.address}"
+    return f"ranks: {size} ({where})"
+
+
 def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:
     """Why a CPU decodes by plain calls, where nobody asked for them."""
-    if options.executor is not None or config.executor != "eager":
+    if options.executor is not None or config.executor != "eager" or config.parallel.size > 1:
         return ""
     problem = problem_of_looping(model, config.weights, dtype=config.dtype, device=config.device)
     return f"decode: plain calls, because {problem or looped_problem()}"

@@ -19,9 +19,11 @@ from snapstream.config import (
     make_selector,
 )
 from snapstream.config.options import check_budget
+from snapstream.config.selector import is_shipped
 from snapstream.config.sizes import format_bytes
 from snapstream.models.families import kv_spec_of
 from snapstream.models.looping import problem_of_looping
+from snapstream.models.shards import rank_config
 from snapstream.plan.draft_memory import DraftMemory
 from snapstream.plan.fit import default_executor, engine_config, num_rows
 from snapstream.plan.memory import engine_memory, prefix_store_bytes
@@ -104,7 +106,7 @@ def auto_prefix_store(model: ModelConfig, config: EngineConfig, machine: Machine
     free, kind = machine.host_free_bytes, "gpu"
     if free is None:
         free, kind = machine.free_bytes - engine_memory(model, config).total_bytes, "cpu"
-    num_bytes = free // AUTO_STORE_PART[kind]
+    num_bytes = free // AUTO_STORE_PART[kind] * config.parallel.size  # of all ranks, what is free is of one
     least = PrefixStoreConfig(num_bytes=1).min_tokens * AUTO_STORE_PROMPTS
     token_bytes = kv_spec_of(model, config.dtype).prefix_token_bytes
     return PrefixStoreConfig(num_bytes=num_bytes) if num_bytes >= least * token_bytes else None
@@ -125,21 +127,36 @@ def _check_ranks(options: EngineOptions, machine: Machine) -> None:
     size = options.tensor_parallel
     if size == 1:
         return
-    if options.attention == "dp":
-        raise ValueError("attention is 'dp', which is not built yet; use 'tp'")
-    if machine.is_gpu and size > machine.num_gpus:
-        raise ValueError(f"tensor_parallel is {size}; this machine has {machine.num_gpus} GPUs")
+    if options.attention == "dp" and options.rescoring is not None:
+        raise ValueError("attention is 'dp', and rescoring is on; rows that are dealt out cannot be rescored yet")
+    here = options.parallel.ranks_here
+    if machine.is_gpu and here > machine.num_gpus:
+        raise ValueError(
+            f"{'local_ranks' if options.local_ranks else 'tensor_parallel'} is {here}; this process sees "
+            f"{machine.num_gpus} GPUs, and each rank needs one"
+        )
     if options.executor not in (None, "eager") and not (machine.is_gpu and options.executor == "graph"):
         raise ValueError(
             f"executor is {options.executor!r}, which runs a whole step without a stop, and ranks must meet in every "
             "layer of it; use 'eager'"
+        )
+    if not is_shipped(make_selector(options.selector)):
+        raise ValueError(
+            f"selector is {options.selector!r}, which is not one of the package's own; {size} ranks know only those"
         )
     if options.prefix_dir is not None:
         raise ValueError(
             f"prefix_dir is {options.prefix_dir!r}, a folder of whole blocks, and each of {size} ranks has a part of "
             "every block; use prefix_store alone"
         )
-    raise ValueError(f"tensor_parallel is {size}; engines over several ranks are not built yet")
+
+
+def check_rank(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:
+    """ValueError where a follower's device cannot hold its share of an engine that the leader has decided."""
+    memory = engine_memory(model, config)
+    room, has = (machine.free_bytes, "free") if machine.is_gpu else (machine.total_bytes, "in all")
+    if memory.total_bytes > room:
+        raise ValueError(f"{memory.describe()}; there are {format_bytes(room)} {has}")
 
 
 def _counts_free(options: EngineOptions, machine: Machine) -> bool:
@@ -180,7 +197,7 @@ def _check_machine(model: ModelConfig, config: EngineConfig, machine: Machine) -
 
 def _check_store(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:
     """ValueError for a prefix store that is larger than what is free on the host."""
-    needed = prefix_store_bytes(model, config)
+    needed = prefix_store_bytes(rank_config(model, config.parallel), config)
     free = machine.free_bytes if machine.host_free_bytes is None else machine.host_free_bytes
     if needed > free:
         raise ValueError(

@@ -79,6 +79,9 @@ class FakeRunner:
     def is_ready(self, job_id: int) -> bool:
         return True
 
+    def close(self) -> None:
+        pass
+
     def submit(self, plan: StepPlan) -> FakePending:
         assert not plan.is_empty, "an empty plan must not be submitted"
         assert plan.step_id == len(self.plans)

@@ -25,6 +25,9 @@ class _Ending:
     def is_ready(self, job_id: int) -> bool:
         return True
 
+    def close(self) -> None:
+        pass
+
     def submit(self, plan: StepPlan) -> PendingStep:
         pending = self._runner.submit(plan)
         ends = self._ends.get(plan.step_id, {})

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
@@ -49,6 +50,7 @@ class PipePort:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._sending = threading.Lock()  # the news that a rank has gone come on a thread
 
     def receive(self, *, block: bool) -> ToEngine | None:
         try:
@@ -61,21 +63,26 @@ class PipePort:
 
     def send(self, message: FromProcess) -> None:
         try:
-            self._connection.send(message)
+            with self._sending:
+                self._connection.send(message)
         except OSError as error:
             raise FrontGone from error
 
 
-def build(spec: EngineSpec, on_unit: Callable[[], None] = lambda: None) -> LLM:
-    """Load the model and build everything around it."""
+def build(
+    spec: EngineSpec,
+    on_unit: Callable[[], None] = lambda: None,
+    on_lost: Callable[[str], None] = lambda why: None,
+) -> LLM:
+    """Load the model and build everything around it; ``on_unit`` and ``on_lost`` as in ``build_ranks``."""
     from snapstream.llm import LLM
-    from snapstream.start.build import build_runner
+    from snapstream.start.ranks import build_ranks
 
     if spec.num_threads is not None:
         import torch
 
         torch.set_num_threads(spec.num_threads)
-    make_runner = partial(build_runner, on_unit=on_unit)
+    make_runner = partial(build_ranks, on_unit=on_unit, on_lost=on_lost)
     return LLM(spec.model, spec.options, progress=False, beside=spec.beside, make_runner=make_runner)
 
 
@@ -87,7 +94,7 @@ def child_main(connection: Connection, spec: EngineSpec) -> None:
     port = PipePort(connection)
     is_loaded = False
     try:
-        with build(spec, Pulse(port.send).note) as llm:
+        with build(spec, Pulse(port.send).note, partial(_end_without_rank, port)) as llm:
             is_loaded = True
             port.send(Ready(_facts(spec, llm)))
             EngineWorker(llm.engine, llm.config.max_rows, port).run()
@@ -112,6 +119,13 @@ def _facts(spec: EngineSpec, llm: LLM) -> EngineFacts:
         pid=os.getpid(),
         notes=llm.notes,
     )
+
+
+def _end_without_rank(port: PipePort, why: str) -> None:
+    """End at once, amid a step or at rest: a collective without that rank may wait for very long."""
+    with suppress(FrontGone):
+        port.send(Failed("error", f"the engine failed: {why}"))
+    os._exit(1)
 
 
 def _end_with_parent() -> None:

@@ -227,11 +227,16 @@ def test_an_llm_takes_options_and_single_fields_in_their_place() -> None:
         LLM(TINY_MODEL, max_row=3)
 
 
+TWO_H100 = replace(H100, num_gpus=2)
+
+
 @pytest.mark.parametrize(
     ("said", "machine", "words"),
     [
-        ({"tensor_parallel": 2, "attention": "dp"}, H100, "attention is 'dp', which is not built yet"),
-        ({"tensor_parallel": 2}, H100, "tensor_parallel is 2; this machine has 1 GPUs"),
+        ({"tensor_parallel": 2, "attention": "dp"}, TWO_H100, "attention is 'dp', which deals out rows of latents"),
+        ({"tensor_parallel": 2, "attention": "dp", "rescoring": RescoringConfig()}, TWO_H100, "and rescoring is on"),
+        ({"tensor_parallel": 3}, replace(H100, num_gpus=3), "cannot be split over 3 ranks"),
+        ({"tensor_parallel": 2}, H100, "tensor_parallel is 2; this process sees 1 GPUs, and each rank needs one"),
         ({"tensor_parallel": 2, "executor": "looped"}, LAPTOP, "executor is 'looped', which runs a whole step"),
         ({"tensor_parallel": 2, "executor": "graph"}, LAPTOP, "executor is 'graph', which runs a whole step"),
         ({"tensor_parallel": 2, "prefix_store": "1GiB", "prefix_dir": "d"}, LAPTOP, "a folder of whole blocks"),
