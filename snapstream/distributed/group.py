@@ -93,6 +93,8 @@ class Ranks:
         """
         rank, size = _checked(rank, size)
         own = torch.device(device)
+        if str(own) == "cuda":  # NCCL asks which one
+            own = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group(
             backend="nccl" if own.type == "cuda" else "gloo",
             init_method=address,

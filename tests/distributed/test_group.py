@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from snapstream.distributed.group import Alone, Group, Pretend, ReduceOp
+from snapstream.distributed.group import Alone, Group, Pretend, Ranks, ReduceOp
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
@@ -50,3 +52,20 @@ def test_ranks_gather_in_the_order_of_ranks(two: Pool, dim: int) -> None:
     first = torch.arange(6.0).view(2, 3)
     for after in two.run(cases.gathered, dim):
         assert torch.equal(after, torch.cat((first, first + 100), dim))
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cuda", "cuda:3"), ("cuda:1", "cuda:1"), ("cpu", None)])
+def test_a_gpu_joins_by_its_number(device: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses a GPU without one."""
+    asked: dict[str, Any] = {}
+
+    def init(**given: Any) -> None:
+        asked.update(given)
+        raise InterruptedError  # nobody is there to meet
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with pytest.raises(InterruptedError):
+        Ranks.join(0, 2, "file:///nowhere", device, 1.0)
+    assert asked["device_id"] == (None if wanted is None else torch.device(wanted))
+    assert asked["backend"] == ("gloo" if wanted is None else "nccl")
