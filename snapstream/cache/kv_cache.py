@@ -4,7 +4,7 @@ The spec says how much a token takes (``spec.py``); where values are the first n
 and the values are a view of it. Row ``num_rows`` is the padding row: it absorbs the unused entries of a decode batch
 and belongs to no request. Keys are stored after RoPE with their true positions and are never rotated again (SnapStream,
 section 3). In FP8 each layer, row and kv head has a scale for K and one for V, fixed when a prompt is written to the
-row: ``kernels/fp8.py``.
+row: ``kernels/fp8.py``. Where kv heads have unlike numbers of slots, rows lie slot by slot instead: ``head_rows.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from snapstream.cache.deal import Deal
+from snapstream.cache.head_rows import HeadTable, overlapping
 from snapstream.cache.spec import KVSpec
+from snapstream.config.heads import HeadSlots
 from snapstream.kernels import fp8
 from snapstream.kernels.bound import Kernels, bind
 from snapstream.kernels.rows import LayerRows
@@ -36,17 +38,22 @@ class KVCache:
         device: torch.device | str,
         kernels: Kernels | None = None,
         deal: Deal | None = None,
+        heads: HeadSlots | None = None,
     ) -> None:
         """``kernels`` read and write the rows; by default those that ``bind`` has for the device. With ``deal`` only a
-        rank's share of the ``num_rows`` lies here.
+        rank's share of the ``num_rows`` lies here. With ``heads`` every kv head has slots of its own, and ``capacity``
+        is that of a mean head.
         """
         self.spec = spec
         self.deal = deal
         self.num_rows = num_rows = num_rows if deal is None else deal.num_own
         self.capacity = capacity
         self.kernels = kernels or bind(device)
+        self.heads = None if heads is None else HeadTable(heads, device)
         dtype = fp8.DTYPE if spec.kv_dtype == "fp8" else getattr(torch, spec.dtype)
-        slots = (spec.num_layers, num_rows + 1, spec.num_kv_heads, capacity)
+        slots: tuple[int, ...] = (spec.num_layers, num_rows + 1, spec.num_kv_heads, capacity)
+        if heads is not None:
+            slots = ((num_rows + 1) * heads.row_slots,)  # k and v are [slots of all rows, E]
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: so rows begin as zeros.
         self.k = _zeros((*slots, spec.key_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E]
         self.k_scale = self._ones(device) if spec.kv_dtype == "fp8" else None  # [L, rows+1, G] fp32
@@ -55,10 +62,16 @@ class KVCache:
         else:
             self.v = _zeros((*slots, spec.value_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E']
             self.v_scale = None if self.k_scale is None else self._ones(device)
+        self._seen = self.k, self.v  # by kernels
+        if heads is not None:
+            widest = heads.widest.capacity
+            self._seen = overlapping(self.k, widest), overlapping(self.v, widest)
 
     def layer(self, index: int) -> LayerRows:
         """The handle through which kernels see one layer of all rows."""
-        return LayerRows(self.k, self.v, index, self.k_scale, self.v_scale, self.spec.values_are_keys)
+        if self.heads is not None:  # the address of a head tells its layer
+            return LayerRows(*self._seen, 0)
+        return LayerRows(*self._seen, index, self.k_scale, self.v_scale, self.spec.values_are_keys)
 
     def tokens(self, layer: int, row: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the keys ``[G, n, E]`` and values ``[G, n, E']`` that lie in ``slots [n]`` of a row."""

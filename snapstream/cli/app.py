@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli import compress, demo, deploy, follow, generate, plan, proxy, quantize, serve
+from snapstream.cli import calibrate, compress, demo, deploy, follow, generate, plan, proxy, quantize, serve
 from snapstream.cli.flags import Command, as_command
 from snapstream.version import __version__
 
@@ -57,6 +57,7 @@ _add(follow.follow, follow.HELP, "Be ranks of an engine on another machine.")
 _add(compress.compress, compress.HELP, "Shorten a long text with a small draft model.")
 _add(proxy.proxy, proxy.HELP, "Trim long prompts in front of any OpenAI-compatible server.")
 _add(quantize.quantize, quantize.HELP, "Write a checkpoint whose layers are int8 or int4.")
+_add(calibrate.calibrate, calibrate.HELP, "Measure which kv heads of a model need slots.")
 _add(demo.demo, None, "Watch a small model answer from a fraction of its cache.")
 
 

@@ -69,6 +69,7 @@ ENGINE = Flags(
     },
     without=(
         "budget",
+        "heads",  # rows take as much with them
         "executor",
         "max_rows",
         "prefill_quantum",

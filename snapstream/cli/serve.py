@@ -24,6 +24,9 @@ Examples:
 """
 
 
+ADMIN_VARIABLE = "SNAPSTREAM_ADMIN_KEY"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags:
     """Where it serves, whom, and under which names."""
@@ -37,6 +40,9 @@ class ServeFlags:
         ),
     ] = None
     api_key_file: Annotated[Path | None, typer.Option(help="File of further keys, one a line.")] = None
+    admin_key: Annotated[
+        str, text_option("KEY", "Key that resets the prefix store of all callers. Default: none.", ADMIN_VARIABLE)
+    ] = ""
     served_model_name: Annotated[
         list[str] | None,
         text_option("NAME", "Name(s) that clients use; repeatable. Default: the folder's."),
@@ -130,13 +136,15 @@ def serve(
     from snapstream.server import logs
     from snapstream.server.engine.api import EngineDead
     from snapstream.server.engine.messages import EngineSpec
-    from snapstream.server.http.auth import all_keys
+    from snapstream.server.http.auth import all_keys, refuse_blank
     from snapstream.server.http.hosts import answered_hosts
     from snapstream.server.settings import ServerSettings
 
+    refuse_blank(ADMIN_VARIABLE)
     logs.set_up(flags.log_format)
     settings = ServerSettings(
         api_keys=all_keys(flags.api_key or (), flags.api_key_file),
+        admin_key=flags.admin_key,
         cors_origins=tuple(flags.cors_origin or ()),
         allowed_hosts=answered_hosts(flags.host, flags.allowed_host or ()),
         max_requests=run.most_requests(engine.max_rows, engine.max_waiting),

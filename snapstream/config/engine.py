@@ -7,6 +7,7 @@ from typing import Any
 
 from snapstream.config.cache import KVBudget
 from snapstream.config.chunking import Chunking
+from snapstream.config.heads import HeadSlots
 from snapstream.config.parallel import ParallelConfig
 from snapstream.config.prefix import PrefixStoreConfig
 from snapstream.config.registry import Registry
@@ -34,6 +35,7 @@ class EngineConfig(Settings):
     budget: KVBudget  # the largest row; a request may ask for a smaller one
     max_model_len: int  # prompt + output of one request
     selector: Selector = field(default_factory=make_selector)  # of requests that name none
+    heads: HeadSlots | None = None  # slots of every kv head; None: all have the budget's
     max_rows: int = 8  # resident requests
     chunking: Chunking = field(default_factory=Chunking)
     staging_tokens: int = 0  # pool for prompts in prefill; 0 means one longest prompt + reserve
@@ -80,6 +82,14 @@ class EngineConfig(Settings):
             self.rescoring is None or self.kv_dtype == "auto",
             f"rescoring needs kv_dtype 'auto'; it is {self.kv_dtype!r}",
         )
+        if self.heads is not None:
+            as_kind("heads", self.heads, HeadSlots)
+            check(
+                self.parallel.size == 1, f"heads: such rows lie on one device; tensor_parallel is {self.parallel.size}"
+            )
+            check(self.rescoring is None, "heads: rows whose heads have unlike slots do not rescore yet")
+            check(self.kv_dtype == "auto", f"heads: such rows have kv_dtype 'auto'; it is {self.kv_dtype!r}")
+            check(self.heads.budget == self.budget, "heads: their slots are of another budget than the rows'")
         check(
             self.pool_tokens > self.short_reserve,
             f"staging_tokens is {self.staging_tokens}; it must be larger than short_reserve ({self.short_reserve})",
@@ -101,9 +111,19 @@ class EngineConfig(Settings):
         if self.rescoring is not None:
             self.rescoring.check_budget(budget)
         check(
+            self.heads is None or budget == self.budget,
+            f"a budget of {budget.capacity} slots; the heads of this engine's rows have slots of their own (heads), "
+            f"so every request has its {self.budget.capacity}",
+        )
+        check(
             budget.capacity <= self.budget.capacity,
             f"a budget of {budget.capacity} slots is larger than a row of this engine ({self.budget.capacity})",
         )
+
+    @property
+    def row_budget(self) -> KVBudget:
+        """The budget by which a row's counters go."""
+        return self.budget if self.heads is None else self.heads.widest
 
     @property
     def pool_tokens(self) -> int:

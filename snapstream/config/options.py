@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 from snapstream.config.cache import KVBudget
 from snapstream.config.engine import EXECUTORS
+from snapstream.config.heads import HeadProfile, as_head_profile
 from snapstream.config.parallel import ParallelConfig, SplitAttention, SplitExperts
 from snapstream.config.prefix import DISK_BYTES, PrefixStore, as_prefix_store, as_size
 from snapstream.config.selector import DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
@@ -48,6 +49,12 @@ class EngineOptions(Settings):
     )
     selector: str | Selector = setting(
         DEFAULT_SELECTOR, "Method that chooses what a row keeps.", metavar="|".join(SELECTORS.names)
+    )
+    heads: HeadProfile | str | None = setting(
+        None,
+        "Profile that gives kv heads unlike numbers of slots (snapstream calibrate). Default: equal heads.",
+        metavar="FILE",
+        parse=as_head_profile,
     )
     device: str = setting("cpu", "Where the engine runs.", metavar="cpu|cuda")
     weights: WidthOption = setting(
@@ -115,6 +122,7 @@ class EngineOptions(Settings):
             value = getattr(self, name)
             check(value in known, f"{name} is {value!r}; it must be one of {', '.join(known)}")
         make_selector(self.selector)
+        object.__setattr__(self, "heads", as_head_profile(self.heads))
         object.__setattr__(self, "prefix_store", as_prefix_store(self.prefix_store))
         object.__setattr__(self, "prefix_disk", as_size("prefix_disk", self.prefix_disk))
         if self.prefix_dir is not None:

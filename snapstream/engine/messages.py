@@ -1,8 +1,8 @@
 """What goes to an engine that another thread or process drives, and what comes back: frozen data, nothing else.
 
-Its callers send ``Submit``, ``Abort``, ``Reissue``, ``ResetPrefixes``, ``Ping`` and ``Stop``; it answers with
-``Deltas``, ``Refused``, ``TicketIssued``, ``RowMissed``, ``Beat`` and ``Stats``. Messages keep their order, each way.
-``worker.py`` is the engine's end; ``thread.py`` and the process of the server bring them to it.
+Its callers send ``Submit``, ``Abort``, ``Reissue``, ``ResetPrefixes``, ``Probe``, ``Ping`` and ``Stop``; it answers
+with ``Deltas``, ``Refused``, ``TicketIssued``, ``RowMissed``, ``Probed``, ``Beat`` and ``Stats``. Messages keep their
+order, each way. ``worker.py`` is the engine's end; ``thread.py`` and the process of the server bring them to it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,15 @@ class ResetPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Say how much of a prompt lies in the prefix store now."""
+
+    number: int
+    token_ids: tuple[int, ...]
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """Say that the loop goes round."""
 
@@ -81,6 +90,14 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Probed:
+    """The answer to the probe of that number."""
+
+    number: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """The loop goes round, or has run another unit of prefill: it is not stuck."""
 
@@ -92,8 +109,8 @@ class Stats:
     stats: EngineStats
 
 
-ToEngine = Submit | Abort | Reissue | ResetPrefixes | Ping | Stop
-FromEngine = Deltas | Refused | TicketIssued | RowMissed | Beat | Stats
+ToEngine = Submit | Abort | Reissue | ResetPrefixes | Probe | Ping | Stop
+FromEngine = Deltas | Refused | TicketIssued | RowMissed | Probed | Beat | Stats
 
 
 # the order in which _unpack takes them

@@ -22,6 +22,8 @@ from snapstream.engine.messages import (
     Deltas,
     Ping,
     Port,
+    Probe,
+    Probed,
     Refused,
     Reissue,
     ResetPrefixes,
@@ -81,6 +83,8 @@ class EngineWorker:
                     self._engine.reissue(request_id, key)
                 case ResetPrefixes(namespace):
                     self._engine.reset_prefix_store(namespace)
+                case Probe(number, token_ids, namespace):
+                    self._port.send(Probed(number, self._engine.num_stored(token_ids, namespace)))
                 case Ping():
                     self._port.send(Beat())
         return True

@@ -18,6 +18,7 @@ from snapstream.config import (
     Settings,
     make_selector,
 )
+from snapstream.config.heads import HeadProfile, HeadSlots
 from snapstream.models.families import kv_spec_of
 from snapstream.models.looping import problem_of_looping
 from snapstream.models.shards import check_cuts, rank_config
@@ -59,6 +60,9 @@ def engine_config(
             "kv_dtype is 'fp8', and this model keeps latents: a latent has a normed and a rotated part of different "
             "sizes, which one scale does not fit; use kv_dtype 'auto'"
         )
+    heads = None
+    if isinstance(options.heads, HeadProfile):
+        heads = head_slots(model, options.heads, budget, max_model_len)
     store = options.prefix_store if isinstance(options.prefix_store, PrefixStoreConfig) else None
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     executor = options.executor or default_executor(model, options, device)
@@ -74,6 +78,7 @@ def engine_config(
     )
     return EngineConfig(
         budget=budget,
+        heads=heads,
         max_model_len=max_model_len,
         selector=make_selector(options.selector),
         max_rows=max_rows,
@@ -91,6 +96,19 @@ def engine_config(
         prefix_max_len=model.rope.original_max_position if model.rope.kind == "dynamic" else 0,
         **kept,
     )
+
+
+def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:
+    """The slots of the model's kv heads; ValueError for a profile of other heads, or a budget without top-k slots."""
+    spec = kv_spec_of(model, "float32")
+    if spec.values_are_keys:
+        raise ValueError("heads: this model keeps latents, one for all heads of a layer; it needs no profile")
+    shape, own = (len(profile.shares), len(profile.shares[0])), (spec.num_layers, spec.num_kv_heads)
+    if shape != own:
+        raise ValueError(
+            f"heads: the profile has {shape[0]} layers of {shape[1]} kv heads; this model has {own[0]} of {own[1]}"
+        )
+    return profile.slots(budget, max_model_len)
 
 
 def auto_rows(memory: EngineMemory, free_bytes: int) -> int:

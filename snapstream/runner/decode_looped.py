@@ -115,6 +115,7 @@ def _one_torch_thread() -> Iterator[None]:
 def _rows(parts: StepParts) -> Rows:
     cache, state = parts.cache, parts.rows
     queries = None if parts.queries is None else parts.queries.buffer
+    heads, slots = cache.heads, None if cache.heads is None else cache.heads.slots
     return Rows(
         last_token=address(state.last_token), num_tokens=address(state.num_tokens),
         next_position=address(state.next_position), ring_start=address(state.ring_start),
@@ -122,5 +123,9 @@ def _rows(parts: StepParts) -> Rows:
         values=None if cache.spec.values_are_keys else address(cache.v),
         key_scales=address(cache.k_scale), value_scales=address(cache.v_scale),
         queries=address(queries), kept_queries=0 if queries is None else queries.shape[2],
-        num_rows=cache.num_rows + 1, slots=cache.capacity, format=FORMATS[str(cache.k.dtype).removeprefix("torch.")],
+        head_starts=address(None if heads is None else heads.starts),
+        head_ends=address(None if heads is None else heads.ends),
+        row_slots=0 if slots is None else slots.row_slots, ring=parts.config.budget.num_recent,
+        num_rows=cache.num_rows + 1, slots=cache.capacity if slots is None else slots.widest.capacity,
+        format=FORMATS[str(cache.k.dtype).removeprefix("torch.")],
     )  # fmt: skip

@@ -56,6 +56,8 @@ def _key(parts: StepParts) -> str:
     """Names what is compiled, so that a later start knows that it is there."""
     config = parts.config
     settings = f"{parts.decoder.config} {config.dtype} {config.kv_dtype} {config.max_rows} {config.budget.capacity}"
+    if config.heads is not None:
+        settings += f" {config.heads.topk}"
     if config.rescoring is not None:  # the step also keeps its queries
         settings += f" {config.rescoring.num_queries}"
     return sha256(settings.encode()).hexdigest()[:16]

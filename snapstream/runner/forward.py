@@ -10,8 +10,10 @@ from torch import Tensor
 
 from snapstream.cache.kv_cache import KVCache
 from snapstream.kernels.bound import RowPlaces
+from snapstream.layers.attention import KVView
 from snapstream.models.dealt import DealtRowsView
 from snapstream.models.decoder import Decoder
+from snapstream.models.heads_view import HeadsView
 from snapstream.models.views import RowsView
 from snapstream.runner.rescoring import RecentQueries
 from snapstream.runner.rows import Rows
@@ -27,13 +29,20 @@ class RowsForward:
     def logits(self, rows: Tensor) -> Tensor:
         """Feed each of ``rows [B]`` int64 its last token; scores of the next ``[B, V]`` fp32."""
         positions = self._rows.next_position[rows]  # [B]
-        queries = None if self._queries is None else self._queries.of_step(rows, positions)
-        places = RowPlaces(rows, self._rows.slots(rows), self._rows.lengths(rows))
+        view: KVView
         if self._cache.deal is None:
-            view = RowsView(self._cache, places, self._decoder.kernels, queries)
+            view = self._view(rows, positions)
         else:
-            share = self._cache.deal.share(places)
+            share = self._cache.deal.share(RowPlaces(rows, self._rows.slots(rows), self._rows.lengths(rows)))
             view = DealtRowsView(self._cache, share, self._decoder.kernels)
             positions = positions[share.entries]  # only what is attended here is rotated
         hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
         return self._decoder.run(hidden, self._decoder.rope(positions, positions + 1), view)
+
+    def _view(self, rows: Tensor, positions: Tensor) -> KVView:
+        kernels, state = self._decoder.kernels, self._rows
+        if self._cache.heads is not None:
+            places = self._cache.heads.places(rows, state.num_tokens[rows], state.ring_start[rows])
+            return HeadsView(self._cache, places, kernels)
+        queries = None if self._queries is None else self._queries.of_step(rows, positions)
+        return RowsView(self._cache, RowPlaces(rows, state.slots(rows), state.lengths(rows)), kernels, queries)

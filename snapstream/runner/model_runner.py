@@ -35,7 +35,7 @@ from snapstream.runner.prefix_device import make_mover
 from snapstream.runner.rescoring import RecentQueries, Rescorer
 from snapstream.runner.results import Arriving, FinishedPrompt, PromptLogprobs, ReceivedPrompt, SubmittedStep
 from snapstream.runner.row_parts import RowParts, hidden_bytes, hidden_of
-from snapstream.runner.row_writer import RowWriter
+from snapstream.runner.row_writer import RowWriter, make_row_writer
 from snapstream.runner.rows import Rows
 from snapstream.runner.warm_up import warm_up_kernels
 from snapstream.step import JobSpec, PrefillEntry, PrefixTier, ReceivedRow, RowExchange, StepPlan
@@ -61,7 +61,7 @@ class ModelRunner:
         grammars: GrammarCompiler | None = None,
         *,
         make_decode: MakeDecode | None = None,
-        make_writer: MakeWriter = RowWriter,
+        make_writer: MakeWriter = make_row_writer,
         make_tier: MakeTier | None = None,
         on_unit: Callable[[], None] = lambda: None,
         progress: bool = False,
@@ -76,7 +76,8 @@ class ModelRunner:
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
         spec = decoder.kv_spec(config.kv_dtype)
         deal = Deal(config.max_rows, decoder.group.rank, decoder.group.size) if decoder.is_dealt else None
-        self.cache = KVCache(spec, config.max_rows, config.budget.capacity, device, decoder.kernels, deal)
+        capacity = config.budget.capacity
+        self.cache = KVCache(spec, config.max_rows, capacity, device, decoder.kernels, deal, config.heads)
         self.rows = Rows(config.max_rows, device)
         self.buffers = StagingBuffers(spec, model.hidden_size, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
@@ -139,7 +140,7 @@ class ModelRunner:
 
     def occupy(self, rows: Sequence[int], num_tokens: int, sampling: SamplingParams) -> None:
         """Let ``rows`` look as after a prompt of ``num_tokens``, without prefilling one; for benchmarks of decode."""
-        counters = self.rows.entry(num_tokens, num_tokens, self.config.budget)
+        counters = self.rows.entry(num_tokens, num_tokens, self.config.row_budget)
         table = upload([counters] * len(rows), torch.int64, self.decoder.device)
         self.rows.admit(upload(rows, torch.int64, self.decoder.device), table)
         self._first.params.update((row, sampling) for row in rows)
@@ -247,6 +248,8 @@ class ModelRunner:
     def _compression(self, prompt: PromptProgress) -> Compression:
         budget, spec = prompt.entry.budget, self.decoder.whole_kv_spec(self.config.kv_dtype)
         kept = layout.num_visible(prompt.prompt_len, budget.capacity)
+        if self.config.heads is not None:
+            kept = self.config.heads.mean_visible(prompt.prompt_len)
         return Compression(
             prompt_tokens=prompt.prompt_len,
             kept_tokens=kept,

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from snapstream.cache import layout
 from snapstream.cache.compress import write_rows
+from snapstream.cache.head_rows import write_heads
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import EngineConfig
+from snapstream.config.heads import HeadSlots
 from snapstream.runner.rescoring import Rescorer
 from snapstream.runner.rows import Counters, Rows
 from snapstream.step import PrefillEntry
@@ -54,3 +56,32 @@ class RowWriter:
         """The entry's rows go over to decode."""
         if self.rescorer is not None:
             self.rescorer.admit(entry, self.config.rescoring)
+
+
+class HeadsWriter(RowWriter):
+    """One rule for all rows, whose kv heads have slots of their own."""
+
+    def num_queries(self, entry: PrefillEntry) -> int:
+        prompt_len = len(entry.token_ids)
+        return entry.selector.num_queries(prompt_len) if prompt_len > self._slots.least else 0
+
+    def write(
+        self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, values: Tensor
+    ) -> Tensor | None:
+        """As above; returns nothing, because heads keep unlike numbers of tokens."""
+        write_heads(self.cache, layer, entry.rows, keys, values, queries, entry.selector)
+        return None
+
+    def counters(self, entry: PrefillEntry) -> list[Counters]:
+        own = Rows.entry(len(entry.token_ids), entry.next_position, self._slots.widest)
+        return [own] * len(entry.rows)
+
+    @property
+    def _slots(self) -> HeadSlots:
+        assert self.config.heads is not None
+        return self.config.heads
+
+
+def make_row_writer(cache: KVCache, config: EngineConfig, rescorer: Rescorer | None = None) -> RowWriter:
+    """The writer of an engine's rows."""
+    return (RowWriter if config.heads is None else HeadsWriter)(cache, config, rescorer)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from snapstream.cache import layout
+from snapstream.cache.head_rows import slots_of
 from snapstream.config import KVBudget
 
 Counters = tuple[int, int, int, int]  # of a row: num_tokens, next_position, ring_start, capacity
@@ -51,12 +52,7 @@ class Rows:
 
     def slots(self, rows: Tensor) -> Tensor:
         """Slot that the next token of each of ``rows [B]`` is written to: ``layout.slot_of`` on the device."""
-        ordinal, start = self.num_tokens[rows], self.ring_start[rows]
-        past = ordinal - start
-        # A ring has at least one slot; compiled code also divides in the lanes that fill up a vector.
-        size = (self.capacity[rows] - start).clamp_(min=1)
-        # Below the ring's start the remainder must not apply; above it, Python and torch agree on the sign.
-        return torch.where(past < 0, ordinal, start + past.remainder(size))
+        return slots_of(self.num_tokens[rows], self.ring_start[rows], self.capacity[rows])
 
     def lengths(self, rows: Tensor) -> Tensor:
         """Visible slots of each of ``rows [B]`` once the next token has been written."""

@@ -20,7 +20,7 @@ from snapstream.models.decoder import Decoder
 from snapstream.models.staging import StagingBuffers
 from snapstream.request import SamplingParams
 from snapstream.runner.prefill import PrefillJob
-from snapstream.runner.row_writer import RowWriter
+from snapstream.runner.row_writer import make_row_writer
 from snapstream.step import JobSpec, PrefillEntry
 
 logger = logging.getLogger(__name__)
@@ -33,15 +33,18 @@ _MORE = 19  # prompt tokens beside those that vote: more than the budget holds
 def warm_up_kernels(
     decoder: Decoder, cache: KVCache, buffers: StagingBuffers, config: EngineConfig, attention: PrefillAttention
 ) -> None:
-    """Run a prompt of ``observation_len + 19`` tokens through the first layer, and on to the first that has experts;
-    writes to the padding row alone.
+    """Run a prompt of ``observation_len + 19`` tokens, or more than the smallest head holds, through the first layer,
+    and on to the first that has experts; writes to the padding row alone.
     """
     began = perf_counter()
     if cache.capacity < _BUDGET.capacity:
         return  # such a row selects nothing, and holds one token
+    num_tokens = config.selector.observation_len + _MORE
+    if config.heads is not None:
+        num_tokens = max(num_tokens, config.heads.least + 1)  # or no head would select
     entry = PrefillEntry(
         request_id="warm-up",
-        token_ids=(0,) * min(config.selector.observation_len + _MORE, config.pool_tokens),
+        token_ids=(0,) * min(num_tokens, config.pool_tokens),
         rows=(cache.padding_row,),
         seeds=(0,),
         sampling=SamplingParams(),
@@ -49,7 +52,7 @@ def warm_up_kernels(
         selector=config.selector,
     )
     spec = JobSpec(job_id=-1, staging_start=0, entries=(entry,))
-    job = PrefillJob(spec, decoder, buffers, RowWriter(cache, config), config.chunking.chunk_len, attention)
+    job = PrefillJob(spec, decoder, buffers, make_row_writer(cache, config), config.chunking.chunk_len, attention)
     moe, num_layers = decoder.config.moe, decoder.config.num_layers
     first_experts = 0 if moe is None else min(moe.layers(num_layers).start, num_layers - 1)
     for unit in range((1 + first_experts) * job.spec.num_chunks(config.chunking.chunk_len)):

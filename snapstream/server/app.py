@@ -79,7 +79,7 @@ def make_app(
     if settings.has_page:
         app.include_router(page_routes(front))
     add_error_handlers(app)
-    app.add_middleware(BearerAuth, keys=settings.api_keys)
+    app.add_middleware(BearerAuth, keys=settings.api_keys, admin_key=settings.admin_key)
     if settings.cors_origins:  # outside of the keys: a preflight carries none
         app.add_middleware(
             Cors,

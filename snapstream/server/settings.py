@@ -31,6 +31,7 @@ class ServerSettings:
     """How the front behaves; nothing here reaches the engine."""
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # any of them opens /v1/*; none means open to all
+    admin_key: str = field(default="", repr=False)  # what it resets, it resets for all callers; none by default
     cors_origins: tuple[str, ...] = ()  # exact origins, e.g. http://localhost:3000
     allowed_hosts: tuple[str, ...] = ()  # names in Host headers, beside loopback ones; none means any
     root_path: str = ""  # what a proxy in front puts before our paths, e.g. /llm; paths without it are answered, too
@@ -71,7 +72,9 @@ class ServerSettings:
             raise ValueError(f"the tool parser is {self.tool_parser!r}; it must be one of {', '.join(TOOL_PARSERS)}")
         if self.responses_store < 0:
             raise ValueError(f"responses_store is {self.responses_store}; it must be >= 0")
-        check_keys(self.api_keys)
+        check_keys((*self.api_keys, *([self.admin_key] if self.admin_key else [])))
+        if self.admin_key in self.api_keys:
+            raise ValueError("the admin key is an API key, too; give callers and the operator keys of their own")
         check_root_path(self.root_path)
         check_hosts(self.allowed_hosts)
         for origin in self.cors_origins:

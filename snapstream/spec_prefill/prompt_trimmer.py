@@ -15,8 +15,9 @@ from snapstream.request import Trim
 from snapstream.spec_prefill.assemble import with_texts
 from snapstream.spec_prefill.protection import Candidate, candidates
 from snapstream.spec_prefill.report import TrimmedText, TrimReport
-from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.spec_prefill.settings import PromptCompression, reason_to_keep
 from snapstream.spec_prefill.spans import Span
+from snapstream.spec_prefill.sticky import StickyTrimmer
 from snapstream.spec_prefill.text_trimmer import TextTrimmer
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class PromptTrimmer:
     ) -> None:
         """``num_stored``: tokens of a prompt that the engine's prefix store would give back."""
         self._text_trimmer, self._tokenizer, self._num_stored = text_trimmer, tokenizer, num_stored
+        self._sticky = StickyTrimmer(text_trimmer)
 
     @property
     def text_trimmer(self) -> TextTrimmer:
@@ -55,6 +57,8 @@ class PromptTrimmer:
 
     def prompt(self, prompt: str | Sequence[int], how: PromptCompression) -> TrimmedPrompt:
         """A plain prompt, as text or as token ids."""
+        if how.sticky:
+            raise ValueError("sticky is for conversations; this prompt is none")
         if how.hand_over == "ids":
             ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             return self._ids(ids, None, how)
@@ -78,22 +82,19 @@ class PromptTrimmer:
             found = candidates(messages, self._text_trimmer.protection, self._text_trimmer.draft.count_tokens)
             spans = body_places(text, messages, found, render)
             return self._ids(encoded["input_ids"], token_ranges(encoded["offset_mapping"], spans), how)
-        result = self._as_text(messages, how)
+        result = self._sticky.trim(messages, how, self._tokenizer) if how.sticky else self._as_text(messages, how)
         assert result.messages is not None
         ids = self._tokenizer(render(result.messages), add_special_tokens=False)["input_ids"]
         return TrimmedPrompt(token_ids=tuple(ids), positions=None, trim=_trim(result.report))
 
     def _stored(self, ids: Sequence[int], how: PromptCompression, text: str | None = None) -> TrimmedPrompt | None:
-        """A prompt as it is, where so much of it is stored that what is left is no more than trimming would leave:
-        exact is better than trimmed, and sooner. A ceiling holds in any case.
-        """
-        if how.keep is None or how.keep == 1:
+        """A prompt as it is, where ``reason_to_keep`` says so."""
+        if how.keep is None:
             return None
-        least = self._text_trimmer.protection.threshold if how.threshold is None else how.threshold
-        num_left = len(ids) - (stored := self._num_stored(tuple(ids)))
-        if stored == 0 or num_left > max(least, how.keep * len(ids)):
+        num_stored, threshold = self._num_stored(tuple(ids)), self._text_trimmer.protection.threshold
+        reason = reason_to_keep(len(ids), num_stored, how, threshold)
+        if not reason:
             return None
-        reason = f"{stored:,} of {len(ids):,} tokens are in the prefix store"
         trim = Trim(prompt_tokens=len(ids), kept_tokens=len(ids), draft_ms=0.0, reason=reason, num_cached=0)
         return TrimmedPrompt(token_ids=tuple(ids), positions=None, trim=trim, text=text)
 

@@ -129,14 +129,33 @@ class PromptCompression:
     query: str | None = None  # what a plain text will be asked; not part of the prompt
     threshold: int | None = None  # prompts of fewer tokens are left alone; None: the draft's Protection
     hand_over: HandOver = "text"
+    sticky: bool = False  # of a conversation: earlier turns stay cut as they were, so that they are found stored
 
     def __post_init__(self) -> None:
         check_amount(self.keep, self.max_tokens)
         check_choice("hand_over", self.hand_over, ("text", "ids"))
         if self.threshold is not None:
             as_count("threshold", self.threshold, 0)
+        if not isinstance(self.sticky, bool):
+            raise ValueError(f"sticky is {self.sticky!r}; it must be true or false")
+        if self.sticky and (self.hand_over == "ids" or self.query is not None):
+            raise ValueError("sticky needs hand_over='text' and no query; cuts are remembered of texts alone")
         if self.query is not None and self.hand_over == "ids":
             raise ValueError("query needs hand_over='text'; kept ids are scored as they stand in the prompt")
+
+
+def reason_to_keep(num_tokens: int, num_stored: int, how: PromptCompression, threshold: int) -> str:
+    """Why a prompt stays whole of which so much lies in a prefix store, or nothing: what is left to compute is no more
+    than trimming would leave, so exact is better than trimmed, and sooner. A ceiling holds in any case.
+
+    ``threshold``: prompts of fewer tokens are left alone, unless ``how`` says otherwise.
+    """
+    if how.keep is None or how.keep == 1 or num_stored == 0:
+        return ""
+    least = threshold if how.threshold is None else how.threshold
+    if num_tokens - num_stored > max(least, how.keep * num_tokens):
+        return ""
+    return f"{num_stored:,} of {num_tokens:,} tokens are in the prefix store"
 
 
 def check_amount(keep: float | None, max_tokens: int | None) -> None:

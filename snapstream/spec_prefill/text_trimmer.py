@@ -11,7 +11,7 @@ characters (``spans.py``). Safe to call from several threads: one text is scored
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from snapstream.config import DType, as_count, as_kind, as_token_ids
 from snapstream.models.tokenizer import load_tokenizer
 from snapstream.request.conversation import as_text, check_texts, is_list, named
+from snapstream.spec_prefill.amount import Amount
 from snapstream.spec_prefill.assemble import (
     Spans,
     forced_in,
@@ -46,13 +47,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 P = TypeVar("P")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Amount:
-    keep: float | None
-    max_tokens: int | None
-    threshold: int
 
 
 class TextTrimmer:
@@ -110,7 +104,7 @@ class TextTrimmer:
         if query is not None:
             as_text("query", query)
         least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
-        amount = _Amount(keep=keep, max_tokens=max_tokens, threshold=least)
+        amount = Amount(keep=keep, max_tokens=max_tokens, threshold=least)
         counter = TokenCounter(self._target(target_tokenizer))
         counted_with = "draft" if target_tokenizer is None else "target"
         _check_prompt(prompt)
@@ -139,6 +133,49 @@ class TextTrimmer:
         )
         return TrimmedText(messages=tuple(shorter), report=report)
 
+    def trim_later(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        done: Sequence[Mapping[str, Any]],
+        *,
+        keep: float | None = None,
+        max_tokens: int | None = None,
+        target_tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        threshold: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> TrimmedText:
+        """Shorten a conversation that goes on from one that was shortened before: ``done``, the first messages now.
+
+        They stay as they are, but for tool outputs that were whole because they were recent. For the rest and what is
+        raised, see ``trim``; a ceiling that ``done`` leaves no room for is a ValueError.
+        """
+        check_amount(keep, max_tokens)
+        _check_prompt(messages)
+        least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
+        counter = TokenCounter(self._target(target_tokenizer))
+        whole, begun = [dict(message) for message in messages], [dict(message) for message in done]
+        built = begun + whole[len(begun) :]
+        found = [
+            one
+            for one in candidates(whole, self.protection, self.draft.count_tokens)
+            if (index := one.message or 0) >= len(begun)
+            or (whole[index].get("role") == "tool" and begun[index] == whole[index])
+        ]
+        counted_with = "draft" if target_tokenizer is None else "target"
+        before, num_now = counter.messages(whole, tools), counter.messages(built, tools)
+        if not found and (max_tokens is None or num_now <= max_tokens):
+            return TrimmedText(messages=tuple(built), report=make_report("", counted_with, before, num_now))
+        shorter, report = self._shorten(
+            whole,
+            found,
+            [[] for _ in found],
+            lambda texts: with_texts(built, found, texts),
+            lambda some: counter.messages(some, tools),
+            Amount(keep=keep, max_tokens=max_tokens, threshold=least),
+            counted_with,
+        )
+        return TrimmedText(messages=tuple(shorter), report=report)
+
     def trim_ids(
         self,
         token_ids: Sequence[int],
@@ -163,7 +200,7 @@ class TextTrimmer:
             (max(a, 0), min(b, len(ids) - 1)) for a, b in ([(0, len(ids))] if candidates is None else candidates)
         )
         least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
-        reason = _why_not(_Amount(keep=keep, max_tokens=max_tokens, threshold=least), len(ids), bool(ranges))
+        reason = Amount(keep=keep, max_tokens=max_tokens, threshold=least).why_not(len(ids), bool(ranges))
         if reason:
             report = make_report(reason, "target", len(ids), len(ids))
             return TrimmedIds(token_ids=ids, positions=tuple(range(len(ids))), report=report)
@@ -196,13 +233,13 @@ class TextTrimmer:
         forced: list[list[Span]],
         build: Callable[[list[str]], P],
         count: Callable[[P], int],
-        amount: _Amount,
+        amount: Amount,
         counted_with: str,
     ) -> tuple[P, TrimReport]:
         """``build`` makes a prompt of new texts, one per candidate; ``count`` counts its tokens."""
         before = count(prompt)
 
-        reason = _why_not(amount, before, bool(found))
+        reason = amount.why_not(before, bool(found))
         if reason:
             return prompt, make_report(reason, counted_with, before, before)
         scored = [self._scorer.score(candidate) for candidate in found]
@@ -251,16 +288,3 @@ def _check_prompt(prompt: Any) -> None:
     if not is_list(prompt) or not all(isinstance(message, Mapping) for message in prompt):
         raise TypeError(f"prompt is {named(prompt)}; it must be a text, or a list of messages with role and content")
     check_texts("messages", prompt)
-
-
-def _why_not(amount: _Amount, before: int, has_candidates: bool) -> str:
-    """Why a prompt of ``before`` tokens is left alone, or nothing."""
-    if amount.max_tokens is not None and before <= amount.max_tokens:
-        return f"{before:,} tokens fit the ceiling of {amount.max_tokens:,}"
-    if amount.keep is not None and before < amount.threshold:
-        return f"{before:,} tokens are below the threshold of {amount.threshold:,}"
-    if amount.keep == 1:
-        return "keep is 1"
-    if not has_candidates and amount.max_tokens is None:
-        return "everything is protected"
-    return ""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from snapstream.config import DType, EngineConfig, EngineOptions, ModelConfig
 from snapstream.grammar import GrammarCompiler
+from snapstream.models.fingerprint import fingerprint
 from snapstream.plan.draft_memory import DraftMemory, draft_memory
 from snapstream.start.measure import latent_attention
 from snapstream.step import Runner
@@ -84,6 +85,7 @@ def build_runner(
 
     if config.parallel.size > 1:
         raise ValueError(f"this runner is made for one device, and tensor_parallel is {config.parallel.size}")
+    _check_heads(folder, config)
     make_tier = _disk_tier(folder, config)
     decoder = Decoder.load(
         folder,
@@ -132,6 +134,15 @@ def build_rank(
     weights = load_weights(folder, model, dtype, config.device, progress, config.weights, share=share)
     decoder = Decoder.tuned(model, weights, config.max_rows, group)
     return ModelRunner(decoder, config, grammars, on_unit=on_unit, progress=progress)
+
+
+def _check_heads(folder: Path, config: EngineConfig) -> None:
+    """ValueError if the profile of heads is of another checkpoint, before anything large is read."""
+    if config.heads is not None and config.heads.model != (own := fingerprint(folder)):
+        raise ValueError(
+            f"heads: the profile is of another checkpoint ({config.heads.model}); {folder} is {own}. Make one with "
+            "snapstream calibrate"
+        )
 
 
 def _disk_tier(folder: Path, config: EngineConfig) -> MakeTier | None:

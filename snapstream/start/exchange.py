@@ -32,6 +32,8 @@ def make_exchange(
         raise ValueError(
             f"tensor_parallel is {config.parallel.size}; rows of an engine with several ranks do not travel yet"
         )
+    if config.heads is not None:
+        raise ValueError("heads: rows whose kv heads have slots of their own do not travel yet")
     return TcpExchange(settings, row_sizes(model, config), fingerprint(folder, config), wake)
 
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from snapstream.proxy.app import make_proxy
 from snapstream.proxy.run import uvicorn_config
 from snapstream.proxy.settings import ProxySettings
-from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.spec_prefill.settings import PromptCompression, Protection
 from tests.waiting import HANG_S, until
 
 CUT = "[...]"
@@ -53,6 +53,7 @@ class FakeDraft:
         self.gate.set()
         self.error: Exception | None = None
         self.num_calls = 0
+        self.protection = Protection(threshold=0)
 
     def trim(
         self,

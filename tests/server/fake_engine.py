@@ -59,7 +59,8 @@ class FakeEngine:
     released: asyncio.Event = field(default_factory=asyncio.Event)
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     is_shut: bool = False
-    resets: list[str] = field(default_factory=list)
+    num_in_store: int = 0  # what every prompt is told to have stored
+    resets: list[str | None] = field(default_factory=list)
 
     async def generate(self, request: Request) -> AsyncIterator[RequestDelta]:
         if self.refuse is not None:
@@ -161,7 +162,10 @@ class FakeEngine:
             generation_tokens_total=self.generated,
         )  # fmt: skip
 
-    def reset_prefixes(self, namespace: str) -> None:
+    async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
+        return self.num_in_store
+
+    def reset_prefixes(self, namespace: str | None) -> None:
         self.resets.append(namespace)
 
     async def shutdown(self, drain_s: float) -> None:

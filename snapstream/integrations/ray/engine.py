@@ -47,7 +47,7 @@ class Replicas(Protocol):
         """ReplicaLost."""
         ...
 
-    async def reset_prefixes(self, namespace: str, route: Route) -> None:
+    async def reset_prefixes(self, namespace: str | None, route: Route) -> None:
         """ReplicaLost."""
         ...
 
@@ -128,8 +128,15 @@ class ReplicatedEngine:
     def stats(self) -> EngineStats:
         return self._board.stats()
 
-    def reset_prefixes(self, namespace: str) -> None:
-        """Forget the stored beginnings of a namespace's prompts on every replica. EngineDead if there is none."""
+    async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
+        """0: which replica a prompt goes to is decided later, and a draft in this front trims without a look."""
+        return 0
+
+    def reset_prefixes(self, namespace: str | None) -> None:
+        """Forget the stored beginnings of a namespace's prompts, or of all, on every replica.
+
+        EngineDead if there is none.
+        """
         if self.absence is not None:
             raise self.absence
         for name in self._board.names:
@@ -167,7 +174,7 @@ class ReplicatedEngine:
         self._board.take(report)
         self._facts = report.facts
 
-    async def _reset(self, namespace: str, name: str) -> None:
+    async def _reset(self, namespace: str | None, name: str) -> None:
         try:
             async with asyncio.timeout(REPORT_S):
                 await self._replicas.reset_prefixes(namespace, Route(self._board, to=name))

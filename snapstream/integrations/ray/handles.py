@@ -46,7 +46,7 @@ class HandleReplicas:
             report: Report = await self._handle.report.remote(route)
         return report
 
-    async def reset_prefixes(self, namespace: str, route: Route) -> None:
+    async def reset_prefixes(self, namespace: str | None, route: Route) -> None:
         with _losses():
             await self._handle.reset_prefixes.remote(namespace, route)
 

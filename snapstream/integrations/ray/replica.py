@@ -98,7 +98,7 @@ class DecodeServer:
             pid=os.getpid(),
         )
 
-    async def reset_prefixes(self, namespace: str, route: Route) -> None:
+    async def reset_prefixes(self, namespace: str | None, route: Route) -> None:
         """Forget the stored beginnings of a namespace's prompts. An engine that is gone has forgotten them."""
         if self._engine.is_ready:
             self._engine.reset_prefixes(namespace)

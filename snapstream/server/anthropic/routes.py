@@ -63,7 +63,7 @@ async def _messages(front: Front, data: dict[str, Any], visit: AnswerVisit) -> R
     except ValueError as error:
         raise bad_value(str(error), "max_tokens") from None
     chat = _as_chat(body).model_copy(update={"stop": body.stop_sequences, **_sampling(body)})
-    ready = await ready_chat(front, chat, f"msg_{visit.answer_id}")
+    ready = await ready_chat(front, chat, f"msg_{visit.answer_id}", visit.namespace)
     answer = MessageAnswer(
         message_id=ready.request.request_id,
         model=ready.model,

@@ -46,8 +46,15 @@ class AsyncEngine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def reset_prefixes(self, namespace: str) -> None:
-        """Forget the stored beginnings of a namespace's prompts, before any request that follows. EngineDead."""
+    async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
+        """Tokens at the beginning of a prompt that lie in the prefix store when the engine reads this. EngineDead."""
+        ...
+
+    def reset_prefixes(self, namespace: str | None) -> None:
+        """Forget the stored beginnings of a namespace's prompts, or of all, before any request that follows.
+
+        EngineDead.
+        """
         ...
 
     async def shutdown(self, drain_s: float) -> None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
-from snapstream.engine.messages import Deltas, FromEngine, Refused, ResetPrefixes, Stats
+from snapstream.engine.messages import Deltas, FromEngine, Probed, Refused, ResetPrefixes, Stats
 from snapstream.engine.stats import without_gauges
 from snapstream.engine.thread import EngineThread
 from snapstream.llm import LLM
@@ -48,8 +48,12 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         return self._stats
 
-    def reset_prefixes(self, namespace: str) -> None:
-        """Forget the stored beginnings of a namespace's prompts; EngineDead if there is no engine."""
+    async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
+        """Tokens at the beginning of a prompt that lie in the prefix store; EngineDead if there is no engine."""
+        return await self._streams.probe(token_ids, namespace, self._connect)
+
+    def reset_prefixes(self, namespace: str | None) -> None:
+        """Forget the stored beginnings of a namespace's prompts, or of all; EngineDead if there is no engine."""
         self._connect()(ResetPrefixes(namespace))
 
     async def shutdown(self, drain_s: float) -> None:
@@ -80,5 +84,5 @@ class LocalEngine:
         match message:
             case Stats(stats):
                 self._stats = stats
-            case Deltas() | Refused():
+            case Deltas() | Refused() | Probed():
                 self._streams.deliver(message)

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from time import monotonic
 
-from snapstream.engine.messages import Deltas, Ping, Refused, ResetPrefixes, Stats
+from snapstream.engine.messages import Deltas, Ping, Probed, Refused, ResetPrefixes, Stats
 from snapstream.engine.stats import add_totals, without_gauges
 from snapstream.request import Request
 from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta
@@ -101,8 +101,12 @@ class EngineProcess:
         totals = add_totals(self._now, self._earlier)
         return totals if self._is_serving else without_gauges(totals)
 
-    def reset_prefixes(self, namespace: str) -> None:
-        """Forget the stored beginnings of a namespace's prompts; EngineDead if there is no engine."""
+    async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
+        """Tokens at the beginning of a prompt that lie in the prefix store; EngineDead if there is no engine."""
+        return await self._streams.probe(token_ids, namespace, self._connect)
+
+    def reset_prefixes(self, namespace: str | None) -> None:
+        """Forget the stored beginnings of a namespace's prompts, or of all; EngineDead if there is no engine."""
         self._connect()(ResetPrefixes(namespace))
 
     async def shutdown(self, drain_s: float) -> None:
@@ -214,7 +218,7 @@ class EngineProcess:
         match message:
             case Stats(stats):
                 self._now = stats
-            case Deltas() | Refused():
+            case Deltas() | Refused() | Probed():
                 self._streams.deliver(message)
             case Failed(_, why):  # its process ends; requests need not wait until it has
                 self._lose(why)

@@ -11,8 +11,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 
-from snapstream.engine.messages import Abort, Deltas, Refused, Submit, ToEngine
+from snapstream.engine.messages import Abort, Deltas, Probe, Probed, Refused, Submit, ToEngine
 from snapstream.engine.validate import QueueFull
 from snapstream.request import Request
 from snapstream.server.engine.api import EngineDead, RequestDelta
@@ -26,6 +27,8 @@ class RequestStreams:
 
     def __init__(self) -> None:
         self._streams: dict[str, Stream | None] = {}
+        self._probes: dict[int, asyncio.Future[int]] = {}
+        self._numbers = count(1)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -54,8 +57,23 @@ class RequestStreams:
                 self._streams[request_id] = None
                 send(Abort(request_id))
 
-    def deliver(self, message: Deltas | Refused) -> None:
+    async def probe(self, token_ids: tuple[int, ...], namespace: str, connect: Callable[[], Send]) -> int:
+        """Tokens of a prompt that lie in the prefix store. EngineDead if the engine is gone before it has said so."""
+        number, found = next(self._numbers), asyncio.get_running_loop().create_future()
+        send = connect()
+        self._probes[number] = found
+        try:
+            send(Probe(number, token_ids, namespace))
+            return await found
+        finally:
+            del self._probes[number]
+
+    def deliver(self, message: Deltas | Refused | Probed) -> None:
         match message:
+            case Probed(number, num_tokens):
+                found = self._probes.get(number)
+                if found is not None and not found.done():
+                    found.set_result(num_tokens)
             case Deltas(deltas):
                 for delta in deltas:
                     self._put(delta.request_id, delta, is_last=delta.is_finished)
@@ -65,6 +83,9 @@ class RequestStreams:
 
     def fail_all(self, reason: str, *, is_final: bool = False) -> None:
         """End every stream with EngineDead. ``is_final``: the engine will not come back."""
+        for found in self._probes.values():
+            if not found.done():
+                found.set_exception(EngineDead(reason, is_final=is_final))
         for request_id in list(self._streams):
             self._put(request_id, EngineDead(reason, is_final=is_final), is_last=True)
 

@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from snapstream.server.http.errors import ApiError
 from snapstream.server.http.request_id import log_refusal
 
-GUARDED = ("/v1/", "/reset_prefix_cache")
+RESET = "/reset_prefix_cache"
+GUARDED = ("/v1/", RESET)
 KEY_VARIABLE = "SNAPSTREAM_API_KEY"
 
 
@@ -50,14 +51,19 @@ def all_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
 
 
 class BearerAuth:
-    """Middleware; without keys everything passes."""
+    """Middleware; without keys everything passes. The admin key opens nothing but ``RESET``, and there ``is_admin`` is
+    set in the state of the request.
+    """
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_key: str = "") -> None:
         self._app = app
+        self._admin = _digest(admin_key) if admin_key else None
         self._digests = tuple(_digest(key) for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"].startswith(GUARDED):
+        if scope["type"] == "http" and scope["path"] == RESET and self._is_admin(scope):
+            scope.setdefault("state", {})["is_admin"] = True
+        elif scope["type"] == "http" and self._digests and scope["path"].startswith(GUARDED):
             given = keys_of(Headers(scope=scope))
             callers = [digest for digest in map(_digest, given) if self._is_known(digest)]
             if not callers:
@@ -66,6 +72,12 @@ class BearerAuth:
                 return
             scope.setdefault("state", {})["caller"] = callers[0]
         await self._app(scope, receive, send)
+
+    def _is_admin(self, scope: Scope) -> bool:
+        if self._admin is None:
+            return False
+        matches = [hmac.compare_digest(_digest(key), self._admin) for key in keys_of(Headers(scope=scope))]
+        return any(matches)
 
     def _is_known(self, digest: bytes) -> bool:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]

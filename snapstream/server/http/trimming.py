@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from snapstream.config import DType
 from snapstream.server.http.errors import bad_value, queue_full
 from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.spec_prefill.sticky import StickyTrimmer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,19 +30,25 @@ FIELD = "prompt_compression"
 T = TypeVar("T")
 
 
-def parse_wish(value: Any, default: PromptCompression | None) -> PromptCompression | None:
+def parse_wish(
+    value: Any, default: PromptCompression | None, *, takes_sticky: bool = False
+) -> PromptCompression | None:
     """The ``prompt_compression`` of a body: ``{"keep": share}``, ``{"max_tokens": n}``, ``"off"``; null is the default.
 
-    None leaves the prompt whole. Raises ApiError 400 with the field's name.
+    ``takes_sticky``: also with ``"sticky": true``. None leaves the prompt whole. Raises ApiError 400 with the field's
+    name.
     """
     if value is None:
         return default
     if value == "off":
         return None
-    if not isinstance(value, Mapping) or not value or set(value) - {"keep", "max_tokens"}:
+    fields = {"keep", "max_tokens", "sticky"} if takes_sticky else {"keep", "max_tokens"}
+    if not isinstance(value, Mapping) or not value or set(value) - fields:
         raise bad_value(f'{FIELD} is {value!r}; it must be {{"keep": share}}, {{"max_tokens": n}} or "off"', FIELD)
     try:
-        return PromptCompression(keep=value.get("keep"), max_tokens=value.get("max_tokens"))
+        return PromptCompression(
+            keep=value.get("keep"), max_tokens=value.get("max_tokens"), sticky=value.get("sticky", False)
+        )
     except ValueError as error:
         raise bad_value(f"{FIELD}: {error}", FIELD) from None
 
@@ -82,6 +89,7 @@ class DraftThread:
     ) -> None:
         """``target`` counts the tokens of the model that answers; None counts with the draft's."""
         self._trimmer, self._target = trimmer, target
+        self._sticky = StickyTrimmer(trimmer)
         self._max_waiting, self._retry_after_s = max_waiting, retry_after_s
         self._num_waiting = 0
         self._turn = asyncio.Lock()  # not the thread's own queue: who leaves would stay in it, prompt and all
@@ -97,13 +105,19 @@ class DraftThread:
         messages: Sequence[Mapping[str, Any]],
         wish: PromptCompression,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        scope: str = "",
     ) -> tuple[list[dict[str, Any]], TrimReport]:
         """A conversation with its long parts trimmed; roles, tools and the question stay as they are.
 
-        ``tools`` count towards a ceiling, as the target's template writes them into the prompt.
+        ``tools`` count towards a ceiling, as the target's template writes them into the prompt. ``scope``: whose sticky
+        cuts it may find.
         """
 
         def work() -> tuple[list[dict[str, Any]], TrimReport]:
+            if wish.sticky:
+                cut = self._sticky.trim(messages, wish, self._target, tools=tools, scope=scope)
+                assert cut.messages is not None
+                return [dict(message) for message in cut.messages], cut.report
             result = self._trimmer.trim(
                 messages, target_tokenizer=self._target, keep=wish.keep, max_tokens=wish.max_tokens, tools=tools
             )

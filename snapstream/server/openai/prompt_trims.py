@@ -19,7 +19,7 @@ from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.trimming import FIELD, DraftThread, parse_wish
 from snapstream.server.openai.protocol import CompletionBody, GenerationBody
 from snapstream.server.settings import ServerSettings
-from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.spec_prefill.settings import PromptCompression, reason_to_keep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +73,7 @@ class PromptTrims:
         """``count`` gets the number of tokens taken out. ValueError for a default that nobody can grant."""
         self._settings, self._count = settings, count
         self._draft: DraftThread | None = None
+        self._threshold = 0 if trimmer is None else trimmer.protection.threshold
         if trimmer is not None:
             own = copy.deepcopy(tokenizer)  # fast tokenizers refuse to be used and reconfigured by two threads at once
             self._draft = DraftThread(
@@ -100,7 +101,9 @@ class PromptTrims:
         if self._draft is None and value not in (None, "off"):
             reason = f"{FIELD} {value!r} needs a draft, and this server has none (--draft)"
             raise bad_value(reason, FIELD, "unsupported_parameter")
-        how = parse_wish(value, self._settings.prompt_compression)
+        how = parse_wish(value, self._settings.prompt_compression, takes_sticky=True)
+        if how is not None and how.sticky and isinstance(body, CompletionBody):
+            raise bad_value(f"{FIELD}: sticky is for conversations; a completion has none", FIELD)
         obstacle = _obstacle(body, prompts)
         if how is None or not obstacle:
             return TrimWish(how, value is not None)
@@ -108,14 +111,30 @@ class PromptTrims:
             raise bad_value(f"{FIELD} cannot be had with {obstacle}", FIELD)
         return TrimWish()
 
+    def kept_whole(self, num_tokens: int, num_stored: int, wish: TrimWish) -> TrimFacts | None:
+        """Looked up first: what is told of a prompt that stays whole because so much of it is stored; else None."""
+        if wish.how is None:
+            return None
+        reason = reason_to_keep(num_tokens, num_stored, wish.how, self._threshold)
+        return TrimFacts(reason=reason) if reason else None
+
     async def chat(
-        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, wish: TrimWish
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        wish: TrimWish,
+        scope: str,
     ) -> tuple[list[dict[str, Any]], TrimFacts]:
-        """A conversation as the template takes it, with its long parts trimmed. ``wish.how`` is not None."""
+        """A conversation as the template takes it, with its long parts trimmed. ``wish.how`` is not None.
+
+        ``scope``: whose sticky cuts it may find.
+        """
         draft, how = self._draft, wish.how
         assert draft is not None and how is not None
         num_chars = sum(len(message["content"]) for message in messages)
-        return await self._granted(messages, num_chars, "messages", wish, partial(draft.chat, messages, how, tools))
+        return await self._granted(
+            messages, num_chars, "messages", wish, partial(draft.chat, messages, how, tools, scope)
+        )
 
     async def texts(self, prompts: Sequence[Any], wish: TrimWish) -> tuple[list[Any], list[TrimFacts | None]]:
         """The prompts of a completion, each with what was done to it (None: the request has no wish)."""
@@ -168,7 +187,8 @@ def told(how: PromptCompression | None) -> str | dict[str, Any]:
     """A wish as a request would write it."""
     if how is None:
         return "off"
-    return {"keep": how.keep} if how.keep is not None else {"max_tokens": how.max_tokens}
+    amount: dict[str, Any] = {"keep": how.keep} if how.keep is not None else {"max_tokens": how.max_tokens}
+    return amount | ({"sticky": True} if how.sticky else {})
 
 
 def _obstacle(body: GenerationBody, prompts: Sequence[Any]) -> str:

@@ -74,7 +74,7 @@ async def _chat(front: Front, data: dict[str, Any], visit: AnswerVisit) -> Respo
     check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
     body = parse(ChatBody, data)
     front.ignored.note(unknown_fields(ChatBody, data))
-    ready = await ready_chat(front, body, f"chatcmpl-{visit.answer_id}")
+    ready = await ready_chat(front, body, f"chatcmpl-{visit.answer_id}", visit.namespace)
     shape = ChatShape(front.texts, ready.reading, has_logprobs=bool(body.logprobs))
     head = _head(front, ready.request.request_id, ready.model)
     return await _respond(front, body, shape, [ready.request], head, visit, ready.trimming)

@@ -52,7 +52,8 @@ def tokenizer_routes(front: Front) -> APIRouter:
     @router.post("/reset_prefix_cache", responses=answers({}))
     async def reset_prefix_cache(request: HttpRequest) -> Response:
         front.need_engine()
-        front.engine.reset_prefixes(front.namespace(request))
+        is_admin = getattr(request.state, "is_admin", False)
+        front.engine.reset_prefixes(None if is_admin else front.namespace(request))
         return JSONResponse({})
 
     return router

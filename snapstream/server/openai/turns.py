@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import Response
 
 from snapstream.request import Request
+from snapstream.server.http.errors import ApiError
 from snapstream.server.http.sse import CHUNKS, EventStream, Frames
 from snapstream.server.openai.front import Front
 from snapstream.server.openai.generation import Step, run_prompts
@@ -39,8 +40,8 @@ class ReadyChat:
     trimming: TrimWish
 
 
-async def ready_chat(front: Front, body: ChatBody, answer_id: str) -> ReadyChat:
-    """Check and prepare a conversation; ApiError for what cannot be served."""
+async def ready_chat(front: Front, body: ChatBody, answer_id: str, namespace: str) -> ReadyChat:
+    """Check and prepare a conversation of a caller in ``namespace``; ApiError for what cannot be served."""
     model = front.need_model(body.model)
     plan = plan_answer(body, front.call_format, front.texts, has_place=front.tells_tools)
     plan = replace(plan, shows_special=plan.shows_special or front.shows_special)
@@ -50,10 +51,10 @@ async def ready_chat(front: Front, body: ChatBody, answer_id: str) -> ReadyChat:
     trimming = front.trims.wish(body)
     if plan.grammar is not None:
         await front.need_grammar(plan.grammar, plan.grammar_param)
-    done: TrimFacts | None = None
-    if trimming.how is not None:
-        messages = await front.prompts.conversation(body.messages)
-        messages, done = await front.trims.chat(messages, told_tools(body.tools) if plan.has_tools else None, trimming)
+    done = await kept_whole(front, body, trimming, namespace, has_tools=plan.has_tools)
+    if trimming.how is not None and done is None:
+        messages, tools = await front.prompts.conversation(body.messages), told_tools(body.tools)
+        messages, done = await front.trims.chat(messages, tools if plan.has_tools else None, trimming, namespace)
         body = body.model_copy(update={"messages": messages})
     prompt = await front.prompts.chat(body, front.facts.max_model_len, has_tools=plan.has_tools)
     beginning, ids = find_beginning(front.reasoning, prompt.ending, prompt.written), prompt.ids
@@ -66,6 +67,22 @@ async def ready_chat(front: Front, body: ChatBody, answer_id: str) -> ReadyChat:
     check_answer_size([request], front.facts, front.settings)
     reading = Reading(beginning, front.texts.id_of(CLOSING), plan.make_parser)
     return ReadyChat(model=model, request=request, reading=reading, trimming=trimming)
+
+
+async def kept_whole(
+    front: Front, body: ChatBody, trimming: TrimWish, namespace: str, *, has_tools: bool
+) -> TrimFacts | None:
+    """What is told of a conversation that the draft need not trim, because most of it is stored; None for others.
+
+    A prompt that is too long as it stands may fit once it is trimmed, so it is no error here.
+    """
+    if trimming.how is None or trimming.how.keep is None or front.facts.engine.prefix_store is None:
+        return None
+    try:
+        ids = (await front.prompts.chat(body, front.facts.max_model_len, has_tools=has_tools)).ids
+    except ApiError:
+        return None
+    return front.trims.kept_whole(len(ids), await front.engine.num_stored(ids, namespace), trimming)
 
 
 def new_tally(front: Front, requests: Sequence[Request], trimming: TrimWish, visit: AnswerVisit) -> Tally:

@@ -102,7 +102,8 @@ async def _create(
     _check(body, store)
     own = read_input(body.input)
     before = store.before(body.previous_response_id, owner)
-    ready = await ready_chat(front, _as_chat(body, before.items if before else (), own), f"resp_{visit.answer_id}")
+    chat = _as_chat(body, before.items if before else (), own)
+    ready = await ready_chat(front, chat, f"resp_{visit.answer_id}", visit.namespace)
     request, is_stored = ready.request, store.is_on and body.store is not False
     answer = ResponseAnswer(
         head=new_head(body, data, request, ready.model, is_stored=is_stored),

@@ -83,7 +83,7 @@ class FakeReplicas:
         stats = EngineStats(rows_free=4, rows_total=4)
         return Report(replica=name, load=EMPTY, stats=stats, facts=self.facts, pid=1)
 
-    async def reset_prefixes(self, namespace: str, route: Route) -> None:
+    async def reset_prefixes(self, namespace: str | None, route: Route) -> None:
         self.resets.append(f"{namespace}@{self._take(route)}")
 
 

@@ -41,24 +41,38 @@ class Attention : protected Worker {
 
     void attend(int64_t layer) {
         int64_t most = 1;
-        for (int64_t b = 0; b < s_.batch; ++b) most = std::max(most, num_parts(b));
+        for (int64_t b = 0; b < s_.batch; ++b)
+            for (int64_t head = 0; head < m_.kv_heads; ++head) most = std::max(most, region(layer, b, head).parts());
         share(s_.batch * m_.kv_heads * most, 1, [&](int64_t task) {
             const int64_t part = task % most, head = task / most, b = head / m_.kv_heads;
-            if (part < num_parts(b)) attend_task(layer, b, head % m_.kv_heads, part);
+            const Region own = region(layer, b, head % m_.kv_heads);
+            if (part < own.parts()) attend_task(layer, b, head % m_.kv_heads, part, own);
         });
     }
 
-    int64_t length(int64_t b) const {
-        const int64_t row = s_.rows[b];
-        return std::min(e_.rows.num_tokens[row] + 1, e_.rows.capacity[row]);
-    }
-    int64_t num_parts(int64_t b) const { return (length(b) + PART - 1) / PART; }
+    struct Region {  // the slots of a kv head of a row: the first of them, those that are seen, the new token's
+        int64_t first, length, slot;
+        int64_t parts() const { return (length + PART - 1) / PART; }
+    };
 
-    int64_t slot(int64_t b) const {  // of the new token: ../../../cache/layout.py
-        const int64_t row = s_.rows[b], token = e_.rows.num_tokens[row], start = e_.rows.ring_start[row];
-        if (token < start) return token;
-        return start + (token - start) % std::max<int64_t>(e_.rows.capacity[row] - start, 1);
+    Region region(int64_t layer, int64_t b, int64_t kv_head) const {  // ../../../cache/layout.py, head_rows.py
+        const Rows& rows = e_.rows;
+        const int64_t row = s_.rows[b], token = rows.num_tokens[row], head = layer * m_.kv_heads + kv_head;
+        int64_t start = rows.ring_start[row], capacity = rows.capacity[row];
+        int64_t first = ((layer * rows.num_rows + row) * m_.kv_heads + kv_head) * rows.slots;
+        if (rows.head_starts) {
+            first = row * rows.row_slots + rows.head_starts[head];
+            start = std::min(start, rows.head_ends[head]);
+            capacity = rows.head_ends[head] + rows.ring;
+        }
+        const int64_t turn = token < start ? 0 : (token - start) % std::max<int64_t>(capacity - start, 1);
+        return {first, std::min(token + 1, capacity), token < start ? token : start + turn};
     }
+
+    // Of a row whose heads are all alike.
+    int64_t length(int64_t b) const { return region(0, b, 0).length; }
+    int64_t num_parts(int64_t b) const { return region(0, b, 0).parts(); }
+    int64_t slot(int64_t b) const { return region(0, b, 0).slot; }
 
   private:
     // One head normed and turned: out [E].
@@ -73,14 +87,14 @@ class Attention : protected Worker {
         }
     }
 
-    void attend_task(int64_t layer, int64_t b, int64_t kv_head, int64_t part) {
+    void attend_task(int64_t layer, int64_t b, int64_t kv_head, int64_t part, const Region& seen) {
         const Rows& rows = e_.rows;
         const RowForm form(rows.format);
         const int64_t size = m_.head_dim, group = m_.heads / m_.kv_heads, row = s_.rows[b];
         const int64_t head = (layer * rows.num_rows + row) * m_.kv_heads + kv_head;
         const int64_t token_bytes = size * form.bytes;
-        char* keys = rows.keys + head * rows.slots * token_bytes;
-        char* values = rows.values + head * rows.slots * token_bytes;
+        char* keys = rows.keys + seen.first * token_bytes;
+        char* values = rows.values + seen.first * token_bytes;
         const float k_scale = rows.key_scales ? rows.key_scales[head] : 1.0f;
         const float v_scale = rows.value_scales ? rows.value_scales[head] : 1.0f;
         const float *own = e_.heads + b * (m_.heads + 2 * m_.kv_heads) * size, *angle = e_.angles + b * size;
@@ -95,7 +109,7 @@ class Attention : protected Worker {
         }
         const float factor = k_scale / std::sqrt(static_cast<float>(size));
         for (int64_t i = 0; i < group * size; ++i) q[i] *= factor;
-        const int64_t at = slot(b), begin = part * PART, end = std::min(begin + PART, length(b));
+        const int64_t at = seen.slot, begin = part * PART, end = std::min(begin + PART, seen.length);
         if (begin <= at && at < end) {
             turned(own + (m_.heads + kv_head) * size, k_norm, angle, rest);
             form.narrow(rest, size, k_scale, keys + at * token_bytes);
@@ -107,7 +121,7 @@ class Attention : protected Worker {
             return Part{e_.part_peaks + place, e_.part_totals + place, e_.part_mixed + place * size};
         };
         attend_part_of(size)(q, keys, values, form, begin, end, group, size, found(part), rest);
-        const int64_t count = num_parts(b);
+        const int64_t count = seen.parts();
         std::atomic<int>& done = e_.parts_left[b * m_.kv_heads + kv_head];
         if (count > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
         done.store(0, std::memory_order_relaxed);

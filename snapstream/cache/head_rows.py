@@ -1,0 +1,97 @@
+"""Rows whose kv heads have unlike numbers of slots: every head of a layer is a row of one kv head to the kernels.
+
+A row is one run of slots, head after head (``config/heads.py``); the address of a head is the number of its first slot
+among those of all rows. Kernels read rows at ``row * stride``: with a stride of one slot the address *is* the row
+index, so one kernel serves both kinds of rows. The tensors that they see overlap themselves; only slots below a head's
+own length are ever read or written.
+
+Invariant: what a head holds is what a row of its own budget would hold (``layout.py``, ``compress.py``). A row's
+counters are those of its widest head; of any other, the ring begins no later than its own top-k region ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from snapstream.cache import layout
+from snapstream.config.heads import HeadSlots
+from snapstream.kernels.rows import RowPlaces
+
+if TYPE_CHECKING:
+    from snapstream.cache.kv_cache import KVCache
+    from snapstream.config import Selector
+
+
+def overlapping(flat: Tensor, widest: int) -> Tensor:
+    """Slots ``[n, E]`` as rows of one head that begin at every slot: ``[1, n - widest + 1, 1, widest, E]``, a view."""
+    num_slots, size = flat.shape
+    shape = (1, num_slots - widest + 1, 1, widest, size)
+    return flat.as_strided(shape, (num_slots * size, size, widest * size, size, 1))
+
+
+def slots_of(ordinal: Tensor, ring_start: Tensor, capacity: Tensor) -> Tensor:
+    """``layout.slot_of`` for tensors of one shape, or shapes that broadcast."""
+    past = ordinal - ring_start
+    # A ring has at least one slot; compiled code also divides in the lanes that fill up a vector.
+    size = (capacity - ring_start).clamp(min=1)
+    # Below the ring's start the remainder must not apply; above it, Python and torch agree on the sign.
+    return torch.where(past < 0, ordinal, ring_start + past.remainder(size))
+
+
+class HeadTable:
+    """The constants of ``HeadSlots`` on a device, ``[L, 1, G]`` int64 each."""
+
+    def __init__(self, slots: HeadSlots, device: torch.device | str) -> None:
+        def table(values: Sequence[Sequence[int]]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)[:, None]
+
+        self.slots = slots
+        self.starts = table(slots.starts)
+        self.ends = table([[own.num_sink + own.num_topk for own in layer] for layer in slots.budgets])
+        self.capacities = table([[own.capacity for own in layer] for layer in slots.budgets])
+
+    def places(self, rows: Tensor, num_tokens: Tensor, ring_start: Tensor) -> list[RowPlaces]:
+        """Of the next token of ``rows [B]`` in every layer, head by head: ``[B * G]`` each. Counters are ``[B]``."""
+        ordinal = num_tokens[:, None]  # [B, 1]
+        start = torch.minimum(ring_start[:, None], self.ends)  # [L, B, G]
+        slots = slots_of(ordinal, start, self.capacities).flatten(1)  # [L, B * G]
+        lengths = torch.minimum(ordinal + 1, self.capacities).flatten(1)
+        heads = (rows[:, None] * self.slots.row_slots + self.starts).flatten(1)
+        return [RowPlaces(*own) for own in zip(heads, slots, lengths, strict=True)]
+
+
+def write_heads(
+    cache: KVCache,
+    layer: int,
+    rows: Sequence[int],
+    keys: Tensor,
+    values: Tensor,
+    queries: Tensor | None,
+    selector: Selector,
+) -> None:
+    """Write one layer of a prompt into each of ``rows``, head by head; see ``compress.write_rows``.
+
+    ``keys [G, N, E], values [G, N, E]``; ``queries [w, H, E]``, needed if any head is compressed.
+    """
+    from snapstream.cache.compress import kept_positions
+
+    assert cache.heads is not None
+    slots, prompt_len = cache.heads.slots, keys.shape[1]
+    group = cache.spec.num_heads // cache.spec.num_kv_heads
+    for head, budget in enumerate(slots.budgets[layer]):
+        addresses = [row * slots.row_slots + slots.starts[layer][head] for row in rows]
+        own_keys, own_values = keys[head : head + 1], values[head : head + 1]  # [1, N, E]
+        if not layout.is_compressed(budget, prompt_len):
+            for first in addresses:
+                cache.k[first : first + prompt_len].copy_(own_keys[0])
+                cache.v[first : first + prompt_len].copy_(own_values[0])
+            continue
+        asked = None
+        if queries is not None:
+            asked = queries[:, head * group : (head + 1) * group].contiguous()  # [w, H / G, E]
+        index = kept_positions(asked, own_keys, layer, budget, selector, cache.kernels)  # [1, C of this head]
+        cache.kernels.gather_rows(cache.layer(layer), addresses, own_keys, own_values, index)

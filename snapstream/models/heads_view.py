@@ -1,0 +1,40 @@
+"""Decode over rows whose kv heads have slots of their own: the ``KVView`` beside ``RowsView`` (``views.py``).
+
+Heads are normed and rotated together; then every kv head goes to the kernel as a batch entry of its own, with its query
+heads, its own slot and its own length (``cache/head_rows.py``). The kernel's own rotation then turns by nothing, which
+changes no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from snapstream.cache.kv_cache import KVCache
+from snapstream.kernels.bound import CosSin, HeadNorm, Kernels, RowPlaces
+
+
+class HeadsView:
+    """Attention of one new token per row, kv head by kv head."""
+
+    def __init__(self, cache: KVCache, places: Sequence[RowPlaces], kernels: Kernels) -> None:
+        """``places``: of every layer, ``[B * G]`` entries each."""
+        self._cache, self._places, self._kernels = cache, places, kernels
+
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
+        """Write a slot per kv head, then attend: ``heads [B, H+2G, E]`` -> ``[B, H, E]``."""
+        assert rope is not None, "rows of latents have equal heads"
+        batch, _, size = heads.shape
+        groups = self._cache.spec.num_kv_heads
+        qk = self._kernels.norm_rope(heads, norm, rope, groups)  # [B, H+G, E]
+        q = qk[:, :-groups].reshape(batch, groups, -1, size)
+        k, v = qk[:, -groups:, None], heads[:, -groups:, None]  # [B, G, 1, E]
+        entries = torch.cat([q, k, v], dim=2).flatten(0, 1)  # [B * G, H/G + 2, E]
+        still = torch.ones_like(rope[0][:1]).expand(len(entries), 1, size)
+        out = self._kernels.attend_rows(
+            entries, HeadNorm(None, norm.eps), (still, torch.zeros_like(still)), self._cache.layer(layer),
+            self._places[layer], None,
+        )  # fmt: skip
+        return out.reshape(batch, -1, size)

@@ -1,0 +1,219 @@
+"""Rows whose kv heads have slots of their own keep and answer what rows of each head's own budget would.
+
+The twin is ``evals.uneven.HeadRows``: a tensor per head, loops, no kernel of rows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from evals.uneven import HeadRows, HeadRule
+from snapstream.cache.selectors.diverse import Diverse
+from snapstream.cache.selectors.hops import Hops
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget, PrefixStoreConfig, RescoringConfig, Selector
+from snapstream.config.heads import HeadProfile, HeadSlots
+from snapstream.kernels.bound import KernelVersion, bind
+from snapstream.kernels.cpu.native import find_compiler
+from snapstream.llm import LLM
+from snapstream.models.fingerprint import fingerprint
+from snapstream.request import SamplingParams
+from snapstream.runner.executors import make_graph
+from snapstream.runner.model_runner import ModelRunner
+from snapstream.start.build import MakeRunner, build_runner
+from tests.kernels.triton import interpreter
+from tests.parity.checkpoints import VOCAB, make_model, save
+from tests.parity.test_capture import OnTapes
+
+BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
+VOTES = SnapKV(observation_len=8)
+SETTINGS: dict[str, Any] = {
+    "budget": BUDGET, "selector": VOTES, "max_model_len": 160, "max_rows": 3, "executor": "eager", "progress": False,
+}  # fmt: skip
+LENGTHS = (70, 5, 120, 33, 18, 1, 90, 40, 19)  # within all heads, within some, beyond all
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)  # more than the ring
+
+
+def uneven(num_layers: int, num_kv_heads: int) -> tuple[tuple[float, ...], ...]:
+    """Shares from nothing to a third, not in order."""
+    weights = [[(7 * layer + 3 * head + 2) % 5 for head in range(num_kv_heads)] for layer in range(num_layers)]
+    total = sum(map(sum, weights))
+    return tuple(tuple(weight / total for weight in layer) for layer in weights)
+
+
+def profile(folder: Path, num_kv_heads: int = 2) -> HeadProfile:
+    return HeadProfile(shares=uneven(3, num_kv_heads), model=fingerprint(folder))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama-llama3", "llama-mha", "mixtral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model(request.param), tmp_path_factory.mktemp(request.param))
+
+
+@torch.inference_mode()
+def twin_answers(
+    llm: LLM, prompts: Sequence[Sequence[int]], slots: HeadSlots, selector: Selector = VOTES
+) -> list[list[int]]:
+    """Greedy tokens by the twin, from the prefill of ``llm``."""
+    runner, out = cast(ModelRunner, llm.engine.runner), []
+    for prompt in prompts:
+        rows = HeadRows(runner, prompt, [HeadRule(name="", budgets=slots.budgets, selector=selector)])
+        tokens = [rows.first_logits.argmax().view(1)]
+        while len(tokens) < 24:
+            tokens.append(rows.feed(tokens[-1]).argmax(-1))
+        out.append([int(token) for token in tokens])
+    return out
+
+
+def heads_of(folder: Path) -> HeadProfile:
+    return profile(folder, 4 if "mha" in folder.name else 2)
+
+
+@pytest.mark.parametrize("executor", ["eager", "looped"])
+def test_answers_are_those_of_each_heads_own_budget(folder: Path, prompts: list[list[int]], executor: str) -> None:
+    if executor == "looped" and find_compiler() is None:
+        pytest.skip("looped steps need a C++ compiler")
+    with LLM(folder, heads=heads_of(folder), **SETTINGS | {"executor": executor}) as llm:
+        assert llm.config.heads is not None
+        topk = [num for layer in llm.config.heads.topk for num in layer]
+        assert len(set(topk)) > 2 and sum(topk) == 14 * len(topk)
+        got = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+        assert got == twin_answers(llm, prompts, llm.config.heads)
+    with LLM(folder, **SETTINGS) as even:
+        assert got != [output.token_ids for output in even.generate(prompts, GREEDY)], "the profile does something"
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("qwen3"), tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def expected(qwen: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with LLM(qwen, heads=profile(qwen), **SETTINGS) as llm:
+        return [output.token_ids for output in llm.generate(prompts, GREEDY)]
+
+
+def graph(**parts: Any) -> MakeRunner:
+    return partial(build_runner, make_decode=partial(make_graph, **parts))
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_compiled_steps_answer_alike(qwen: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with LLM(qwen, heads=profile(qwen), make_runner=graph(buckets=(3,), samplers=()), **SETTINGS) as llm:
+        assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected
+
+
+def with_kernels(folder: Path, version: KernelVersion, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    make_runner = partial(build_runner, kernels=bind("cpu", version))
+    with LLM(folder, heads=profile(folder), make_runner=make_runner, **SETTINGS) as llm:
+        return [output.token_ids for output in llm.generate(prompts, params)]
+
+
+def test_plain_kernels_serve_such_rows(qwen: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    assert with_kernels(qwen, "torch", prompts, GREEDY) == expected
+
+
+class TestTriton:
+    pytestmark = interpreter.interpreted()
+
+    def test_its_kernels_serve_such_rows(self, qwen: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+        """Short, and few steps: interpreted kernels are slow."""
+        few = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        got = with_kernels(qwen, "triton", [prompts[3], prompts[4]], few)
+        assert got == [expected[3][:6], expected[4][:6]]
+
+
+def test_captured_steps_answer_alike(
+    qwen: Path, prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.parity import tape
+
+    tape.install(monkeypatch)
+    make_runner = partial(build_runner, kernels=bind("cpu", "torch"), make_decode=OnTapes)
+    with LLM(qwen, heads=profile(qwen), make_runner=make_runner, **SETTINGS) as llm:
+        assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("selector", [Diverse(observation_len=8), Hops(observation_len=8, num_hops=2)])
+def test_selectors_choose_head_by_head(qwen: Path, prompts: list[list[int]], selector: Selector) -> None:
+    with LLM(qwen, heads=profile(qwen), **SETTINGS | {"selector": selector}) as llm:
+        assert llm.config.heads is not None
+        got = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+        assert got == twin_answers(llm, prompts, llm.config.heads, selector)
+
+
+def test_equal_shares_are_equal_heads(qwen: Path, prompts: list[list[int]]) -> None:
+    even = HeadProfile(shares=((1 / 6, 1 / 6),) * 3, model=fingerprint(qwen))
+    with LLM(qwen, heads=even, **SETTINGS) as llm, LLM(qwen, **SETTINGS) as plain:
+        assert llm.config.heads is not None and llm.config.heads.topk == ((14, 14),) * 3
+        for own, other in zip(llm.generate(prompts, GREEDY), plain.generate(prompts, GREEDY), strict=True):
+            assert own.token_ids == other.token_ids and own.compression is not None and other.compression is not None
+            assert own.compression.kept_tokens == other.compression.kept_tokens
+
+
+def test_rows_take_the_bytes_of_equal_heads(qwen: Path) -> None:
+    with LLM(qwen, heads=profile(qwen), **SETTINGS) as llm, LLM(qwen, **SETTINGS) as plain:
+        own, other = cast(ModelRunner, llm.engine.runner), cast(ModelRunner, plain.engine.runner)
+        assert own.cache.num_bytes == other.cache.num_bytes
+
+
+def test_samples_neighbours_and_later_owners_of_a_row(qwen: Path, prompts: list[list[int]]) -> None:
+    """Alone, beside others, as one of three samples, and in a row that a longer prompt had before."""
+    with LLM(qwen, heads=profile(qwen), **SETTINGS) as llm:
+        alone = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+        assert alone == [output.token_ids for output in llm.generate(prompts, GREEDY)]
+        three = SamplingParams(n=3, max_tokens=24, temperature=0.0, ignore_eos=True)
+        assert [sample.token_ids for sample in llm.generate([prompts[0]], three)[0].samples] == [alone[0]] * 3
+
+
+def test_a_stored_prefix_gives_the_same_rows(qwen: Path, prompts: list[list[int]]) -> None:
+    store = PrefixStoreConfig(num_bytes=2**24, block_len=16, min_tokens=16)
+    with LLM(qwen, heads=profile(qwen), prefix_store=store, chunk_len=16, **SETTINGS) as llm:
+        cold, warm = (llm.generate([prompts[2]], GREEDY)[0] for _ in range(2))
+        assert warm.cached_tokens > 0 and warm.token_ids == cold.token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rescoring": RescoringConfig(every=4, num_queries=4)}, "do not rescore"),
+        ({"kv_dtype": "fp8"}, "kv_dtype 'auto'; it is 'fp8'"),
+        ({"budget": "full"}, "num_topk 0"),
+        ({"budget": KVBudget(num_sink=2, num_topk=14, num_window=4, num_recent=12)}, "num_window 4"),
+    ],
+)
+def test_what_cannot_be_had_with_heads_is_refused(qwen: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(qwen, heads=profile(qwen), **SETTINGS | changes)
+
+
+def test_profiles_of_other_models_are_refused(qwen: Path, tmp_path: Path) -> None:
+    other = save(make_model("qwen3", intermediate_size=96), tmp_path / "other")
+    with pytest.raises(ValueError, match="another checkpoint"):
+        LLM(other, heads=profile(qwen), **SETTINGS)
+    with pytest.raises(ValueError, match="2 layers of 2 kv heads; this model has 3 of 2"):
+        LLM(qwen, heads=HeadProfile(shares=uneven(2, 2), model=fingerprint(qwen)), **SETTINGS)
+
+
+def test_requests_that_such_rows_cannot_serve_are_refused(qwen: Path, prompts: list[list[int]]) -> None:
+    with LLM(qwen, heads=profile(qwen), **SETTINGS) as llm:
+        smaller = KVBudget(num_sink=2, num_topk=6, num_recent=16)
+        with pytest.raises(ValueError, match="heads of this engine's rows have slots of their own"):
+            llm.generate([prompts[0]], GREEDY, budget=smaller)
+        with pytest.raises(ValueError, match="return_kept"):
+            llm.generate([prompts[0]], SamplingParams(max_tokens=4, return_kept=True))
+        assert llm.generate([prompts[0]], GREEDY, budget=BUDGET)[0].token_ids
