@@ -32,8 +32,9 @@ class Deal:
         self.num_own = -(-num_rows // num_ranks)  # the same on every rank
 
     def own(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Those of ``rows`` that lie here, as they are counted here."""
-        return tuple(row // self._num_ranks for row in rows if row % self._num_ranks == self._rank)
+        """Those of ``rows`` that lie here, as they are counted here; every rank has a padding row."""
+        here = (row for row in rows if row == self._num_rows or row % self._num_ranks == self._rank)
+        return tuple(self.num_own if row == self._num_rows else row // self._num_ranks for row in here)
 
     def share(self, batch: RowPlaces) -> BatchShare:
         """Of a batch of B rows, none twice but the padding row, which no rank has to attend."""

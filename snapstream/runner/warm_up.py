@@ -45,7 +45,7 @@ def warm_up_kernels(
     entry = PrefillEntry(
         request_id="warm-up",
         token_ids=(0,) * min(num_tokens, config.pool_tokens),
-        rows=(cache.padding_row,),
+        rows=(config.max_rows,),  # the padding row
         seeds=(0,),
         sampling=SamplingParams(),
         budget=_BUDGET,

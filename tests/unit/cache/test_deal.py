@@ -17,6 +17,7 @@ def test_every_row_lies_on_one_rank(num_ranks: int) -> None:
     found = [(rank, row) for rank, deal in enumerate(deals) for row in deal.own(range(37))]
     assert len(set(found)) == len(found) == 37
     assert max(row for _, row in found) < deals[0].num_own == -(-37 // num_ranks)
+    assert all(deal.own([37]) == (deal.num_own,) for deal in deals)  # the padding row
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 16])
@@ -44,3 +45,14 @@ def test_a_batch_is_put_together_again(num_ranks: int, batch: int) -> None:
             told.append(row)
         together = torch.cat(told)[shares[0].order]
         assert torch.equal(together[:batch], rows[:batch])
+
+
+def test_a_share_is_made_without_a_look_at_the_rows() -> None:
+    """It can be captured: nothing of it is read on the host, so no size depends on which rows a batch has."""
+    share = Deal(12, 1, 3).share
+    traced = torch.compile(share, fullgraph=True, backend="eager")
+    for rows in ([0, 3, 6, 9], [1, 4, 7, 10], [5, 12, 12, 12]):
+        places = RowPlaces(torch.tensor(rows), torch.arange(4), torch.arange(4) + 1)
+        ours, theirs = share(places), traced(places)
+        assert torch.equal(ours.entries, theirs.entries) and torch.equal(ours.order, theirs.order)
+        assert all(map(torch.equal, ours.places, theirs.places))
