@@ -130,13 +130,15 @@ class StepPlan:
     step_id: int
     dropped_jobs: tuple[int, ...] = ()  # jobs given up before their last unit
     opened_jobs: tuple[JobSpec, ...] = ()
+    prepared: tuple[PrefillEntry, ...] = ()  # their rows will come: grammars may be compiled until then
     received: tuple[ReceivedRow, ...] = ()
     units: tuple[UnitRange, ...] = ()
     decode_rows: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not (self.dropped_jobs or self.opened_jobs or self.received or self.units or self.decode_rows)
+        opens = self.dropped_jobs or self.opened_jobs or self.prepared or self.received
+        return not (opens or self.units or self.decode_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ Examples:
   snapstream serve Qwen3-0.6B/ --budget 4096 --max-rows 16
   snapstream serve Llama-3.1-8B-Instruct/ --draft Qwen3-0.6B/ --prompt-keep 0.25
   SNAPSTREAM_API_KEY=secret snapstream serve Llama-3.2-1B-Instruct/ --host 0.0.0.0
+  snapstream serve Qwen3-0.6B/ --role decode --prefill http://127.0.0.1:8001 --transfer-secret-file secret
 """
 
 
@@ -89,6 +90,32 @@ class ServeFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ApartFlags:
+    """Prompts are read by other servers than those that answer."""
+
+    role: Annotated[
+        Literal["both", "prefill", "decode"],
+        typer.Option(help="Read prompts for other servers (prefill), or have them read by such (decode)."),
+    ] = "both"
+    prefill: Annotated[
+        list[str] | None, text_option("URL", "With --role decode: server with --role prefill; repeatable.")
+    ] = None
+    transfer_host: Annotated[
+        str | None,
+        text_option(
+            "ADDRESS", "With --role decode: where rows arrive, as prefill servers reach it. Default: 127.0.0.1."
+        ),
+    ] = None
+    transfer_port: Annotated[int, whole_option("With --role decode: its port; 0 takes a free one.")] = 0
+    transfer_ca: Annotated[
+        Path | None, typer.Option(help="Authorities of the other side's certificate (PEM). Default: the system's.")
+    ] = None
+    transfer_secret_file: Annotated[
+        Path | None, typer.Option(help="Secret that both sides know, mode 0600; or SNAPSTREAM_TRANSFER_SECRET.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrimFlags:
     """A draft, and how it trims the prompts of requests that bring no wish of their own."""
 
@@ -123,6 +150,7 @@ ENGINE = Flags(
 def serve(
     engine: Annotated[EngineOptions, ENGINE],
     trim: TrimFlags,
+    apart: ApartFlags,
     flags: ServeFlags,
     model: Annotated[
         Path | None, typer.Argument(help="Checkpoint folder. Default: the shipped tiny one.", show_default=False)
@@ -134,6 +162,7 @@ def serve(
         raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
     from snapstream.assets import TINY_MODEL
     from snapstream.server import logs
+    from snapstream.server.apart import ApartOptions
     from snapstream.server.engine.api import EngineDead
     from snapstream.server.engine.messages import EngineSpec
     from snapstream.server.http.auth import all_keys, refuse_blank
@@ -142,12 +171,24 @@ def serve(
 
     refuse_blank(ADMIN_VARIABLE)
     logs.set_up(flags.log_format)
+    halves = ApartOptions(
+        duty=apart.role,
+        prefill=tuple(url for given in apart.prefill or () for url in given.split(",")),
+        transfer_host=apart.transfer_host,
+        transfer_port=apart.transfer_port,
+        transfer_ca=apart.transfer_ca,
+        secret_file=apart.transfer_secret_file,
+    )
+    engine = halves.engine_options(engine, trim.draft)
+    transfer = halves.settings(flags.host, flags.tls_cert, flags.tls_key)
     settings = ServerSettings(
         api_keys=all_keys(flags.api_key or (), flags.api_key_file),
         admin_key=flags.admin_key,
         cors_origins=tuple(flags.cors_origin or ()),
         allowed_hosts=answered_hosts(flags.host, flags.allowed_host or ()),
-        max_requests=run.most_requests(engine.max_rows, engine.max_waiting),
+        max_requests=run.most_requests(engine.max_rows, 0 if apart.role == "prefill" else engine.max_waiting),
+        duty=apart.role,
+        transfer_secret=b"" if transfer is None else transfer.secret,
         root_path=flags.root_path,
         has_page=not flags.no_page,
         has_vllm_names=not flags.no_vllm_names,
@@ -159,7 +200,7 @@ def serve(
             trim.draft, trim.prompt_keep, trim.prompt_max_tokens, trim.prompt_threshold
         ),
     )
-    spec = EngineSpec(model=str(model or TINY_MODEL), options=engine)
+    spec = EngineSpec(model=str(model or TINY_MODEL), options=engine, transfer=transfer)
     options = run.ServeOptions(
         host=flags.host,
         port=flags.port,
@@ -174,6 +215,7 @@ def serve(
         draft=trim.draft,
         draft_threshold=trim.prompt_threshold,
         draft_context_len=trim.draft_context_len,
+        apart=halves,
     )
     try:
         run.check_models(spec, options)

@@ -31,7 +31,7 @@ from snapstream.engine.arriving import ArrivingRows
 from snapstream.engine.live import LiveRequest, LiveSample
 from snapstream.engine.pace import unit_work
 from snapstream.engine.prefix_lookup import PrefixLookup
-from snapstream.step import JobSpec, PrefixTier, RowArrived, StepPlan, UnitRange
+from snapstream.step import JobSpec, PrefillEntry, PrefixTier, RowArrived, StepPlan, UnitRange
 
 PATIENCE_STEPS = 4
 # Chunks through the whole model in a step without decode: few enough that arrivals and aborts are still seen.
@@ -158,6 +158,7 @@ class Scheduler:
             step_id=self._next_step_id,
             dropped_jobs=dropped,
             opened_jobs=tuple(opened),
+            prepared=tuple(entry for entry in reserved.values() if entry.sampling.grammar is not None),
             received=tuple(received.values()),
             units=tuple(units),
             decode_rows=tuple(sample.row for sample in decoding),
@@ -167,17 +168,17 @@ class Scheduler:
             plan=plan,
             started=_requests_of(job for job, unit in zip(jobs, units, strict=True) if unit.first == 0),
             prefilled=(*received, *_requests_of(ended)),
-            reserved=reserved,
+            reserved=tuple(reserved),
             decoding=decoding,
         )
 
-    def _reserve(self) -> tuple[LiveRequest, ...]:
+    def _reserve(self) -> dict[LiveRequest, PrefillEntry]:
         """Give rows to requests whose prompts other engines read, as far as their turn has come."""
-        reserved: list[LiveRequest] = []
+        reserved: dict[LiveRequest, PrefillEntry] = {}
         while (found := self._admission.next_arriving()) is not None:
             self._arriving.reserve(*found)
-            reserved.append(found[0])
-        return tuple(reserved)
+            reserved[found[0]] = found[1]
+        return reserved
 
     def _plan_units(
         self, is_ready: Callable[[int], bool], *, is_decoding: bool

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import uvicorn
 from starlette.types import ASGIApp
 
+from snapstream.config.addresses import is_loopback
 from snapstream.proxy.app import Proxy, make_proxy
 from snapstream.proxy.settings import ProxySettings
 from snapstream.server.http.draining import LAST_FRAMES_S, DrainingServer, check_place
-from snapstream.server.http.hosts import is_loopback
 from snapstream.server.http.loading import Curtain
 from snapstream.server.http.wire import Wire
 

@@ -165,6 +165,8 @@ class ModelRunner:
             self._jobs[spec.job_id] = self._open_job(spec)
             for entry in spec.entries:
                 self._grammars.prepare(entry)
+        for entry in plan.prepared:
+            self._grammars.prepare(entry)
         if plan.received:
             self._receive(plan.received, step)
         for units in plan.units:
@@ -234,7 +236,6 @@ class ModelRunner:
     def _receive(self, received: Sequence[ReceivedRow], step: SubmittedStep) -> None:
         """Write what another engine read to rows, and go on as after a prefill."""
         for row in received:
-            self._grammars.prepare(row.entry)
             for layer, part in enumerate(row.parts):
                 self._parts.place(layer, row.entry, part)
                 self._on_unit()

@@ -28,6 +28,7 @@ from snapstream.server.openai.front import Front
 from snapstream.server.openai.routes import openai_routes
 from snapstream.server.openai.tokenizer_routes import tokenizer_routes
 from snapstream.server.page.routes import page_routes
+from snapstream.server.peers.routes import peer_routes
 from snapstream.server.responses.routes import responses_routes
 from snapstream.server.settings import ModelFacts, ServerSettings
 from snapstream.server.tracing import TraceRequests, Tracing
@@ -71,13 +72,11 @@ def make_app(
         servers=[{"url": settings.root_path}] if settings.root_path else None,
     )
     app.state.front = front
-    app.include_router(openai_routes(front))
-    app.include_router(responses_routes(front))
-    app.include_router(anthropic_routes(front))
-    app.include_router(tokenizer_routes(front))
     app.include_router(status_routes(front.need_ready, front.metrics.render))
-    if settings.has_page:
-        app.include_router(page_routes(front))
+    if settings.duty == "prefill":  # clients talk to the servers that answer
+        app.include_router(peer_routes(front, engine, settings.transfer_secret))
+    else:
+        _add_apis(app, front)
     add_error_handlers(app)
     app.add_middleware(BearerAuth, keys=settings.api_keys, admin_key=settings.admin_key)
     if settings.cors_origins:  # outside of the keys: a preflight carries none
@@ -99,3 +98,13 @@ def make_app(
     app.add_middleware(RequestId)  # outside of the rest: refusals carry an id, too
     app.add_middleware(HeadAsGet)
     return app
+
+
+def _add_apis(app: FastAPI, front: Front) -> None:
+    """What clients use."""
+    app.include_router(openai_routes(front))
+    app.include_router(responses_routes(front))
+    app.include_router(anthropic_routes(front))
+    app.include_router(tokenizer_routes(front))
+    if front.settings.has_page:
+        app.include_router(page_routes(front))

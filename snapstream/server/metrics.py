@@ -58,11 +58,12 @@ class Metrics:
         stats: Callable[[], EngineStats],
         *,
         has_vllm_names: bool,
+        has_transfers: bool = False,
         wire: Wire | None = None,
     ) -> None:
         self._model_name = model_name
         self._stats = stats
-        self._has_vllm_names = has_vllm_names
+        self._has_vllm_names, self._has_transfers = has_vllm_names, has_transfers
         self._wire = wire
         self.on_request: Callable[[RequestTimes], None] | None = None  # called at the end of every prompt
         self._registry = CollectorRegistry(auto_describe=False)
@@ -139,6 +140,7 @@ class Metrics:
             ("prefix_cache_hits", "Prompt tokens that it gave back.", stats.prefix_hits_total),
             ("prefix_saved_tokens", "Prompt tokens put into the prefix store.", stats.prefix_saved_total),
             ("prefix_evicted_blocks", "Blocks that made room for others.", stats.prefix_evicted_blocks_total),
+            *self._row_totals(stats),
             ("engine_restarts", "Restarts of the engine process.", stats.restarts_total),
             ("engine_stalls", "Engines that were ended because they no longer got on.", stats.stalls_total),
         ):
@@ -159,6 +161,17 @@ class Metrics:
         for reason in REASONS:
             closed.add_metric([model, reason], 0 if self._wire is None else self._wire.closed[reason])
         yield closed
+
+    def _row_totals(self, stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
+        """Of rows that travel, where they do."""
+        if not self._has_transfers:
+            return ()
+        return (
+            ("rows_sent", "Rows that went to servers which answer.", stats.rows_sent_total),
+            ("rows_received", "Rows that came from servers which read prompts.", stats.rows_received_total),
+            ("rows_lost", "Rows that were lost on their way, or refused.", stats.rows_lost_total),
+            ("row_bytes_received", "Keys and values of the rows that came.", stats.row_bytes_received_total),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,16 @@ import uvicorn
 from snapstream.assets import TINY_MODEL
 from snapstream.cache.prefix_folder import folder_secret
 from snapstream.config import AutoCount, as_number
+from snapstream.config.addresses import is_loopback
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer, read_template
 from snapstream.plan.draft_memory import DraftMemory, draft_memory
 from snapstream.plan.fit import MAX_AUTO_ROWS
+from snapstream.server.apart import ApartOptions
 from snapstream.server.app import make_app
 from snapstream.server.engine.messages import EngineSpec
 from snapstream.server.engine.process import STALL_TIMEOUT_S, EngineProcess
 from snapstream.server.http.draining import LAST_FRAMES_S, DrainingServer, check_place
-from snapstream.server.http.hosts import is_loopback
 from snapstream.server.http.loading import Curtain
 from snapstream.server.http.trimming import load_trimmer
 from snapstream.server.http.wire import Wire
@@ -67,6 +68,7 @@ class ServeOptions:
     draft: Path | None = None  # checkpoint folder
     draft_threshold: int | None = None  # prompts of fewer tokens are left alone; None: the published number
     draft_context_len: int | None = None  # tokens that it reads at once; None: the model's limit
+    apart: ApartOptions = field(default_factory=ApartOptions)
 
     def __post_init__(self) -> None:
         check_place(self.port, self.drain_timeout_s)
@@ -132,6 +134,7 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
             replace(spec, beside=memory_beside(spec, options)),
             restart=options.restart,
             stall_timeout_s=options.stall_timeout_s,
+            make_readers=options.apart.make_readers(spec.transfer),
         )
         curtain = Curtain(settings.retry_after_s)
         wire = Wire()
@@ -142,7 +145,9 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
         making = asyncio.create_task(_load_front(curtain, engine, spec, settings, options, names, wire, tracing))
         loading = asyncio.gather(starting, making)
         loading.add_done_callback(
-            lambda future: _after_loading(future, server, listener, options, names, settings.has_page)
+            lambda future: _after_loading(
+                future, server, listener, options, names, settings.has_page and settings.duty != "prefill"
+            )
         )
         try:
             await server.serve(sockets=[listener])

@@ -23,6 +23,7 @@ TOOL_PARSERS = (
     "auto", "none", "hermes", "llama3_json", "llama4_pythonic", "qwen3_coder", "glm45", "glm47", "deepseek_v3",
     "deepseek_v31", "kimi_k2", "mistral",
 )  # fmt: skip
+Duty = Literal["both", "prefill", "decode"]  # what a server does of a request
 ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "none"]
 
 
@@ -53,6 +54,8 @@ class ServerSettings:
     reasoning_parser: ReasoningParser = "auto"  # how the model thinks aloud; auto goes by its chat template
     has_vllm_names: bool = True  # metrics also under the names that dashboards know
     has_page: bool = True  # the chat page at /
+    duty: Duty = "both"
+    transfer_secret: bytes = field(default=b"", repr=False)  # opens the routes for other servers of ours
     prompt_compression: PromptCompression | None = None  # of requests that bring none; needs a draft
     namespace_secret: bytes = field(default=b"", repr=False)  # of the prefix store; empty: one of this process
     max_draft_waiting: int = 64  # prompts that wait for the draft; more get 429

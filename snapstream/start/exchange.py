@@ -1,23 +1,21 @@
 """From a checkpoint, its engine's config and the transfer settings to the exchange of rows between engines.
 
 Invariant: two engines whose rows differ in any way have different fingerprints, fact by fact, so that a refusal names
-the fact. Weights are told apart by samples of every file, so that a fine-tune does not pass for its parent.
+the fact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 
 from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from snapstream.models.families import kv_spec_of
+from snapstream.start.fingerprint import checkpoint_fingerprint
 from snapstream.transfer.exchange import TcpExchange
 from snapstream.transfer.settings import TransferSettings
 from snapstream.transfer.wire import RowSizes
 from snapstream.version import __version__
-
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of every file of weights
 
 
 def make_exchange(
@@ -54,22 +52,9 @@ def fingerprint(folder: Path, config: EngineConfig) -> dict[str, str]:
     """Facts that rows, and what is computed from them, depend on."""
     return {
         "version": __version__,
-        "model (config.json)": sha256((folder / "config.json").read_bytes()).hexdigest(),
-        "weights (samples of every file)": _weights_digest(folder),
+        "checkpoint": checkpoint_fingerprint(folder),
         "dtype": config.dtype,
         "kv_dtype": config.kv_dtype,
         "width of the weights": "dtype" if config.weights is None else config.weights.describe(),
         "rescoring": "none" if config.rescoring is None else repr(config.rescoring),
     }
-
-
-def _weights_digest(folder: Path) -> str:
-    found = sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}\0".encode())
-        with path.open("rb") as file:
-            for index in range(_SAMPLES):
-                file.seek(index * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
-                found.update(file.read(_SAMPLE_BYTES))
-    return found.hexdigest()

@@ -9,6 +9,7 @@ cancelled makes no news.
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ class TcpExchange:
         """OSError where the address is taken. ``deadline_s``: without a byte or a beat, on either side."""
         self._settings, self._sizes, self._fingerprint, self._wake = settings, sizes, fingerprint, wake
         self._deadline_s = deadline_s
+        self._context: ssl.SSLContext | None = None  # of senders; reading the authorities takes a while
         self._lock = threading.Lock()  # of the four below
         self._news: deque[RowArrived | RowLost | RowSent] = deque()
         self._keys: dict[str, str] = {}  # of the good tickets, by request
@@ -93,10 +95,20 @@ class TcpExchange:
         assert request.ticket is not None
         done = partial(self._sent, request.request_id)
         header = self._header(request, budget)
-        with self._lock:  # a sender that fails at once waits until it is known
-            self._senders[request.request_id] = RowSender(
-                request.ticket, header, self._settings, done, deadline_s=self._deadline_s
-            )
+        if self._context is None and request.ticket.uses_tls:
+            self._context = self._settings.client_context()
+        try:
+            with self._lock:  # a sender that fails at once waits until it is known
+                self._senders[request.request_id] = RowSender(
+                    request.ticket,
+                    header,
+                    self._settings,
+                    done,
+                    context=self._context,
+                    deadline_s=self._deadline_s,
+                )
+        except (OSError, RuntimeError) as error:  # descriptors, threads
+            raise ValueError(f"this engine cannot send another row now: {error}") from None
 
     def put(self, request_id: str, read: Callable[[], memoryview]) -> None:
         sender = self._senders.get(request_id)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from selectors import EVENT_READ, DefaultSelector
-from time import monotonic
+from time import monotonic, sleep
 
 from snapstream.request.ticket import KEY_BYTES, RowTicket
 from snapstream.transfer.landing import RowLanding
@@ -28,6 +29,7 @@ from snapstream.transfer.settings import TransferSettings
 from snapstream.transfer.wire import Kind, RowHeader, TransferFailed, WireError
 
 MAX_STRANGERS = 64  # connections that have not named a ticket yet; more are closed
+ACCEPT_PAUSE_S = 0.05  # where the system has no descriptor left
 DRAIN_S = 2.0  # for a sender to read why its row was refused
 
 Deliver = Callable[[str, RowLanding | str], None]  # the ticket's key, and the row or why it did not come
@@ -58,7 +60,7 @@ class RowReceiver:
         self.host, self.port = settings.host, int(self._listener.getsockname()[1])
         self._lock = threading.Lock()  # of the three below
         self._tickets: dict[str, _Waiting] = {}
-        self._strangers: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, float] = {}  # and until when they may stay so
         self._is_closed = False
         self._bell, self._ear = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="row-receiver", daemon=True)
@@ -108,15 +110,21 @@ class RowReceiver:
                 self._expire()
 
     def _next_deadline(self) -> float | None:
-        """Seconds until a ticket that nobody has come for expires."""
+        """Seconds until a ticket that nobody has come for expires, or a stranger's time is over."""
         with self._lock:
             ends = [own.deadline for own in self._tickets.values() if own.sock is None]
+            ends += self._strangers.values()
         return max(min(ends) - monotonic(), 0.0) if ends else None
 
     def _expire(self) -> None:
         now = monotonic()
         with self._lock:
             late = [key for key, own in self._tickets.items() if own.sock is None and own.deadline <= now]
+            slow = [sock for sock, deadline in self._strangers.items() if deadline <= now]
+            for sock in slow:  # its thread notices
+                del self._strangers[sock]
+        for sock in slow:
+            cut(sock)
         for key in late:
             self._end(key, f"no sender came within {self._deadline_s:g} s")
 
@@ -124,35 +132,48 @@ class RowReceiver:
         try:
             sock, _ = self._listener.accept()
         except OSError:  # it left already, or there are too many descriptors
+            sleep(ACCEPT_PAUSE_S)
             return
         with self._lock:
             is_full = self._is_closed or len(self._strangers) >= MAX_STRANGERS
             if not is_full:
-                self._strangers.add(sock)
-        if is_full:
-            sock.close()
-            return
-        threading.Thread(target=self._serve, args=(sock,), name="row-connection", daemon=True).start()
+                self._strangers[sock] = monotonic() + HANDSHAKE_S
+        try:
+            if not is_full:
+                threading.Thread(target=self._serve, args=(sock,), name="row-connection", daemon=True).start()
+                return
+        except RuntimeError:  # no more threads
+            self._know(sock)
+        sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         """One connection, from greeting to end."""
-        plain = sock
         try:
             sock.settimeout(HANDSHAKE_S)
             if self._context is not None:
-                sock = self._context.wrap_socket(sock, server_side=True)
-            self._talk(sock, plain)
+                sock = self._wrap(sock, self._context)
+            self._talk(sock)
         except (OSError, TransferFailed):
             pass  # a stranger, who gets no answer, or a sender that left when it had sent all
         finally:
-            self._know(plain)
+            self._know(sock)
             sock.close()
 
-    def _know(self, plain: socket.socket) -> None:
+    def _wrap(self, plain: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+        """The same connection with TLS, still a stranger's; the plain socket is nothing any more."""
         with self._lock:
-            self._strangers.discard(plain)
+            until = self._strangers.pop(plain, monotonic())
+            sock = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+            self._strangers[sock] = until
+        sock.do_handshake()
+        return sock
 
-    def _talk(self, sock: socket.socket, plain: socket.socket) -> None:
+    def _know(self, sock: socket.socket) -> None:
+        """It is no stranger."""
+        with self._lock:
+            self._strangers.pop(sock, None)
+
+    def _talk(self, sock: socket.socket) -> None:
         session = Session(sock, min(HANDSHAKE_S, self._deadline_s), self._binding)
         try:
             ticket, proof = session.greet(self._settings.secret, KEY_BYTES)
@@ -160,7 +181,7 @@ class RowReceiver:
         except WireError as error:
             self._refuse(session, str(error))
             return
-        self._know(plain)
+        self._know(sock)
         session = Session(sock, self._deadline_s, self._binding)
         landing = RowLanding(own.header, own.max_report_bytes)
         problem = self._fill(session, landing, proof)

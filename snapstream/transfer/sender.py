@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,9 +21,10 @@ from contextlib import ExitStack, suppress
 from hashlib import sha256
 from itertools import count
 
+from snapstream.config.addresses import is_loopback
 from snapstream.request.ticket import RowTicket
 from snapstream.transfer.session import BEAT_S, DEADLINE_S, HANDSHAKE_S, Session, cut
-from snapstream.transfer.settings import TransferSettings, is_loopback
+from snapstream.transfer.settings import TransferSettings
 from snapstream.transfer.wire import Kind, RowHeader, TransferFailed, WireError
 
 Body = bytes | bytearray | memoryview
@@ -39,14 +41,18 @@ class RowSender:
         settings: TransferSettings,
         done: Callable[[str], None],
         *,
+        context: ssl.SSLContext | None = None,
         deadline_s: float = DEADLINE_S,
         beat_s: float = BEAT_S,
     ) -> None:
-        """``done`` is called on another thread. ValueError for a ticket that would send the row in the open."""
+        """``done`` is called on another thread. ``context``: of TLS, made of the settings unless given.
+
+        ValueError for a ticket that would send the row in the open.
+        """
         if not ticket.uses_tls and not is_loopback(ticket.host):
             raise ValueError(f"the ticket names another machine, {ticket.host}, and no TLS; rows hold prompts")
         self._ticket, self._header, self._settings, self._done = ticket, header, settings, done
-        self._deadline_s, self._beat_s = deadline_s, beat_s
+        self._deadline_s, self._beat_s, self._context = deadline_s, beat_s, context
         self._numbers = count()  # of parts
         self._frames: deque[tuple[Kind, int, ReadBody]] = deque()
         self._is_cancelled = False
@@ -111,7 +117,8 @@ class RowSender:
             raise TransferFailed("cancelled")
         if not ticket.uses_tls:
             return sock, self._deadline_s, b""
-        wrapped = self._settings.client_context().wrap_socket(sock, server_hostname=ticket.host)
+        context = self._context or self._settings.client_context()
+        wrapped = context.wrap_socket(sock, server_hostname=ticket.host)
         self._sock = stack.enter_context(wrapped)
         return wrapped, self._deadline_s, sha256(wrapped.getpeercert(binary_form=True) or b"").digest()
 

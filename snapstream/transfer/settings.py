@@ -14,16 +14,10 @@ from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
 
+from snapstream.config.addresses import is_loopback
+
 SECRET_VARIABLE = "SNAPSTREAM_TRANSFER_SECRET"
 MIN_SECRET_CHARS = 32
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_secret(file: Path | None) -> bytes:

@@ -13,7 +13,7 @@ from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.engine.core import Engine
 from snapstream.engine.transfers import RowMissed, TicketIssued
 from snapstream.engine.validate import QueueFull
-from snapstream.request import FinishReason, Request, RowTicket, SamplingParams
+from snapstream.request import FinishReason, Grammar, Request, RowTicket, SamplingParams
 from snapstream.step import PrefillEntry
 from tests.engine.alone import EOS, VOCAB_SIZE, LetterTokenizer, run_alone
 from tests.engine.build import abort, config_of, drain, engine_of, request_of
@@ -71,6 +71,14 @@ def test_tickets_are_issued_as_rows_come_free_and_in_order() -> None:
     drain(engine)
     assert issued(engine) == ["e"]
     assert sorted(exchange.tickets) == list("acde")
+
+
+def test_grammars_are_compiled_while_the_prompt_is_read_elsewhere() -> None:
+    engine, runner, _ = connected()
+    engine.add_request(arriving("a", grammar=Grammar.regex("a+")))
+    engine.add_request(arriving("b"))
+    drain(engine)
+    assert [[entry.request_id for entry in plan.prepared] for plan in runner.plans] == [["a"]]
 
 
 def test_a_lost_row_gets_another_ticket_once_per_loss() -> None:

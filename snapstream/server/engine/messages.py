@@ -13,6 +13,7 @@ from typing import Literal
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.engine.messages import FromEngine
 from snapstream.plan.draft_memory import DraftMemory
+from snapstream.transfer.settings import TransferSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class EngineSpec:
     options: EngineOptions = field(default_factory=EngineOptions)
     num_threads: int | None = None  # of torch on the CPU; None means its default
     beside: DraftMemory | None = None  # the front's draft on the same device
+    transfer: TransferSettings | None = None  # to send rows to other engines, or to receive some
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from time import monotonic
 
 from snapstream.engine.messages import Deltas, Ping, Probed, Refused, ResetPrefixes, Stats
 from snapstream.engine.stats import add_totals, without_gauges
+from snapstream.engine.transfers import RowMissed, TicketIssued
 from snapstream.request import Request
 from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta
 from snapstream.server.engine.child import EngineChild
+from snapstream.server.engine.elsewhere import Elsewhere, PromptReaders
 from snapstream.server.engine.messages import EngineFacts, EngineSpec, Failed, FromProcess
 from snapstream.server.engine.streams import RequestStreams, Send
 
@@ -46,13 +49,18 @@ class EngineProcess:
         load_timeout_s: float = LOAD_TIMEOUT_S,
         first_backoff_s: float = FIRST_BACKOFF_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        make_readers: Callable[[EngineProcess], PromptReaders] | None = None,
     ) -> None:
+        """``make_readers``: who reads the prompts, if this engine only answers; its spec has where rows arrive then."""
         self._spec = spec
         self._restart = restart
         self._load_timeout_s = load_timeout_s
         self._first_backoff_s = first_backoff_s
         self._stall_timeout_s = stall_timeout_s
         self._streams = RequestStreams()
+        self._elsewhere: Elsewhere | None = None
+        if make_readers is not None:
+            self._elsewhere = Elsewhere(make_readers(self), self._streams.fail)
         self._child: EngineChild | None = None
         self._facts: EngineFacts | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -95,7 +103,18 @@ class EngineProcess:
 
         Nothing happens, and nothing is raised, before the first delta is asked for.
         """
-        return self._streams.run(request, self._connect)
+        return self._streams.run(request, self._connect) if self._elsewhere is None else self._run_read(request)
+
+    async def _run_read(self, request: Request) -> AsyncGenerator[RequestDelta, None]:
+        """Run a request whose prompt others read."""
+        assert self._elsewhere is not None
+        self._elsewhere.begin(request)
+        try:
+            async with aclosing(self._streams.run(replace(request, arrives=True), self._connect)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._elsewhere.end(request.request_id)
 
     def stats(self) -> EngineStats:
         totals = add_totals(self._now, self._earlier)
@@ -107,6 +126,8 @@ class EngineProcess:
 
     def reset_prefixes(self, namespace: str | None) -> None:
         """Forget the stored beginnings of a namespace's prompts, or of all; EngineDead if there is no engine."""
+        if self._elsewhere is not None:
+            raise ValueError("other servers read the prompts, and store them: this one has nothing to forget")
         self._connect()(ResetPrefixes(namespace))
 
     async def shutdown(self, drain_s: float) -> None:
@@ -115,6 +136,8 @@ class EngineProcess:
         if not await self._streams.wait_idle(drain_s):
             log.warning("requests still run at the end of the drain; they are ended")
         self._streams.fail_all("the server was shut down before the answer was complete")
+        if self._elsewhere is not None:
+            await self._elsewhere.close()
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait([self._supervisor])
@@ -220,5 +243,7 @@ class EngineProcess:
                 self._now = stats
             case Deltas() | Refused() | Probed():
                 self._streams.deliver(message)
+            case TicketIssued() | RowMissed() if self._elsewhere is not None and self._child is not None:
+                self._elsewhere.deliver(message, self._child.send)
             case Failed(_, why):  # its process ends; requests need not wait until it has
                 self._lose(why)

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from snapstream.engine.messages import Beat, ToEngine
 from snapstream.engine.worker import EngineWorker
 from snapstream.server.engine.messages import EngineFacts, EngineSpec, Failed, FromProcess, Ready
+from snapstream.start.exchange import make_exchange
+from snapstream.transfer.settings import TransferSettings
 
 if TYPE_CHECKING:
     from snapstream.llm import LLM
@@ -46,14 +50,25 @@ class Pulse:
 
 
 class PipePort:
-    """A port at the end of a pipe."""
+    """A port at the end of a pipe, which other threads may wake."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()  # the news that a rank has gone come on a thread
+        self._bell, self._ear = socket.socketpair()
+        for end in (self._bell, self._ear):
+            end.setblocking(False)
+
+    def wake(self) -> None:
+        """From any thread: there is news that came beside the messages."""
+        with suppress(BlockingIOError):  # it rings already
+            self._bell.send(b"\0")
 
     def receive(self, *, block: bool) -> ToEngine | None:
         try:
+            if block and self._connection not in wait([self._connection, self._ear]):
+                self._ear.recv(4096)
+                return None
             if not block and not self._connection.poll():
                 return None
             message: ToEngine = self._connection.recv()
@@ -95,8 +110,9 @@ def child_main(connection: Connection, spec: EngineSpec) -> None:
     is_loaded = False
     try:
         with build(spec, Pulse(port.send).note, partial(_end_without_rank, port)) as llm:
+            notes = () if spec.transfer is None else _connect(spec, spec.transfer, llm, port)
             is_loaded = True
-            port.send(Ready(_facts(spec, llm)))
+            port.send(Ready(_facts(spec, llm, notes)))
             EngineWorker(llm.engine, llm.config.max_rows, port).run()
     except FrontGone:
         return
@@ -110,14 +126,24 @@ def child_main(connection: Connection, spec: EngineSpec) -> None:
             sys.exit(1)
 
 
-def _facts(spec: EngineSpec, llm: LLM) -> EngineFacts:
+def _connect(spec: EngineSpec, settings: TransferSettings, llm: LLM, port: PipePort) -> tuple[str, ...]:
+    """Let rows travel; what the log should say of it."""
+    exchange = make_exchange(Path(spec.model), llm.model_config, llm.config, settings, port.wake)
+    llm.engine.connect(exchange)
+    if exchange.address is None:
+        return ("rows go to the servers that ask for them",)
+    how = "TLS" if settings.cert is not None else "no TLS"
+    return (f"rows arrive at {exchange.address[0]} port {exchange.address[1]}, {how}",)
+
+
+def _facts(spec: EngineSpec, llm: LLM, notes: tuple[str, ...]) -> EngineFacts:
     return EngineFacts(
         model=spec.model,
         engine=llm.config,
         architecture=llm.model_config,
         has_tokenizer=llm.tokenizer is not None,
         pid=os.getpid(),
-        notes=llm.notes,
+        notes=(*llm.notes, *notes),
     )
 
 

@@ -81,6 +81,10 @@ class RequestStreams:
                 error = ValueError(text) if kind == "value" else QueueFull(text)
                 self._put(request_id, error, is_last=True)
 
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End one stream with an error; its reader then aborts the request, which is held until the engine agrees."""
+        self._put(request_id, error, is_last=False)
+
     def fail_all(self, reason: str, *, is_final: bool = False) -> None:
         """End every stream with EngineDead. ``is_final``: the engine will not come back."""
         for found in self._probes.values():

@@ -7,21 +7,13 @@ of the loopback network always pass, because no name server can point a foreign 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from snapstream.config.addresses import is_loopback
 from snapstream.server.http.errors import ApiError
 from snapstream.server.http.request_id import log_refusal
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a socket bound to ``host``."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_hosts(hosts: Sequence[str]) -> None:

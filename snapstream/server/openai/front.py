@@ -74,7 +74,13 @@ class Front(Gate):
         self._facts = facts
         self._served_name = ""
         self._namespaces = Namespaces(settings.namespace_secret)
-        self.metrics = Metrics(self._model_name, engine.stats, has_vllm_names=settings.has_vllm_names, wire=wire)
+        self.metrics = Metrics(
+            self._model_name,
+            engine.stats,
+            has_vllm_names=settings.has_vllm_names,
+            has_transfers=settings.duty != "both",
+            wire=wire,
+        )
         self.trims = PromptTrims(trimmer, tokenizer, settings, self.metrics.count_trimmed)
 
     @property

@@ -53,7 +53,10 @@ def tokenizer_routes(front: Front) -> APIRouter:
     async def reset_prefix_cache(request: HttpRequest) -> Response:
         front.need_engine()
         is_admin = getattr(request.state, "is_admin", False)
-        front.engine.reset_prefixes(None if is_admin else front.namespace(request))
+        try:
+            front.engine.reset_prefixes(None if is_admin else front.namespace(request))
+        except ValueError as error:  # other servers store the prompts
+            raise bad_value(str(error), None) from None
         return JSONResponse({})
 
     return router
