@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -171,6 +172,7 @@ def serve(
 
     refuse_blank(ADMIN_VARIABLE)
     logs.set_up(flags.log_format)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every prompt that is read elsewhere
     halves = ApartOptions(
         duty=apart.role,
         prefill=tuple(url for given in apart.prefill or () for url in given.split(",")),

@@ -138,8 +138,6 @@ def killed_amid(pool: ThreadPoolExecutor, answering: ServerProcess, readers: lis
 
 def killed_after(pool: ThreadPoolExecutor, answering: ServerProcess, reader: ServerProcess, good: Answer) -> None:
     """An answer goes on when the server that read its prompt is gone: it has all that it needs."""
-    os.kill(answering.engine_pid, signal.SIGSTOP)
-    os.kill(answering.engine_pid, signal.SIGCONT)
     before = metric(answering, "rows_received_total")
     pending = pool.submit(ask, answering, {**SHORT, "max_tokens": 900})
     until(lambda: metric(answering, "rows_received_total") > before)
