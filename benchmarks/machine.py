@@ -53,11 +53,11 @@ def ceilings() -> dict[str, float]:
     return found
 
 
-def report(name: str, ceiling: dict[str, float], figures: dict[str, Any], *, save: bool) -> None:
-    """Print one JSON line; with ``save`` also write ``results/cpu/<date>_<name>.json``."""
+def report(name: str, ceiling: dict[str, float], figures: dict[str, Any], *, save: bool, device: str = "cpu") -> None:
+    """Print one JSON line; with ``save`` also write ``results/<device>/<date>_<name>.json``."""
     result = {"name": name, **describe(), "ceiling": ceiling, "figures": figures}
     if save:
-        folder = RESULTS / "cpu"
+        folder = RESULTS / device
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{result['date']}_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

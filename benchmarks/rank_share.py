@@ -54,7 +54,8 @@ def main() -> None:
             figures.append(figure)
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in figure.items()}, flush=True)
     found = {"model": share.model.architecture, "is_smoke": args.smoke, **bench.device.describe(), "arms": figures}
-    report("rank_share", dict(bench.ceilings), found, save=args.save)
+    device = found["device"].lower().replace("nvidia", "").strip().replace(" ", "_") if bench.device.is_cuda else "cpu"
+    report("rank_share", dict(bench.ceilings), found, save=args.save and not args.smoke, device=device)
 
 
 if __name__ == "__main__":
