@@ -113,7 +113,7 @@ def test_a_follower_that_is_killed_amid_a_prefill_ends_the_engine(served: Served
         engine, follower = served.engine, served.follower
         os.kill(follower, signal.SIGSTOP)
         asking = asyncio.create_task(collect(engine, long))
-        await until_async(lambda: engine.stats().num_running == 1)
+        await until_async(lambda: engine.stats().num_waiting == 1)  # the last that is heard before that step
         os.kill(follower, signal.SIGKILL)
         with pytest.raises(EngineDead, match=LOST):
             await asking

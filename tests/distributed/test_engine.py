@@ -5,10 +5,8 @@ Processes over gloo; the ranks compare their drawn tokens after every step, so a
 
 from __future__ import annotations
 
-import random
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,11 @@ from snapstream import LLM, Grammar, KVBudget, SamplingParams
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import PrefixStoreConfig, RescoringConfig
 from snapstream.distributed.group import Pretend
-from snapstream.request import Request, RequestOutput
+from snapstream.request import Request
 from snapstream.runner.parallel import ParallelRunner, RanksDiffer, check_ranks
 from snapstream.runner.results import SubmittedStep
 from snapstream.step import StepPlan
+from tests.distributed.pairs import Pair, assert_same, ids
 from tests.llm.conftest import write_checkpoint
 
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
@@ -34,49 +33,6 @@ SETTINGS: dict[str, Any] = {
     "prefix_store": PrefixStoreConfig(num_bytes=2**22, block_len=8, min_tokens=16),
 }  # fmt: skip
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The same engine on one device, and over two ranks."""
-
-    one: LLM
-    two: LLM
-
-    def same(self, prompts: list[Any], params: SamplingParams, **row: Any) -> list[RequestOutput]:
-        """Answers of both, which must be equal but for times and the last bits of log-probabilities."""
-        wanted, found = (llm.generate(prompts, params, **row) for llm in (self.one, self.two))
-        for one, two in zip(wanted, found, strict=True):
-            assert_same(one, two)
-        return found
-
-
-def assert_same(one: RequestOutput, two: RequestOutput) -> None:
-    for ours, theirs in zip(one.samples, two.samples, strict=True):
-        assert theirs.token_ids == ours.token_ids
-        assert (theirs.text, theirs.finish_reason) == (ours.text, ours.finish_reason)
-        assert_close(ours.logprobs, theirs.logprobs)
-    assert_close(one.prompt_logprobs, two.prompt_logprobs)
-    assert one.compression is not None and two.compression is not None
-    for name in ("prompt_tokens", "kept_tokens", "evicted_tokens", "row_bytes", "full_bytes", "ring_tokens",
-                 "kept_positions", "kept_bitmap"):  # fmt: skip
-        assert getattr(two.compression, name) == getattr(one.compression, name), name
-
-
-def assert_close(ours: Any, theirs: Any) -> None:
-    assert (ours is None) == (theirs is None)
-    for one, two in zip(ours or (), theirs or (), strict=True):
-        if one is None:
-            assert two is None
-            continue
-        assert two.token_id == one.token_id and [i for i, _ in two.top] == [i for i, _ in one.top]
-        assert two.logprob == pytest.approx(one.logprob, abs=1e-4)
-        assert [p for _, p in two.top] == pytest.approx([p for _, p in one.top], abs=1e-4)
-
-
-def ids(count: int, seed: int = 1) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 259) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +95,9 @@ def test_grammars_are_followed_on_every_rank(pair: Pair) -> None:
 def test_beginnings_that_are_stored_are_restored_on_every_rank(pair: Pair) -> None:
     common = ids(120, 7)
     pair.same([common + ids(9, 8)], GREEDY)
-    before = stored_tokens(pair)
+    before = pair.stored_tokens()
     pair.same([common + ids(11, 9)], GREEDY)
-    assert stored_tokens(pair) == (before[0] + 120, before[1] + 120)
-
-
-def stored_tokens(pair: Pair) -> tuple[int, ...]:
-    stats = [llm.engine.prefix_stats for llm in (pair.one, pair.two)]
-    return tuple(own.hits for own in stats if own is not None)
+    assert pair.stored_tokens() == (before[0] + 120, before[1] + 120)
 
 
 def test_prompts_with_positions_of_their_own(pair: Pair) -> None:
