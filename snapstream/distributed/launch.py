@@ -25,11 +25,11 @@ from snapstream.distributed.link import Link, LinkClosed, pair
 from snapstream.distributed.messages import TO_LEADER, Failed, Hello, Joined, Ready, Task
 from snapstream.distributed.wire import pack
 
-State = Literal["hello", "joined", "ready"]
+State = Literal["here", "joined", "ready"]
 
 STOP_S = 5.0  # for a follower to end when its link is closed
 BLAME_S = 1.0  # between a collective that fails and the news of whose death that was
-_ORDER: dict[type, State] = {Hello: "hello", Joined: "joined", Ready: "ready"}
+_ORDER: dict[type, State] = {Hello: "here", Joined: "joined", Ready: "ready"}
 
 
 class RankLost(RuntimeError):
@@ -49,7 +49,7 @@ class Follower:
 
 
 class Followers:
-    """All of them. ``on_lost`` is called once, on a thread, when one goes that was ready, unless this is closed."""
+    """All of them. ``on_lost`` is called once, on a thread, when one goes that had joined, unless this is closed."""
 
     def __init__(self, count: int, on_lost: Callable[[str], None] = lambda why: None) -> None:
         """``count`` of them will be spawned or admitted."""
@@ -79,7 +79,7 @@ class Followers:
         link, theirs = pair(TO_LEADER)
         module, _, function = entry.partition(":")
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
+            f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}\n"
             f"from {module} import {function}\nsys.exit({function}({theirs.fileno()}))"
         )
         with theirs:
@@ -114,7 +114,7 @@ class Followers:
                 own.link.send(by_rank[own.rank])
 
     def hellos(self) -> list[Hello]:
-        """What the followers said of themselves, by rank, once ``wait("hello")`` has returned."""
+        """What the followers said of themselves, by rank, once ``wait("here")`` has returned."""
         return [own.hello for own in sorted(self._all, key=lambda own: own.rank) if own.hello is not None]
 
     def wait(self, state: State, timeout_s: float) -> None:
@@ -202,9 +202,9 @@ class Followers:
             is_first = self._lost is None and not self._is_closed
             if is_first:
                 self._lost = end
-            was_ready = own.state == "ready"
+            had_joined = own.state in ("joined", "ready")  # else the leader waits for it, and will be told
             self._change.notify_all()
-        if is_first and was_ready:
+        if is_first and had_joined and end.kind == "error":
             self._on_lost(end.reason)
 
 

@@ -57,10 +57,12 @@ class Link:
         return unpack(data, self._kinds)
 
     def close(self) -> None:
-        """Close this end: the other one is told."""
+        """No more messages, either way: the other end is told, and a thread that receives here wakes up.
+
+        The file is closed with the object: a number that another file has got could still be read by that thread.
+        """
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as own:
-            own.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
-        self._connection.close()
+            own.shutdown(socket.SHUT_RDWR)
 
 
 def pair(kinds: Mapping[str, type]) -> tuple[Link, socket.socket]:

@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from snapstream.version import __version__
 
 if TYPE_CHECKING:
     from snapstream.distributed.launch import Followers
-    from snapstream.distributed.messages import Task
+    from snapstream.distributed.messages import Hello
 
 CHECK_VARIABLE = "SNAPSTREAM_CHECK_RANKS"  # 1: compare the drawn tokens of all ranks after every step
 HELLO_S = 300.0  # for a process to start and import torch
@@ -65,9 +65,12 @@ def build_ranks(
     num_threads = threads_of_rank(config.parallel.ranks_here)
     checks = os.environ.get(CHECK_VARIABLE) == "1"
     try:
-        with _meeting_place(config.parallel.address) as meeting, _waiting_for_others(followers, config):
+        with _meeting_place(config.parallel.address) as meeting:
             for rank in range(1, config.parallel.ranks_here):
                 followers.spawn(rank, ENTRY, _environment(rank, config.device, num_threads))
+            with _waiting_for_others(followers, config):  # whose ranks come behind those of this machine
+                followers.wait("here", LOAD_S if config.parallel.address else HELLO_S)
+            check_versions(followers.hellos(), torch.__version__)
             _hand_out_tasks(followers, folder, config, meeting, num_threads, checks)
             torch.set_num_threads(num_threads)
             with on_network_of(meeting):
@@ -135,23 +138,21 @@ def threads_of_rank(num_ranks: int) -> int:
     return max(1, torch.get_num_threads() // num_ranks)
 
 
+def check_versions(hellos: Sequence[Hello], torch_version: str) -> None:
+    """ValueError where a follower runs other versions than the leader: it might compute other bits."""
+    for rank, hello in enumerate(hellos, start=1):
+        for what, theirs, ours in (("snapstream", hello.version, __version__), ("torch", hello.torch, torch_version)):
+            if theirs != ours:
+                raise ValueError(f"rank {rank} on {hello.host} runs {what} {theirs}; the leader runs {ours}")
+
+
 def _hand_out_tasks(
     followers: Followers, folder: Path, config: EngineConfig, meeting: str, num_threads: int, checks: bool
 ) -> None:
     """Give the followers their tasks; returns when all have joined."""
-    import torch
-
     from snapstream.distributed.messages import Task
 
     fingerprint = checkpoint_fingerprint(folder)
-    followers.wait("hello", LOAD_S if config.parallel.address else HELLO_S)
-    for rank, hello in enumerate(followers.hellos(), start=1):
-        for what, theirs, ours in (
-            ("snapstream", hello.version, __version__),
-            ("torch", hello.torch, torch.__version__),
-        ):
-            if theirs != ours:
-                raise ValueError(f"rank {rank} on {hello.host} runs {what} {theirs}; the leader runs {ours}")
 
     def task(rank: int) -> Task:
         return Task(

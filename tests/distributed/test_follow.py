@@ -17,7 +17,10 @@ import pytest
 from snapstream import LLM, SamplingParams
 from snapstream.cli.follow import environment, run_all
 from snapstream.distributed.launch import RankLost
+from snapstream.distributed.messages import Hello
 from snapstream.runner.parallel import ParallelRunner
+from snapstream.start.ranks import check_versions
+from snapstream.version import __version__
 from tests.llm.conftest import write_checkpoint
 from tests.waiting import HANG_S, until
 
@@ -110,6 +113,18 @@ def test_a_key_is_asked_for_before_anything_is_loaded(
     in_use = pytest.raises(ValueError, match="nobody can be waited for there: .*in use")
     with socket.create_server(("127.0.0.1", port)), in_use:
         LLM(folder, **spread)
+
+
+def test_other_versions_are_refused() -> None:
+    def hello(version: str, torch: str) -> Hello:
+        return Hello(version=version, torch=torch, host="far", pid=1)
+
+    same = hello(__version__, "2.0")
+    check_versions([same, same], "2.0")
+    with pytest.raises(ValueError, match=f"rank 2 on far runs snapstream 0; the leader runs {__version__}"):
+        check_versions([same, hello("0", "2.0")], "2.0")
+    with pytest.raises(ValueError, match="rank 1 on far runs torch 2.0; the leader runs 2.1"):
+        check_versions([same], "2.1")
 
 
 def test_several_ranks_of_a_machine_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:

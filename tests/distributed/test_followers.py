@@ -36,7 +36,7 @@ def started(*entries: str) -> Iterator[tuple[Followers, SimpleQueue[str]]]:
 
 def test_all_are_waited_for_told_and_ended() -> None:
     with started("good", "good") as (followers, lost):
-        followers.wait("hello", HANG_S)
+        followers.wait("here", HANG_S)
         assert [hello.host for hello in followers.hellos()] == ["here", "here"]
         followers.wait("ready", HANG_S)
         for step in range(3):
@@ -79,14 +79,14 @@ def test_one_that_cannot_start_says_why(entry: str, error: type[Exception], why:
 
 def test_one_that_is_late_is_named() -> None:
     with started("deaf") as (followers, _):
-        followers.wait("hello", HANG_S)
+        followers.wait("here", HANG_S)
         with pytest.raises(RankLost, match=r"ranks \[1\] were not ready within 0\.01 s"):
             followers.wait("ready", 0.01)
 
 
 def test_one_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     with started("deaf") as (followers, _):
-        followers.wait("hello", HANG_S)
+        followers.wait("here", HANG_S)
         monkeypatch.setattr(launch, "STOP_S", 0.0)
         followers.close()
         assert not any(is_running(pid) for pid in followers.pids)
