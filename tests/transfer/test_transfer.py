@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,11 +86,15 @@ def test_a_ticket_of_another_engine_is_refused() -> None:
 def test_a_ticket_is_good_once_and_for_one_sender() -> None:
     with receiving() as there:
         ticket = there.expect()
-        first = sending(ticket)
-        first.sender.put(lambda: bodies()[0])
-        with by_hand(there.expect()):  # the first is connected by now, or the next line would be it
-            pass
-        until(lambda: "in use" in (sending(ticket).result()))
+        first, is_taken = sending(ticket), threading.Event()
+
+        def body_0() -> bytes:  # asked for when the ticket was accepted
+            is_taken.set()
+            return bodies()[0]
+
+        first.sender.put(body_0)
+        assert is_taken.wait(HANG_S)
+        assert "in use" in sending(ticket).result()
         for body in bodies()[1:]:
             first.sender.put(lambda body=body: body)
         first.sender.put_last(lambda: b"h" * SIZES.hidden_bytes)
@@ -139,10 +144,15 @@ def test_proofs_cannot_be_used_again() -> None:
 
 def test_a_stall_ends_the_ticket() -> None:
     with receiving(deadline_s=0.2) as there:
-        ticket = there.expect()
-        with by_hand(ticket) as session:
-            session.send(Kind.HEADER, header_of().to_bytes())
-            assert there.reason(ticket) == "nothing moved for 0.2 s"
+
+        def stalled() -> str:
+            ticket = there.expect()
+            with suppress(TransferFailed, OSError), by_hand(ticket) as session:  # or this came too late
+                session.send(Kind.HEADER, header_of().to_bytes())
+                there.result(ticket)
+            return there.reason(ticket)
+
+        until(lambda: stalled() == "nothing moved for 0.2 s")
         unused = there.expect()
         assert there.reason(unused) == "no sender came within 0.2 s"
 
