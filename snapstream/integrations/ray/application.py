@@ -28,6 +28,7 @@ from snapstream.server.run import ServeOptions, check_models, most_requests
 from snapstream.server.settings import ServerSettings
 
 QUIET = LoggingConfig(enable_access_log=False)  # the front logs requests itself, and a report is no news
+MAX_FAILED_STARTS = 3  # of a deployment's replicas, together, before it is given up; a load can take minutes
 SPARE_CALLS = 64  # reports and health checks beside requests
 DRAIN_LOOK_S = 0.2  # between two looks at whether a replica has drained
 
@@ -43,13 +44,14 @@ def application_of(config: DeployConfig) -> Application:
     spec = EngineSpec(model=config.model, options=config.engine, num_threads=config.decode.cpus or 1)
     check_models(spec, ServeOptions())
     num_calls = most_requests(config.engine.max_rows, config.engine.max_waiting) + SPARE_CALLS
-    is_on_gpu = config.engine.device.startswith("cuda")
+    num_gpus = config.engine.tensor_parallel if config.engine.device.startswith("cuda") else 0
     decode = serve.deployment(
         DecodeServer,
         name="decode",
-        ray_actor_options={"num_cpus": config.decode.cpus, "num_gpus": int(is_on_gpu)},
+        ray_actor_options={"num_cpus": config.decode.cpus, "num_gpus": num_gpus},
         max_ongoing_requests=num_calls,  # the engine itself says when its queue is full
         request_router_config=RequestRouterConfig(request_router_class=_path(BoardRouter)),
+        max_constructor_retry_count=MAX_FAILED_STARTS,
         graceful_shutdown_timeout_s=config.drain_timeout,
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
         logging_config=QUIET,
@@ -61,6 +63,7 @@ def application_of(config: DeployConfig) -> Application:
         num_replicas=config.front.replicas,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=settings.max_requests + SPARE_CALLS,
+        max_constructor_retry_count=MAX_FAILED_STARTS,
         graceful_shutdown_timeout_s=config.drain_timeout,
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
         logging_config=QUIET,

@@ -76,6 +76,32 @@ def _fits(load: Load, num_rows: int, most: int) -> bool:
     return load.free_rows >= num_rows and load.open_rows + num_rows <= max(most, num_rows)
 
 
+class Claim:
+    """Rows of one request that count before their replica reports them: from its choice until they are given back.
+
+    Ray chooses on its own thread, and may do so when the caller has already left: then nothing is counted.
+    """
+
+    def __init__(self, lock: Lock, own: Counter[str], num_rows: int) -> None:
+        self._lock, self._own, self._num_rows = lock, own, num_rows
+        self._is_over = False
+        self.names: list[str] = []  # replicas that had the request
+
+    def take(self, name: str) -> None:
+        with self._lock:
+            if not self._is_over:
+                self.names.append(name)
+                self._own[name] += self._num_rows
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._is_over = True
+            for name in self.names:
+                self._own[name] -= self._num_rows
+                if not self._own[name]:
+                    del self._own[name]
+
+
 class Board:
     """What this ingress knows of the replicas."""
 
@@ -130,15 +156,9 @@ class Board:
             if name in self._names:
                 self._loads[name] = replace(self._loads.get(name, Load()), absence=why)
 
-    def open(self, name: str, num_rows: int) -> None:
-        with self._lock:
-            self._own[name] += num_rows
-
-    def close(self, name: str, num_rows: int) -> None:
-        with self._lock:
-            self._own[name] -= num_rows
-            if not self._own[name]:
-                del self._own[name]
+    def claim(self, num_rows: int) -> Claim:
+        """For a request that is about to be sent to a replica."""
+        return Claim(self._lock, self._own, num_rows)
 
     def stats(self) -> EngineStats:
         """Gauges of the replicas that there are; totals also of those that there were."""

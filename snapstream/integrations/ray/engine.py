@@ -97,14 +97,9 @@ class ReplicatedEngine:
         self._open()
         try:
             for num_tries in range(1, MAX_TRIES + 1):
-                taken: list[str] = []
-
-                def note(name: str, taken: list[str] = taken) -> None:
-                    taken.append(name)
-                    self._board.open(name, num_rows)
-
+                claim = self._board.claim(num_rows)
                 route = Route(
-                    self._board, self._name, key=key, num_rows=num_rows, avoid=frozenset(avoid), on_taken=note
+                    self._board, self._name, key=key, num_rows=num_rows, avoid=frozenset(avoid), on_taken=claim.take
                 )
                 has_begun = False
                 try:
@@ -114,14 +109,13 @@ class ReplicatedEngine:
                             yield delta
                     return
                 except (EngineDead, QueueFull) as error:
-                    avoid.update(taken)
+                    avoid.update(claim.names)
                     is_told = has_begun or num_tries == MAX_TRIES or not self._has_other(avoid, error)
                     if is_told:
                         raise
                     log.warning("request=%s is repeated on another replica: %s", request.request_id, error)
                 finally:
-                    for name in taken:
-                        self._board.close(name, num_rows)
+                    claim.give_back()
         finally:
             self._close()
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Ray kills a proxy that takes longer than 5 s to be ready, three times, and with it the start; and one that does not
+# answer in 10 s, and with it all streams. A busy machine is no reason for either.
+PROXY_TIMES_S = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
 TOKEN = Path(".ray") / "auth_token"  # in the home folder; Ray writes it when it starts a cluster of its own
 
 
@@ -18,5 +21,8 @@ def prepare(address: str | None) -> None:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server tells nobody how it is used
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # a line of a request is not "repeated", however alike two are
-    if address is not None and (Path.home() / TOKEN).is_file():
+    if address is None:
+        for name, seconds in PROXY_TIMES_S.items():
+            os.environ.setdefault(name, seconds)
+    elif (Path.home() / TOKEN).is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")

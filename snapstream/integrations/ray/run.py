@@ -7,16 +7,19 @@ application in it. Deploying again to a running cluster replaces what has change
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
 
 from snapstream.integrations.ray.application import application_of
 from snapstream.integrations.ray.config import DeployConfig
@@ -27,6 +30,7 @@ APPLICATION = "snapstream"
 KEEP_ALIVE_S = 75  # of an idle connection, as in ``server/run.py``
 OBJECT_STORE_BYTES = 100 * 2**20  # of a cluster of our own: nothing of ours is so large that Ray puts it there
 CONNECT_S = 10.0
+ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|EngineDead): (.+)$", re.MULTILINE)  # the last line of a traceback
 
 
 class CannotDeploy(RuntimeError):
@@ -38,19 +42,19 @@ def deploy(config: DeployConfig, address: str | None) -> None:
     application = application_of(config)  # refused before anything is started
     if address is None:
         check_free(config.host, config.port)
-    with _cluster(address), _told() as stop:
+    with _told() as told, _cluster(address):
         options = HTTPOptions(
             host=config.host, port=config.port, keep_alive_timeout_s=KEEP_ALIVE_S, location="EveryNode"
         )
-        serve.start(http_options=options)
         try:
+            serve.start(http_options=options)
             serve.run(application, name=APPLICATION, route_prefix="/")
-        except RuntimeError as error:
-            raise CannotDeploy(_reason(error)) from None
+        except (RuntimeError, RayError, RayServeException) as error:
+            raise CannotDeploy(_told_by_replicas() or str(error)) from None
         check_served(config.host, config.port)
         log.info("serving %s at http://%s:%d/v1", ", ".join(config.names), config.host, config.port)
         if address is None:
-            stop.wait()
+            told.wait()
             log.info("draining for at most %g s", config.drain_timeout)
             serve.delete(APPLICATION)
             serve.shutdown()
@@ -88,19 +92,31 @@ def _cluster(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
+class Told:
+    """SIGTERM and SIGINT: while everything starts they break it off, afterwards they are waited for."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._is_up = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_up:
+            raise KeyboardInterrupt
+        self._stop.set()
+
+    def wait(self) -> None:
+        self._is_up = True
+        self._stop.wait()
+
+
 @contextmanager
-def _told() -> Iterator[threading.Event]:
-    """Set by the first SIGTERM or SIGINT; what handled them before does so again afterwards."""
-    stop = threading.Event()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {
-        number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+def _told() -> Iterator[Told]:
+    """Signals go there; what handled them before does so again afterwards."""
+    told = Told()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, told.note) for number in numbers}
     try:
-        yield stop
+        yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -110,5 +126,12 @@ def _reached(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _told_by_replicas() -> str:
+    """Why replicas did not start: the last lines of their tracebacks, which Ray hands on as texts."""
+    try:
+        application = serve.status().applications.get(APPLICATION)
+    except (RayError, RayServeException, RuntimeError):
+        return ""
+    deployments = {} if application is None else application.deployments
+    found = {name: ERROR.findall(status.message) for name, status in deployments.items()}
+    return "; ".join(f"{name}: {lines[-1]}" for name, lines in found.items() if lines)

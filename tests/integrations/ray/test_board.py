@@ -78,10 +78,13 @@ def test_own_requests_count_before_a_replica_reports_them() -> None:
     assert sorted(board.rank(NAMES, Route())) == list(NAMES)
     for name in NAMES:
         board.hear(name, Load(rows=4))
-    board.open("a", 2)
-    board.open("b", 1)
+    two, one, late = board.claim(2), board.claim(1), board.claim(4)
+    two.take("a")
+    one.take("b")
+    late.give_back()
+    late.take("c")  # Ray chose when the caller had left
     assert board.rank(NAMES, Route(num_rows=1)) == ["c", "b", "a"]
-    board.close("a", 2)
+    two.give_back()
     assert board.rank(NAMES, Route(num_rows=1)) == ["a", "c", "b"]
 
 
