@@ -8,9 +8,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# Ray kills a proxy that takes longer than 5 s to be ready, three times, and with it the start; and one that does not
-# answer in 10 s, and with it all streams. A busy machine is no reason for either.
-PROXY_TIMES_S = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
+# For a cluster of our own. Ray kills a proxy that takes longer than 5 s to be ready, three times, and with it the
+# start; and one that does not answer in 10 s, and with it all streams: a busy machine is no reason for either. And it
+# gives a low priority to its workers, which are all that matters here.
+OWN_CLUSTER = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+    "RAY_worker_niceness": "0",
+}
 TOKEN = Path(".ray") / "auth_token"  # in the home folder; Ray writes it when it starts a cluster of its own
 
 
@@ -22,7 +27,7 @@ def prepare(address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a server tells nobody how it is used
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # a line of a request is not "repeated", however alike two are
     if address is None:
-        for name, seconds in PROXY_TIMES_S.items():
-            os.environ.setdefault(name, seconds)
+        for name, value in OWN_CLUSTER.items():
+            os.environ.setdefault(name, value)
     elif (Path.home() / TOKEN).is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
