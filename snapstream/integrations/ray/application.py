@@ -87,14 +87,19 @@ def _settings(config: DeployConfig) -> ServerSettings:
 
 
 def _count(decode: DecodeSettings) -> dict[str, Any]:
+    scaling = scaling_of(decode)
+    return {"num_replicas": decode.replicas} if scaling is None else {"autoscaling_config": scaling}
+
+
+def scaling_of(decode: DecodeSettings) -> AutoscalingConfig | None:
+    """How the number of replicas follows the load; None where it does not."""
     if decode.max_replicas is None or decode.max_replicas == decode.replicas:
-        return {"num_replicas": decode.replicas}
+        return None
     policy = AutoscalingPolicy(
         policy_function=_path(ByRowsAndTokens, ":"),
         policy_kwargs={"rows_in_use": decode.rows_in_use, "queued_tokens": decode.queued_tokens},
     )
-    scaling = AutoscalingConfig(min_replicas=decode.replicas, max_replicas=decode.max_replicas, policy=policy)
-    return {"autoscaling_config": scaling}
+    return AutoscalingConfig(min_replicas=decode.replicas, max_replicas=decode.max_replicas, policy=policy)
 
 
 def _path(kind: type, mark: str = ".") -> str:

@@ -90,7 +90,8 @@ class ReplicatedEngine:
         """Run a request on one replica, or on another if the first is lost before it has said anything."""
         if self._is_closing:
             raise EngineDead("the engine is shutting down")
-        await asyncio.gather(*self._resets, return_exceptions=True)  # they are to be heard before what follows
+        if self._resets:  # they are to be heard before what follows, whoever waits no longer
+            await asyncio.wait(self._resets)
         key = route_key(request, None if self._facts is None else self._facts.engine)
         avoid: set[str] = set()
         num_rows = request.sampling.n
