@@ -42,7 +42,7 @@ def deploy(config: DeployConfig, address: str | None) -> None:
     application = application_of(config)  # refused before anything is started
     if address is None:
         check_free(config.host, config.port)
-    with _told() as told, _cluster(address):
+    with _cluster(address), _told() as told:  # Ray sets handlers of its own when it starts
         options = HTTPOptions(
             host=config.host, port=config.port, keep_alive_timeout_s=KEEP_ALIVE_S, location="EveryNode"
         )

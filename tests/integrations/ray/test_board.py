@@ -128,20 +128,29 @@ def test_a_route_leaves_its_board_behind() -> None:
     assert (arrived.caller, arrived.key) == ("ingress", b"")
 
 
-def test_a_caller_that_asks_no_more_is_gone() -> None:
+def test_a_caller_that_asks_no_more_while_others_do_is_gone() -> None:
     leases = Leases()
-    leases.open("")
-    leases.open("one")
-    leases.open("two")
+    for caller in ("", "one", "two"):
+        leases.open(caller)
     for _ in range(NUM_TICKS):
-        assert leases.tick() == []
         leases.renew("two")
-        leases.renew("nobody")
-    assert leases.tick() == ["one"] and leases.tick() == []
-    leases.open("two")  # another request of it is no sign
-    for _ in range(NUM_TICKS - 2):
         assert leases.tick() == []
+    leases.renew("new")  # it has no request here
+    assert leases.tick() == ["one"]
+    for _ in range(NUM_TICKS - 2):
+        leases.open("two")  # another request of it is no sign
+        leases.renew("new")
+        assert leases.tick() == []
+    leases.renew("new")
     assert leases.tick() == ["two"]
+
+
+def test_nobody_is_gone_while_nobody_asks() -> None:
+    leases = Leases()
+    leases.open("one")
+    for _ in range(3 * NUM_TICKS):
+        leases.renew("")  # who has no lease is no ingress
+        assert leases.tick() == []
 
 
 class Context:
