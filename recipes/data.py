@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from recipes.chat import Chat
+from recipes.corpus import Corpus
+from recipes.planted import CHARS_PER_TOKEN, make_planted
 from snapstream.assets.documents import Style, make_document
 
 _SYSTEM_PROMPTS = ("Answer from the document.", "Look up the answer and give only the value.", "Be brief.")
@@ -35,7 +37,9 @@ class Batch:
 class Encoder:
     """Tokenizes with a memo, because generated sentences repeat."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat: Chat) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat: Chat, corpus: Corpus | None = None) -> None:
+        """`corpus` is needed by tasks with real text."""
+        self.corpus = corpus
         self.core, self.chat = tokenizer.backend_tokenizer, chat
         self.pad_id, self.first_id = (chat.special_tokens.index(mark) for mark in (chat.pad, chat.begin or chat.user))
         self.ordinary_ids = range(len(chat.special_tokens), self.core.get_vocab_size())
@@ -79,26 +83,47 @@ def make_chunks(
     return ids, answers
 
 
+def make_text(encoder: Encoder, rng: Random, length: int) -> tuple[list[int], list[tuple[int, int, str]]]:
+    """Real text without a question: every token is for the language model alone."""
+    ids = [encoder.first_id]
+    assert encoder.corpus is not None, "a task with real text needs a corpus"
+    while len(ids) < length // 2:
+        window, _ = encoder.corpus.window(rng, int(length * CHARS_PER_TOKEN))
+        ids += encoder.encode(window)
+    return ids[:length], []
+
+
 def make_sequence(
     encoder: Encoder, rng: Random, seed: str, length: int, task: dict[str, Any], style: Style
 ) -> tuple[list[int], list[tuple[int, int, str]]]:
     """Ids of one chat and its answers as (start, end, family), of at most `length` tokens."""
     if task["family"] == "chunks":
         return make_chunks(encoder, rng, length, task["stride"])
+    if task["family"] == "text":
+        return make_text(encoder, rng, length)
     num_questions = rng.randint(*task["num_questions"])
     low, high = task.get("num_facts", (0, 0))
     num_answers = rng.randint(*task["num_answers"]) if "num_answers" in task else None
     answer_tokens = _ANSWER_TOKENS * (num_answers or 0) + task.get("extra_tokens", 4)
-    document = make_document(
-        family=task["family"],
-        seed=seed,
-        count_tokens=encoder.count,
-        target_tokens=length - 8 - (_QUESTION_TOKENS + answer_tokens) * num_questions,
-        num_facts=rng.randint(low, high) if high else None,
-        num_answers=num_answers,
-        num_questions=None,
-        style=replace(style, split="train"),
-    )
+    target_tokens = length - 8 - (_QUESTION_TOKENS + answer_tokens) * num_questions
+    num_facts = rng.randint(low, high) if high else None
+    if task.get("planted"):
+        assert encoder.corpus is not None, "a task with real text needs a corpus"
+        document = make_planted(
+            encoder.corpus, family=task["family"], seed=seed, count_tokens=encoder.count, target_tokens=target_tokens,
+            num_facts=num_facts or 16, style=replace(style, split="train"),
+        )  # fmt: skip
+    else:
+        document = make_document(
+            family=task["family"],
+            seed=seed,
+            count_tokens=encoder.count,
+            target_tokens=target_tokens,
+            num_facts=num_facts,
+            num_answers=num_answers,
+            num_questions=None,
+            style=replace(style, split="train"),
+        )
     chat = encoder.chat
     start = chat.begin
     if rng.random() < task.get("system", 0.0):

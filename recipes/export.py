@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from recipes.build import build_config, stacked_experts, transformers_model
+from recipes.corpus import Corpus
 from recipes.model import TinyConfig
 from recipes.tokenizer import TokenizerConfig, build_tokenizer
 
@@ -46,10 +47,14 @@ def main() -> None:
     parser.add_argument("recipe", type=Path, help="a recipe.toml")
     parser.add_argument("--weights", type=Path, required=True, help="checkpoint.pt or after-<stage>.pt of a run")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--corpus", type=Path, default=None, help="folder of recipes.corpus, for recipes with real text"
+    )
     args = parser.parse_args()
     state = torch.load(args.weights, weights_only=True)
     recipe = tomllib.loads(args.recipe.read_text())
-    tokenizer = build_tokenizer(TokenizerConfig(**recipe["tokenizer"]))
+    corpus = None if args.corpus is None else Corpus.load(args.corpus, "train")
+    tokenizer = build_tokenizer(TokenizerConfig(**recipe["tokenizer"]), corpus)
     config = build_config(recipe["model"], len(tokenizer))
     export(state.get("model", state), config, tokenizer, args.output)
 

@@ -3,7 +3,7 @@
 Numbers split into groups of at most `number_digits` digits, each group one token (with or without a space before
 it), so that a 7-digit number is three tokens or four. All words of the generated documents are one token each;
 invented words fall apart into syllables and everything else into bytes. Merges come from word lists in a fixed
-order: no corpus. The chat formats are in `chat.py`.
+order, and from real text where a recipe has a corpus. The chat formats are in `chat.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from recipes.chat import CHATS
+from recipes.corpus import Corpus
 from snapstream.assets.documents import syllables, vocabulary
 
 _SPACE = "Ġ"  # how byte-level BPE writes a space
@@ -30,6 +31,7 @@ class TokenizerConfig:
     number_digits: int
     chat: str
     words: tuple[str, ...] = ()
+    corpus_chars: int = 0  # of the corpus's pieces, as they come, that merges are learned from
 
 
 def _number_merges(number_digits: int) -> list[tuple[str, str]]:
@@ -55,7 +57,24 @@ def _word_counts(words: list[str]) -> list[str]:
     return lines
 
 
-def build_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
+def corpus_texts(config: TokenizerConfig, corpus: Corpus | None) -> list[str]:
+    """What merges are learned from beside words; ValueError for a recipe that needs a corpus and has none."""
+    if not config.corpus_chars:
+        return []
+    if corpus is None:
+        raise ValueError("this recipe's tokenizer is learned from real text; give --corpus (recipes/corpus.py)")
+    pieces = list(corpus.pieces)
+    Random(0).shuffle(pieces)
+    texts, room = [], config.corpus_chars
+    for piece in pieces:
+        texts += piece.text[:room].splitlines(keepends=True)
+        room -= len(piece.text)
+        if room <= 0:
+            break
+    return texts
+
+
+def build_tokenizer(config: TokenizerConfig, corpus: Corpus | None = None) -> PreTrainedTokenizerFast:
     """The tokenizer with its chat template, ready to be saved beside the model."""
     if config.number_digits not in (2, 3):
         raise ValueError(f"number_digits must be 2 or 3, got {config.number_digits}")
@@ -77,7 +96,8 @@ def build_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator(_word_counts([*vocabulary(), *config.words]), trainer)
+    lines = _word_counts([*vocabulary(), *config.words]) + corpus_texts(config, corpus)
+    core.train_from_iterator(lines, trainer)
     learned = json.loads(core.to_str())["model"]
     ordered = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
     vocab = {token: i for i, token in enumerate([*special, *ordered, *number_tokens])}

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from recipes.build import build_config, build_model
 from recipes.chat import CHATS
+from recipes.corpus import Corpus
 from recipes.data import Batch, Encoder, make_batch
 from recipes.export import export
 from recipes.latent_model import TinyLatentModel
@@ -64,7 +65,7 @@ def run_stage(
 ) -> None:
     """Runs one stage from progress['step'] until its steps are done or its target accuracy is reached."""
     style = Style(**stage.get("style", {}))
-    generator = torch.Generator()
+    generator, lm_weight = torch.Generator(), stage.get("lm_weight", recipe["lm_weight"])
     window: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     by_length: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     losses: list[float] = []
@@ -82,7 +83,7 @@ def run_stage(
         warmup = min(1.0, (step + 1) / stage.get("warmup", 1))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = warmup * (stage["lr"] + (stage.get("lr_end", stage["lr"]) - stage["lr"]) * done)
-        loss, counts = answer_loss(model, batch, stage.get("lm_share", 0.0), recipe["lm_weight"], generator)
+        loss, counts = answer_loss(model, batch, stage.get("lm_share", 0.0), lm_weight, generator)
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -110,7 +111,7 @@ def run_stage(
                 "seconds": round(progress["seconds"]),
                 "tokens_per_s": round(window_tokens / (now - last_log)),
                 "loss": round(sum(losses) / len(losses), 4),
-                "accuracy": round(right / total, 4),
+                "accuracy": round(right / max(total, 1), 4),
                 "by_family": {name: round(r / n, 3) for name, (r, n) in sorted(window.items())},
                 "by_length": {str(name): round(r / n, 3) for name, (r, n) in sorted(by_length.items())},
             }
@@ -121,7 +122,7 @@ def run_stage(
             by_length.clear()
             losses.clear()
             last_log, window_tokens = now, 0
-            if right / total >= stage.get("target", 2.0):
+            if right / max(total, 1) >= stage.get("target", 2.0):
                 break
             if now - last_save > recipe["save_every_s"]:
                 save(model, optimizers, progress, workdir)
@@ -150,6 +151,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, default=None, help="start from an exported checkpoint, at --stage")
     parser.add_argument("--stage", default=None, help="the stage that --weights starts with")
     parser.add_argument("--threads", type=int, default=None, help="instead of the recipe's")
+    parser.add_argument(
+        "--corpus", type=Path, default=None, help="folder of recipes.corpus, for recipes with real text"
+    )
     parser.add_argument("--until", default=None, help="stop after the stage of this name")
     args = parser.parse_args()
     args.workdir.mkdir(parents=True, exist_ok=True)
@@ -157,7 +161,8 @@ def main() -> None:
     recipe = tomllib.loads(args.recipe.read_text())
     torch.set_num_threads(args.threads or recipe["threads"])
     torch.manual_seed(recipe["seed"])
-    tokenizer = build_tokenizer(TokenizerConfig(**recipe["tokenizer"]))
+    corpus = None if args.corpus is None else Corpus.load(args.corpus, "train")
+    tokenizer = build_tokenizer(TokenizerConfig(**recipe["tokenizer"]), corpus)
     config = build_config(recipe["model"], len(tokenizer))
     model = build_model(config)
     matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
@@ -180,7 +185,7 @@ def main() -> None:
         progress["stage"] = args.stage
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, starting at {progress}", flush=True)
 
-    encoder = Encoder(tokenizer, CHATS[recipe["tokenizer"]["chat"]])
+    encoder = Encoder(tokenizer, CHATS[recipe["tokenizer"]["chat"]], corpus)
     names = [stage["name"] for stage in recipe["stages"]]
     for stage in recipe["stages"][names.index(progress["stage"]) :]:
         if progress["stage"] != stage["name"]:
