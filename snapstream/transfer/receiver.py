@@ -30,7 +30,7 @@ from snapstream.transfer.wire import Kind, RowHeader, TransferFailed, WireError
 
 MAX_STRANGERS = 64  # connections that have not named a ticket yet; more are closed
 ACCEPT_PAUSE_S = 0.05  # where the system has no descriptor left
-DRAIN_S = 2.0  # for a sender to read why its row was refused
+DRAIN_S = 10.0  # for a sender to read why its row was refused; it leaves then
 
 Deliver = Callable[[str, RowLanding | str], None]  # the ticket's key, and the row or why it did not come
 
@@ -165,7 +165,12 @@ class RowReceiver:
             until = self._strangers.pop(plain, monotonic())
             sock = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
             self._strangers[sock] = until
-        sock.do_handshake()
+        try:
+            sock.do_handshake()
+        except OSError:
+            self._know(sock)
+            sock.close()
+            raise
         return sock
 
     def _know(self, sock: socket.socket) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from snapstream.transfer.landing import RowLanding
+from snapstream.transfer.session import MAGIC
 from snapstream.transfer.settings import TransferSettings
 from tests.transfer.rows import SECRET, bodies, receiving, sending
 from tests.waiting import HANG_S
@@ -45,7 +46,12 @@ def test_a_row_over_tls_and_who_gets_none(tmp_path: Path) -> None:
         again = there.expect()
         assert "certificate" in sending(again, ca=other).result().lower()
         assert "certificate" in sending(again).result().lower(), "the system's authorities do not know it"
-        assert sending(replace(again, uses_tls=False)).result(), "a sender without TLS"
+        with socket.create_connection((again.host, again.port), timeout=HANG_S) as plain:
+            plain.sendall(MAGIC * 25)
+            greeting = b""
+            with suppress(ConnectionResetError):
+                greeting = plain.recv(200)
+            assert MAGIC not in greeting, "nobody is greeted without TLS"
         assert again.key not in there.delivered and there.receiver.num_tickets == 1
 
 
