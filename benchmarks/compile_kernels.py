@@ -195,12 +195,11 @@ def launchers(
         blocks = [-(-size // 128) for size in matrices.shape[1:]]
         of_blocks = empty(shape.num_experts, *blocks, kind=torch.float32) if is_fp8 else None
         yield "experts", lambda: experts.launch_grouped_linear(chosen, matrices, of_blocks, ends)
-    if shape.rank and is_fp8:
-        return  # rows of latents are refused in FP8 at the start
     if shape.rank:
+        of_rows = None if scales is None else scales[0]
         yield (
             "latent_attention",
-            lambda: latent_attention.launch_latent_attention(q, cache.k, shape.rank, index, index),
+            lambda: latent_attention.launch_latent_attention(q, cache.k, shape.rank, index, index, scales=of_rows),
         )
         yield "gather_rows", lambda: gather.launch_gather_rows(cache, [0], staged, staged, kept)
         return

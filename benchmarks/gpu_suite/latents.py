@@ -6,18 +6,21 @@ Beside our kernel every package that can serve, through the same call.
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import torch
 
 from benchmarks.gpu_suite.suite import Bench, Figures
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.spec import KVSpec
+from snapstream.config import KVDType
 from snapstream.kernels.bound import HeadNorm, Kernels, RowPlaces, bind
 from snapstream.kernels.latents.choice import LatentAttention, with_latents
 from snapstream.kernels.latents.versions import VERSIONS, Case
 
 HEADS = {"DeepSeek-V3": 128, "DeepSeek-V2-Lite": 16}
 RANK, ROPE_DIM = 512, 64
+ROWS: tuple[KVDType, ...] = ("auto", "fp8")
 CASES = [(1, 32_768), (4, 32_768), (16, 8192), (64, 8192), (16, 131_072)]  # rows of a batch, slots
 
 
@@ -26,13 +29,13 @@ def latent_kernel(bench: Bench) -> Figures:
     rank, rope_dim = (32, 16) if bench.is_smoke else (RANK, ROPE_DIM)
     bound = bind(bench.device.name)
     for model, num_heads in HEADS.items():
-        for batch, slots in [(2, 64)] if bench.is_smoke else CASES:
+        for (batch, slots), kv_dtype in product([(2, 64)] if bench.is_smoke else CASES, ROWS):
             spec = KVSpec(
                 num_layers=1, num_heads=num_heads, num_kv_heads=1, key_dim=rank + rope_dim, value_dim=rank,
-                values_are_keys=True, dtype=bench.device.dtype_name,
+                values_are_keys=True, dtype=bench.device.dtype_name, kv_dtype=kv_dtype,
             )  # fmt: skip
             cache = KVCache(spec, batch, slots, bench.device.name, bound)
-            cache.k.normal_()
+            cache.k.copy_(torch.randn(spec.key_dim, device=bench.device.name))
             rows = torch.arange(batch, device=bench.device.name)
             places = RowPlaces(rows, torch.full_like(rows, slots - 1), torch.full_like(rows, slots))
             heads = torch.randn(batch, num_heads + 1, spec.key_dim, device=bench.device.name, dtype=bench.device.dtype)
@@ -42,13 +45,13 @@ def latent_kernel(bench: Bench) -> Figures:
             ) -> torch.Tensor:
                 return kernels.attend_rows(heads, HeadNorm(None, 0.0), None, cache.layer(0), places, None)
 
-            num_bytes = batch * spec.layer_bytes(slots)
+            num_bytes = batch * slots * spec.token_bytes()  # of one layer
             flop = 2 * batch * slots * num_heads * (spec.key_dim + spec.value_dim)
             case = _case(bench, num_heads, rank, rope_dim, slots)
-            for name, kernels in [(bound.version, bound), *_packages(bound, case)]:
+            for name, kernels in [(bound.version, bound), *_packages(bound, case if kv_dtype == "auto" else None)]:
                 seconds = bench.device.seconds(partial(call, kernels), 20, warm_ups=3)
-                yield {"model": model, "kernel": name, "heads": num_heads, "batch": batch, "slots": slots,
-                       "us": seconds * 1e6, "gb_per_s": num_bytes / seconds / 1e9,
+                yield {"model": model, "kernel": name, "rows": kv_dtype, "heads": num_heads, "batch": batch,
+                       "slots": slots, "us": seconds * 1e6, "gb_per_s": num_bytes / seconds / 1e9,
                        "tflop_per_s": flop / seconds / 1e12}  # fmt: skip
             del cache
             bench.device.free()

@@ -55,11 +55,6 @@ def engine_config(
 
     A prefix store that is "auto" is none here: who has measured the machine decides (``start/resolve.py``).
     """
-    if model.latent is not None and options.kv_dtype == "fp8":
-        raise ValueError(
-            "kv_dtype is 'fp8', and this model keeps latents: a latent has a normed and a rotated part of different "
-            "sizes, which one scale does not fit; use kv_dtype 'auto'"
-        )
     heads = None
     if isinstance(options.heads, HeadProfile):
         heads = head_slots(model, options.heads, budget, max_model_len)

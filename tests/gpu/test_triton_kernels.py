@@ -58,6 +58,14 @@ def test_latent_attention(num_heads: int, rank: int, rope_dim: int, dtype: torch
     checks_latent.check_gather_latents(5000, 4000, rank + rope_dim, dtype, "cuda")
 
 
+@dtypes
+def test_latents_in_fp8(dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8 (e4m3)")
+    checks_latent.check_latents_in_fp8(128, 512, 64, dtype, "cuda")
+    checks_latent.check_latents_in_fp8(16, 512, 64, dtype, "cuda")
+
+
 @pytest.mark.parametrize("num_heads", [128, 16])
 @pytest.mark.parametrize("name", ["flash_mla", "flashinfer"])
 def test_packages_over_latents(name: str, num_heads: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snapstream.kernels import reference
+from snapstream.kernels import fp8, reference
 from snapstream.kernels.cpu import compiled, native  # noqa: F401 - registers the operators
 from snapstream.kernels.rows import LayerRows
 
@@ -33,6 +33,24 @@ def test_attend_latents_equals_the_reference(num_heads: int, key_dim: int, value
     assert got.shape == want.shape == (6, num_heads, value_dim)
     torch.testing.assert_close(got[:4], want[:4], rtol=tolerance, atol=tolerance)
     assert torch.equal(stored[:, :num_rows], expected[:, :num_rows])  # nothing else is touched
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_fp8(dtype: torch.dtype) -> None:
+    """The same bytes as the reference writes, and attention over what they stand for."""
+    torch.manual_seed(1)
+    scales = 2.0 ** torch.randint(-6, -2, (2, 4, 1))
+    stored = fp8.quantise(3 * torch.randn(2, 4, 1, 30, 24), scales[..., None, None])
+    expected = stored.clone()
+    heads = (3 * torch.randn(3, 6, 24)).to(dtype)
+    rows, slots, lengths = torch.tensor([2, 0, 1]), torch.tensor([29, 0, 7]), torch.tensor([30, 1, 8])
+    own = LayerRows(expected, expected[..., :16], 1, scales, scales, values_are_keys=True)
+    reference.write_slots(heads[:, -1:], heads[:, -1:], own, rows, slots)
+    want = reference.decode_attention(heads[:, :-1], own, rows, lengths)
+    arguments = heads[:, :-1], heads[:, -1:], stored, 16, 1, rows, slots, lengths, scales
+    got = torch.ops.snapstream.attend_latents_cpu(*arguments)
+    torch.testing.assert_close(got, want, rtol=1e-5 if dtype == torch.float32 else 3e-2, atol=1e-5)
+    assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_slots_past_the_length_are_never_read() -> None:

@@ -130,3 +130,18 @@ def test_the_compiled_kernel_reads_and_rounds_every_number_as_torch_does() -> No
     out = torch.ops.snapstream.attend_rows_cpu(0 * x, 0 * x, x, *caches, 0, rows, zero, zero + 1, ones, ones)
     want = fp8.quantise(x, torch.tensor(1.0)).float()
     assert torch.equal(out, want)  # one visible slot: attention gives its value back
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 300.0])
+def test_one_scale_fits_both_parts_of_a_latent(size: float) -> None:
+    """Numbers float, so rotated parts of a hundredth or 300 times the size of the others lose nothing by sharing."""
+    torch.manual_seed(0)
+    c, r = torch.randn(1, 600, 64), size * torch.randn(1, 600, 16)
+    q = torch.cat((torch.randn(4, 64) / 4, torch.randn(4, 16) / 2 / size), 1)
+
+    def attended(c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        return (q @ torch.cat((c, r), -1)[0].t()).softmax(-1) @ c[0]
+
+    want, both = attended(c, r), round_trip(torch.cat((c, r), -1))
+    one, two = attended(both[..., :64], both[..., 64:]), attended(round_trip(c), round_trip(r))
+    assert 0.01 < (one - want).norm() / want.norm() < 1.05 * (two - want).norm() / want.norm() < 0.1

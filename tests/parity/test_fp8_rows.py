@@ -34,9 +34,10 @@ SETTINGS: dict[str, Any] = {
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(make_model("qwen3"), tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=["qwen3", "deepseek-v3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of keys and values, and of latents, which have one scale for both."""
+    return save(make_model(request.param), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_the_response_counts_a_quarter_of_the_bytes(folder: Path, prompts: list[
     with LLM(folder, max_rows=1, **SETTINGS) as llm:
         model, cache = llm.model_config, llm.engine.runner.cache  # type: ignore[attr-defined]
         assert cache.k.dtype == torch.float8_e4m3fn and cache.num_bytes == 2 * narrow.row_bytes
-    scales = 2 * model.num_layers * model.num_kv_heads * 4
+    scales = (2 if model.latent is None else 1) * model.num_layers * model.num_kv_heads * 4
     assert narrow.row_bytes == wide.row_bytes // 4 + scales and narrow.full_bytes == wide.full_bytes // 4 + scales
 
 

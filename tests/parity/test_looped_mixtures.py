@@ -51,6 +51,7 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
         {"weights": "int4"},
         {"rescoring": RescoringConfig(every=5, num_queries=5)},
         {"max_rows": 7, "budget": "full"},
+        {"kv_dtype": "fp8"},
     ],
     ids=str,
 )
@@ -129,25 +130,28 @@ def models(draw: st.DrawFn, multiple: int) -> ModelConfig:
 
 @settings(max_examples=50)
 @given(
-    data=st.data(), width=st.sampled_from(WIDTHS), instructions=st.sampled_from(instruction_sets()),
+    data=st.data(), width=st.sampled_from(WIDTHS), kv_dtype=st.sampled_from(["auto", "fp8"]),
+    instructions=st.sampled_from(instruction_sets()),
     capacity=st.sampled_from([1, 2, 17, 40, 1100]), threads=st.integers(1, min(2, num_cores())),
     batch=st.permutations(range(5)), size=st.integers(1, 5), seed=st.integers(0, 999),
 )  # fmt: skip
 def test_logits_equal_eager_and_do_not_depend_on_neighbours(
-    data: st.DataObject, width: str, instructions: Any, capacity: int, threads: int, batch: list[int], size: int,
-    seed: int,
+    data: st.DataObject, width: str, kv_dtype: str, instructions: Any, capacity: int, threads: int, batch: list[int],
+    size: int, seed: int,
 ) -> None:  # fmt: skip
     model = data.draw(models(multiple=32 if width in ("int8", "int4") else 1))
-    runner = runner_of(model, width, "auto", instructions, capacity, seed)
+    runner = runner_of(model, width, kv_dtype, instructions, capacity, seed)
     looped, eager = LoopedDecode(runner.step_parts, threads), EagerDecode(runner.step_parts)
     before, rows = runner.cache.k.clone(), torch.tensor(batch[:size])
     with torch.inference_mode():
         got = looped.logits(rows).clone()
-        written = runner.cache.k.clone()
+        written = runner.cache.k.float()
         alone = torch.cat([looped.logits(rows[i : i + 1]).clone() for i in range(size)])
         assert torch.equal(alone, got)
         runner.cache.k.copy_(before)
         want = eager.logits(rows)
-    torch.testing.assert_close(got, want, rtol=0, atol=5e-5 * float(want.abs().max()))
-    torch.testing.assert_close(written, runner.cache.k, rtol=1e-4, atol=1e-3)
+    # A number of FP8 rows may round to its neighbour, one part in eight of itself.
+    limit, rtol = (5e-5, 1e-4) if kv_dtype == "auto" else (2e-2, 0.13)
+    torch.testing.assert_close(got, want, rtol=0, atol=limit * float(want.abs().max()))
+    torch.testing.assert_close(written, runner.cache.k.float(), rtol=rtol, atol=1e-3)
     looped.close()

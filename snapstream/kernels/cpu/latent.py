@@ -15,29 +15,31 @@ from snapstream.kernels.rows import Keep, LayerRows, RowPlaces
 _LIBRARY = torch.library.Library("snapstream", "FRAGMENT")
 _LIBRARY.define(
     "attend_latents_cpu(Tensor q, Tensor latents, Tensor(a!) cache, int value_dim, int layer, "
-    "Tensor rows, Tensor slots, Tensor lengths) -> Tensor"
+    "Tensor rows, Tensor slots, Tensor lengths, Tensor? scales=None) -> Tensor"
 )
 
 
 def attend_rows(heads: Tensor, cache: LayerRows, places: RowPlaces, keep: Keep | None) -> Tensor:
     """``reference.attend_rows`` of latents: ``heads [B, H+1, E]`` (q | latent), rotated -> ``[B, H, E']``."""
-    if cache.scales is not None:
-        raise ValueError("rows of latents in FP8 have no compiled attention on a CPU")
     q, latents = heads[:, :-1], heads[:, -1:]
     if keep is not None:
         keep(q)
     out: Tensor = torch.ops.snapstream.attend_latents_cpu(
-        q, latents, cache.keys, cache.values.shape[-1], cache.layer, *places
+        q, latents, cache.keys, cache.values.shape[-1], cache.layer, *places, cache.key_scales
     )
     return out
 
 
 def _attend_latents(
-    q: Tensor, latents: Tensor, cache: Tensor, value_dim: int, layer: int, rows: Tensor, slots: Tensor, lengths: Tensor
-) -> Tensor:
-    """Write a slot per row, then attend: ``q [B, H, E]``, ``latents [B, 1, E]``, ``cache [L, rows+1, 1, C, E]``."""
-    if q.dtype != torch.float32:
-        own = LayerRows(cache, cache[..., :value_dim], layer, values_are_keys=True)
+    q: Tensor, latents: Tensor, cache: Tensor, value_dim: int, layer: int, rows: Tensor, slots: Tensor, lengths: Tensor,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Write a slot per row, then attend: ``q [B, H, E]``, ``latents [B, 1, E]``, ``cache [L, rows+1, 1, C, E]``.
+
+    Rows in FP8 have ``scales [L, rows+1, 1]``; the C++ reads rows in fp32 alone.
+    """
+    if q.dtype != torch.float32 or scales is not None:
+        own = LayerRows(cache, cache[..., :value_dim], layer, scales, scales, values_are_keys=True)
         reference.write_slots(latents, latents, own, rows, slots)
         return attention.decode_attention(q, own, rows, lengths)
     batch, num_heads, key_dim = q.shape
@@ -62,8 +64,9 @@ def _attend_latents(
 
 
 def _attend_latents_shape(
-    q: Tensor, latents: Tensor, cache: Tensor, value_dim: int, layer: int, rows: Tensor, slots: Tensor, lengths: Tensor
-) -> Tensor:
+    q: Tensor, latents: Tensor, cache: Tensor, value_dim: int, layer: int, rows: Tensor, slots: Tensor, lengths: Tensor,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[1], value_dim)
 
 

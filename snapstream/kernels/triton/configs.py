@@ -85,10 +85,12 @@ def decode_launch(
     return split_row(launch, capacity, num_kv_heads)
 
 
-def latent_launch(rank: int, query_bytes: int, capacity: int, num_heads: int) -> LatentLaunch:
-    """Latent attention: 16 heads accumulate ``rank`` numbers each in registers, 32 KB for DeepSeek's 512."""
+def latent_launch(query_bytes: int, row_bytes: int, capacity: int, num_heads: int) -> LatentLaunch:
+    """Latent attention: 16 heads accumulate their numbers in registers, 32 KB for DeepSeek's 512."""
     if query_bytes == 4:  # no tensor cores at full precision: the least tiles
         launch, heads = Launch(block=16, num_warps=8, num_stages=1), 16
+    elif row_bytes == 1:  # tiles widen in registers, of which four warps have too few
+        launch, heads = Launch(block=32, num_warps=8, num_stages=2), 16
     else:
         launch, heads = Launch(block=32, num_warps=4, num_stages=2), 16
     cut = split_row(launch, capacity, -(-num_heads // heads))

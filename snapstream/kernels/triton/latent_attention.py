@@ -1,7 +1,8 @@
 """Decode attention over rows of latents ``c | r``, split along the slots and along the query heads.
 
 All query heads share a latent, and its c is key and value at once. Tiles of c and r are loaded apart, so that neither
-is padded to the size of both; their products are added, and the tile of c then serves the values. A program holds as
+is padded to the size of both; their products are added, and the tile of c then serves the values. Of rows in FP8 the
+one scale of a row multiplies scores and result, and tiles are widened in registers. A program holds as
 many heads as its registers can accumulate. Only visible slots are read; splits are cut by the capacity alone and merged
 by ``attention.decode_merge_kernel``, so that the result of a row depends on neither its neighbours nor the batch.
 """
@@ -19,12 +20,13 @@ from snapstream.kernels.triton import attention, configs
 
 @triton.jit
 def latent_split_kernel(
-    q_ptr, k_ptr, rows_ptr, lengths_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, scale_ptr, rows_ptr, lengths_ptr, out_ptr, lse_ptr,
     scale_log2,
     stride_q_batch, stride_q_head, stride_row, stride_slot,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """One split of a row for ``HEADS`` query heads; writes as ``attention.decode_split_kernel`` does, ``RANK`` wide."""
     split, tile, entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -43,6 +45,8 @@ def latent_split_kernel(
     q_c = tl.load(q_head + rank[None, :], mask=is_head[:, None] & is_rank[None, :], other=0.0)  # [HEADS, R]
     q_r = tl.load(q_head + RANK + turn[None, :], mask=is_head[:, None] & is_turn[None, :], other=0.0)  # [HEADS, P]
     latents = k_ptr + row * stride_row
+    if IS_FP8:
+        scale_log2 *= tl.load(scale_ptr + row)
 
     best = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
@@ -51,8 +55,10 @@ def latent_split_kernel(
         slot = begin + tl.arange(0, BLOCK)
         is_seen = slot < last
         at = latents + slot[:, None] * stride_slot
-        c = tl.load(at + rank[None, :], mask=is_seen[:, None] & is_rank[None, :], other=0.0)  # [BLOCK, R]
-        r = tl.load(at + RANK + turn[None, :], mask=is_seen[:, None] & is_turn[None, :], other=0.0)  # [BLOCK, P]
+        c = tl.load(at + rank[None, :], mask=is_seen[:, None] & is_rank[None, :], other=0.0).to(q_c.dtype)  # [BLOCK, R]
+        r = tl.load(at + RANK + turn[None, :], mask=is_seen[:, None] & is_turn[None, :], other=0.0).to(
+            q_c.dtype
+        )  # [BLOCK, P]
         logits = tl.dot(q_c, tl.trans(c), input_precision="ieee")
         logits = tl.dot(q_r, tl.trans(r), logits, input_precision="ieee") * scale_log2  # [HEADS, BLOCK]
         logits = tl.where(is_seen[None, :], logits, float("-inf"))
@@ -64,6 +70,8 @@ def latent_split_kernel(
         best = new_best
 
     acc = acc / total[:, None]
+    if IS_FP8:
+        acc *= tl.load(scale_ptr + row)
     place = (entry * NUM_HEADS + head) * NUM_SPLITS + split  # [HEADS]
     out_at = out_ptr + place[:, None] * RANK + rank[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_head[:, None] & is_rank[None, :])
@@ -77,8 +85,6 @@ def attend_rows(
     """See ``reference.attend_rows``, over rows of either kind; of latents ``heads [B, H+1, E]``, which come rotated."""
     if rope is not None:
         return attention.attend_rows(heads, norm, rope, cache, places, keep)
-    if cache.scales is not None:
-        raise ValueError("rows of latents in FP8 have no attention in Triton")
     q, latents = heads[:, :-1], heads[:, -1:]
     if keep is not None:
         keep(q)
@@ -88,32 +94,39 @@ def attend_rows(
 
 def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
     """See ``reference.decode_attention``, through the operator."""
-    return latent_operator(q, cache.keys, cache.values.shape[-1], cache.layer, rows, lengths)
+    return latent_operator(q, cache.keys, cache.values.shape[-1], cache.layer, rows, lengths, cache.key_scales)
 
 
 @custom_op("snapstream::latent_attention", mutates_args=())
-def latent_operator(q: Tensor, keys: Tensor, rank: int, layer: int, rows: Tensor, lengths: Tensor) -> Tensor:
-    """``launch_latent_attention`` for tracing: opaque."""
-    return launch_latent_attention(q, keys[layer], rank, rows, lengths)
+def latent_operator(
+    q: Tensor, keys: Tensor, rank: int, layer: int, rows: Tensor, lengths: Tensor, scales: Tensor | None = None
+) -> Tensor:
+    """``launch_latent_attention`` for tracing: opaque; ``scales [L, rows+1, 1]`` of rows in FP8."""
+    own = None if scales is None else scales[layer]
+    return launch_latent_attention(q, keys[layer], rank, rows, lengths, scales=own)
 
 
 @latent_operator.register_fake
-def _(q: Tensor, keys: Tensor, rank: int, layer: int, rows: Tensor, lengths: Tensor) -> Tensor:
+def _(
+    q: Tensor, keys: Tensor, rank: int, layer: int, rows: Tensor, lengths: Tensor, scales: Tensor | None = None
+) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], rank)
 
 
 def launch_latent_attention(
-    q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor, launch: configs.LatentLaunch | None = None
-) -> Tensor:
+    q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor, launch: configs.LatentLaunch | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``q [B, H, E]`` over ``latents [rows+1, 1, C, E]`` of one layer -> ``[B, H, rank]``.
 
-    The last dimension must be contiguous; every length >= 1. ``launch`` is for the tuner.
+    The last dimension must be contiguous; every length >= 1. ``launch`` is for the tuner; ``scales [rows+1, 1]`` are
+    those of rows in FP8.
     """
     batch, num_heads, size = q.shape
     capacity = latents.shape[2]
     if q.stride(2) != 1 or latents.stride(3) != 1:
         raise ValueError("latent attention needs a contiguous head dimension in q and latents")
-    launch = launch or configs.latent_launch(rank, q.element_size(), capacity, num_heads)
+    launch = launch or configs.latent_launch(q.element_size(), latents.element_size(), capacity, num_heads)
     num_splits, rank_pad = launch.num_splits, configs.power_of_two(rank, 16)
     out = q.new_empty(batch, num_heads, rank)
     if num_splits == 1:
@@ -122,12 +135,12 @@ def launch_latent_attention(
         partial = torch.empty(batch, num_heads, num_splits, rank, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, num_heads, num_splits, dtype=torch.float32, device=q.device)
     latent_split_kernel[(num_splits, triton.cdiv(num_heads, launch.heads), batch)](
-        q, latents, rows, lengths, partial, lse,
+        q, latents, latents if scales is None else scales, rows, lengths, partial, lse,
         size**-0.5 * attention.LOG2_E,
         q.stride(0), q.stride(1), latents.stride(0), latents.stride(2),
         NUM_HEADS=num_heads, HEADS=launch.heads, RANK=rank, RANK_PAD=rank_pad, ROPE=size - rank,
         ROPE_PAD=configs.power_of_two(size - rank, 16), BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots,
-        NUM_SPLITS=num_splits, STAGES=launch.num_stages,
+        NUM_SPLITS=num_splits, STAGES=launch.num_stages, IS_FP8=scales is not None,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if num_splits > 1:

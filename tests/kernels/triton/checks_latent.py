@@ -7,14 +7,33 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from snapstream.kernels import reference
+from snapstream.kernels import fp8, reference
 from snapstream.kernels.bound import HeadNorm, LayerRows, RowPlaces, bind
 from tests.kernels.triton.checks import NAN, assert_near
 
 
-def rows_of(stored: torch.Tensor, rank: int) -> LayerRows:
-    """Layer 1 of ``[L, rows+1, 1, C, E]``."""
-    return LayerRows(stored, stored[..., :rank], 1, values_are_keys=True)
+def rows_of(stored: torch.Tensor, rank: int, scales: torch.Tensor | None = None) -> LayerRows:
+    """Layer 1 of ``[L, rows+1, 1, C, E]``; ``scales [L, rows+1, 1]`` of FP8."""
+    return LayerRows(stored, stored[..., :rank], 1, scales, scales, values_are_keys=True)
+
+
+def check_latents_in_fp8(num_heads: int, rank: int, rope_dim: int, dtype: torch.dtype, device: str) -> None:
+    """The bytes that the reference writes, and attention over the numbers that they stand for."""
+    torch.manual_seed(rank)
+    size, capacity, lengths = rank + rope_dim, 150, torch.tensor([150, 1, 77], device=device)
+    wide = 3 * torch.randn(2, 4, 1, capacity, size, device=device)
+    scales = 2.0 ** torch.randint(-7, -2, (2, 4, 1), device=device)
+    stored = fp8.quantise(wide, scales[..., None, None])
+    expected = stored.clone()
+    heads = torch.randn(3, num_heads + 1, size, device=device).to(dtype)
+    places = RowPlaces(torch.tensor([2, 0, 3], device=device), lengths - 1, lengths)
+    attend, none = bind(device, "triton").attend_rows, HeadNorm(None, 0.0)
+    got = attend(heads, none, None, rows_of(stored, rank, scales), places, None)
+    own = rows_of(expected, rank, scales)
+    reference.write_slots(heads[:, -1:], heads[:, -1:], own, places.rows, places.slots)
+    assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
+    want = reference.decode_attention(heads[:, :-1].float(), own, places.rows, places.lengths)
+    assert_near(got, want, dtype)
 
 
 def check_latent_attention(
@@ -59,13 +78,9 @@ def check_gather_latents(num_tokens: int, num_kept: int, size: int, dtype: torch
 
 
 def check_latent_refusals(device: str) -> None:
-    """Numbers that lie apart, and rows in FP8."""
+    """Numbers that lie apart."""
     stored, heads = torch.zeros(2, 3, 1, 40, 24, device=device), torch.zeros(1, 3, 48, device=device)
     place = torch.zeros(1, dtype=torch.int64, device=device)
     places, kernels = RowPlaces(place, place, place + 1), bind(device, "triton")
     with pytest.raises(ValueError, match="contiguous"):
         kernels.attend_rows(heads[..., ::2], HeadNorm(None, 0.0), None, rows_of(stored, 16), places, None)
-    scale = torch.ones(2, 3, 1, device=device)
-    narrow = LayerRows(stored, stored[..., :16], 1, scale, scale, values_are_keys=True)
-    with pytest.raises(ValueError, match="FP8"):
-        kernels.attend_rows(heads[..., :24].contiguous(), HeadNorm(None, 0.0), None, narrow, places, None)

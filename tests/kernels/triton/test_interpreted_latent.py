@@ -32,6 +32,11 @@ def test_latent_attention_in_the_sizes_of_deepseek() -> None:
     checks_latent.check_latent_attention(16, 512, 64, 200, [1, 0], [200, 33], torch.bfloat16, "cpu")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_latents_in_fp8(dtype: torch.dtype) -> None:
+    checks_latent.check_latents_in_fp8(5, 24, 8, dtype, "cpu")
+
+
 @pytest.mark.parametrize(("num_tokens", "num_kept", "size"), [(50, 17, 40), (9, 9, 576)])
 def test_gather(num_tokens: int, num_kept: int, size: int) -> None:
     checks_latent.check_gather_latents(num_tokens, num_kept, size, torch.float32, "cpu")

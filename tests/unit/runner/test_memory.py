@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hops": {"selector": Hops()},
     "latents": {},
     "latents, hops": {"selector": Hops()},
+    "latents, fp8": {"kv_dtype": "fp8"},
     "bf16 under fp32": {"dtype": "float32", "weights": WeightForms.of("bfloat16")},
     "int8": {"weights": WeightForms.of("int8")},
     "int4": {"weights": WeightForms.of("int4")},
@@ -116,7 +117,7 @@ def test_plan_and_engine_agree(
 def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """``snapstream plan`` for a device that holds just what the engine needs."""
     options = {"fp32": ["--dtype", "float32"], "fp8": ["--kv-dtype", "fp8"], "hops": ["--selector", "hops"],
-               "latents, hops": ["--selector", "hops"],
+               "latents, hops": ["--selector", "hops"], "latents, fp8": ["--kv-dtype", "fp8"],
                "rescoring": ["--rescore-every", "40"], "int8": ["--weights", "int8"], "int4": ["--weights", "int4"],
                "bf16 under fp32": ["--dtype", "float32", "--weights", "bfloat16"]}  # fmt: skip
     arguments = ["plan", str(folder), "--json", "--budget", str(SLOTS), "--max-model-len", str(LENGTH)]

@@ -110,13 +110,18 @@ class LatentWorker : protected Attention {
         return e_.rows.keys + (layer * e_.rows.num_rows + row) * e_.rows.slots * size_ * form.bytes;
     }
 
+    float scale_of(int64_t layer, int64_t row) const {  // of rows in FP8
+        return e_.rows.format == FP8 ? e_.rows.key_scales[layer * e_.rows.num_rows + row] : 1.0f;
+    }
+
     void store_latent(int64_t layer, int64_t b) {
         const float *kept = a_.kept + b * size_, *weight = l_.c_norm + layer * l_.rank;
         const float factor = norm_factor(kept, l_.rank, LATENT_EPS);
         const RowForm form(e_.rows.format);
         for (int64_t i = 0; i < l_.rank; ++i) scratch_[i] = kept[i] * factor * weight[i];
         turn_halves(kept + l_.rank, b, scratch_ + l_.rank);
-        form.narrow(scratch_, size_, 1.0f, row_of(layer, s_.rows[b]) + slot(b) * size_ * form.bytes);
+        const int64_t row = s_.rows[b];
+        form.narrow(scratch_, size_, scale_of(layer, row), row_of(layer, row) + slot(b) * size_ * form.bytes);
     }
 
     void attend_tile(int64_t layer, int64_t b, int64_t first_head, int64_t count, int64_t part) {
@@ -132,7 +137,7 @@ class LatentWorker : protected Attention {
         const auto place = [&](int64_t head, int64_t i) { return (b * m_.heads + first_head + head) * e_.max_parts + i; };
         const char* latents = row_of(layer, row);
         float *wide = scratch_, *scores = scratch_ + LATENTS_AT_ONCE * size_;
-        const float factor = 1.0f / std::sqrt(static_cast<float>(size_));
+        const float scale = scale_of(layer, row), factor = scale / std::sqrt(static_cast<float>(size_));
         for (int64_t head = 0; head < count; ++head) {
             e_.part_peaks[place(head, part)] = -std::numeric_limits<float>::infinity();
             e_.part_totals[place(head, part)] = 0.0f;
@@ -162,7 +167,7 @@ class LatentWorker : protected Attention {
         for (int64_t head = 0; head < count; ++head) {
             const int64_t from = place(head, 0);
             const Part found{e_.part_peaks + from, e_.part_totals + from, e_.part_mixed + from * l_.rank};
-            merge_parts(found, parts, 1, l_.rank, 1.0f, a_.mixed + (b * m_.heads + first_head + head) * l_.rank);
+            merge_parts(found, parts, 1, l_.rank, scale, a_.mixed + (b * m_.heads + first_head + head) * l_.rank);
         }
     }
 
