@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapstream.config import ModelConfig, RescoringConfig
+from snapstream.config import ModelConfig, RescoringConfig, WeightForms
 from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
-from snapstream.kernels.cpu.looped.library import num_cores
+from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.layers.sampler import NO_TOKEN
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
+from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_looped import LoopedDecode
@@ -78,7 +79,7 @@ def test_scores_that_are_not_numbers_draw_no_token() -> None:
         "intermediate_size": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "max_position_embeddings": 64,
         "rms_norm_eps": 1e-6, "hidden_act": "silu",
     })  # fmt: skip
-    runner = runner_of(model, "float32", "auto", None, 24, 0)
+    runner = runner_of(model, WeightForms.of("float32"), "auto", make_panels(load()), 24, 0)
     runner.decoder.weights.vectors["router"][0, 2] = float("nan")
     drawn = LoopedDecode(runner.step_parts, 1).step(torch.tensor([0, 3]), SamplingNeeds())
     assert drawn.token_ids.tolist() == [NO_TOKEN, NO_TOKEN]
@@ -140,7 +141,7 @@ def test_logits_equal_eager_and_do_not_depend_on_neighbours(
     size: int, seed: int,
 ) -> None:  # fmt: skip
     model = data.draw(models(multiple=32 if width in ("int8", "int4") else 1))
-    runner = runner_of(model, width, kv_dtype, instructions, capacity, seed)
+    runner = runner_of(model, WeightForms.of(width), kv_dtype, make_panels(load(instructions)), capacity, seed)
     looped, eager = LoopedDecode(runner.step_parts, threads), EagerDecode(runner.step_parts)
     before, rows = runner.cache.k.clone(), torch.tensor(batch[:size])
     with torch.inference_mode():
