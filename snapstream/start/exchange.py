@@ -11,7 +11,7 @@ from pathlib import Path
 
 from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from snapstream.models.families import kv_spec_of
-from snapstream.start.fingerprint import checkpoint_fingerprint
+from snapstream.models.fingerprint import fingerprint as checkpoint_fingerprint
 from snapstream.transfer.exchange import TcpExchange
 from snapstream.transfer.settings import TransferSettings
 from snapstream.transfer.wire import RowSizes

@@ -89,10 +89,10 @@ def _serve(link: Link, inbox: Inbox, folder: Path | None) -> None:
     import torch
 
     from snapstream.distributed.group import Ranks
+    from snapstream.models.fingerprint import fingerprint
     from snapstream.models.registry import read_model_config
     from snapstream.runner.parallel import RankRunner
     from snapstream.start.build import build_rank
-    from snapstream.start.fingerprint import checkpoint_fingerprint
     from snapstream.start.measure import measure_machine
     from snapstream.start.ranks import JOIN_S, LOAD_S, on_network_of
     from snapstream.start.resolve import check_rank
@@ -101,7 +101,7 @@ def _serve(link: Link, inbox: Inbox, folder: Path | None) -> None:
     task = inbox.get()
     assert isinstance(task, Task), "the leader speaks second"
     config, own = task.config, folder or Path(task.model)
-    if checkpoint_fingerprint(own) != task.fingerprint:
+    if fingerprint(own) != task.fingerprint:
         raise ValueError(f"{own} on {socket.gethostname()} is not the leader's checkpoint; copy it there, all files")
     model = read_model_config(own)
     check_rank(model, config, measure_machine(config.device))

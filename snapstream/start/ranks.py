@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from snapstream.config import EngineConfig, ModelConfig
 from snapstream.distributed.link import Door, shared_key, split_address
 from snapstream.grammar import GrammarCompiler
+from snapstream.models.fingerprint import fingerprint
 from snapstream.start.build import build_rank, build_runner
-from snapstream.start.fingerprint import checkpoint_fingerprint
 from snapstream.step import Runner
 from snapstream.version import __version__
 
@@ -152,13 +152,13 @@ def _hand_out_tasks(
     """Give the followers their tasks; returns when all have joined."""
     from snapstream.distributed.messages import Task
 
-    fingerprint = checkpoint_fingerprint(folder)
+    told = fingerprint(folder)
 
     def task(rank: int) -> Task:
         return Task(
             rank=rank,
             model=str(folder.resolve()),
-            fingerprint=fingerprint,
+            fingerprint=told,
             config=config,
             meeting=meeting,
             num_threads=num_threads if rank < config.parallel.ranks_here else 0,
