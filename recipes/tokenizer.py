@@ -100,7 +100,8 @@ def build_tokenizer(config: TokenizerConfig, corpus: Corpus | None = None) -> Pr
     core.train_from_iterator(lines, trainer)
     learned = json.loads(core.to_str())["model"]
     ordered = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
-    vocab = {token: i for i, token in enumerate([*special, *ordered, *number_tokens])}
+    tokens = dict.fromkeys([*special, *ordered, *number_tokens])  # real text has taught some groups of digits already
+    vocab = {token: i for i, token in enumerate(tokens)}
     merges += [(a, b) for a, b in learned["merges"]]
 
     full = Tokenizer(models.BPE(vocab=vocab, merges=merges))

@@ -99,6 +99,7 @@ def test_the_recipe_makes_sequences_of_every_task() -> None:
     with pytest.raises(ValueError, match="give --corpus"):
         build_tokenizer(settings)
     tokenizer = build_tokenizer(settings, corpus)
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer))), "every id has a row of the embedding"
     encoder = Encoder(tokenizer, CHATS[values["tokenizer"]["chat"]], corpus)
     for stage in values["stages"]:
         length = min(min(shape[0] for shape in stage["shapes"]), 512)
