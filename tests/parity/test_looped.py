@@ -130,6 +130,13 @@ def models(draw: st.DrawFn, *, multiple: int = 1) -> ModelConfig:
 
 
 def runner_of(
+    model: ModelConfig, width: str, kv_dtype: str, instructions: Any, capacity: int, seed: int
+) -> ModelRunner:
+    """As ``random_runner`` over panels of that width."""
+    return random_runner(model, WeightForms.of(width), kv_dtype, make_panels(load(instructions)), capacity, seed)
+
+
+def random_runner(
     model: ModelConfig, forms: WeightForms, kv_dtype: str, make: MakeWeight, capacity: int, seed: int
 ) -> ModelRunner:
     """Random weights, rows full of random numbers, and counters as after prompts shorter and longer than a row."""
@@ -169,7 +176,7 @@ def test_logits_equal_eager_and_do_not_depend_on_neighbours(
     size: int, seed: int,
 ) -> None:  # fmt: skip
     model = data.draw(models(multiple=32 if width in ("int8", "int4") else 1))
-    runner = runner_of(model, WeightForms.of(width), kv_dtype, make_panels(load(instructions)), capacity, seed)
+    runner = runner_of(model, width, kv_dtype, instructions, capacity, seed)
     looped, eager = LoopedDecode(runner.step_parts, threads), EagerDecode(runner.step_parts)
     before = runner.cache.k.clone(), runner.cache.v.clone()
     rows = torch.tensor(batch[:size])
@@ -197,7 +204,7 @@ def runner() -> Iterator[ModelRunner]:
         "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 40, "max_position_embeddings": 4096,
     })  # fmt: skip
-    yield runner_of(model, WeightForms.of("float32"), "auto", make_panels(load()), 24, 0)
+    yield runner_of(model, "float32", "auto", None, 24, 0)
 
 
 @settings(max_examples=20)
@@ -211,10 +218,10 @@ def test_steps_that_round_their_inputs(
 ) -> None:
     """As plain calls that round them; where the two differ by a bit, a number may round to the next code."""
     forms, rows = WeightForms.of(width).rounding_inputs(), torch.tensor(batch[:size])
-    runner = runner_of(model, forms, "auto", make_panels(load(instructions)), 17, seed)
+    runner = random_runner(model, forms, "auto", make_panels(load(instructions)), 17, seed)
     looped, eager = (
         LoopedDecode(runner.step_parts, threads),
-        EagerDecode(runner_of(model, forms, "auto", make_weight, 17, seed).step_parts),
+        EagerDecode(random_runner(model, forms, "auto", make_weight, 17, seed).step_parts),
     )
     with torch.inference_mode():
         got = looped.logits(rows).clone()

@@ -131,9 +131,17 @@ def test_answers_by_every_width_that_it_may_have(tmp_path: Path) -> None:
     source, target = save(tmp_path / "own"), tmp_path / "codes"
     (source / "tokenizer.json").unlink()
     quantize_checkpoint(source, target, INT4)
+    eight = tmp_path / "eight"  # while it loads, int4 rounds less than the form has words for
+    quantize_checkpoint(source, eight, WeightForm(width="int8", group=32))
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     answers = {}
-    for name, folder, weights in (("codes", target, "auto"), ("tables", target, "int4"), ("loaded", source, "int4")):
+    wanted = (
+        ("codes", target, "auto"),
+        ("int4", target, "int4"),
+        ("tables", eight, "int8"),
+        ("loaded", source, "int8"),
+    )
+    for name, folder, weights in wanted:
         with LLM(folder, max_model_len=64, weights=weights, progress=False) as llm:
             assert llm.config.weights is not None
             answers[name] = llm.generate([5, 6, 7, 8], params)[0].token_ids
