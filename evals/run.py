@@ -2,7 +2,7 @@
 
     python -m evals.run                                   # the shipped model, 2,048 tokens, 1/2 to 1/16
     python -m evals.run --model DIR --families kv variable --budgets 1/4 1/8 --arms full snapstream --prompts 40
-    python -m evals.run --kv-dtype fp8 --arms full snapstream --budgets 1/4 1/8     # the same with rows in FP8
+    python -m evals.run --kv-dtype int8 --arms full snapstream --budgets 1/4 1/8     # the same with rows in int8
     python -m evals.run --width int4 --arms full snapstream --budgets 1/4           # the same with weights in int4
 
 A stored cell is not run again, so an interrupted run goes on where it stopped; delete its line to repeat it. Every arm

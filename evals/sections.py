@@ -16,6 +16,7 @@ from evals.widths import widths_table
 from figures.markdown import link
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
+NARROW_ROWS = {"int8": "int8"}  # of a CPU, with a name for tables
 DRAFT = "draft_"  # sections of the second model (Qwen3, another tokenizer): are results one model's accident?
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -24,7 +25,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy_tasks": tables.tasks_table,
     "accuracy_by_position": lambda: tables.by_position(TINY_DRAFT_MODEL),  # the first model cannot recite
     "accuracy_peers": peer_table,
-    "accuracy_fp8": tables.fp8_table,
+    "accuracy_fp8": lambda: tables.rows_table({"fp8": "FP8"}),
+    "accuracy_rows": lambda: tables.rows_table(NARROW_ROWS),
+    f"{DRAFT}accuracy_rows": lambda: tables.rows_table(NARROW_ROWS, TINY_DRAFT_MODEL),
     "accuracy_goals": sweep_tables.goals,
     "accuracy_widths": lambda: widths_table(TINY_MODEL),
     f"{DRAFT}accuracy_widths": lambda: widths_table(TINY_DRAFT_MODEL),
@@ -57,6 +60,8 @@ def cells_of(section: str) -> list[tables.Result]:
         return width_cells(model)
     if section == "accuracy_peers":
         return [*tables.arm_cells(), *peer_cells()]
+    if section.endswith("accuracy_rows"):
+        return [cell for kind in ("auto", *NARROW_ROWS) for cell in tables.arm_cells(kind, model)]
     return tables.arm_cells("fp8" if section == "accuracy_fp8" else "auto", model)
 
 

@@ -7,7 +7,7 @@ is missing leaves its place empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -229,25 +229,30 @@ def by_position(model: Path = TINY_MODEL) -> str:
     return table(["cache", "slots", "ring", "first quarter", "second", "third", "last"], rows)
 
 
-def fp8_table() -> str:
-    """docs: rows in FP8 beside rows in the dtype of the weights, same prompts, task by task."""
-    narrow = arm_cells(kv_dtype="fp8")
+def rows_table(kinds: Mapping[str, str], model: Path = TINY_MODEL) -> str:
+    """docs: rows in narrow dtypes, by the names that the table gives them, beside rows in fp32; the same prompts."""
+    found = {name: arm_cells(kv_dtype, model) for kv_dtype, name in kinds.items()}
+    narrow = [cell for cells in found.values() for cell in cells]
     names = list(dict.fromkeys(cell["settings"]["task"] for cell in narrow))
 
     def key(cell: Result) -> tuple[str, ...]:
         return tuple(str(cell["settings"][k]) for k in ("task", "arm", "slots", "prompt_len", "num_prompts", "seed"))
 
     wanted = set(map(key, narrow))
-    wide = [cell for cell in arm_cells() if key(cell) in wanted]
-    lines = [{row: (kind, line) for row, line in by_row(own, lambda cell: cell["settings"]["task"]).items()}
-             for kind, own in (("fp32", wide), ("FP8", narrow))]  # fmt: skip
+    found = {"fp32": [cell for cell in records(model) if key(cell) in wanted and _is_plain(cell)]} | found
+    lines = {kind: by_row(own, lambda cell: cell["settings"]["task"]) for kind, own in found.items()}
     rows = []
-    for row in lines[1]:
-        for kind, line in (found[row] for found in lines if row in found):
+    for row in dict.fromkeys(row for kind in kinds.values() for row in lines[kind]):
+        for kind, line in ((kind, own[row]) for kind, own in lines.items() if row in own):
             values = [with_error(line[name][0]).split(" (")[0] if name in line else "" for name in names]
             part = part_of(row[1], narrow[0]["settings"]["prompt_len"])
             rows.append([ARM_NAMES[row[0]], part, kind, bytes_of(line), *values])
     return f"{note_of(narrow)}\n\n{table(['cache', 'slots', 'rows', 'bytes per row', *names], rows)}"
+
+
+def _is_plain(cell: Result) -> bool:
+    s = cell["settings"]
+    return s["source"] == "snapstream" and "kv_dtype" not in s and is_current(s)
 
 
 def devices(found: Sequence[Result]) -> str:

@@ -4,7 +4,8 @@ The spec says how much a token takes (``spec.py``); where values are the first n
 and the values are a view of it. Row ``num_rows`` is the padding row: it absorbs the unused entries of a decode batch
 and belongs to no request. Keys are stored after RoPE with their true positions and are never rotated again (SnapStream,
 section 3). In FP8 each layer, row and kv head has a scale for K and one for V, fixed when a prompt is written to the
-row: ``kernels/fp8.py``. Where kv heads have unlike numbers of slots, rows lie slot by slot instead: ``head_rows.py``.
+row: ``kernels/fp8.py``. In int8 each slot has them too: ``kernels/int8.py``. Where kv heads have unlike numbers of
+slots, rows lie slot by slot instead: ``head_rows.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from snapstream.cache.deal import Deal
 from snapstream.cache.head_rows import HeadTable, overlapping
 from snapstream.cache.spec import KVSpec
 from snapstream.config.heads import HeadSlots
-from snapstream.kernels import fp8
+from snapstream.kernels import fp8, int8
 from snapstream.kernels.bound import Kernels, bind
 from snapstream.kernels.rows import LayerRows
 
@@ -50,18 +51,18 @@ class KVCache:
         self.capacity = capacity
         self.kernels = kernels or bind(device)
         self.heads = None if heads is None else HeadTable(heads, device)
-        dtype = fp8.DTYPE if spec.kv_dtype == "fp8" else getattr(torch, spec.dtype)
+        dtype = _dtype_of(spec)
         slots: tuple[int, ...] = (spec.num_layers, num_rows + 1, spec.num_kv_heads, capacity)
         if heads is not None:
             slots = ((num_rows + 1) * heads.row_slots,)  # k and v are [slots of all rows, E]
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: so rows begin as zeros.
         self.k = _zeros((*slots, spec.key_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E]
-        self.k_scale = self._ones(device) if spec.kv_dtype == "fp8" else None  # [L, rows+1, G] fp32
+        self.k_scale = self._scales(slots, device)  # [L, rows+1, G] fp32, of int8 [L, rows+1, G, C]
         if spec.values_are_keys:
             self.v, self.v_scale = self.k[..., : spec.value_dim], self.k_scale  # [L, rows+1, G, C, E']
         else:
             self.v = _zeros((*slots, spec.value_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E']
-            self.v_scale = None if self.k_scale is None else self._ones(device)
+            self.v_scale = self._scales(slots, device)
         self._seen = self.k, self.v  # by kernels
         if heads is not None:
             widest = heads.widest.capacity
@@ -93,13 +94,13 @@ class KVCache:
         return sum(tensor.nbytes for tensor in own if tensor is not None)
 
     def scales(self, layer: int) -> fp8.Scales | None:
-        """Scales of K and V of a layer, ``[rows+1, G]``; None unless rows are FP8."""
+        """Scales of K and V of a layer, ``[rows+1, G]``, of int8 ``[rows+1, G, C]``; None for rows that need none."""
         return self.layer(layer).scales
 
     def begin_rows(self, layer: int, rows: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Fix the scales of ``rows`` before ``keys [G, N, E], values [G, N, E']`` go there; without FP8 nothing."""
-        for _, tokens, scale in self._stored(layer, keys, values):
-            if scale is None:
+        for stored, tokens, scale in self._stored(layer, keys, values):
+            if scale is None or stored.dtype == int8.DTYPE:
                 continue
             own = fp8.scale_of(tokens)  # [G]
             for row in rows:
@@ -114,16 +115,29 @@ class KVCache:
                 continue
             for start in range(0, tokens.shape[1], _STORED_AT_ONCE):
                 block = slice(start, start + _STORED_AT_ONCE)
+                if stored.dtype == int8.DTYPE:
+                    found = int8.scale_of(tokens[:, block])  # [G, n]
+                    scale[row, :, place][:, block] = found
+                    own[:, block] = int8.quantise(tokens[:, block], found)
+                    continue
                 own[:, block] = fp8.quantise(tokens[:, block], scale[row, :, None, None])
 
     def _stored(self, layer: int, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Each tensor of a layer to write, with the numbers for it and its scales ``[rows+1, G]``."""
+        """Each tensor of a layer to write, with the numbers for it and its scales."""
         yield self.k[layer], keys, None if self.k_scale is None else self.k_scale[layer]
         if not self.spec.values_are_keys:
             yield self.v[layer], values, None if self.v_scale is None else self.v_scale[layer]
 
-    def _ones(self, device: torch.device | str) -> Tensor:
-        return torch.ones(self.spec.num_layers, self.num_rows + 1, self.spec.num_kv_heads, device=device)
+    def _scales(self, slots: tuple[int, ...], device: torch.device | str) -> Tensor | None:
+        if self.spec.kv_dtype == "int8":
+            return _zeros(slots, torch.float32, torch.device(device))
+        return torch.ones(slots[:-1], device=device) if self.spec.kv_dtype == "fp8" else None
+
+
+def _dtype_of(spec: KVSpec) -> torch.dtype:
+    own = {"fp8": fp8.DTYPE, "int8": int8.DTYPE, "bfloat16": torch.bfloat16}
+    found: torch.dtype = own.get(spec.kv_dtype) or getattr(torch, spec.dtype)
+    return found
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from snapstream.config import DTYPE_BYTES, DType, KVDType, ModelConfig, RescoringConfig, kv_dtype_bytes
 
-SCALE_BYTES = 4  # fp32, one for K and one for V per layer, row and kv head of rows in FP8
+SCALE_BYTES = 4  # fp32; one for K and one for V per layer, row and kv head of rows in FP8, of int8 also per slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class KVSpec:
     values_are_keys: bool = False  # values are the first value_dim numbers of the keys
     expanded_dim: int = 0  # numbers of a key, and of a value, that staging holds per query head beside latents
     dtype: DType = "float32"  # of staging
-    kv_dtype: KVDType = "auto"  # of rows: as dtype, or FP8 with scales
+    kv_dtype: KVDType = "auto"  # of rows
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
@@ -59,17 +59,21 @@ class KVSpec:
 
     @property
     def row_number_bytes(self) -> int:
-        """Bytes of one number in a row."""
+        """Bytes of one number in a row, without scales."""
         return kv_dtype_bytes(self.dtype, self.kv_dtype)
 
     def token_bytes(self) -> int:
-        """Bytes of one token in a row."""
-        return self.num_layers * self.token_size * self.row_number_bytes
+        """Bytes of one token in a row, with scales of its own if it has any."""
+        scales = self._scales_bytes() if self.kv_dtype == "int8" else 0
+        return self.num_layers * self.token_size * self.row_number_bytes + scales
 
     def scale_bytes(self) -> int:
-        """Scales of a row; 0 unless rows are FP8."""
-        num_tensors = 1 if self.values_are_keys else 2
-        return num_tensors * self.num_layers * self.num_kv_heads * SCALE_BYTES if self.kv_dtype == "fp8" else 0
+        """Scales of a whole row; 0 unless rows are FP8."""
+        return self._scales_bytes() if self.kv_dtype == "fp8" else 0
+
+    def _scales_bytes(self) -> int:
+        """A scale per layer and kv head, of K and of V."""
+        return (1 if self.values_are_keys else 2) * self.num_layers * self.num_kv_heads * SCALE_BYTES
 
     def row_bytes(self, capacity: int) -> int:
         """A row of ``capacity`` slots with its scales."""

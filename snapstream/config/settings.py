@@ -53,8 +53,10 @@ class Settings:
         parse=lambda text: RescoringConfig(every=whole(text)),
     )
     dtype: DType = setting("float32", "Of the computation and of rows.")  # and of staging
-    kv_dtype: KVDType = setting(  # FP8 has a scale per layer, row and kv head
-        "auto", "Of rows: auto is that of --dtype, fp8 a byte per number (e4m3, with scales)."
+    kv_dtype: KVDType = setting(
+        "auto",
+        "Of rows: auto is that of --dtype; fp8 (e4m3) and int8 take a byte per number, and scales. bfloat16 and int8 "
+        "are for a CPU.",
     )
     prefill_attention: PrefillAttentionName = setting(  # kernels/prefill/ decides, and refuses what cannot serve
         "auto", "Kernel that attends prompts; auto: by a table, and the start says which.", metavar="NAME"

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 DType = Literal["float32", "bfloat16", "float16"]
-KVDType = Literal["auto", "fp8"]
+KVDType = Literal["auto", "bfloat16", "fp8", "int8"]
 
 T = TypeVar("T")
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-KV_DTYPES: tuple[KVDType, ...] = ("auto", "fp8")
+KV_BYTES: dict[KVDType, int] = {"bfloat16": 2, "fp8": 1, "int8": 1}  # of a number in a row, scales apart
+KV_DTYPES: tuple[KVDType, ...] = ("auto", *KV_BYTES)
 
 
 class InvalidValue(ValueError):
@@ -87,9 +88,9 @@ def as_token_ids(name: str, value: Any) -> list[int]:
 
 
 def kv_dtype_bytes(dtype: str, kv_dtype: KVDType) -> int:
-    """Bytes of a number in a row: 1 in FP8, else those of the weights; ValueError for an unknown ``kv_dtype``."""
-    check(kv_dtype in KV_DTYPES, f"kv_dtype is {kv_dtype!r}; it must be {' or '.join(KV_DTYPES)}")
-    return 1 if kv_dtype == "fp8" else DTYPE_BYTES[dtype]
+    """Bytes of a number in a row, by default those of ``dtype``; ValueError for an unknown ``kv_dtype``."""
+    check(kv_dtype in KV_DTYPES, f"kv_dtype is {kv_dtype!r}; it must be {', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}")
+    return KV_BYTES.get(kv_dtype, DTYPE_BYTES[dtype])
 
 
 def set_counts(config: Any, **lows: int) -> None:

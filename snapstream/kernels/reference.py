@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapstream.kernels import int8
 from snapstream.kernels.fp8 import quantise
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 
@@ -43,7 +44,7 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
     batch, num_heads, head_dim = q.shape
     keys, values = cache.k[rows].float(), cache.v[rows].float()  # [B, G, C, E], [B, G, C, E']
     if cache.scales is not None:
-        keys, values = (x * scale[rows][..., None, None] for x, scale in zip((keys, values), cache.scales, strict=True))
+        keys, values = (x * of_slots(scale[rows]) for x, scale in zip((keys, values), cache.scales, strict=True))
     grouped = q.float().view(batch, keys.shape[1], -1, head_dim)
     logits = torch.einsum("bgre,bgce->bgrc", grouped, keys) * head_dim**-0.5
     unseen = torch.arange(keys.shape[2], device=q.device) >= lengths[:, None, None, None]
@@ -57,7 +58,10 @@ def write_slots(k: Tensor, v: Tensor, cache: LayerRows, rows: Tensor, slots: Ten
     """Store ``k [B, G, E], v [B, G, E']`` in slot ``slots[b]`` of row ``rows[b]``, in place; of latents k alone."""
     for stored, new, scale in _stored(cache, k, v):
         if scale is None:
-            stored[rows, :, slots] = new
+            stored[rows, :, slots] = new.to(stored.dtype)
+        elif stored.dtype == int8.DTYPE:
+            scale[rows, :, slots] = own = int8.scale_of(new)
+            stored[rows, :, slots] = int8.quantise(new, own)
         else:  # written as bytes: whether an index may be written in FP8 depends on the device
             narrow = quantise(new, scale[rows][..., None])
             stored.view(torch.uint8)[rows, :, slots] = narrow.view(torch.uint8)
@@ -71,12 +75,23 @@ def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Ten
     for stored, tokens, scale in _stored(cache, keys, values):
         kept = tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))
         for row in rows:
-            own = kept if scale is None else quantise(kept, scale[row, :, None, None])
-            stored[row, :, : index.shape[1]] = own
+            place = row, slice(None), slice(index.shape[1])
+            if scale is None:
+                stored[place] = kept
+            elif stored.dtype == int8.DTYPE:
+                scale[place] = own = int8.scale_of(kept)
+                stored[place] = int8.quantise(kept, own)
+            else:
+                stored[place] = quantise(kept, scale[row, :, None, None])
+
+
+def of_slots(scale: Tensor) -> Tensor:
+    """Scales ``[B, G]`` of whole heads or ``[B, G, n]`` of slots, as factors of ``[B, G, n, E]``."""
+    return scale[..., None, None] if scale.dim() == 2 else scale[..., None]
 
 
 def _stored(cache: LayerRows, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Each stored tensor of a layer with what goes there and its scales ``[rows+1, G]``."""
+    """Each stored tensor of a layer with what goes there and its scales, of heads or of slots."""
     k_scale, v_scale = cache.scales or (None, None)
     yield cache.k, k, k_scale
     if not cache.values_are_keys:

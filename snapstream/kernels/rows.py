@@ -31,7 +31,7 @@ class RowPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """Stored tensors of one layer, as views of the stacks; FP8 rows have scales.
+    """Stored tensors of one layer, as views of the stacks; FP8 rows have scales per head, int8 rows per slot.
 
     The stacks stay in the handle because an operator of a compiled graph must write to a whole tensor, not to a view.
     Where values are the first numbers of the keys (latents), ``values`` is a view of ``keys`` and nothing is written
@@ -41,8 +41,8 @@ class LayerRows:
     keys: Tensor  # [L, rows+1, G, C, E], all layers
     values: Tensor  # [L, rows+1, G, C, E']
     layer: int
-    key_scales: Tensor | None = None  # [L, rows+1, G] fp32
-    value_scales: Tensor | None = None  # [L, rows+1, G] fp32
+    key_scales: Tensor | None = None  # [L, rows+1, G] fp32, of int8 [L, rows+1, G, C]
+    value_scales: Tensor | None = None
     values_are_keys: bool = False
 
     @property
@@ -62,7 +62,7 @@ class LayerRows:
 
     @property
     def scales(self) -> Scales | None:
-        """Scales of K and V ``[rows+1, G]``; None unless rows are FP8."""
+        """Scales of K and V ``[rows+1, G]``, of int8 ``[rows+1, G, C]``; None for rows that need none."""
         if self.key_scales is None or self.value_scales is None:
             return None
         return self.key_scales[self.layer], self.value_scales[self.layer]

@@ -13,6 +13,7 @@ from snapstream.config import (
     EngineConfig,
     EngineOptions,
     KVBudget,
+    KVDType,
     ModelConfig,
     PrefixStoreConfig,
     Settings,
@@ -26,6 +27,7 @@ from snapstream.plan.chunking import resolve_chunking
 from snapstream.plan.memory import EngineMemory, engine_memory, split_heads
 from snapstream.plan.widths import weight_forms
 
+ON_CPU: tuple[KVDType, ...] = ("bfloat16", "int8")  # rows that no kernel of a GPU reads
 MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
 
 
@@ -55,12 +57,15 @@ def engine_config(
 
     A prefix store that is "auto" is none here: who has measured the machine decides (``start/resolve.py``).
     """
+    _check_rows(model, options, device)
     heads = None
     if isinstance(options.heads, HeadProfile):
         heads = head_slots(model, options.heads, budget, max_model_len)
     store = options.prefix_store if isinstance(options.prefix_store, PrefixStoreConfig) else None
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     executor = options.executor or default_executor(model, options, device)
+    if executor == "graph" and options.kv_dtype in ON_CPU:
+        raise ValueError(f"kv_dtype is {options.kv_dtype!r}, which executor 'graph' does not read; use 'eager'")
     forms = weight_forms(model, options, device=device, executor=executor)
     check_cuts(model, options.parallel, forms)
     chunking = resolve_chunking(
@@ -104,6 +109,18 @@ def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_m
             f"heads: the profile has {shape[0]} layers of {shape[1]} kv heads; this model has {own[0]} of {own[1]}"
         )
     return profile.slots(budget, max_model_len)
+
+
+def _check_rows(model: ModelConfig, options: EngineOptions, device: str) -> None:
+    """ValueError for rows that the model or the device cannot have."""
+    wanted = options.kv_dtype
+    if model.latent is not None and wanted in ON_CPU:
+        raise ValueError(f"kv_dtype is {wanted!r}, and this model keeps latents, which rows hold as 'auto' or 'fp8'")
+    if wanted in ON_CPU and (device != "cpu" or options.dtype != "float32"):
+        raise ValueError(
+            f"kv_dtype is {wanted!r}, device {device!r} and dtype {options.dtype!r}; such rows are for a CPU that "
+            "computes in float32: use 'fp8' or 'auto'"
+        )
 
 
 def auto_rows(memory: EngineMemory, free_bytes: int) -> int:

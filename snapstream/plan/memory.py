@@ -168,7 +168,7 @@ def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     batch = model.vocab_size * SAMPLING_BYTES + activations
     if config.device.startswith("cuda"):
         return 2 * batch
-    if config.kv_dtype == "fp8":  # plain PyTorch widens the visible slots of one layer
+    if config.kv_dtype != "auto":  # plain PyTorch widens the visible slots of one layer
         batch += kv_spec_of(model, "float32").layer_bytes(config.budget.capacity)
     return batch
 

@@ -105,7 +105,10 @@ def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
         ),
         *_ranks(plan),
         ("weights", f"{format_bytes(plan.weight_bytes)} in {plan.weights}{_wide_layer(plan)}"),
-        ("cache", f"{format_bytes(plan.token_bytes)} per token{' in fp8' if plan.kv_dtype == 'fp8' else ''}"),
+        (
+            "cache",
+            f"{format_bytes(plan.token_bytes)} per token{'' if plan.kv_dtype == 'auto' else f' in {plan.kv_dtype}'}",
+        ),
         ("prompt", f"{plan.prompt_len:,} tokens, prefilled in chunks of {plan.chunk_len:,}{_short_chunks(plan)}"),
         ("prefill", f"{format_bytes(prefill.total_bytes)} at peak, beside weights and rows:"),
         ("", f"  {format_bytes(prefill.hidden_bytes)} hidden states"),

@@ -2,9 +2,10 @@
 
     K scales [G] | V scales [G] | votes [G, K] | keys [G, n, E] | values [G, n, E']         n = min(N, C) slots
 
-Scales are there for rows in FP8, votes for rows that choose again, values unless they are a part of the keys. Numbers
-of four bytes come first, so that each piece begins at a multiple of its size. Invariant: ``place`` after ``take`` gives
-the rows bit for bit what the first row had. ``transfer/wire.py`` knows the sizes (``RowSizes``).
+Scales are there for rows in FP8, and in int8, then ``[G, n]``; votes for rows that choose again, values unless they are
+a part of the keys. Numbers of four bytes come first, so that each piece begins at a multiple of its size. Invariant:
+``place`` after ``take`` gives the rows bit for bit what the first row had. ``transfer/wire.py`` knows the sizes
+(``RowSizes``).
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class RowParts:
         """Views of the row, in the order of the wire."""
         cache, num_slots = self._cache, layout.num_visible(len(entry.token_ids), entry.budget.capacity)
         has_values = not cache.spec.values_are_keys
-        if cache.k_scale is not None:
-            yield cache.k_scale[layer, row]
-        if cache.v_scale is not None and has_values:
-            yield cache.v_scale[layer, row]
+        for scale in (cache.k_scale, cache.v_scale if has_values else None):
+            if scale is not None:
+                own = scale[layer, row]
+                yield own if own.dim() == 1 else own[:, :num_slots]
         if self._votes is not None:
             yield self._votes[layer, row, :, : entry.budget.num_topk]
         yield cache.k[layer, row, :, :num_slots]

@@ -40,7 +40,7 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
     spec = kv_spec_of(model, config.dtype, config.kv_dtype)
     return RowSizes(
         num_layers=spec.num_layers,
-        slot_bytes=spec.token_size * spec.row_number_bytes,
+        slot_bytes=spec.token_bytes() // spec.num_layers,
         scale_bytes=spec.scale_bytes() // spec.num_layers,
         vote_bytes=0 if config.rescoring is None else 4 * spec.num_kv_heads,
         hidden_bytes=model.hidden_size * DTYPE_BYTES[config.dtype],

@@ -71,7 +71,7 @@ class RowSizes:
     """Bytes of a row's pieces, on both sides; integers that ``KVSpec`` and the config tell."""
 
     num_layers: int
-    slot_bytes: int  # keys and values of one slot in one layer
+    slot_bytes: int  # keys and values of one slot in one layer, with scales of its own in int8
     scale_bytes: int = 0  # per layer: rows in FP8
     vote_bytes: int = 0  # per layer and selected slot: rows that choose again
     hidden_bytes: int  # the last hidden state

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, RescoringConfig, WeightForms
+from snapstream.kernels import int8
 from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.layers.sampler import NO_TOKEN, Sampled
@@ -83,6 +84,8 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
         {"weights": "int8"},
         {"weights": "int4"},
         {"kv_dtype": "fp8"},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "bfloat16"},
         {"rescoring": RescoringConfig(every=5, num_queries=5)},
         {"max_rows": 7, "budget": "full"},
     ],
@@ -150,10 +153,10 @@ def random_runner(
     config = EngineConfig(budget=budget, max_model_len=4096, max_rows=5, kv_dtype=kv_dtype, weights=forms)  # type: ignore[arg-type]
     runner = ModelRunner(Decoder(model, weights), config)
     for stored in (runner.cache.k, runner.cache.v):
-        stored.copy_(torch.randn(stored.shape).to(stored.dtype))
+        stored.copy_((torch.randn(stored.shape) * (40 if kv_dtype == "int8" else 1)).to(stored.dtype))
     for scale in (runner.cache.k_scale, runner.cache.v_scale):
         if scale is not None:
-            scale.copy_(2.0 ** torch.randint(-3, 2, scale.shape))
+            scale.copy_(2.0 ** torch.randint(-3, 2, scale.shape) / (40 if kv_dtype == "int8" else 1))
     counts = torch.tensor([0, 1, capacity - 1, capacity, 3 * capacity + 1])
     runner.rows.num_tokens[:5] = counts
     runner.rows.next_position[:5] = counts + 3
@@ -166,7 +169,7 @@ def random_runner(
 @settings(max_examples=30)
 @given(
     data=st.data(), width=st.sampled_from(WIDTHS),
-    kv_dtype=st.sampled_from(["auto", "fp8"]),
+    kv_dtype=st.sampled_from(["auto", "bfloat16", "fp8", "int8"]),
     instructions=st.sampled_from(instruction_sets()), capacity=st.sampled_from([1, 2, 17, 40, 1100]),
     threads=st.integers(1, min(2, num_cores())), batch=st.permutations(range(5)), size=st.integers(1, 5),
     seed=st.integers(0, 999),
@@ -178,23 +181,35 @@ def test_logits_equal_eager_and_do_not_depend_on_neighbours(
     model = data.draw(models(multiple=32 if width in ("int8", "int4") else 1))
     runner = runner_of(model, width, kv_dtype, instructions, capacity, seed)
     looped, eager = LoopedDecode(runner.step_parts, threads), EagerDecode(runner.step_parts)
-    before = runner.cache.k.clone(), runner.cache.v.clone()
+    stored = [tensor for tensor in vars(runner.cache).values() if isinstance(tensor, Tensor)]
+    before = [tensor.clone() for tensor in stored]
     rows = torch.tensor(batch[:size])
     with torch.inference_mode():
         got = looped.logits(rows).clone()
-        written = runner.cache.k.float(), runner.cache.v.float()
+        written = numbers_of(runner)
         alone = torch.cat([looped.logits(rows[i : i + 1]).clone() for i in range(size)])
         assert torch.equal(alone, got)
-        runner.cache.k.copy_(before[0])
-        runner.cache.v.copy_(before[1])
+        for tensor, own in zip(stored, before, strict=True):
+            tensor.copy_(own)
         want = eager.logits(rows)
     scale = float(want.abs().max())
-    # A number of FP8 rows may round to its neighbour, one part in eight of itself.
+    # A number of narrow rows may round to its neighbour: in FP8 an eighth of itself, in int8 a step of its slot.
     limit = 2e-5 if kv_dtype == "auto" else 2e-2
     torch.testing.assert_close(got, want, rtol=0, atol=limit * scale)
-    for stored, own in zip((runner.cache.k, runner.cache.v), written, strict=True):
-        torch.testing.assert_close(own, stored.float(), rtol=0.13 if kv_dtype == "fp8" else 1e-4, atol=1e-3)
+    near = {"auto": 1e-4, "bfloat16": 2.0**-7, "fp8": 0.13, "int8": 1e-4}[kv_dtype]
+    for own, number in zip(written, numbers_of(runner), strict=True):
+        step = number.abs().amax(-1, keepdim=True) / 126 if kv_dtype == "int8" else 0.0
+        assert ((own - number).abs() <= near * number.abs() + 1e-3 + step).all()
     looped.close()
+
+
+def numbers_of(runner: ModelRunner) -> tuple[Tensor, Tensor]:
+    """What rows hold, copied; of FP8 without its scales, which do not change."""
+    cache = runner.cache
+    if cache.k.dtype != torch.int8:
+        return cache.k.float().clone(), cache.v.float().clone()
+    assert cache.k_scale is not None and cache.v_scale is not None
+    return int8.dequantise(cache.k, cache.k_scale), int8.dequantise(cache.v, cache.v_scale)
 
 
 @pytest.fixture

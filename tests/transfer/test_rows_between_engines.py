@@ -108,6 +108,7 @@ def test_every_kind_of_request(letters: Path) -> None:
     "more",
     [
         {"kv_dtype": "fp8"},
+        {"kv_dtype": "int8"},
         {"rescoring": RescoringConfig(every=4, num_queries=8)},
         {"dtype": "bfloat16"},
         {"budget": KVBudget(num_sink=2, num_topk=10, num_window=6, num_recent=14)},

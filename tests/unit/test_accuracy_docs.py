@@ -132,14 +132,14 @@ def test_tasks_out_of_reach_are_named_and_only_there(stored: Path) -> None:
 def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> None:
     before = tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), sections.cells_of("accuracy")
     with pytest.raises(ValueError, match="python -m evals.run --kv-dtype fp8"):
-        tables.fp8_table()
+        tables.rows_table({"fp8": "FP8"})
     cell = Cell(
         model=TINY_MODEL, task="kv", arm=make_arm("snapstream", 512, 2080, 32), prompt_len=2048, num_prompts=200,
         kv_dtype="fp8",
     )  # fmt: skip
     scores = {"accuracy": 85.0, "standard_error": 2.0, "accuracy_after_first_token": 85.0, "row_bytes": 2**17}
     cell.write(scores, 1.0)
-    lines = tables.fp8_table().splitlines()[-2:]
+    lines = tables.rows_table({"fp8": "FP8"}).splitlines()[-2:]
     assert lines == [
         "| SnapStream | 1/4 | fp32 | 0.50 MiB | 86.0 ± 3.0 |",
         "| SnapStream | 1/4 | FP8 | 0.12 MiB | 85.0 ± 2.0 |",

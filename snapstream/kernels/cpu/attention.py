@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from snapstream.kernels import int8
 from snapstream.kernels.fp8 import Scales
+from snapstream.kernels.reference import of_slots
 from snapstream.kernels.rows import LayerRows
 
 MAX_WASTE = 1.25  # slots read over slots visible, up to which unequal rows share a call
@@ -55,11 +57,17 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
         own = slice(run.start, run.start + run.num_rows)
         visible = None if run.is_even else lengths[own]
         keys, values = k[span, :, :longest], v[span, :, :longest]
-        own_scales = None if scales is None else (scales[0][span], scales[1][span])
+        own_scales = None
+        if scales is not None:
+            k_scale, v_scale = (scale[span] if scale.dim() == 2 else scale[span, :, :longest] for scale in scales)
+            own_scales = k_scale, v_scale
         part = _attend_stored(grouped[own], keys, values, visible, own_scales)
         if visible is not None and not math.isfinite(part.sum(dtype=torch.float32).item()):
             _silence(keys, visible)  # too: a mask that is added to a NaN leaves it
             _silence(values, visible)
+            for scale in own_scales or ():
+                if scale.dim() == 3:
+                    _silence(scale, visible)
             part = _attend_stored(grouped[own], keys, values, visible, own_scales)
         parts.append(part)
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -69,13 +77,15 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
 def _attend_stored(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scales: Scales | None) -> Tensor:
     """``_attend`` over rows as they are stored; the scales of a whole head are left to ``q`` and the result."""
     if scales is None:
-        return _attend(q, k, v, visible)
-    k_scale, v_scale = (scale[:, :, None, None] for scale in scales)
+        return _attend(q, k.to(q.dtype), v.to(q.dtype), visible)
+    k_scale, v_scale = (of_slots(scale) for scale in scales)
+    if k.dtype == int8.DTYPE:
+        return _attend(q.float(), k.float().mul_(k_scale), v.float().mul_(v_scale), visible).to(q.dtype)
     return (_attend(q.float() * k_scale, k.float(), v.float(), visible) * v_scale).to(q.dtype)
 
 
 def _silence(slots: Tensor, visible: Tensor) -> None:
-    """Zero the slots of ``slots [b, G, n, E]``, in the cache, that lie past each row's end: nobody owns them."""
+    """Zero the slots of ``slots [b, G, n, ...]``, in the cache, that lie past each row's end: nobody owns them."""
     stored = slots.view(torch.uint8) if slots.itemsize == 1 else slots  # FP8 is not filled everywhere
     for row, length in zip(stored, visible.tolist(), strict=True):
         row[:, length:].zero_()

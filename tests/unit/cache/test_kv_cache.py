@@ -14,13 +14,15 @@ from snapstream.kernels.cpu import attention
 GROUPED = KVSpec(num_layers=3, num_heads=6, num_kv_heads=2, key_dim=16, value_dim=16)
 UNEVEN = KVSpec(num_layers=2, num_heads=4, num_kv_heads=2, key_dim=24, value_dim=16, dtype="bfloat16")
 LATENT = KVSpec(num_layers=2, num_heads=4, num_kv_heads=1, key_dim=40, value_dim=32, values_are_keys=True)
+BF16 = KVSpec(num_layers=2, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, kv_dtype="bfloat16")
+INT8 = KVSpec(num_layers=2, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, kv_dtype="int8")
 FP8 = KVSpec(num_layers=2, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, dtype="bfloat16", kv_dtype="fp8")
 LATENT_FP8 = KVSpec(
     num_layers=2, num_heads=4, num_kv_heads=1, key_dim=40, value_dim=32, values_are_keys=True, kv_dtype="fp8"
 )
 
 
-@pytest.mark.parametrize("spec", [GROUPED, UNEVEN, LATENT, FP8, LATENT_FP8])
+@pytest.mark.parametrize("spec", [GROUPED, UNEVEN, LATENT, FP8, LATENT_FP8, BF16, INT8])
 @pytest.mark.parametrize(("num_rows", "capacity"), [(0, 1), (3, 50)])
 def test_bytes_are_those_of_the_spec(spec: KVSpec, num_rows: int, capacity: int) -> None:
     cache = KVCache(spec, num_rows, capacity, "cpu")
@@ -30,7 +32,7 @@ def test_bytes_are_those_of_the_spec(spec: KVSpec, num_rows: int, capacity: int)
     assert sum(held.values()) == cache.num_bytes  # counted once, allocated once
     assert cache.k.shape == (spec.num_layers, num_rows + 1, spec.num_kv_heads, capacity, spec.key_dim)
     assert cache.v.shape == (*cache.k.shape[:-1], spec.value_dim)
-    assert (cache.layer(1).scales is not None) == (spec.kv_dtype == "fp8")
+    assert (cache.layer(1).scales is not None) == (spec.kv_dtype in ("fp8", "int8"))
 
 
 def test_a_cache_has_the_kernels_that_it_is_given() -> None:

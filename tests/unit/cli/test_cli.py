@@ -136,7 +136,7 @@ def test_commands_that_store_rows_take_their_dtype(command: str, capsys: pytest.
     assert main([command, "--help"]) == 0
     assert "--kv-dtype" in capsys.readouterr().out
     assert main([command, "--kv-dtype", "int4", "somewhere"]) == 2
-    assert "'int4' is not one of 'auto', 'fp8'" in capsys.readouterr().err
+    assert "'int4' is not one of 'auto', 'bfloat16', 'fp8', 'int8'" in capsys.readouterr().err
 
 
 def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

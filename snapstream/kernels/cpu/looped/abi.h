@@ -54,7 +54,7 @@ struct Rows {  // the persistent state of rows, [rows + 1] each, and their keys 
     int64_t *last_token, *num_tokens, *next_position, *ring_start, *capacity;
     int64_t* num_sampled;
     char *keys, *values;
-    float *key_scales, *value_scales;  // [L, rows + 1, G], of FP8
+    float *key_scales, *value_scales;  // [L, rows + 1, G], of FP8; [L, rows + 1, G, C], of int8
     float* queries;                    // [L, rows + 1, kept, H, E], or null
     // Where kv heads have slots of their own: keys and values are [rows + 1, row_slots, E]; of a head [L, G] its first
     // slot in a row and the end of its top-k region, behind which a ring of `ring` slots ends it. Else null.

@@ -87,16 +87,22 @@ class Attention : protected Worker {
         }
     }
 
-    void attend_task(int64_t layer, int64_t b, int64_t kv_head, int64_t part, const Region& seen) {
+    StoredHead stored_head(int64_t first) const {  // from that slot of all rows on
         const Rows& rows = e_.rows;
         const RowForm form(rows.format);
+        const int64_t bytes = first * m_.head_dim * form.bytes;
+        const auto scales = [&](float* all) { return rows.format == I8 ? all + first : nullptr; };
+        return {form, m_.head_dim, rows.keys + bytes, rows.values + bytes, scales(rows.key_scales),
+                scales(rows.value_scales)};
+    }
+
+    void attend_task(int64_t layer, int64_t b, int64_t kv_head, int64_t part, const Region& seen) {
+        const Rows& rows = e_.rows;
         const int64_t size = m_.head_dim, group = m_.heads / m_.kv_heads, row = s_.rows[b];
         const int64_t head = (layer * rows.num_rows + row) * m_.kv_heads + kv_head;
-        const int64_t token_bytes = size * form.bytes;
-        char* keys = rows.keys + seen.first * token_bytes;
-        char* values = rows.values + seen.first * token_bytes;
-        const float k_scale = rows.key_scales ? rows.key_scales[head] : 1.0f;
-        const float v_scale = rows.value_scales ? rows.value_scales[head] : 1.0f;
+        const StoredHead stored = stored_head(seen.first);
+        const float k_scale = rows.format == FP8 ? rows.key_scales[head] : 1.0f;
+        const float v_scale = rows.format == FP8 ? rows.value_scales[head] : 1.0f;
         const float *own = e_.heads + b * (m_.heads + 2 * m_.kv_heads) * size, *angle = e_.angles + b * size;
         float *q = scratch_, *rest = scratch_ + group * size;
         const float* q_norm = m_.q_norm ? m_.q_norm + layer * size : nullptr;
@@ -112,15 +118,16 @@ class Attention : protected Worker {
         const int64_t at = seen.slot, begin = part * PART, end = std::min(begin + PART, seen.length);
         if (begin <= at && at < end) {
             turned(own + (m_.heads + kv_head) * size, k_norm, angle, rest);
-            form.narrow(rest, size, k_scale, keys + at * token_bytes);
-            form.narrow(own + (m_.heads + m_.kv_heads + kv_head) * size, size, v_scale, values + at * token_bytes);
+            const float* value = own + (m_.heads + m_.kv_heads + kv_head) * size;
+            stored.put(rest, at, k_scale, stored.keys, stored.key_scales);
+            stored.put(value, at, v_scale, stored.values, stored.value_scales);
         }
         const int64_t first = (b * m_.kv_heads + kv_head) * e_.max_parts;
         const auto found = [&](int64_t i) {
             const int64_t place = (first + i) * group;
             return Part{e_.part_peaks + place, e_.part_totals + place, e_.part_mixed + place * size};
         };
-        attend_part_of(size)(q, keys, values, form, begin, end, group, size, found(part), rest);
+        attend_part_of(size)(q, stored, begin, end, group, size, found(part), rest);
         const int64_t count = seen.parts();
         std::atomic<int>& done = e_.parts_left[b * m_.kv_heads + kv_head];
         if (count > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;

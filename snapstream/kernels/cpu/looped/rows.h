@@ -1,5 +1,5 @@
-// Attention of the query heads of one kv head over the visible slots of a row, and how numbers lie in rows. Slots past a
-// row's length are never read. attention.h is the stage that calls this.
+// Attention of the query heads of one kv head over the visible slots of a row. Slots past a row's length are never read.
+// row_forms.h has the numbers of rows, attention.h is the stage that calls this.
 //
 // A row is cut into parts of PART slots, so that few long rows keep many threads busy; a part is read in blocks with a
 // running maximum, and parts are merged in their order. Invariant: how a row is cut depends on its length alone, so a
@@ -8,8 +8,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "abi.h"
-#include "simd.h"
+#include "row_forms.h"
 
 namespace looped {
 
@@ -18,65 +17,6 @@ constexpr int64_t BLOCK_NUMBERS = 4096;  // of keys or values read at a time: wi
 constexpr int MAX_HEAD = 256;
 
 inline int64_t block_slots(int64_t head_dim) { return std::max<int64_t>(W, BLOCK_NUMBERS / head_dim / W * W); }
-
-// -- numbers of rows
-
-// FP8 is e4m3fn, whose meaning is ../../fp8.py. As fp16 its bits lie 7 higher and count 2^-8.
-inline float widen_fp8(uint8_t byte) {
-    const uint32_t moved = static_cast<uint32_t>(byte & 127) << 20;
-    if ((byte & 127) < 8) return (byte & 128 ? -1.0f : 1.0f) * static_cast<float>(byte & 7) * 0x1p-9f;
-    float x;
-    const uint32_t up = moved + (120u << 23);
-    std::memcpy(&x, &up, 4);
-    return byte & 128 ? -x : x;
-}
-inline void widen_fp8(const uint8_t* from, int64_t count, float* to) {
-    int64_t i = 0;
-#if ISA == 512
-    for (; i + W <= count; i += W) {
-        const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
-        const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(128)), 8);
-        const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(127)), 7);
-        store(to + i, (vec)_mm512_cvtph_ps(_mm256_or_si256(sign, rest)) * 256.0f);
-    }
-#elif ISA == 256
-    for (; i + W <= count; i += W) {
-        const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i)));
-        const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(128)), 8);
-        const __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(127)), 7);
-        store(to + i, (vec)_mm256_cvtph_ps(_mm_or_si128(sign, rest)) * 256.0f);
-    }
-#endif
-    for (; i < count; ++i) to[i] = widen_fp8(from[i]);
-}
-// Rounds to nearest even and saturates.
-inline uint8_t narrow_fp8(float x, float scale) {
-    x /= scale;
-    x = x < -448.0f ? -448.0f : (x > 448.0f ? 448.0f : x);
-    uint32_t number;
-    std::memcpy(&number, &x, 4);
-    const uint32_t sign = (number >> 24) & 128u;
-    number &= 0x7fffffffu;
-    if (number > 0x7f800000u) return sign | 127u;  // NaN
-    if (number < (121u << 23)) return sign | static_cast<uint32_t>(std::lrintf(std::fabs(x) * 512.0f));  // below 2^-6
-    number += 0x7ffffu + ((number >> 20) & 1u);
-    return sign | ((number >> 20) - (120u << 3));
-}
-
-struct RowForm {  // how numbers lie in rows
-    int64_t format, bytes;
-    explicit RowForm(int64_t format) : format(format), bytes(format == FP8 ? 1 : 4) {}
-    const float* widened(const char* from, int64_t count, float* buffer) const {
-        if (format == F32) return reinterpret_cast<const float*>(from);
-        widen_fp8(reinterpret_cast<const uint8_t*>(from), count, buffer);
-        return buffer;
-    }
-    void narrow(const float* from, int64_t count, float scale, char* to) const {
-        if (format == F32) std::memcpy(to, from, count * 4);
-        else
-            for (int64_t i = 0; i < count; ++i) reinterpret_cast<uint8_t*>(to)[i] = narrow_fp8(from[i], scale);
-    }
-};
 
 // -- one part of a row
 
@@ -175,17 +115,17 @@ void attend_heads(const float* q, const float* keys, const float* values, int64_
 // Slots [begin, end) of one kv head for its `group` query heads q [group, E], which are scaled already. scratch holds
 // two blocks of numbers and two lines of scores.
 template <int NV>
-void attend_part(const float* q, const char* keys, const char* values, RowForm form, int64_t begin, int64_t end,
-                 int64_t group, int64_t head_dim, const Part& part, float* scratch) {
-    const int64_t slots = block_slots(head_dim), token_bytes = head_dim * form.bytes;
+void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_t end, int64_t group, int64_t head_dim,
+                 const Part& part, float* scratch) {
+    const int64_t slots = block_slots(head_dim);
     float *wide_keys = scratch, *wide_values = scratch + slots * head_dim, *scores = scratch + 2 * slots * head_dim;
     std::fill(part.peak, part.peak + group, -std::numeric_limits<float>::infinity());
     std::fill(part.total, part.total + group, 0.0f);
     std::fill(part.mixed, part.mixed + group * head_dim, 0.0f);
     for (int64_t first = begin; first < end; first += slots) {
         const int64_t n = std::min(slots, end - first);
-        const float* own_keys = form.widened(keys + first * token_bytes, n * head_dim, wide_keys);
-        const float* own_values = form.widened(values + first * token_bytes, n * head_dim, wide_values);
+        const float* own_keys = stored.widened(stored.keys, stored.key_scales, first, n, wide_keys);
+        const float* own_values = stored.widened(stored.values, stored.value_scales, first, n, wide_values);
         int64_t head = 0;
         for (; head + 2 <= group; head += 2)
             attend_heads<NV, 2>(q, own_keys, own_values, n, head_dim, scores, slots, part, head);
@@ -193,8 +133,7 @@ void attend_part(const float* q, const char* keys, const char* values, RowForm f
     }
 }
 
-using AttendPart = void (*)(const float*, const char*, const char*, RowForm, int64_t, int64_t, int64_t, int64_t,
-                            const Part&, float*);
+using AttendPart = void (*)(const float*, const StoredHead&, int64_t, int64_t, int64_t, int64_t, const Part&, float*);
 
 inline AttendPart attend_part_of(int64_t head_dim) {
     if (head_dim == 128) return attend_part<128 / W>;
