@@ -82,10 +82,13 @@ class Rope:
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str) -> None:
+        """ValueError where dynamic stretching has no base: r = 2 rotated numbers, a power of r / (r - 2)."""
         self.config = rope
         self.head_dim = head_dim
         self.scale = _yarn_attention_factor(rope) if rope.kind == "yarn" else 1.0
         self._rotated = rope.rotary_dim(head_dim)
+        if rope.kind == "dynamic" and self._rotated == 2:
+            raise ValueError("dynamic rope rotates 2 numbers of a head; it needs 4 or more")
         self._num_still = (head_dim - self._rotated) // 2  # pairs
         self.frequencies = rope_frequencies(rope, self._rotated).to(device)  # [r/2]
         self._exponents = (torch.arange(0, self._rotated, 2, dtype=torch.float32) / self._rotated).to(device)  # [r/2]

@@ -24,7 +24,7 @@ from snapstream.models.registry import model_config_from_dict
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_looped import LoopedDecode
 from tests.parity.checkpoints import ARCHITECTURES, VOCAB, make_model, save
-from tests.parity.test_looped import LENGTHS, ROPES, SETTINGS, WIDTHS, answers, runner_of
+from tests.parity.test_looped import LENGTHS, ROPES, SETTINGS, WIDTHS, answers, random_runner
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -79,7 +79,7 @@ def test_scores_that_are_not_numbers_draw_no_token() -> None:
         "intermediate_size": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "max_position_embeddings": 64,
         "rms_norm_eps": 1e-6, "hidden_act": "silu",
     })  # fmt: skip
-    runner = runner_of(model, WeightForms.of("float32"), "auto", make_panels(load()), 24, 0)
+    runner = random_runner(model, WeightForms.of("float32"), "auto", make_panels(load()), 24, 0)
     runner.decoder.weights.vectors["router"][0, 2] = float("nan")
     drawn = LoopedDecode(runner.step_parts, 1).step(torch.tensor([0, 3]), SamplingNeeds())
     assert drawn.token_ids.tolist() == [NO_TOKEN, NO_TOKEN]
@@ -120,7 +120,7 @@ def models(draw: st.DrawFn, multiple: int) -> ModelConfig:
         found | {"norm_topk_prob": False if family == "DeepseekV2" else found["norm_topk_prob"]} | {
             "q_lora_rank": draw(st.sampled_from([None, 32, 2 * multiple])),
             "kv_lora_rank": draw(st.sampled_from([32, 96, 3 + multiple])) if multiple == 1 else 64,
-            "qk_nope_head_dim": draw(st.integers(1, 40)), "qk_rope_head_dim": draw(st.sampled_from([2, 8, 64])),
+            "qk_nope_head_dim": draw(st.integers(1, 40)), "qk_rope_head_dim": draw(st.sampled_from([4, 8, 64])),
             "v_head_dim": 32 if multiple > 1 else draw(st.integers(1, 40)), "rope_scaling": rope,
             "max_position_embeddings": 64 if rope and rope["rope_type"] == "dynamic" else 4096,
             "topk_method": "noaux_tc" if family == "DeepseekV3" else draw(st.sampled_from(
@@ -141,7 +141,7 @@ def test_logits_equal_eager_and_do_not_depend_on_neighbours(
     size: int, seed: int,
 ) -> None:  # fmt: skip
     model = data.draw(models(multiple=32 if width in ("int8", "int4") else 1))
-    runner = runner_of(model, WeightForms.of(width), kv_dtype, make_panels(load(instructions)), capacity, seed)
+    runner = random_runner(model, WeightForms.of(width), kv_dtype, make_panels(load(instructions)), capacity, seed)
     looped, eager = LoopedDecode(runner.step_parts, threads), EagerDecode(runner.step_parts)
     before, rows = runner.cache.k.clone(), torch.tensor(batch[:size])
     with torch.inference_mode():

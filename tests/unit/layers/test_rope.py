@@ -66,6 +66,12 @@ def test_dynamic_frequencies_equal_transformers(length: int) -> None:
     torch.testing.assert_close(sin[0, 0, HEAD_DIM // 2 :].double(), angle.sin(), rtol=0, atol=2e-6 * length + 1e-6)
 
 
+def test_dynamic_stretching_needs_more_than_a_pair() -> None:
+    rope = parse_rope({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}, 4096)
+    with pytest.raises(ValueError, match="rotates 2 numbers of a head; it needs 4 or more"):
+        Rope(rope, 2, "cpu")
+
+
 def test_rotation_is_that_of_the_complex_plane() -> None:
     """The pair (x[i], x[i + E/2]) turns by position times frequency i."""
     rope = Rope(RopeConfig(), 8, "cpu")
