@@ -15,10 +15,8 @@ from benchmarks.peers.work import Generate, Job, main
 def start(job: Job, most: int) -> Generate:
     torch.set_num_threads(job.threads)
     dtype, _, experts = job.option.partition(" ")
-    settings = {"experts_implementation": experts} if experts else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        job.folder, trust_remote_code=False, dtype=getattr(torch, dtype), **settings
-    ).eval()
+    settings = {"dtype": getattr(torch, dtype)} | ({"experts_implementation": experts} if experts else {})
+    model = AutoModelForCausalLM.from_pretrained(job.folder, trust_remote_code=False, **settings).eval()
     model.generation_config.eos_token_id = None
 
     def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:

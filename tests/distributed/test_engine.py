@@ -141,6 +141,7 @@ def test_ctrl_c_ends_the_requests_and_not_the_engine(pair: Pair) -> None:
     """It comes amid a submit, at the end of which it is let through: no rank has run a part of a plan."""
     runner = pair.two.engine.runner
     assert isinstance(runner, ParallelRunner)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with pytest.MonkeyPatch.context() as patch:
         plain, count = runner.leader.submit, iter(range(100))
 
@@ -152,6 +153,7 @@ def test_ctrl_c_ends_the_requests_and_not_the_engine(pair: Pair) -> None:
         patch.setattr(runner.leader, "submit", submit)
         with pytest.raises(KeyboardInterrupt):
             pair.two.generate([ids(60, 14)], GREEDY)
+    signal.signal(signal.SIGINT, before)
     pair.same([ids(60, 14), ids(33, 15)], GREEDY)
 
 

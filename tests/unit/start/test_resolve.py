@@ -167,8 +167,9 @@ def test_what_rows_of_latents_cannot_have() -> None:
     )
     options = EngineOptions(device="cpu", max_model_len=4096)
     resolve(model, options, LAPTOP)
-    with pytest.raises(ValueError, match="kv_dtype is 'fp8', and this model keeps latents"):
-        resolve(model, replace(options, kv_dtype="fp8"), LAPTOP)
+    resolve(model, replace(options, kv_dtype="fp8"), LAPTOP)
+    with pytest.raises(ValueError, match="kv_dtype is 'int8', and this model keeps latents"):
+        resolve(model, replace(options, kv_dtype="int8"), LAPTOP)
     resolve(model, replace(options, device="cuda"), H100)
 
 
