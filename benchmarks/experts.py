@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import ceilings, report
-from benchmarks.peers.__main__ import figures_of
-from benchmarks.peers.arms import OWN, Arm, Unavailable, run_arm
+from benchmarks.peers.arms import OWN, Arm
+from benchmarks.peers.compare import compare
 from benchmarks.peers.work import Job, prompts_of
 from benchmarks.shapes import LLAMA_100M
 from snapstream.config import ModelConfig, WeightForm, WeightForms
@@ -109,32 +109,18 @@ def mean_chosen(job: Job, batch: int, top_k: int) -> float:
 def run(job: Job, only: list[str], read_gb_per_s: float) -> dict[str, Any]:
     """Every arm in turn; those whose names begin with one of ``only``, if any are named."""
     model = read_model_config(Path(job.folder))
-    assert model.moe is not None
-    chosen = {batch: mean_chosen(job, batch, model.moe.top_k) for batch in job.batches}
-    lines: list[dict[str, Any]] = []
-    versions: dict[str, str] = {}
-    left_out: dict[str, str] = {}
-    want: dict[int, Any] = {}
-    for arm in ARMS:
-        if only and not arm.name.startswith(tuple(only)):
-            continue
-        try:
-            found = run_arm(arm, job)
-        except Unavailable as reason:
-            left_out[arm.name] = str(reason)
-            print(f"{arm.name}: {reason}", flush=True)
-            continue
-        versions |= found["versions"]
-        want = want or {own["batch"]: own["tokens"] for own in found["batches"]}
-        for line in figures_of(arm.name, found, job.new_tokens, want):
-            batch, rate = line["batch"], line["decode_tokens_per_s"]
-            num_bytes = step_bytes(model, forms_of(arm), chosen[batch])
-            line |= {"experts_chosen": chosen[batch], "experts_expected": model.moe.num_read(batch),
-                     "gb_per_step": num_bytes / 1e9,
-                     "share_of_read_rate": rate and num_bytes * rate / batch / 1e9 / read_gb_per_s}  # fmt: skip
-            lines.append(line)
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in line.items()}, flush=True)
-    return {"arms": lines, "versions": versions, "left_out": left_out}
+    moe = model.moe
+    assert moe is not None
+    chosen = {batch: mean_chosen(job, batch, moe.top_k) for batch in job.batches}
+
+    def weighed(arm: Arm, line: dict[str, Any]) -> dict[str, Any]:
+        batch, rate = line["batch"], line["decode_tokens_per_s"]
+        num_bytes = step_bytes(model, forms_of(arm), chosen[batch])
+        share = rate and num_bytes * rate / batch / 1e9 / read_gb_per_s
+        return {"experts_chosen": chosen[batch], "experts_expected": moe.num_read(batch),
+                "gb_per_step": num_bytes / 1e9, "share_of_read_rate": share}  # fmt: skip
+
+    return compare(ARMS, job, only, weighed)
 
 
 def main() -> None:

@@ -22,58 +22,12 @@ from typing import Any
 import torch
 
 from benchmarks.machine import ceilings, report
-from benchmarks.peers.arms import ARMS, Unavailable, run_arm
+from benchmarks.peers.arms import ARMS
+from benchmarks.peers.compare import compare
 from benchmarks.peers.work import Job
 from benchmarks.shapes import QWEN3_100M, QWEN3_TINY, qwen3_checkpoint
 
 SHAPES = {"100m": QWEN3_100M, "tiny": QWEN3_TINY}
-
-
-def figures_of(name: str, found: dict[str, Any], new_tokens: int, want: dict[int, Any]) -> list[dict[str, Any]]:
-    """One line per batch size; ``want``: greedy tokens by batch size, of the engine that is compared with."""
-    lines = []
-    for own in found["batches"]:
-        batch, first, whole = own["batch"], min(own["first_s"]), min(own["all_s"])
-        decode = whole - first
-        line = {
-            "engine": name,
-            "batch": batch,
-            "first_token_s": round(first, 4),
-            "output_tokens_per_s": round(batch * new_tokens / whole, 1),
-            # Nothing where the noise of two calls is more than what lies between them.
-            "decode_tokens_per_s": round(batch * (new_tokens - 1) / decode, 1) if decode > 0 else None,
-        }
-        theirs = want.get(batch)
-        if theirs is not None:
-            pairs = [a == b for mine, other in zip(own["tokens"], theirs, strict=True)
-                     for a, b in zip(mine, other, strict=True)]  # fmt: skip
-            line["same_tokens"] = round(sum(pairs) / len(pairs), 4)
-        lines.append(line)
-    return lines
-
-
-def compare(job: Job, only: list[str]) -> dict[str, Any]:
-    """Every arm in turn; those whose names begin with one of ``only``, if any are named."""
-    lines: list[dict[str, Any]] = []
-    versions: dict[str, str] = {}
-    left_out: dict[str, str] = {}
-    want: dict[int, Any] = {}
-    for arm in ARMS:
-        if only and not arm.name.startswith(tuple(only)):
-            continue
-        try:
-            found = run_arm(arm, job)
-        except Unavailable as reason:
-            left_out[arm.name] = str(reason)
-            print(f"{arm.name}: {reason}", flush=True)
-            continue
-        versions |= found["versions"]
-        want = want or {own["batch"]: own["tokens"] for own in found["batches"]}
-        own_lines = figures_of(arm.name, found, job.new_tokens, want)
-        lines += own_lines
-        for line in own_lines:
-            print(line, flush=True)
-    return {"arms": lines, "versions": versions, "left_out": left_out}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -107,7 +61,7 @@ def main() -> None:
             folder=folder, option="", threads=args.threads, vocab_size=shape["vocab_size"], prompt_len=args.prompt_len,
             new_tokens=args.new_tokens, batches=args.batches, repeats=args.repeats,
         )  # fmt: skip
-        found = compare(job, args.only)
+        found = compare(ARMS, job, args.only)
     settings = {
         "model": f"random Qwen3 {args.shape}, fp32 as stored", "threads": args.threads, "prompt_len": args.prompt_len,
         "new_tokens": args.new_tokens,

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
-from benchmarks.peers import arms, work
-from benchmarks.peers.__main__ import figures_of, parse_args
+from benchmarks.peers import arms, compare, work
+from benchmarks.peers.__main__ import parse_args
 from benchmarks.peers.arms import Arm, Unavailable, run_arm
+from benchmarks.peers.compare import figures_of
 from benchmarks.peers.gguf_file import gguf_name
 from benchmarks.peers.work import Job, prompts_of
 from benchmarks.shapes import QWEN3_TINY, qwen3_checkpoint
@@ -45,6 +46,25 @@ def test_decode_is_what_the_other_tokens_take() -> None:
     assert first == {"engine": "x", "batch": 2, "first_token_s": 0.3, "output_tokens_per_s": round(8 / 0.9, 1),
                      "decode_tokens_per_s": 10.0, "same_tokens": 0.875}  # fmt: skip
     assert second["decode_tokens_per_s"] is None and "same_tokens" not in second
+
+
+def test_arms_take_turns_and_what_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(arm: Arm, job: Job) -> dict[str, Any]:
+        if arm.name == "absent":
+            raise Unavailable("not installed")
+        own = {"batch": 1, "first_s": [1.0], "all_s": [2.0], "tokens": [[len(arm.name)] * 4]}
+        return {"versions": {arm.name: "1"}, "batches": [own]}
+
+    monkeypatch.setattr(compare, "run_arm", found)
+    some = [Arm(name, arms.OWN, "", "") for name in ("one", "absent", "other", "three")]
+    all_of_them = compare.compare(some, JOB, ["o", "a"], lambda arm, line: {"twice": 2 * line["batch"], "of": arm.name})
+    assert [(line["engine"], line["twice"], line["of"]) for line in all_of_them["arms"]] == [
+        ("one", 2, "one"), ("other", 2, "other")
+    ]  # fmt: skip
+    assert [line.get("same_tokens") for line in all_of_them["arms"]] == [1.0, 0.0], (
+        "the first is what others are held to"
+    )
+    assert all_of_them["left_out"] == {"absent": "not installed"} and all_of_them["versions"].keys() == {"one", "other"}
 
 
 def test_names_of_tensors() -> None:
