@@ -109,9 +109,7 @@ class ReceivedRow:
     """A prompt that another engine read: its row is copied to ``entry.rows``, and their first tokens are drawn."""
 
     entry: PrefillEntry
-    parts: tuple[bytearray, ...]  # by layer, as ``runner/row_parts.py`` lays them
-    hidden: bytearray  # of the last token, after the last layer
-    report: PrefillReport
+    row: RowArrived | None  # None: on a follower, whose leader has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +204,8 @@ class RowArrived:
     """The row of a request that arrives is whole."""
 
     request_id: str
-    parts: tuple[bytearray, ...]
-    hidden: bytearray
+    parts: tuple[bytearray, ...]  # by layer, as ``runner/row_parts.py`` lays them
+    hidden: bytearray  # of the last token, after the last layer
     report: PrefillReport
 
 

@@ -36,6 +36,10 @@ class Deal:
         here = (row for row in rows if row == self._num_rows or row % self._num_ranks == self._rank)
         return tuple(self.num_own if row == self._num_rows else row // self._num_ranks for row in here)
 
+    def owner(self, row: int) -> int:
+        """The rank on which a row lies."""
+        return row % self._num_ranks
+
     def share(self, batch: RowPlaces) -> BatchShare:
         """Of a batch of B rows, none twice but the padding row, which no rank has to attend."""
         rows = batch.rows

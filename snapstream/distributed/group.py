@@ -1,4 +1,4 @@
-"""The ranks that compute every step together, as one of them sees it: its number, how many there are, two collectives.
+"""The ranks that compute every step together, as one of them sees it: its number, their number, three collectives.
 
 A decoder is handed a ``Group`` and calls it wherever a product is one rank's part of a sum. ``Alone`` is the group of
 one, so that nothing else asks how many ranks there are. Invariant: after a collective all ranks hold the same bits.
@@ -41,6 +41,10 @@ class Group(Protocol):
         """Every rank's ``x``, rank after rank along ``dim``."""
         ...
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Rank ``source``'s ``x``. The others' ``x`` may be overwritten with it."""
+        ...
+
 
 class Alone:
     """One device: nothing is communicated."""
@@ -53,6 +57,10 @@ class Alone:
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """See ``Group.all_gather``: ``x`` itself."""
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """See ``Group.broadcast``: ``x`` itself."""
         return x
 
 
@@ -73,6 +81,10 @@ class Pretend:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """See ``Group.all_gather``: ``x`` in the place of every rank's."""
         return torch.cat([x] * self.size, dim)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """See ``Group.broadcast``: ``x`` itself."""
+        return x
 
 
 class Ranks:
@@ -118,6 +130,12 @@ class Ranks:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
         gather(whole, x.contiguous(), group=self._group)
         return whole if dim == 0 else torch.cat(whole.chunk(self.size), dim)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """See ``Group.broadcast``: overwrites ``x``, unless it is no contiguous tensor."""
+        own = x.contiguous()
+        dist.broadcast(own, group=self._group, group_src=source)
+        return own
 
     @staticmethod
     def is_joined() -> bool:

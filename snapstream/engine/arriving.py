@@ -37,8 +37,7 @@ class ArrivingRows:
 
     def arrive(self, live: LiveRequest, row: RowArrived) -> None:
         """What a waiting request's rows will hold is here."""
-        entry = self._waiting.pop(live)
-        self._whole[live] = ReceivedRow(entry=entry, parts=row.parts, hidden=row.hidden, report=row.report)
+        self._whole[live] = ReceivedRow(entry=self._waiting.pop(live), row=row)
 
     def take(self) -> dict[LiveRequest, ReceivedRow]:
         """All that are whole; they are gone from here."""

@@ -34,7 +34,7 @@ from snapstream.runner.prefill import PrefillJob, PromptProgress
 from snapstream.runner.prefix_device import make_mover
 from snapstream.runner.rescoring import RecentQueries, Rescorer
 from snapstream.runner.results import Arriving, FinishedPrompt, PromptLogprobs, ReceivedPrompt, SubmittedStep
-from snapstream.runner.row_parts import RowParts, hidden_bytes, hidden_of
+from snapstream.runner.row_parts import RowParts, hidden_bytes, read_later
 from snapstream.runner.row_writer import RowWriter, make_row_writer
 from snapstream.runner.rows import Rows
 from snapstream.runner.warm_up import warm_up_kernels
@@ -110,7 +110,7 @@ class ModelRunner:
         )
         self._grammars = RowGrammars(grammars, self.sampling)
         self._first = FirstTokens(decoder, self.rows, self.sampling, self._grammars, self._writer)
-        self._parts = RowParts(self.cache, self.rescorer)
+        self._parts = RowParts(self.cache, self.rescorer, decoder)
         self._exchange: RowExchange | None = None
         self._jobs: dict[int, PrefillJob] = {}
         self.use_decode(make_decode or EXECUTORS.get(config.executor), progress=progress)
@@ -128,7 +128,7 @@ class ModelRunner:
         return len(self._jobs)
 
     def connect(self, exchange: RowExchange) -> None:
-        """Rows of entries with ``is_sent`` go there."""
+        """Rows of entries with ``is_sent`` go there. Of several ranks only the leader has an exchange."""
         self._exchange = exchange
 
     def is_ready(self, job_id: int) -> bool:
@@ -223,8 +223,8 @@ class ModelRunner:
                 )
             )
             if prompt.entry.is_sent:
-                assert self._exchange is not None
-                self._exchange.put_last(prompt.entry.request_id, hidden_bytes(hidden[index]))
+                if self._exchange is not None:
+                    self._exchange.put_last(prompt.entry.request_id, hidden_bytes(hidden[index]))
                 step.add_sent(finished[-1])
             else:
                 drawn.append(index)
@@ -236,15 +236,16 @@ class ModelRunner:
     def _receive(self, received: Sequence[ReceivedRow], step: SubmittedStep) -> None:
         """Write what another engine read to rows, and go on as after a prefill."""
         for row in received:
-            for layer, part in enumerate(row.parts):
-                self._parts.place(layer, row.entry, part)
+            for layer in range(self.cache.spec.num_layers):
+                self._parts.place(layer, row.entry, None if row.row is None else row.row.parts[layer])
                 self._on_unit()
-        hidden = hidden_of([row.hidden for row in received], self.decoder.dtype, self.decoder.device)
-        self._first.draw([ReceivedPrompt(row.entry, row.report) for row in received], hidden, step)
+        prompts = [ReceivedPrompt(row.entry, None if row.row is None else row.row.report) for row in received]
+        self._first.draw(prompts, self._parts.hidden([row.row for row in received]), step)
 
     def _send(self, layer: int, entry: PrefillEntry) -> None:
-        assert self._exchange is not None
-        self._exchange.put(entry.request_id, self._parts.take(layer, entry))
+        part = self._parts.take(layer, entry)  # every rank has to
+        if self._exchange is not None:
+            self._exchange.put(entry.request_id, read_later(part))
 
     def _compression(self, prompt: PromptProgress) -> Compression:
         budget, spec = prompt.entry.budget, self.decoder.whole_kv_spec(self.config.kv_dtype)

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -81,15 +82,13 @@ class ParallelRunner:
         return self.leader.runner.is_ready(job_id)
 
     def connect(self, exchange: RowExchange) -> None:
-        """ValueError: each rank has a part of every row."""
-        raise ValueError(
-            f"rows go whole from engine to engine, and each of {len(self._followers) + 1} ranks has a part of every row"
-        )
+        """See ``Runner.connect``: rows leave and arrive at the leader, whose ranks gather and spread them."""
+        self.leader.runner.connect(exchange)
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Run a plan on every rank. RankLost if one has gone; the engine cannot be used afterwards."""
         with _uninterrupted():
-            self._followers.send(plan)
+            self._followers.send(_for_followers(plan))
             try:
                 return self.leader.submit(plan)
             except Exception:
@@ -99,6 +98,11 @@ class ParallelRunner:
     def close(self) -> None:
         """End the followers; returns when no process of them is left on this machine."""
         self._part()
+
+
+def _for_followers(plan: StepPlan) -> StepPlan:
+    """Rows that came stay with the leader, and go to the others layer by layer, in collectives."""
+    return replace(plan, received=tuple(replace(row, row=None) for row in plan.received))
 
 
 def _part(followers: Followers, leave: Callable[[], None]) -> None:

@@ -128,10 +128,11 @@ class ReceivedPrompt:
     """A prompt that another engine read, and what it told of it."""
 
     entry: PrefillEntry
-    report: PrefillReport
+    report: PrefillReport | None  # None on followers
 
     def result(self, tokens: tuple[Logprob, ...]) -> PrefillResult:
         report = self.report
+        assert report is not None, "results are read on the leader"
         return PrefillResult(tokens=tokens, compression=report.compression, prompt_logprobs=report.prompt_logprobs)
 
 

@@ -1,11 +1,12 @@
 """One layer of a row as bytes, for the engine that answers a prompt read here, and back into rows there.
 
-    K scales [G] | V scales [G] | votes [G, K] | keys [G, n, E] | values [G, n, E']         n = min(N, C) slots
+    of each kv head:  K scale | V scale | votes [K] | keys [n, E] | values [n, E']           n = min(N, C) slots
 
-Scales are there for rows in FP8, and in int8, then ``[G, n]``; votes for rows that choose again, values unless they are
-a part of the keys. Numbers of four bytes come first, so that each piece begins at a multiple of its size. Invariant:
-``place`` after ``take`` gives the rows bit for bit what the first row had. ``transfer/wire.py`` knows the sizes
-(``RowSizes``).
+Scales are there for rows in FP8, and in int8, then ``[n]`` each; votes for rows that choose again, values unless they
+are a part of the keys. Invariant: ``place`` after ``take`` gives the rows bit for bit what the first row had, however
+many ranks either engine has: whole rows travel. Of several ranks each has some kv heads, which they gather and spread,
+or with ``dp`` whole rows, which the owner tells the others; all must make the same calls in the same order.
+``transfer/wire.py`` knows the sizes (``RowSizes``).
 """
 
 from __future__ import annotations
@@ -17,37 +18,64 @@ from torch import Tensor
 
 from snapstream.cache import layout
 from snapstream.cache.kv_cache import KVCache
+from snapstream.models.decoder import Decoder
 from snapstream.runner.rescoring import Rescorer
 from snapstream.runner.results import Arriving
-from snapstream.step import PrefillEntry
+from snapstream.step import PrefillEntry, RowArrived
 
 
 class RowParts:
     """Pieces of one cache."""
 
-    def __init__(self, cache: KVCache, rescorer: Rescorer | None) -> None:
+    def __init__(self, cache: KVCache, rescorer: Rescorer | None, decoder: Decoder) -> None:
         self._cache, self._votes = cache, None if rescorer is None else rescorer.votes
+        self._decoder, self._group = decoder, decoder.group
+        self._num_heads = decoder.whole_kv_spec().num_kv_heads  # G
+        first = self._group.rank * self._num_heads // self._group.size
+        self._own = slice(first, first + cache.spec.num_kv_heads)
 
-    def take(self, layer: int, entry: PrefillEntry) -> Callable[[], memoryview]:
-        """Copy a layer of the entry's first row; the function waits for the device, on whatever thread calls it."""
-        pieces = self._pieces(layer, entry.rows[0], entry)
-        return read_later(torch.cat([_as_bytes(piece) for piece in pieces]))
+    def take(self, layer: int, entry: PrefillEntry) -> Tensor:
+        """A copy of a layer of the entry's first row, ``[G, B]`` bytes; on every rank that of all kv heads."""
+        deal = self._cache.deal
+        if deal is None:
+            return self._decoder.all_kv_heads(self._bytes(layer, entry.rows[0], entry), 0)
+        row = next(iter(deal.own(entry.rows[:1])), self._cache.padding_row)
+        return self._group.broadcast(self._bytes(layer, row, entry), deal.owner(entry.rows[0]))
 
-    def place(self, layer: int, entry: PrefillEntry, part: bytearray) -> None:
-        """Put a layer into each of the entry's rows."""
-        data = torch.frombuffer(part, dtype=torch.uint8).to(self._cache.k.device)
-        for row in entry.rows:
+    def place(self, layer: int, entry: PrefillEntry, part: bytearray | None) -> None:
+        """Put a layer into each of the entry's rows; the leader has the ``part``, of all kv heads."""
+        device, some_row = self._cache.k.device, self._cache.padding_row
+        num_bytes = sum(piece.nbytes for piece in self._pieces(layer, some_row, entry))  # of the rank's own heads
+        shape = (self._num_heads, num_bytes // self._cache.spec.num_kv_heads)
+        if part is None:
+            data = torch.empty(shape, dtype=torch.uint8, device=device)  # [G, B]
+        else:
+            data = torch.frombuffer(part, dtype=torch.uint8).view(shape).to(device)
+        data = self._group.broadcast(data, 0)[self._own]
+        for row in self._cache.own(entry.rows):
             start = 0
             if self._votes is not None:
                 self._votes[layer, row].zero_()
             for piece in self._pieces(layer, row, entry):
-                num_bytes = piece.numel() * piece.element_size()
-                piece.copy_(data[start : start + num_bytes].view(piece.dtype).view(piece.shape))
-                start += num_bytes
-            assert start == len(part), "the sizes of the wire are those of the cache"
+                stop = start + piece[0].numel() * piece.element_size()
+                piece.copy_(data[:, start:stop].contiguous().view(piece.dtype).view(piece.shape))
+                start = stop
+
+    def hidden(self, rows: Sequence[RowArrived | None]) -> Tensor:
+        """Hidden states ``[P, D]`` of the last tokens of prompts; the leader has the rows that came."""
+        dtype, device = self._decoder.dtype, self._decoder.device
+        data = torch.empty((len(rows), self._decoder.config.hidden_size * dtype.itemsize), dtype=torch.uint8)
+        for own, row in zip(data, rows, strict=True):
+            if row is not None:
+                own.copy_(torch.frombuffer(row.hidden, dtype=torch.uint8))
+        return self._group.broadcast(data.to(device), 0).view(dtype)
+
+    def _bytes(self, layer: int, row: int, entry: PrefillEntry) -> Tensor:
+        """A copy of what a rank has of a layer of one of its rows, ``[own kv heads, B]``."""
+        return torch.cat([_by_head(piece) for piece in self._pieces(layer, row, entry)], 1)
 
     def _pieces(self, layer: int, row: int, entry: PrefillEntry) -> Iterator[Tensor]:
-        """Views of the row, in the order of the wire."""
+        """Views of the row, ``[own kv heads, ...]``, in the order of the wire."""
         cache, num_slots = self._cache, layout.num_visible(len(entry.token_ids), entry.budget.capacity)
         has_values = not cache.spec.values_are_keys
         for scale in (cache.k_scale, cache.v_scale if has_values else None):
@@ -63,19 +91,15 @@ class RowParts:
 
 def read_later(data: Tensor) -> Callable[[], memoryview]:
     """The bytes of a tensor that nobody changes any more, once the device has made them."""
-    arriving = Arriving(data)
+    arriving = Arriving(data.flatten())
     return lambda: arriving.read()[0].numpy().data
 
 
 def hidden_bytes(hidden: Tensor) -> Callable[[], memoryview]:
     """A hidden state ``[D]``, to be read later."""
-    return read_later(_as_bytes(hidden).clone())
+    return read_later(hidden.contiguous().view(torch.uint8).clone())
 
 
-def hidden_of(rows: Sequence[bytearray], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Hidden states ``[P, D]`` from their bytes."""
-    return torch.stack([torch.frombuffer(row, dtype=dtype) for row in rows]).to(device)
-
-
-def _as_bytes(piece: Tensor) -> Tensor:
-    return piece.contiguous().view(torch.uint8).flatten()
+def _by_head(piece: Tensor) -> Tensor:
+    """``[G, ...]`` as bytes, ``[G, B]``."""
+    return (piece.flatten(1) if piece.dim() > 1 else piece[:, None]).view(torch.uint8)

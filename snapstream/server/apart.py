@@ -66,11 +66,6 @@ class ApartOptions:
 
     def engine_options(self, options: EngineOptions, draft: Path | None) -> EngineOptions:
         """The engine's, as far as its half has any use for them."""
-        if self.duty != "both" and options.tensor_parallel > 1:
-            raise ValueError(
-                f"--tensor-parallel is {options.tensor_parallel}; rows of an engine with several ranks do not travel "
-                f"yet, so --role must be both"
-            )
         if self.duty == "prefill" and draft is not None:
             raise ValueError("--draft shortens prompts where they come in; give it to the servers with --role decode")
         if self.duty != "decode":

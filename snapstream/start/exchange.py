@@ -26,17 +26,13 @@ def make_exchange(
     wake: Callable[[], None] = lambda: None,
 ) -> TcpExchange:
     """ValueError for an engine whose rows cannot travel; OSError where the address is taken."""
-    if config.parallel.size > 1:
-        raise ValueError(
-            f"tensor_parallel is {config.parallel.size}; rows of an engine with several ranks do not travel yet"
-        )
     if config.heads is not None:
         raise ValueError("heads: rows whose kv heads have slots of their own do not travel yet")
     return TcpExchange(settings, row_sizes(model, config), fingerprint(folder, config), wake)
 
 
 def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
-    """Bytes of the pieces of a row, as ``runner/row_parts.py`` lays them."""
+    """Bytes of the pieces of a row, as ``runner/row_parts.py`` lays them; ranks send and receive whole ones."""
     spec = kv_spec_of(model, config.dtype, config.kv_dtype)
     return RowSizes(
         num_layers=spec.num_layers,

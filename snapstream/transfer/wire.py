@@ -3,7 +3,8 @@
     sender    HEADER  PART 0  PART 1 ... PART L-1  LAST  REPORT          BEAT anywhere between two frames
     receiver                                               TAKEN         or REFUSED with a reason, at any moment
 
-A part is one layer of the row: scales and votes if it has any, then keys and values of the slots up to ``min(N, C)``.
+A part is one layer of the row, kv head after kv head: scales and votes if it has any, then keys and values of the slots
+up to ``min(N, C)``.
 LAST is the last hidden state of the prompt, from which the receiver draws the first token of every sample; REPORT says
 what compression did. Invariant: the receiver knows the size of every frame but the report before it comes, because the
 header must equal the one that it expects. No torch; nothing is unpickled. Next: ``landing.py``.
@@ -20,7 +21,7 @@ from typing import Any
 
 from snapstream.config import KVBudget
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_HEADER_BYTES = 16 * 2**10
 MAX_REASON_BYTES = 2**10
 HEAD = struct.Struct(">BIQ")  # kind, number, bytes of the body

@@ -60,6 +60,11 @@ def random_logits(group: Group, model: ModelConfig) -> tuple[Tensor, dict[str, T
     return runner.decode.logits(torch.zeros(1, dtype=torch.int64)).clone(), weights.stored(), weights.num_bytes
 
 
+def broadcast(group: Group, source: int) -> Tensor:
+    """Of a tensor whose numbers do not lie one after the other."""
+    return group.broadcast((torch.arange(6.0).view(2, 3) + 100 * group.rank).t(), source)
+
+
 PROMPTS = (tuple((7 * i) % 190 + 3 for i in range(70)), tuple((11 * i) % 150 + 5 for i in range(23)))
 STEPS = 6
 

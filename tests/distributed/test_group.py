@@ -16,10 +16,10 @@ def test_alone_and_pretend_communicate_nothing() -> None:
     x = torch.arange(6.0).view(2, 3)
     one: Group = Alone()
     assert (one.rank, one.size) == (0, 1)
-    assert one.all_reduce(x) is x and one.all_gather(x, 1) is x
+    assert one.all_reduce(x) is x and one.all_gather(x, 1) is x and one.broadcast(x, 0) is x
     third: Group = Pretend(2, 4)
     assert (third.rank, third.size) == (2, 4)
-    assert third.all_reduce(x, "max") is x
+    assert third.all_reduce(x, "max") is x and third.broadcast(x, 1) is x
     assert torch.equal(third.all_gather(x, 1), x.repeat(1, 4))
     assert third.all_gather(x, 0).shape == (8, 3)
 
@@ -52,6 +52,12 @@ def test_ranks_gather_in_the_order_of_ranks(two: Pool, dim: int) -> None:
     first = torch.arange(6.0).view(2, 3)
     for after in two.run(cases.gathered, dim):
         assert torch.equal(after, torch.cat((first, first + 100), dim))
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_ranks_have_what_one_of_them_had(two: Pool, source: int) -> None:
+    for after in two.run(cases.broadcast, source):
+        assert torch.equal(after, (torch.arange(6.0).view(2, 3) + 100 * source).t())
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cuda", "cuda:3"), ("cuda:1", "cuda:1"), ("cpu", None)])

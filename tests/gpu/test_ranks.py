@@ -42,6 +42,10 @@ class Counted:
         self.num_calls += 1
         return self.group.all_gather(x, dim)
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        self.num_calls += 1
+        return self.group.broadcast(x, source)
+
 
 @pytest.fixture(scope="module")
 def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:

@@ -19,6 +19,8 @@ from snapstream.transfer.settings import TransferSettings
 from tests.transfer.rows import SECRET
 from tests.waiting import HANG_S, until
 
+Settings = dict[str, Any] | None
+
 
 @dataclass
 class Pair:
@@ -65,13 +67,13 @@ class Pair:
 
 @contextmanager
 def joined(
-    folder: Path, other: Path | None = None, reading: dict[str, Any] | None = None, **fields: Any
+    folder: Path, other: Path | None = None, reading: Settings = None, answering: Settings = None, **fields: Any
 ) -> Iterator[Pair]:
-    """``reading``: settings of the engine that reads, where they differ; ``other``: its checkpoint."""
+    """``reading``, ``answering``: settings of one engine, where they differ; ``other``: checkpoint of the reader."""
     news = Event()
     with ExitStack() as stack:
         made = []
-        for own, host, more in ((other or folder, None, reading or {}), (folder, "127.0.0.1", {})):
+        for own, host, more in ((other or folder, None, reading or {}), (folder, "127.0.0.1", answering or {})):
             llm = stack.enter_context(LLM(own, **{"progress": False, **fields, **more}))
             settings = TransferSettings(secret=SECRET, host=host)
             llm.engine.connect(make_exchange(own, llm.model_config, llm.config, settings, news.set))

@@ -28,7 +28,6 @@ DECODE = ["--role", "decode", *READER]
         ([*DECODE, "--transfer-ca", "/nowhere"], "is not a file"),
         ([*DECODE, "--prefix-store", "1MiB"], "are for the servers that read prompts"),
         (["--role", "prefill", "--host", "0.0.0.0"], "--role prefill needs --tls-cert and --tls-key"),
-        (["--role", "prefill", "--tensor-parallel", "2"], "--role must be both"),
         (["--role", "prefill", "--draft", "x"], "give it to the servers with --role decode"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -12,7 +12,6 @@ import pytest
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget, PrefixStoreConfig, RescoringConfig
 from snapstream.engine.transfers import RowMissed
-from snapstream.llm import LLM
 from snapstream.request import FinishReason, Grammar, Request, RequestOutput, SamplingParams
 from tests.llm.conftest import write_checkpoint
 from tests.parity.checkpoints import make_model, save
@@ -194,15 +193,3 @@ def refusal(pair: Pair) -> str:
     engine.step()
     assert engine.rows_free == SETTINGS["max_rows"] == pair.reader.engine.rows_free
     return reason
-
-
-def test_an_engine_of_several_ranks_is_refused(letters: Path) -> None:
-    from snapstream.config import ParallelConfig
-    from snapstream.start.exchange import make_exchange
-    from snapstream.transfer.settings import TransferSettings
-    from tests.transfer.rows import SECRET
-
-    with LLM(letters, **SETTINGS) as llm:
-        config = replace(llm.config, parallel=ParallelConfig(size=2))
-        with pytest.raises(ValueError, match="tensor_parallel is 2"):
-            make_exchange(letters, llm.model_config, config, TransferSettings(secret=SECRET))
