@@ -1,4 +1,4 @@
-# make install | demo | test | test-clients | test-ray | test-load | peers | lint | format | clean      (make help)
+# make install | demo | test | test-clients | test-ray | test-load | peers | wheel | lint | format | clean      (make help)
 # Variables: PYTHON (3.11 or newer), PIP_ARGS (e.g. an index with CPU builds of torch), WORKERS (test processes).
 
 PYTHON   ?= python3
@@ -16,7 +16,7 @@ PEERS   := .venv-peers
 # One thread per process: the test workers are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-clients test-ray test-load peers lint format clean
+.PHONY: help install demo test test-clients test-ray test-load peers wheel lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -77,6 +77,12 @@ $(PEERS)/.installed: Makefile
 	@# They are built for one torch, and the one that vLLM asked for may be another build; text needs none of them.
 	$(PEERS)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+wheel: $(STAMP) ## dist/*.whl with the library of looped steps compiled for this kind of machine: no compiler is needed then
+	rm -rf build
+	$(BIN)/python -m snapstream.kernels.cpu.looped.prebuilt build/prebuilt
+	SNAPSTREAM_PREBUILT="$(CURDIR)/build/prebuilt" $(BIN)/python -m pip wheel --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --wheel-dir dist .
+	@ls -l dist/*.whl
 
 format: $(STAMP) ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from snapstream.kernels import groups
 from snapstream.kernels.compile_cache import VARIABLE
 from snapstream.kernels.cpu.looped import build, code_panels, panels
-from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets, library_path
+from snapstream.kernels.cpu.looped.build import InstructionSet, compiled, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import Team, load, num_cores
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -186,7 +186,7 @@ def test_a_child_of_a_fork_has_workers_of_its_own() -> None:
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
         "os._exit(0 if read() == 2.0**14 else 1)\n"
     )
-    library_path(instruction_sets()[0])
+    compiled(instruction_sets()[0])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -200,11 +200,11 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(ValueError, match=r"failed: file.cpp:3: error: no such thing"):
-        library_path("portable")
+        compiled("portable")
     assert not list((tmp_path / "cache").rglob("*.so"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
-        library_path("portable")
+        compiled("portable")
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
@@ -213,10 +213,10 @@ def test_a_folder_that_takes_nothing_is_named(tmp_path: Path, monkeypatch: pytes
     folder = build.compile_folder()
     folder.chmod(0o500)
     with pytest.raises(ValueError, match=f"{folder.name} cannot take compiled code"):
-        library_path("portable")
+        compiled("portable")
 
 
 def test_instructions_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "instruction_sets", lambda: ("portable",))
     with pytest.raises(ValueError, match="no avx512; it has portable"):
-        library_path("avx512")
+        build.check_instructions("avx512")

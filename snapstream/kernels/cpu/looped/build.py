@@ -1,7 +1,7 @@
 """Compiles the C++ of this folder for this processor, once: a few seconds, then it lies in the user's cache folder.
 
 Invariant: a library is whole or not there; its name says what it was made from - sources, compiler, flags - and its
-folder for which processor (``compile_cache.py``).
+folder for which processor (``compile_cache.py``). ``prebuilt.py`` has libraries that came with the package.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from snapstream.kernels.compile_cache import compile_folder
 
 InstructionSet = Literal["avx512", "avx2", "portable"]  # the best first
 
-_FOLDER = Path(__file__).parent
-_SOURCES = ("step", "codes", "library", "bounds", "team")  # the slowest to compile first
+SOURCES = Path(__file__).parent
+_UNITS = ("step", "codes", "library", "bounds", "team")  # the slowest to compile first
 # Sums keep their order and infinities and NaN their meaning, so -ffast-math is not among them; a multiplication and an
 # addition may become one instruction.
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
-_OF_SET: dict[InstructionSet, tuple[str, ...]] = {
+FLAGS_OF_SET: dict[InstructionSet, tuple[str, ...]] = {
     "avx512": (
         "-DISA=512",
         *"-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split(),
@@ -55,26 +55,40 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
     return tuple(name for name in get_args(InstructionSet) if _NEEDED[name] <= flags)
 
 
-def library_path(instructions: InstructionSet) -> Path:
-    """Where the library for these instructions lies, compiled if it is not there.
+def check_instructions(instructions: InstructionSet) -> None:
+    """ValueError for instructions that this processor lacks."""
+    if instructions not in instruction_sets():
+        raise ValueError(f"this processor has no {instructions}; it has {', '.join(instruction_sets())}")
+
+
+def library_name(instructions: InstructionSet, compiler_version: str = "") -> str:
+    """The file of a library that is made from today's sources and flags, by a compiler that may be told too."""
+    sources = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
+    texts = (compiler_version, *_flags(instructions))
+    parts = (*(source.read_bytes() for source in sources), *(text.encode() for text in texts))
+    return f"looped-{instructions}-{sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+
+
+def compiled(instructions: InstructionSet) -> Path:
+    """Where this machine keeps the library for these instructions, which need not be its own; compiled if it is not
+    there.
 
     ValueError, with the first thing that the compiler or the system had to say, where that fails.
     """
-    if instructions not in instruction_sets():
-        raise ValueError(f"this processor has no {instructions}; it has {', '.join(instruction_sets())}")
     compiler = find_compiler()
     if compiler is None:
         raise ValueError("no C++ compiler: neither $CXX nor g++ is on the path")
-    flags = (*_FLAGS, *_OF_SET[instructions])
-    sources = sorted((*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")))
-    parts = (*(source.read_bytes() for source in sources), *(text.encode() for text in (_version(compiler), *flags)))
-    library = compile_folder() / f"looped-{instructions}-{sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    library = compile_folder() / library_name(instructions, _version(compiler))
     if not library.is_file():
         try:
-            _build(compiler, flags, library)
+            _build(compiler, _flags(instructions), library)
         except OSError as error:
             raise ValueError(f"{library.parent} cannot take compiled code: {error}") from None
     return library
+
+
+def _flags(instructions: InstructionSet) -> tuple[str, ...]:
+    return (*_FLAGS, *FLAGS_OF_SET[instructions])
 
 
 def _version(compiler: str) -> str:
@@ -87,15 +101,15 @@ def _version(compiler: str) -> str:
 
 def _build(compiler: str, flags: tuple[str, ...], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # private, and on the same disk
-        objects = [str(Path(folder) / f"{name}.o") for name in _SOURCES]
+        objects = [str(Path(folder) / f"{name}.o") for name in _UNITS]
         compiling = [
             subprocess.Popen(
-                (compiler, *flags, "-c", str(_FOLDER / f"{name}.cpp"), "-o", made),
+                (compiler, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", made),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )  # fmt: skip
-            for name, made in zip(_SOURCES, objects, strict=True)
+            for name, made in zip(_UNITS, objects, strict=True)
         ]
         told = [process.communicate()[0] for process in compiling]
         for process, text in zip(compiling, told, strict=True):

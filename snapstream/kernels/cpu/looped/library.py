@@ -5,7 +5,6 @@ Addresses are taken from tensors; who passes one keeps the tensor alive. ``Team`
 
 from __future__ import annotations
 
-import ctypes
 import os
 import weakref
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
@@ -14,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from snapstream.kernels.cpu.looped.build import InstructionSet, instruction_sets, library_path
+from snapstream.kernels.cpu.looped.build import InstructionSet, instruction_sets
+from snapstream.kernels.cpu.looped.prebuilt import open_library
 
 PANEL = 32  # rows of a panel
 ALIGN_COLS = 4  # its columns are filled up with zeros to a multiple of this
@@ -103,7 +103,7 @@ class Library:
 
     def __init__(self, instructions: InstructionSet) -> None:
         self.instructions = instructions
-        loaded = ctypes.CDLL(str(library_path(instructions)))
+        loaded = open_library(instructions)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(loaded, f"looped_{name}")
             function.restype, function.argtypes = result, arguments
