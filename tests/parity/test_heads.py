@@ -192,6 +192,7 @@ def test_a_stored_prefix_gives_the_same_rows(qwen: Path, prompts: list[list[int]
     [
         ({"rescoring": RescoringConfig(every=4, num_queries=4)}, "do not rescore"),
         ({"kv_dtype": "fp8"}, "kv_dtype 'auto'; it is 'fp8'"),
+        ({"kv_dtype": "int8"}, "kv_dtype 'auto'; it is 'int8'"),
         ({"budget": "full"}, "num_topk 0"),
         ({"budget": KVBudget(num_sink=2, num_topk=14, num_window=4, num_recent=12)}, "num_window 4"),
     ],

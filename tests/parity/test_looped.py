@@ -234,15 +234,17 @@ def test_steps_that_round_their_inputs(
     """As plain calls that round them; where the two differ by a bit, a number may round to the next code."""
     forms, rows = WeightForms.of(width).rounding_inputs(), torch.tensor(batch[:size])
     runner = random_runner(model, forms, "auto", make_panels(load(instructions)), 17, seed)
-    looped, eager = (
-        LoopedDecode(runner.step_parts, threads),
-        EagerDecode(random_runner(model, forms, "auto", make_weight, 17, seed).step_parts),
+    looped = LoopedDecode(runner.step_parts, threads)
+    eager, unrounded = (
+        EagerDecode(random_runner(model, own, "auto", make_weight, 17, seed).step_parts)
+        for own in (forms, WeightForms.of(width))
     )
     with torch.inference_mode():
         got = looped.logits(rows).clone()
         assert torch.equal(torch.cat([looped.logits(rows[i : i + 1]).clone() for i in range(size)]), got)
-        want = eager.logits(rows)
+        want, wide = eager.logits(rows), unrounded.logits(rows)
     torch.testing.assert_close(got, want, rtol=0, atol=2e-2 * float(want.abs().max()))
+    assert (got - want).norm() < (got - wide).norm() / 2, "inputs were rounded"
     looped.close()
 
 

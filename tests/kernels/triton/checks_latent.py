@@ -49,7 +49,7 @@ def check_latent_attention(
     heads = torch.randn(len(rows), num_heads + 1, size, device=device).to(dtype)
     length = torch.tensor(lengths, device=device)
     places = RowPlaces(torch.tensor(rows, device=device), length - 1, length)
-    wide = stored.float()
+    wide = stored.float().clone()
     kept: list[torch.Tensor] = []
     none = HeadNorm(None, 0.0)
     got = bind(device, "triton").attend_rows(heads, none, None, rows_of(stored, rank), places, kept.append)
