@@ -17,29 +17,41 @@ if TYPE_CHECKING:
 FAMILIES = ("variable", "multi_number", "multi_uuid", "paraphrase", "kv")  # in turn
 CONTINUATION = 64  # tokens of a text that count after each window
 TEMPLATE_TOKENS = 48  # room for a chat template and a question
+QUESTION_TOKENS = 40  # of these the question's, where a template takes more
 Text = tuple[list[int], list[int]]  # tokens of a prompt, and of what follows
 
 
 def generated(tokenizer: PreTrainedTokenizerBase, prompt_len: int, count: int) -> Iterator[Text]:
-    """``count`` documents of at most ``prompt_len`` tokens, of the split that the evals do not ask about."""
+    """``count`` documents of at most ``prompt_len`` tokens, of the split that the evals do not ask about.
+
+    ValueError for a chat template that leaves them less than half of the prompt.
+    """
     encode = _encoder(tokenizer)
+    around = max(len(encode(_as_prompt(tokenizer, ""))) + QUESTION_TOKENS, TEMPLATE_TOKENS)
+    if around > prompt_len // 2:
+        raise ValueError(
+            f"prompt_len is {prompt_len}; the chat template and a question take up to {around} of these tokens, and "
+            "half of them are for a document"
+        )
     for index in range(count):
         document = make_document(
             family=FAMILIES[index % len(FAMILIES)],
             seed=f"calibrate/{index}",
             count_tokens=lambda text: len(encode(text)),
-            target_tokens=prompt_len - TEMPLATE_TOKENS,
+            target_tokens=prompt_len - around,
             num_questions=1,
             style=Style(split="train"),
         )
         question = document.questions[0]
-        asked = document.prompt(question)
-        if tokenizer.chat_template is not None:
-            message = [{"role": "user", "content": asked}]
-            asked = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-            yield encode(asked), encode(question.answer)
-        else:
-            yield encode(f"{asked}\n\n"), encode(question.answer)
+        yield encode(_as_prompt(tokenizer, document.prompt(question))), encode(question.answer)
+
+
+def _as_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """By the chat template, or without one as a paragraph."""
+    if tokenizer.chat_template is None:
+        return f"{text}\n\n"
+    message = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
 
 
 def windows(tokenizer: PreTrainedTokenizerBase, text: str, prompt_len: int, count: int) -> Iterator[Text]:

@@ -36,6 +36,8 @@ def calibrate(
 ) -> None:
     from snapstream.calibration.calibrate import calibrate as measure
 
+    if output.is_dir() or not output.parent.is_dir():  # said before minutes of work
+        raise ValueError(f"--output is {output}; it must be a file in a folder that exists")
     own = None if text is None else decode_text(text.read_bytes(), str(text))
     profile = measure(
         model, text=own, prompt_len=prompt_len, num_texts=texts, dtype=dtype, device=device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import cast
 
@@ -90,6 +91,16 @@ def test_windows_are_apart_and_documents_fit(llm: LLM) -> None:
         assert len(prompt) <= 512 and len(answer) >= 2
 
 
+def test_documents_make_room_for_a_long_chat_template(llm: LLM) -> None:
+    tokenizer = deepcopy(llm.tokenizer)
+    assert tokenizer is not None
+    tokenizer.chat_template = "You answer. " * 30 + "{{ messages[0]['content'] }}"
+    (prompt, answer), *_ = generated(tokenizer, 600, 5)
+    assert 300 < len(prompt) <= 600 and len(answer) >= 2
+    with pytest.raises(ValueError, match=r"prompt_len is 400; the chat template and a question take up to \d+ of"):
+        next(generated(tokenizer, 400, 5))
+
+
 def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="prompt_len is 100; it must be a whole number >= 256"):
         calibrate(TINY_MODEL, prompt_len=100)
@@ -97,6 +108,9 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         calibrate(TINY_MODEL, num_texts=2)
     with pytest.raises(ValueError, match="not finite"):
         shares_of(torch.tensor([[float("nan"), 1.0]]))
+    for output in (tmp_path, tmp_path / "no" / "x.json"):
+        assert main(["calibrate", str(TINY_MODEL), "-o", str(output)]) == 2
+        assert "must be a file in a folder that exists" in capsys.readouterr().err
     assert main(["calibrate", str(tmp_path), "-o", str(tmp_path / "x.json")]) == 2
     assert "error:" in capsys.readouterr().err and not (tmp_path / "x.json").exists()
 
