@@ -95,7 +95,7 @@ class WeightForms:
         return cls(layers=layers, tables=finer, attention=finer if width == "int4" else None)
 
     def describe(self) -> str:
-        """``bfloat16``, or ``int4 in groups of 32, embedding and head int8 in groups of 32``."""
+        """``bfloat16``, or ``int4 in groups of 32, attention, embedding and head int8 in groups of 32``."""
         named = {"attention": self.attention, "embedding and head": self.tables}
         others: dict[str, list[str]] = {}  # names by what they are
         for name, form in named.items():
