@@ -128,3 +128,18 @@ class StoredWeights:
 
     dtype: DType | None = None  # of plain floats: of all matrices, or of those that are not codes; None: unknown
     codes: WeightForm | None = None  # of the layers' matrices, in a quantised checkpoint
+    attention: WeightForm | None = None  # of those around attention, where they are other codes
+
+    def codes_of(self, *, is_attention: bool) -> WeightForm | None:
+        """The codes of a matrix of a layer; None for plain floats."""
+        return (self.attention or self.codes) if is_attention else self.codes
+
+    def describe_codes(self) -> str:
+        """In a few words; only of a quantised checkpoint."""
+        return describe_layers(self.codes, self.attention) if self.codes else "none"
+
+
+def describe_layers(layers: WeightForm, attention: WeightForm | None) -> str:
+    """``int4 in groups of 32, attention int8 in groups of 32``."""
+    other = attention is not None and attention.describe() != layers.describe()
+    return f"{layers.describe()}, attention {attention.describe()}" if attention and other else layers.describe()

@@ -60,13 +60,14 @@ def cuts_of(share: Share) -> dict[str, Cut]:
     whole_roles, own_roles = roles_of(share.whole), roles_of(share.own)
     wholes, found = needed_shapes(whole_roles, share.whole.num_layers), dict[str, Cut]()
     owns = needed_shapes(own_roles, share.own.num_layers)
-    codes = share.whole.stored.codes
+    stored = share.whole.stored
     for part in checkpoint_parts(own_roles, share.own.num_layers):
         whole, own = wholes[part.name], owns[part.name]
         cut = Cut(part, whole, own, slice_of(whole, own, share.rank, share.num_ranks))
         role = own_roles[part.role]
         if whole != own:
             _check_dim(cut, role, share.num_ranks)
+            codes = stored.codes_of(is_attention=role.is_attention)
             if codes is not None and role.is_quantized:
                 _check_codes(cut, codes)
         found[part.name] = cut

@@ -34,7 +34,7 @@ from snapstream.models.packed import (
     read_scales,
 )
 from snapstream.models.quantization import SCALES
-from snapstream.models.roles import Part, checkpoint_parts
+from snapstream.models.roles import Part, Role, checkpoint_parts
 from snapstream.models.shapes import form_of
 from snapstream.models.weights import DecoderWeights
 
@@ -64,7 +64,8 @@ def load_weights(
     cuts = cuts_of(share)
     weights = DecoderWeights.empty(share.own, dtype, device, forms, make)
     name_of_dtype = str(dtype).removeprefix("torch.")
-    form = {name: form_of(role, name_of_dtype, forms) for name, role in roles_of(share.own).items()}
+    roles = roles_of(share.own)
+    form = {name: form_of(role, name_of_dtype, forms) for name, role in roles.items()}
     bounds: dict[str, Tensor] = {}
     with _progress_bar(len(cuts), progress) as bar:
         for file in dict.fromkeys(stored.file for name, stored in manifest.items() if plain_name(name) in cuts):
@@ -73,7 +74,8 @@ def load_weights(
                     own = plain_name(name)
                     if own not in cuts:
                         continue
-                    cut, part, codes = cuts[own], cuts[own].part, config.stored.codes
+                    cut, part = cuts[own], cuts[own].part
+                    codes = _codes_of(roles[part.role], config)
                     if name != own and codes is not None:
                         scales = read_scales(own, cut, codes.group, manifest).to(SCALE_DTYPE)
                         bounds[own + SCALES] = torch.stack(torch.aminmax(scales))
@@ -100,10 +102,15 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTenso
     plan = {part.name: part for part in checkpoint_parts(roles, config.num_layers)}
     needed: dict[str, Wanted] = {}
     for name, shape in needed_shapes(roles, config.num_layers).items():
-        codes = config.stored.codes if roles[plan[name].role].is_quantized else None
+        codes = _codes_of(roles[plan[name].role], config)
         needed |= {name: (shape, FLOAT_DTYPES)} if codes is None else packed_tensors(name, shape, codes)
     _check(manifest, needed, config)
     return manifest
+
+
+def _codes_of(role: Role, config: ModelConfig) -> WeightForm | None:
+    """How the files have the matrices of a role; None for plain floats."""
+    return config.stored.codes_of(is_attention=role.is_attention) if role.is_quantized else None
 
 
 def _in_order(rows: Tensor, part: Part) -> Tensor:

@@ -1,8 +1,9 @@
 """What config.json says of codes in the files: read strictly, and written. No torch.
 
 ``pack-quantized`` of compressed-tensors is read and written, for the matrices of the layers: 8 or 4 bits, symmetric, in
-groups along the input, activations as they are (W8A16, W4A16). FP8 in blocks of 128 by 128, as DeepSeek and Qwen
-publish it, is read. Anything else is refused with the reason. ``packed.py`` has the tensors of both forms.
+groups along the input, activations as they are (W8A16, W4A16), and those around attention may have codes of their own.
+FP8 in blocks of 128 by 128, as DeepSeek and Qwen publish it, is read. Anything else is refused with the reason.
+``packed.py`` has the tensors of both forms.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ LM_HEAD = ("lm_head", "re:lm_head", "re:.*lm_head", "re:.*lm_head.*")  # how its
 ROUTER = re.compile(
     r"model\.layers\.\d+\.(mlp|block_sparse_moe)\.gate|re:\.\*\\?\.?((mlp|block_sparse_moe)\\?\.)?gate\$?"
 )
+LAYERS, ATTENTION = "Linear", r"re:.*\.self_attn\.\w*_proj(_with_mqa)?$"  # targets; a name goes before a class
 CONVERT = "convert the unquantized checkpoint with `snapstream quantize`"
 
 _WIDTHS: dict[int, CodeWidth] = {8: "int8", 4: "int4"}
@@ -37,8 +39,21 @@ def stored_form(settings: Mapping[str, Any]) -> WeightForm | None:
         return None
     if quantization["quant_method"] == FP8_METHOD:
         return WeightForm(width="fp8")
-    (group,) = quantization["config_groups"].values()
-    return WeightForm(width=_WIDTHS[group["weights"]["num_bits"]], group=group["weights"]["group_size"])
+    return _form_of_target(quantization, LAYERS)
+
+
+def stored_attention(settings: Mapping[str, Any]) -> WeightForm | None:
+    """The form of the matrices around attention where the checkpoint names one for them; ``settings`` as above."""
+    quantization = settings.get("quantization_config")
+    if not quantization or quantization["quant_method"] == FP8_METHOD:
+        return None
+    return _form_of_target(quantization, ATTENTION)
+
+
+def _form_of_target(quantization: Mapping[str, Any], target: str) -> WeightForm | None:
+    found = (group["weights"] for group in quantization["config_groups"].values() if group["targets"] == [target])
+    weights = next(found, None)
+    return weights and WeightForm(width=_WIDTHS[weights["num_bits"]], group=weights["group_size"])
 
 
 def refusals(settings: Mapping[str, Any]) -> list[str]:
@@ -89,16 +104,26 @@ def _fp8_refusals(quantization: Mapping[str, Any]) -> list[str]:
 
 
 def _group_refusals(groups: Any) -> list[str]:
-    if not isinstance(groups, Mapping) or len(groups) != 1:
+    if not isinstance(groups, Mapping) or len(groups) not in (1, 2):
         count = len(groups) if isinstance(groups, Mapping) else repr(groups)
-        return [f"quantization_config.config_groups is {count}; one group of layers, with one scheme, is read"]
-    ((name, group),) = groups.items()
-    where = f"config_groups.{name}"
+        return [
+            f"quantization_config.config_groups is {count}; one group for all layers is read, and one for attention"
+        ]
+    reasons = [reason for name, group in groups.items() for reason in _scheme_refusals(f"config_groups.{name}", group)]
+    if reasons:
+        return reasons
+    targets = sorted(group["targets"][0] for group in groups.values())
+    if targets not in ([LAYERS], [LAYERS, ATTENTION]):
+        return [f"config_groups have the targets {targets}; read is {LAYERS!r} once, and {ATTENTION!r} beside it"]
+    return []
+
+
+def _scheme_refusals(where: str, group: Any) -> list[str]:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         return [f"{where} is {group!r}; it must say how weights are quantized"]
     of_group: dict[str, tuple[Any, ...]] = {
-        "targets": (["Linear"],),
+        "targets": ([LAYERS], [ATTENTION]),
         "input_activations": (None,),
         "output_activations": (None,),
         "format": (None, FORMAT),
@@ -129,14 +154,23 @@ def _named(value: Any) -> str:
     return "none" if value is None or value == {} else repr(value)
 
 
-def quantization_config(form: WeightForm, routers: Sequence[str] = ()) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint whose layers' matrices are codes of that form; ``routers`` are names
-    of modules, behind the prefix of a layer, that are floats.
+def quantization_config(
+    form: WeightForm, routers: Sequence[str] = (), attention: WeightForm | None = None
+) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint whose layers' matrices are codes of ``form``, those around attention
+    of ``attention`` if it is given; ``routers`` are names of modules, behind the prefix of a layer, that are floats.
     """
+    groups = {"group_0": _scheme(LAYERS, form)}
+    if attention is not None and attention != form:
+        groups["group_1"] = _scheme(ATTENTION, attention)
+    return {"quant_method": METHOD, "format": FORMAT, "quantization_status": "compressed",
+            "config_groups": groups, "kv_cache_scheme": None,
+            "ignore": [LM_HEAD[0], *(f"re:.*{name}$" for name in routers)]}  # fmt: skip
+
+
+def _scheme(target: str, form: WeightForm) -> dict[str, Any]:
+    """An entry of ``config_groups``."""
     weights = {"num_bits": CODE_BITS[form.width], "type": "int", "symmetric": True, "strategy": "group",
                "group_size": form.group, "dynamic": False, "actorder": None, "block_structure": None,
                "observer": "minmax", "observer_kwargs": {}}  # fmt: skip
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {"quant_method": METHOD, "format": FORMAT, "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "kv_cache_scheme": None,
-            "ignore": [LM_HEAD[0], *(f"re:.*{name}$" for name in routers)]}  # fmt: skip
+    return {"targets": [target], "weights": weights, "input_activations": None, "output_activations": None}

@@ -33,24 +33,32 @@ BESIDE = (".json", ".jinja", ".model", ".txt", ".md")  # files that go along: se
 Progress = Callable[[str], None]
 
 
-def quantize_checkpoint(source: Path, target: Path, form: WeightForm, tell: Progress = lambda _: None) -> None:
+def quantize_checkpoint(
+    source: Path,
+    target: Path,
+    form: WeightForm,
+    tell: Progress = lambda _: None,
+    *,
+    attention: WeightForm | None = None,
+) -> None:
     """Write ``target``, a folder that must not exist; ``tell`` is called with a line per file.
 
+    The matrices of the layers become codes of ``form``, those around attention of ``attention`` if it is given.
     ValueError for a model that cannot be run or has codes already, for rows that are no whole groups, and where the
     disk refuses.
     """
     config = read_model_config(source)
     if config.stored.codes is not None:
-        raise ValueError(f"{source} is quantized already ({config.stored.codes.describe()})")
-    matrices = _matrices(config, form)
+        raise ValueError(f"{source} is quantized already ({config.stored.describe_codes()})")
+    matrices = _matrices(config, form, attention or form)
     manifest = check_checkpoint(source, config)
     with _whole_or_nothing(target) as folder:
-        weight_map, size = _write_shards(manifest, matrices, form, folder, tell)
+        weight_map, size = _write_shards(manifest, matrices, folder, tell)
         if len(set(weight_map.values())) > 1:
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         settings = read_object(source / "config.json") | {
-            "quantization_config": quantization_config(form, _routers(config))
+            "quantization_config": quantization_config(form, _routers(config), attention)
         }
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         for file in sorted(source.iterdir()):
@@ -59,16 +67,17 @@ def quantize_checkpoint(source: Path, target: Path, form: WeightForm, tell: Prog
                 shutil.copyfile(file, folder / file.name)
 
 
-def _matrices(config: ModelConfig, form: WeightForm) -> set[str]:
-    """Names of the checkpoint's tensors that become codes, those that are widened while loading among them."""
-    roles = roles_of(config)
-    for name, role in roles.items():
-        if role.is_quantized and role.shape[-1] % form.group:
+def _matrices(config: ModelConfig, form: WeightForm, attention: WeightForm) -> dict[str, WeightForm]:
+    """The checkpoint's tensors that become codes, by name, those that are widened while loading among them."""
+    roles = {name: role for name, role in roles_of(config).items() if role.is_quantized}
+    forms = {name: attention if role.is_attention else form for name, role in roles.items()}
+    for name, own in forms.items():
+        if roles[name].shape[-1] % own.group:
             raise ValueError(
-                f"weights are {form.describe()}; the rows of {name} have {role.shape[-1]} numbers, which must be a "
-                f"multiple of {form.group}"
+                f"weights are {own.describe()}; the rows of {name} have {roles[name].shape[-1]} numbers, which must be "
+                f"a multiple of {own.group}"
             )
-    return {part.name for part in checkpoint_parts(roles, config.num_layers) if roles[part.role].is_quantized}
+    return {part.name: forms[part.role] for part in checkpoint_parts(roles, config.num_layers)}
 
 
 def _routers(config: ModelConfig) -> list[str]:
@@ -78,7 +87,7 @@ def _routers(config: ModelConfig) -> list[str]:
 
 
 def _write_shards(
-    manifest: dict[str, StoredTensor], matrices: set[str], form: WeightForm, folder: Path, tell: Progress
+    manifest: dict[str, StoredTensor], matrices: dict[str, WeightForm], folder: Path, tell: Progress
 ) -> tuple[dict[str, str], int]:
     """The file of every tensor, and the bytes of all."""
     weight_map: dict[str, str] = {}
@@ -92,7 +101,7 @@ def _write_shards(
                 numbers = shard.get_tensor(name)
                 if numbers.is_floating_point() and not torch.stack(torch.aminmax(numbers)).isfinite().all():
                     raise ValueError(f"{file}: {name} holds NaN or infinity; weights must be finite")
-                tensors |= pack_matrix(name, numbers, form) if name in matrices else {name: numbers}
+                tensors |= pack_matrix(name, numbers, matrices[name]) if name in matrices else {name: numbers}
         own = SINGLE_FILE if len(files) == 1 else file.name
         save_file(tensors, folder / own, metadata={"format": "pt"})
         (folder / own).chmod(0o644)  # not a private file either

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from snapstream.config import DTYPE_BYTES, DType, StoredWeights
-from snapstream.models.quantization import FP8_SCALES, SCALES, stored_form
+from snapstream.models.quantization import FP8_SCALES, SCALES, stored_attention, stored_form
 
 _NAMES: dict[str, DType] = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MOST_HEADER_BYTES = 100 * 2**20
@@ -21,10 +21,8 @@ _MOST_HEADER_BYTES = 100 * 2**20
 def stored_weights(folder: Path, settings: Mapping[str, Any]) -> StoredWeights:
     """``settings``: the parsed config.json of ``folder``, which need not hold weights."""
     found = {dtype for file in sorted(folder.glob("*.safetensors")) for dtype in _matrix_dtypes(file)}
-    codes = stored_form(settings)
-    if len(found) == 1:
-        return StoredWeights(dtype=found.pop(), codes=codes)
-    return StoredWeights(dtype="float32" if found else _declared(settings), codes=codes)  # fp32 holds all of them
+    dtype = found.pop() if len(found) == 1 else "float32" if found else _declared(settings)  # fp32 holds all of them
+    return StoredWeights(dtype=dtype, codes=stored_form(settings), attention=stored_attention(settings))
 
 
 def _declared(settings: Mapping[str, Any]) -> DType | None:

@@ -6,7 +6,7 @@ nothing is lost, and a step reads half the bytes. Elsewhere it is the dtype of t
 
 from __future__ import annotations
 
-from snapstream.config import EngineOptions, ModelConfig, WeightForm, WeightForms
+from snapstream.config import EngineOptions, ModelConfig, StoredWeights, WeightForm, WeightForms
 from snapstream.models.looping import problem_of_rounded_inputs
 from snapstream.models.shapes import check_groups
 
@@ -31,7 +31,8 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str, executor:
     plain = WeightForms.of((model.stored.dtype if keeps_stored else None) or dtype)
     forms = plain if wanted == "auto" else WeightForms.of(wanted)
     if model.stored.codes is not None:
-        forms = _stored_forms(model.stored.codes, wanted, plain if wanted == "auto" else forms)
+        tables = (plain if wanted == "auto" else forms).tables
+        forms = _stored_forms(model.stored.codes, model.stored, wanted, tables)
     if forms.layers.is_codes:
         check_groups(model, forms)
     elif forms.layers.width != dtype and dtype != "float32":
@@ -44,9 +45,9 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str, executor:
     return forms
 
 
-def _stored_forms(codes: WeightForm, wanted: str, forms: WeightForms) -> WeightForms:
+def _stored_forms(codes: WeightForm, stored: StoredWeights, wanted: str, tables: WeightForm) -> WeightForms:
     """Layers as a quantized checkpoint has them; its embeddings, which are floats, as anywhere else."""
     if wanted not in ("auto", codes.width):
         known = "'auto'" if codes.is_blocks else f"'auto' or {codes.width!r}"
-        raise ValueError(f"weights is {wanted!r}; the checkpoint has {codes.describe()}: use {known}")
-    return WeightForms(layers=codes, tables=forms.tables)
+        raise ValueError(f"weights is {wanted!r}; the checkpoint has {stored.describe_codes()}: use {known}")
+    return WeightForms(layers=codes, attention=stored.attention, tables=tables)

@@ -20,9 +20,12 @@ pytest.importorskip("compressed_tensors")
 transformers = pytest.importorskip("transformers")
 
 
-def check(source: Path, form: WeightForm, codes: Path) -> None:
+INT8 = WeightForm(width="int8", group=32)
+
+
+def check(source: Path, form: WeightForm, codes: Path, attention: WeightForm | None = None) -> None:
     """Their logits from codes are those from the numbers that ours stand for."""
-    quantize_checkpoint(source, codes, form)
+    quantize_checkpoint(source, codes, form, attention=attention)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(codes, dtype=torch.float32).eval()
     wide = load_weights(codes, read_model_config(codes), torch.float32, "cpu", False).checkpoint()
     (codes.parent / "wide").mkdir()
@@ -36,16 +39,20 @@ def check(source: Path, form: WeightForm, codes: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe"])
-def test_transformers_reads_experts(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", [None, INT8], ids=["uniform", "mixed"])
+def test_transformers_reads_experts(attention: WeightForm | None, name: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
     sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32} if name == "deepseek-v3" else {}
     make_model(name, **sizes).save_pretrained(tmp_path / "own")
-    check(tmp_path / "own", WeightForm(width="int4", group=32), tmp_path / "codes")
+    check(tmp_path / "own", WeightForm(width="int4", group=32), tmp_path / "codes", attention)
 
 
 @pytest.mark.parametrize(
     "form", [WeightForm(width="int4", group=32), WeightForm(width="int8", group=128)], ids=lambda form: form.width
 )
+@pytest.mark.parametrize("attention", [None, INT8], ids=["uniform", "mixed"])
 @pytest.mark.parametrize("source", [TINY_MODEL, TINY_DRAFT_MODEL], ids=["llama", "qwen3"])
-def test_transformers_reads_what_quantize_writes(source: Path, form: WeightForm, tmp_path: Path) -> None:
-    check(source, form, tmp_path / "codes")
+def test_transformers_reads_what_quantize_writes(
+    source: Path, attention: WeightForm | None, form: WeightForm, tmp_path: Path
+) -> None:
+    check(source, form, tmp_path / "codes", attention)

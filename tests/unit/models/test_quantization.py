@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 
 from snapstream.config import WeightForm
-from snapstream.models.quantization import quantization_config, refusals, stored_form
+from snapstream.models.quantization import ATTENTION, quantization_config, refusals, stored_attention, stored_form
 from snapstream.models.registry import find_refusals
 
 INT4 = WeightForm(width="int4", group=128)
@@ -25,11 +26,57 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return settings
 
 
+def mixed() -> dict[str, Any]:
+    """A config.json that says int4, and int8 around attention."""
+    return {"quantization_config": quantization_config(INT4, ["mlp.gate"], WeightForm(width="int8", group=32))}
+
+
+def test_attention_may_have_codes_of_its_own() -> None:
+    settings = mixed()
+    assert refusals(settings) == [] and stored_form(settings) == INT4
+    assert stored_attention(settings) == WeightForm(width="int8", group=32)
+    groups = settings["quantization_config"]["config_groups"]
+    assert [group["targets"] for group in groups.values()] == [["Linear"], [ATTENTION]]
+    groups["group_1"]["targets"] = ["Linear"]
+    assert "config_groups have the targets ['Linear', 'Linear']; read is 'Linear' once" in refusals(settings)[0]
+    groups["group_1"]["weights"]["symmetric"] = False
+    assert "config_groups.group_1.weights.symmetric is False" in refusals(settings)[0]
+    del groups["group_0"]
+    groups["group_1"] = mixed()["quantization_config"]["config_groups"]["group_1"]
+    assert f"have the targets [{ATTENTION!r}]" in refusals(settings)[0]
+    groups |= {"a": {}, "b": {}}
+    assert "config_groups is 3; one group for all layers is read" in refusals(settings)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_attention"),
+    [
+        ("model.layers.3.self_attn.q_proj", True),
+        ("model.layers.3.self_attn.o_proj", True),
+        ("model.layers.3.self_attn.qkv_proj", True),
+        ("model.layers.3.self_attn.kv_a_proj_with_mqa", True),
+        ("model.layers.3.self_attn.q_norm", False),
+        ("model.layers.3.self_attn", False),
+        ("model.layers.3.mlp.down_proj", False),
+        ("model.layers.3.mlp.experts.7.up_proj", False),
+    ],
+)
+def test_which_modules_are_around_attention(name: str, is_attention: bool) -> None:
+    """As readers of the file match names: from the first character."""
+    assert (re.match(ATTENTION.removeprefix("re:"), name) is not None) == is_attention
+
+
 def test_what_is_written_is_read() -> None:
     for form in (INT4, WeightForm(width="int8", group=32)):
         settings = {"quantization_config": quantization_config(form)}
         assert refusals(settings) == [] and stored_form(settings) == form
-    assert stored_form({}) is None and refusals({"quantization_config": None}) == refusals({}) == []
+        assert stored_attention(settings) is None
+        assert quantization_config(form, attention=form) == settings["quantization_config"]
+    assert (
+        stored_form({}) is None
+        and stored_attention({}) is None
+        and refusals({"quantization_config": None}) == refusals({}) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,6 +90,7 @@ def test_what_is_written_is_read() -> None:
         ("quantization_config/config_groups/group_0/weights/observer", "mse"),
         ("quantization_config/config_groups/group_0/weights/group_size", 64),
         ("quantization_config/sparsity_config", {}),
+        ("quantization_config/config_groups/group_1", mixed()["quantization_config"]["config_groups"]["group_1"]),
     ],
 )
 def test_what_does_not_change_the_meaning_is_read(path: str, value: Any) -> None:
@@ -69,8 +117,8 @@ GROUP = "quantization_config/config_groups/group_0"
         ("quantization_config/ignore", ["lm_head", 7], "every matrix of the layers must"),
         ("quantization_config/ignore", "lm_head", "ignore is 'lm_head'; every matrix"),
         ("quantization_config/ignore", [], "ignore does not name lm_head"),
-        ("quantization_config/config_groups", {}, "config_groups is 0; one group of layers"),
-        ("quantization_config/config_groups", None, "config_groups is None; one group of layers"),
+        ("quantization_config/config_groups", {}, "config_groups is 0; one group for all layers"),
+        ("quantization_config/config_groups", None, "config_groups is None; one group for all layers"),
         (GROUP, ["Linear"], "config_groups.group_0 is ['Linear']; it must say how weights are quantized"),
         (f"{GROUP}/targets", ["re:.*q_proj"], "targets is ['re:.*q_proj']; read is ['Linear']"),
         (f"{GROUP}/input_activations", {"num_bits": 8}, "input_activations is {'num_bits': 8}; read is none"),

@@ -28,7 +28,7 @@ from snapstream.request import SamplingParams
 from tests.parity.checkpoints import make_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-INT4 = WeightForm(width="int4", group=32)
+INT4, INT8 = WeightForm(width="int4", group=32), WeightForm(width="int8", group=32)
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -73,6 +73,42 @@ def test_round_trip(form: WeightForm, dtype: torch.dtype, tmp_path: Path) -> Non
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
     assert json.loads((target / "config.json").read_text())["hidden_size"] == 64
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v3-dense"])
+def test_attention_in_int8_beside_int4_is_what_quantising_while_loading_gives(name: str, tmp_path: Path) -> None:
+    """Bit for bit, in memory and in answers, the model that ``weights="int4"`` makes of the checkpoint of floats."""
+    more: dict[str, dict[str, int]] = {
+        "qwen3-moe": {"moe_intermediate_size": 32},
+        "deepseek-v3-dense": {"kv_lora_rank": 32, "q_lora_rank": 64, "num_attention_heads": 4, "head_dim": 8},
+    }
+    source, target = tmp_path / "own", tmp_path / "codes"
+    make_model(name, **(SIZES | more.get(name, {}))).save_pretrained(source)
+    quantize_checkpoint(source, target, INT4, attention=INT8)
+    stored = read_model_config(target).stored
+    assert (stored.codes, stored.attention) == (INT4, INT8)
+    forms = WeightForms.of("int4")
+    kept, loaded, plain = numbers_of(target, forms), numbers_of(source, forms), numbers_of(source)
+    widened = numbers_of(target)
+    assert all(torch.equal(kept[key], loaded[key]) for key in kept if "kv_b_proj" not in key)  # which lies wide
+    for key, packed in (
+        (key, tensor) for file in target.glob("*.safetensors") for key, tensor in load_file(file).items()
+    ):
+        if key.endswith("_packed"):
+            bits = 32 * packed.shape[1] // plain[key.removesuffix("_packed")].shape[1]
+            assert bits == (8 if ".self_attn." in key else 4), key
+            assert not torch.equal(widened[key.removesuffix("_packed")], plain[key.removesuffix("_packed")])
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    answers = []
+    for folder, executor in ((target, "looped"), (target, "eager"), (source, "looped")):
+        with LLM(folder, max_model_len=64, weights="int4", executor=executor, progress=False) as llm:
+            answers.append(llm.generate([5, 6, 7, 8], params)[0].token_ids)
+            assert llm.config.weights is not None and "attention" in llm.config.weights.describe()
+    assert answers[0] == answers[1] and (answers[0] == answers[2] or name.startswith("deepseek"))
+    with pytest.raises(
+        ValueError, match="the checkpoint has int4 in groups of 32, attention int8 in groups of 32: use"
+    ):
+        LLM(target, weights="int8", progress=False)
 
 
 EXPERTS: dict[str, dict[str, int]] = {
@@ -159,16 +195,21 @@ def test_answers_by_every_width_that_it_may_have(tmp_path: Path) -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = save(tmp_path / "own"), tmp_path / "codes"
     assert main(["quantize", str(source), str(target), "--weights", "int4", "--group", "64"]) == 0
-    assert capsys.readouterr().out == f"{target}: int4 in groups of 64\n"
+    assert capsys.readouterr().out == f"{target}: int4 in groups of 64, attention int8 in groups of 64\n"
     assert main(["plan", str(target), "--json", "--dtype", "float32"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["weights"] == "int4 in groups of 64, embedding and head float32"
-    forms = WeightForms(layers=WeightForm(width="int4", group=64), tables=WeightForm(width="float32"))
+    assert plan["weights"] == "int4 in groups of 64, attention int8 in groups of 64, embedding and head float32"
+    four, eight = WeightForm(width="int4", group=64), WeightForm(width="int8", group=64)
+    forms = WeightForms(layers=four, attention=eight, tables=WeightForm(width="float32"))
     weights = load(target, forms)
     assert weights.wide is not None
     assert (plan["weight_bytes"], plan["wide_bytes"]) == (weights.num_bytes, weights.wide.num_bytes)
     assert main(["quantize", str(target), str(tmp_path / "more")]) == 2
-    assert "is quantized already (int4 in groups of 64)" in capsys.readouterr().err
+    assert "is quantized already (int4 in groups of 64, attention int8" in capsys.readouterr().err
+    uniform = tmp_path / "uniform"
+    assert main(["quantize", str(source), str(uniform), "--weights", "int4", "--attention", "int4"]) == 0
+    assert capsys.readouterr().out == f"{uniform}: int4 in groups of 32\n"
+    assert read_model_config(uniform).stored.attention is None
     assert main(["quantize", str(source), str(tmp_path / "more"), "--group", "48"]) == 2
     assert "group is 48; it must be one of 32, 64, 128" in capsys.readouterr().err
 
