@@ -1,7 +1,8 @@
 """The paper's headline (SnapStream, arXiv 2511.03092): the same bytes as few full rows or as many small ones.
 
 Two rows that keep all of an 8k prompt take what eight rows of a quarter take; the eight give a step more tokens, and
-read less for each. Tokens per second of decode alone; all rows hold the same prompt (``n`` samples: one prefill).
+read less for each. Of narrower numbers as many small rows as fit into the same bytes are run. Tokens per second of
+decode alone; all rows hold the same prompt (``n`` samples: one prefill).
 
     python -m benchmarks.equal_memory --save
 """
@@ -15,8 +16,11 @@ from benchmarks.decode import step_seconds
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
 from snapstream.cache.spec import KVSpec
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, KVDType
 from snapstream.llm import LLM
+from snapstream.models.registry import read_model_config
+
+KINDS: tuple[KVDType, ...] = ("auto", "bfloat16", "int8")  # of small rows
 
 
 def run(prompt_len: int, rows: int, part: int, steps: int, executor: str) -> list[dict[str, Any]]:
@@ -24,14 +28,16 @@ def run(prompt_len: int, rows: int, part: int, steps: int, executor: str) -> lis
     most = -(-(prompt_len + steps + 16) // part) * part
     figures: list[dict[str, Any]] = []
     with llama_folder() as folder:
-        for budget, count in ((KVBudget.full(most), rows), (KVBudget.of(most // part), rows * part)):
-            with LLM(folder, budget=budget, executor=executor, max_rows=count, max_model_len=most,
+        small = KVBudget.of(most // part)
+        for budget, kv_dtype in ((KVBudget.full(most), "auto"), *((small, kind) for kind in KINDS)):
+            row_bytes = KVSpec.of(read_model_config(folder), "float32", kv_dtype).row_bytes(budget.capacity)
+            count = round(figures[0]["all_mib"] * 2**20) // row_bytes if figures else rows
+            with LLM(folder, budget=budget, executor=executor, max_rows=count, max_model_len=most, kv_dtype=kv_dtype,
                      progress=False) as llm:  # fmt: skip
                 seconds, _ = step_seconds(llm, prompt, count, steps)
-                row_bytes = KVSpec.of(llm.model_config, "float32").row_bytes(budget.capacity)
             tokens_per_s = count / seconds
             figure: dict[str, Any] = {
-                "budget": "full" if not figures else f"1/{part}", "rows": count, "slots": budget.capacity,
+                "budget": _name(part if figures else 1, kv_dtype), "rows": count, "slots": budget.capacity,
                 "row_mib": row_bytes / 2**20, "all_mib": count * row_bytes / 2**20, "step_ms": seconds * 1e3,
                 "tokens_per_s": tokens_per_s,
                 "speedup": tokens_per_s / (figures[0]["tokens_per_s"] if figures else tokens_per_s),
@@ -39,6 +45,10 @@ def run(prompt_len: int, rows: int, part: int, steps: int, executor: str) -> lis
             figures.append(figure)
             print(figure, flush=True)
     return figures
+
+
+def _name(part: int, kv_dtype: KVDType) -> str:
+    return ("full" if part == 1 else f"1/{part}") + ("" if kv_dtype == "auto" else f", {kv_dtype}")
 
 
 def main() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from snapstream.cache.kv_cache import KVCache
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, WeightForms
+from snapstream.kernels import int8
 from snapstream.kernels.cpu.looped.library import Team, load
 from snapstream.models.decoder import Decoder
 from snapstream.models.panels import make_panels
@@ -81,8 +83,8 @@ def model_of(shape: str) -> ModelConfig:
     return model_config_from_dict({**_QWEN3, **SHAPES[shape]})
 
 
-def runner_of(shape: str, width: str, max_rows: int, max_context: int, rows_bytes: int) -> ModelRunner:
-    """Random weights, and rows full of random numbers: as many and as long as ``rows_bytes`` hold."""
+def decoder_of(shape: str, width: str) -> Decoder:
+    """Random weights of that form."""
     torch.manual_seed(0)
     model, forms = model_of(shape), forms_of(width)
     weights = DecoderWeights.empty(model, torch.float32, "cpu", forms, make_panels(load()))
@@ -92,7 +94,12 @@ def runner_of(shape: str, width: str, max_rows: int, max_context: int, rows_byte
             layer.fill(one)
     for name, vector in weights.vectors.items():
         vector.fill_(1.0 * name.endswith("norm"))
-    decoder = Decoder(model, weights)
+    return Decoder(model, weights)
+
+
+def runner_of(shape: str, width: str, max_rows: int, max_context: int, rows_bytes: int) -> ModelRunner:
+    """Random weights, and rows: as many and as long as ``rows_bytes`` hold."""
+    decoder, forms = decoder_of(shape, width), forms_of(width)
     token_bytes = decoder.kv_spec().row_bytes(1)
     context = min(max_context, rows_bytes // token_bytes - 1)
     rows = max(1, min(max_rows, rows_bytes // (token_bytes * (context + 1)) - 1))
@@ -103,10 +110,10 @@ def runner_of(shape: str, width: str, max_rows: int, max_context: int, rows_byte
         budget=KVBudget.full(context + 1), max_model_len=context + 1, max_rows=int(rows), executor="looped",
         weights=forms,
     )  # fmt: skip
-    return ModelRunner(decoder, config, make_decode=_NoDecode)
+    return ModelRunner(decoder, config, make_decode=NoDecode)
 
 
-class _NoDecode:
+class NoDecode:
     """A ladder makes its own."""
 
     def __init__(self, parts: Any) -> None:
@@ -149,11 +156,24 @@ class Ladder:
         self.looped.close()
 
 
+def fill_rows(cache: KVCache) -> None:
+    """Random numbers in every slot, layer by layer."""
+    for stored, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+        if scale is None:
+            stored.normal_()
+        elif stored.dtype == int8.DTYPE:
+            stored.random_(-127, 128)
+            scale.fill_(0.01)
+        else:
+            for layer in stored:
+                layer.copy_(torch.randn(layer.shape))
+            scale.fill_(1.0)
+
+
 def ladder_of(runner: ModelRunner, batch: int, context: int, threads: int) -> Ladder:
     """``batch`` rows that see ``context`` slots each."""
     model, spec = runner.decoder.config, runner.cache.spec
-    runner.cache.k.normal_()
-    runner.cache.v.normal_()
+    fill_rows(runner.cache)
     rows = torch.arange(batch)
     runner.occupy(range(batch), context - 1, SamplingParams(temperature=0.0))
     parameters = layer_parameters(model) * model.num_layers + model.vocab_size * model.hidden_size

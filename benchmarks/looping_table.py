@@ -1,4 +1,4 @@
-"""Markdown of stored results of ``looping.py`` and ``equal_memory.py``."""
+"""Markdown of stored results of ``looping.py``, ``looping_rows.py`` and ``equal_memory.py``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,22 @@ def looping(figures: dict[str, Any]) -> str:
         f"percentiles:\n\n{table(heads, rows)}\n\nShape {ablations['shape']} in bfloat16, B2. Threads: {by_threads}. "
         f"Touched ahead at batch 1: {by_touch}. A barrier takes {waiting['barrier_us']:.2f} µs, a call "
         f"{waiting['call_us']:.1f} µs, one after threads fell asleep {waiting['call_after_sleep_us']:.0f} µs."
+    )
+
+
+def looping_rows(figures: dict[str, Any]) -> str:
+    """Kinds of rows side by side, each against fp32 ones."""
+    rows = [
+        [arm["shape"], arm["width"], str(arm["batch"]), f"{arm['context']:,}", kind, f"{own['mb']:,.0f}",
+         f"{own['p10_ms']:.3g}", f"{own['p10_ms'] / arm['rows']['float32']['p10_ms']:.2f}",
+         f"{arm['read_gb_per_s']:.0f}", f"{own['times_bound']:.2f}"]
+        for arm in figures["arms"] for kind, own in arm["rows"].items()
+    ]  # fmt: skip
+    heads = ["shape", "weights", "rows", "slots", "kind of rows", "MB a step", "step, ms", "against fp32 rows",
+             "read, GB/s", "over its bound"]  # fmt: skip
+    return (
+        f"A looped step over rows of four kinds, {figures['threads']} threads, {figures['instructions']}; tenth "
+        f"percentiles:\n\n{table(heads, rows)}"
     )
 
 

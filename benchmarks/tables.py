@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.looping_table import equal_memory, looping
+from benchmarks.looping_table import equal_memory, looping, looping_rows
 from benchmarks.machine import RESULTS
 from figures.markdown import link, table
 
@@ -244,7 +244,7 @@ def bad_sockets(figures: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "looping": looping, "equal_memory": equal_memory,
+    "looping": looping, "looping_rows": looping_rows, "equal_memory": equal_memory,
     "decode": decode, "prefill": prefill, "memory": memory, "peers_100m": peers,
     "peers_tiny": peers, "peers_batches_100m": peers_batches, "peers_all_100m": peers_all,
     "spec_prefill": spec_prefill, "serving": serving,
