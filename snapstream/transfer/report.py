@@ -68,7 +68,7 @@ def report_from_bytes(data: bytes | bytearray) -> PrefillReport:
             if prefix is None
             else PrefixUse(_count(prefix["cached_tokens"]), _maybe(prefix["diverged_at"])),
         )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise WireError(f"the report is not one: {type(error).__name__}: {str(error)[:200]}") from None
 
 

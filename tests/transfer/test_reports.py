@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from snapstream.cache.selectors.snapkv import SnapKV
@@ -125,9 +125,12 @@ def test_a_request_is_read_or_refused(name: str, value: Any, inner: bool) -> Non
 
 @settings(max_examples=300, deadline=None)
 @given(name=st.sampled_from([*TOLD["compression"], "kept_positions", "kept_bitmap"]), value=_json)
+@example(name="compress_ms", value=10**400)
+@example(name="kept_bitmap", value=[])
 def test_a_report_is_read_or_refused(name: str, value: Any) -> None:
-    for told in ({**TOLD, "compression": {**TOLD["compression"], name: value}}, {**TOLD, "prefix": value}):
+    changes = {"compression": {**TOLD["compression"], name: value}}, *({key: value} for key in TOLD)
+    for change in (*changes, {"prompt_logprobs": [value]}):
         try:
-            report_from_bytes(json.dumps(told).encode())
+            report_from_bytes(json.dumps({**TOLD, **change}).encode())
         except WireError as error:
             assert len(str(error)) < 400
