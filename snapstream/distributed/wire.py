@@ -52,7 +52,7 @@ def unpack(data: bytes, kinds: Mapping[str, type]) -> object:
         if start != len(data):
             raise ValueError(f"{len(data)} bytes came, and the message has {start}")
         return reader(kinds[name])(values, arrays)
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, struct.error) as error:
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
         raise ValueError(f"{len(data)} bytes that are no message: {type(error).__name__}: {error}") from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -105,6 +105,14 @@ def test_values_of_a_wrong_type_are_refused(field: str, value: object) -> None:
     task = Task(rank=1, model="", fingerprint="", config=CONFIG, meeting="", num_threads=0)
     object.__setattr__(task, field, value)
     with pytest.raises(ValueError, match="no message"):
+        unpack(pack(task), TO_FOLLOWER)
+
+
+def test_a_number_that_no_float_holds_is_refused() -> None:
+    selector = Diverse(share=0.25)
+    object.__setattr__(selector, "share", 10**400)
+    task = Task(rank=1, model="", fingerprint="", config=replace(CONFIG, selector=selector), meeting="", num_threads=0)
+    with pytest.raises(ValueError, match="no message: OverflowError"):
         unpack(pack(task), TO_FOLLOWER)
 
 
