@@ -25,7 +25,7 @@ def make_exchange(
     settings: TransferSettings,
     wake: Callable[[], None] = lambda: None,
 ) -> TcpExchange:
-    """ValueError for an engine whose rows cannot travel; OSError where the address is taken."""
+    """ValueError for an engine whose rows cannot travel, or cannot arrive at the address."""
     if config.heads is not None:
         raise ValueError("heads: rows whose kv heads have slots of their own do not travel yet")
     return TcpExchange(settings, row_sizes(model, config), fingerprint(folder, config), wake)

@@ -39,7 +39,7 @@ class TcpExchange:
         *,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """OSError where the address is taken. ``deadline_s``: without a byte or a beat, on either side."""
+        """ValueError where rows cannot arrive. ``deadline_s``: without a byte or a beat, on either side."""
         self._settings, self._sizes, self._fingerprint, self._wake = settings, sizes, fingerprint, wake
         self._deadline_s = deadline_s
         self._context: ssl.SSLContext | None = None  # of senders; reading the authorities takes a while
@@ -95,9 +95,9 @@ class TcpExchange:
         assert request.ticket is not None
         done = partial(self._sent, request.request_id)
         header = self._header(request, budget)
-        if self._context is None and request.ticket.uses_tls:
-            self._context = self._settings.client_context()
         try:
+            if self._context is None and request.ticket.uses_tls:
+                self._context = self._settings.client_context()
             with self._lock:  # a sender that fails at once waits until it is known
                 self._senders[request.request_id] = RowSender(
                     request.ticket,

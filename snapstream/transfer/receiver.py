@@ -49,13 +49,16 @@ class RowReceiver:
     """Listens from its making on; ``deliver`` is called on threads of its own."""
 
     def __init__(self, settings: TransferSettings, deliver: Deliver, *, deadline_s: float = DEADLINE_S) -> None:
-        """ValueError without an address; OSError where it is taken."""
+        """ValueError without an address, or where nobody can listen there."""
         if settings.host is None:
             raise ValueError("a receiver of rows needs an address")
         self._settings, self._deliver, self._deadline_s = settings, deliver, deadline_s
         self._context, self._binding = settings.server_context(), settings.certificate_digest()
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        self._listener = socket.create_server((settings.host, settings.port), family=family, backlog=256)
+        try:
+            self._listener = socket.create_server((settings.host, settings.port), family=family, backlog=256)
+        except OSError as error:
+            raise ValueError(f"rows cannot arrive at {settings.host} port {settings.port}: {error}") from None
         self._listener.setblocking(False)
         self.host, self.port = settings.host, int(self._listener.getsockname()[1])
         self._lock = threading.Lock()  # of the three below

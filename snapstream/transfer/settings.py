@@ -63,6 +63,7 @@ class TransferSettings:
         for file in (self.cert, self.key, self.ca):
             if file is not None and not file.is_file():
                 raise ValueError(f"{file} is not a file")
+        self._check_files()
         if self.host is None:
             return
         if _is_wildcard(self.host):
@@ -74,6 +75,19 @@ class TransferSettings:
                 f"the transfer address is {self.host}, which other machines reach; rows hold prompts, so this needs "
                 "TLS: give --tls-cert and --tls-key, or a loopback address"
             )
+
+    def _check_files(self) -> None:
+        """ValueError for files that are no PEM: else the first row would find out."""
+        try:
+            if self.ca is not None:
+                self.client_context()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.ca} holds no certificates of authorities (PEM): {error}") from None
+        try:
+            self.server_context()
+            self.certificate_digest()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.cert} and {self.key} are no certificate and its key (PEM): {error}") from None
 
     def server_context(self) -> ssl.SSLContext | None:
         """Of the port where rows arrive."""

@@ -26,11 +26,13 @@ DECODE = ["--role", "decode", *READER]
         ([*DECODE, "--transfer-host", "0.0.0.0"], "no sender can reach"),
         ([*DECODE, "--transfer-port", "99999"], "the transfer port is 99999"),
         ([*DECODE, "--transfer-ca", "/nowhere"], "is not a file"),
+        (["--role", "prefill", "--transfer-ca", __file__], "certificates of authorities (PEM)"),
+        ([*DECODE, "--tls-cert", __file__, "--tls-key", __file__], "are no certificate and its key"),
         ([*DECODE, "--prefix-store", "1MiB"], "are for the servers that read prompts"),
         (["--role", "prefill", "--host", "0.0.0.0"], "--role prefill needs --tls-cert and --tls-key"),
         (["--role", "prefill", "--draft", "x"], "give it to the servers with --role decode"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value).replace(__file__, "a.py") if isinstance(value, list) else "",
 )
 def test_what_does_not_fit_together(
     options: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

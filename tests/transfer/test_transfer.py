@@ -239,6 +239,16 @@ def test_a_slow_receiver_gets_the_row_and_a_dead_one_ends_it() -> None:
         assert "broke" in here.result()
 
 
+def test_an_address_that_is_taken_is_named() -> None:
+    with receiving() as there:
+        port = there.receiver.port
+        with (
+            pytest.raises(ValueError, match=f"rows cannot arrive at 127.0.0.1 port {port}: .*in use"),
+            receiving(port=port),
+        ):
+            pass
+
+
 def test_settings_refuse_what_would_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="needs TLS"):
         TransferSettings(secret=SECRET, host="192.0.2.1")

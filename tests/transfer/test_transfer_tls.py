@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from snapstream.request import Request, RowTicket, SamplingParams
+from snapstream.transfer.exchange import TcpExchange
 from snapstream.transfer.landing import RowLanding
 from snapstream.transfer.session import MAGIC
 from snapstream.transfer.settings import TransferSettings
-from tests.transfer.rows import SECRET, bodies, receiving, sending
+from tests.transfer.rows import BUDGET, SECRET, SIZES, bodies, receiving, sending
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
@@ -53,6 +55,16 @@ def test_a_row_over_tls_and_who_gets_none(tmp_path: Path) -> None:
                 greeting = plain.recv(200)
             assert MAGIC not in greeting, "nobody is greeted without TLS"
         assert again.key not in there.delivered and there.receiver.num_tickets == 1
+
+
+def test_authorities_that_are_gone_cost_one_row_and_not_the_engine(tmp_path: Path) -> None:
+    cert, _ = certificate(tmp_path, "own")
+    exchange = TcpExchange(TransferSettings(secret=SECRET, ca=cert), SIZES, {})
+    cert.unlink()
+    one = SamplingParams(max_tokens=1)
+    ticket = RowTicket(host="127.0.0.1", port=1, key="00" * 16, uses_tls=True)
+    with pytest.raises(ValueError, match="cannot send another row now: .*No such file"):
+        exchange.open(Request(request_id="a", prompt_token_ids=(1,), sampling=one, ticket=ticket), BUDGET)
 
 
 def test_a_proof_holds_for_the_certificate_that_it_was_made_for(tmp_path: Path) -> None:
