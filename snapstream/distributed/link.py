@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from time import sleep
 
 from snapstream.distributed.wire import MAX_BYTES, pack, unpack
 
@@ -22,6 +23,7 @@ KEY_VARIABLE = "SNAPSTREAM_RANKS_KEY"  # or that with _FILE: a file that holds i
 MIN_KEY = 16  # characters
 PROVE_S = 10.0  # for a peer to show that it knows the key
 MAX_PROVING = 32  # peers that are asked at the same time
+ACCEPT_PAUSE_S = 0.05  # where nobody could be taken in
 # A machine that vanishes is noticed after idle + count x interval seconds.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
@@ -111,22 +113,27 @@ class Door:
         except OSError as error:
             raise ValueError(f"leader_address is {address!r}; nobody can be waited for there: {error}") from None
         self._proving = threading.BoundedSemaphore(MAX_PROVING)
+        self._is_closed = False
         threading.Thread(target=self._wait, name="ranks-door", daemon=True).start()
 
     def close(self) -> None:
         """Take nobody in any more."""
+        self._is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits
         self._socket.close()
 
     def _wait(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
+        while not self._is_closed:
+            try:
                 peer, _ = self._socket.accept()
-                if self._proving.acquire(blocking=False):
-                    threading.Thread(target=self._admit, args=(peer,), name="ranks-proof", daemon=True).start()
-                else:
-                    peer.close()
+            except OSError:  # closed; or the peer left already, or there are too many descriptors
+                sleep(ACCEPT_PAUSE_S)
+                continue
+            if self._proving.acquire(blocking=False):
+                threading.Thread(target=self._admit, args=(peer,), name="ranks-proof", daemon=True).start()
+            else:
+                peer.close()
 
     def _admit(self, peer: socket.socket) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import socket
@@ -102,6 +103,22 @@ def test_strangers_are_not_read_and_keep_nobody_out(waiting: Waiting, monkeypatc
     monkeypatch.undo()
     knock(waiting.address, KEY, TO_FOLLOWER).close()
     waiting.entered.get(timeout=HANG_S)
+
+
+def test_who_is_gone_before_being_taken_in_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, failures = socket.socket.accept, [ConnectionAbortedError(), OSError(errno.EMFILE, "too many open files")]
+
+    def failing(self: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    own = Waiting()
+    knock(own.address, KEY, TO_FOLLOWER).close()
+    own.entered.get(timeout=HANG_S)
+    own.door.close()
+    assert not failures
 
 
 def test_what_is_no_message_is_an_error_at_the_reader(waiting: Waiting) -> None:
