@@ -60,7 +60,8 @@ def follow(link: Link, folder: Path | None = None) -> int:
     where the leader has it. Returns the exit code of a follower that failed.
     """
     inbox: Inbox = SimpleQueue()
-    threading.Thread(target=_receive, args=(link, inbox), name="leader-link", daemon=True).start()
+    tells = folder is not None  # one on the leader's machine has nobody who waits for it
+    threading.Thread(target=_receive, args=(link, inbox, tells), name="leader-link", daemon=True).start()
     try:
         _serve(link, inbox, folder)
     except Exception as error:
@@ -72,13 +73,15 @@ def follow(link: Link, folder: Path | None = None) -> int:
     return 1
 
 
-def _receive(link: Link, inbox: Inbox) -> None:
-    """Life of the thread that listens to the leader."""
+def _receive(link: Link, inbox: Inbox, tells: bool) -> None:
+    """Life of the thread that listens to the leader; ``tells``: say why the process ends."""
     try:
         while True:
             inbox.put(link.receive())
     except LinkClosed:
-        os._exit(0)  # whatever the other threads do: the leader has closed, or is dead
+        if tells:
+            print("the leader has closed its engine, or is gone: this rank ends", file=sys.stderr, flush=True)
+        os._exit(0)  # whatever the other threads do
     except ValueError as error:  # a selector that this process does not know, or no message of ours
         with suppress(LinkClosed):
             link.send(Failed("error", str(error)))

@@ -73,6 +73,7 @@ def test_a_rank_from_elsewhere_is_one_like_any(folder: Path, tmp_path: Path, spr
         assert isinstance(runner, ParallelRunner) and runner.follower_pids == ()
         llm.close()
         assert follower.wait(HANG_S) == 0
+        assert follower.stderr is not None and "the leader has closed its engine, or is gone" in follower.stderr.read()
 
 
 def test_a_rank_from_elsewhere_that_dies_is_missed(folder: Path, spread: dict[str, Any]) -> None:
