@@ -166,6 +166,9 @@ class ReplicatedEngine:
         except ReplicaLost as error:
             self._board.lose(name, str(error))
             return
+        except Exception as error:  # a bug of ours, here or there: the watch must go on
+            log.error("replica %s could not be asked how it is: %r", name or "?", error)
+            return
         self._board.take(report)
         self._facts = report.facts
 

@@ -134,6 +134,10 @@ class DecodeServer:
         except (ValueError, QueueFull, EngineDead) as error:
             waiting.append(Fault.of(error))
             news.set()
+        except Exception as error:  # a bug of ours: the caller would wait for ever
+            log.exception("request=%s failed", request.request_id)
+            waiting.append(Fault("dead", f"the replica failed: {type(error).__name__}: {error}"))
+            news.set()
         except asyncio.CancelledError:
             waiting.append(Fault("dead", "nobody reads the answer any more"))
             news.set()

@@ -136,6 +136,16 @@ def test_errors_are_data(monkeypatch: pytest.MonkeyPatch, clock: Clock, error: E
     run(monkeypatch, test)
 
 
+def test_a_bug_is_told_and_nobody_waits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    async def test(server: Any, engine: ScriptedEngine) -> None:
+        engine.said.put_nowait(RuntimeError("a bug"))
+        *_, last = [each async for each in server.generate(REQUEST, Route())]
+        assert last.fault == Fault("dead", "the replica failed: RuntimeError: a bug")
+        assert await load_of(server) == (0, 0)
+
+    run(monkeypatch, test)
+
+
 def test_a_reader_that_closes_aborts(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     async def test(server: Any, engine: ScriptedEngine) -> None:
         parcels = server.generate(REQUEST, Route())

@@ -51,6 +51,7 @@ class FakeReplicas:
     resets: list[str] = field(default_factory=list)
     num_closed: int = 0
     dead: set[str] = field(default_factory=set)
+    faults: list[Exception] = field(default_factory=list)  # of the next reports
     facts: EngineFacts = FACTS
 
     def _take(self, route: Route) -> str:
@@ -80,6 +81,8 @@ class FakeReplicas:
 
     async def report(self, route: Route) -> Report:
         name = self._take(route)
+        if self.faults:
+            raise self.faults.pop()
         stats = EngineStats(rows_free=4, rows_total=4)
         return Report(replica=name, load=EMPTY, stats=stats, facts=self.facts, pid=1)
 
@@ -218,12 +221,15 @@ def test_prefixes_are_forgotten_everywhere_before_the_next_request() -> None:
 
 
 def test_it_goes_on_watching() -> None:
+    """Also after an error that nobody has foreseen."""
     replicas = FakeReplicas({"a": WHOLE})
 
     async def main() -> None:
         engine = ReplicatedEngine(replicas)
+        replicas.faults = [RuntimeError("a bug"), KeyError("another")]
         watching = asyncio.create_task(engine.watch())
         await until_async(lambda: engine.is_ready)
+        assert not replicas.faults
         replicas.dead = {"a"}
         await until_async(lambda: not engine.is_ready)
         replicas.dead = set()
