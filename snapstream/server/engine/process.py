@@ -155,6 +155,9 @@ class EngineProcess:
     async def _launch(self) -> EngineChild:
         """Start a child and wait until it serves; whatever goes wrong, none is left behind."""
         self._absence = "the engine is loading"
+        parallel = self._spec.options.parallel
+        if parallel.ranks_here < parallel.size:
+            log.info("the engine waits for %d ranks at %s", parallel.size - parallel.ranks_here, parallel.address)
         child = self._child = EngineChild(self._spec, self._deliver)
         try:
             self._facts = await child.facts(self._load_timeout_s)

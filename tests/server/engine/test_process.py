@@ -22,6 +22,7 @@ from snapstream.config import EngineOptions
 from snapstream.engine.validate import QueueFull
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
+from snapstream.server.engine import process
 from snapstream.server.engine.api import EngineDead
 from snapstream.server.engine.messages import EngineSpec
 from snapstream.server.engine.process import EngineProcess
@@ -214,6 +215,19 @@ def test_a_killed_engine_fails_every_request_at_once_and_comes_back(served: Serv
         assert after.prompt_tokens_total > before.prompt_tokens_total
 
     served.run(main())
+
+
+def test_the_log_says_how_many_ranks_are_waited_for_and_where(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError("no process")
+
+    monkeypatch.setattr(process, "EngineChild", refused)
+    options = EngineOptions(tensor_parallel=4, local_ranks=1, leader_address="10.0.0.1:7690")
+    with caplog.at_level("INFO"), pytest.raises(OSError, match="no process"):
+        asyncio.run(EngineProcess(EngineSpec(model="m", options=options)).start())
+    assert "the engine waits for 3 ranks at 10.0.0.1:7690" in caplog.text
 
 
 def test_without_restart_a_killed_engine_stays_dead(spec: EngineSpec) -> None:
