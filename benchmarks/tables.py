@@ -243,13 +243,28 @@ def bad_sockets(figures: dict[str, Any]) -> str:
     )
 
 
+def transfer(figures: dict[str, Any]) -> str:
+    rows = [
+        [f"{link['gbit']:g} Gbit/s" if link["gbit"] else "loopback", f"{link['here_s']:.2f} s",
+         f"{link['while_reading_s']:.2f} s", f"{link['at_end_s']:.2f} s", f"{link['saved_s']:.2f} s",
+         f"{link['row_s_on_link']:.2f} s" if link["gbit"] else ""]
+        for link in figures["links"]
+    ]  # fmt: skip
+    size = (
+        f"{figures['context']:,} tokens into {figures['slots']:,} slots, a row of {figures['row_bytes'] / 2**20:,.1f} "
+        f"MiB in {figures['layers']} parts"
+    )
+    heads = ["link", "read here", "sent while it is read", "sent at the end", "saved", "the row alone on the link"]
+    return f"Time to the first token, {size}:\n\n" + table(heads, rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "looping": looping, "looping_rows": looping_rows, "equal_memory": equal_memory,
     "decode": decode, "prefill": prefill, "memory": memory, "peers_100m": peers,
     "peers_tiny": peers, "peers_batches_100m": peers_batches, "peers_all_100m": peers_all,
     "spec_prefill": spec_prefill, "serving": serving,
     "soak": soak, "executors": executors, "grammar": grammar, "turns": turns, "agent_turns": agent_turns,
-    "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets,
+    "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
 }  # fmt: skip
 
 TINY = "the tiny model that ships"

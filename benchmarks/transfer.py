@@ -29,9 +29,10 @@ from snapstream.engine.messages import Stop, Submit
 from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.worker import EngineWorker
 from snapstream.llm import LLM
+from snapstream.plan.travelling import row_sizes
 from snapstream.request import Request, SamplingParams
 from snapstream.server.engine.process_main import PipePort
-from snapstream.start.exchange import fingerprint, row_sizes
+from snapstream.start.exchange import fingerprint
 from snapstream.transfer.asking import read_for
 from snapstream.transfer.exchange import TcpExchange
 from snapstream.transfer.settings import TransferSettings

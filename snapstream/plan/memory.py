@@ -3,7 +3,8 @@
 Bytes that do not depend on the number of rows: weights, where they are narrow one layer of them as they are computed
 with, staging buffers, the temporaries of one prefill chunk and of
 one scoring block, the padding row. Bytes per row: keys and values, the sampler's state, and what one entry of a decode
-batch needs - logits, the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own.
+batch needs - logits, the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own;
+of looped steps on a CPU their workspace, for as many threads as there are processors.
 With hops a layer's queries of all staged tokens are held beside the pool. No torch.
 
 Of several ranks these are the bytes of each (``models/shards.py``): hidden states, the sampler's state and what a
@@ -16,11 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from snapstream.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, ParallelConfig, Selector
+from snapstream.config.cores import num_cores
 from snapstream.config.sizes import format_bytes
 from snapstream.layers.row_state import row_state_bytes
 from snapstream.models.families import kv_spec_of
 from snapstream.models.shapes import weight_bytes, wide_bytes, widening_bytes
 from snapstream.models.shards import rank_config
+from snapstream.plan.workspace import looped_workspace
 
 SCORING_KEYS = 4096  # keys that are scored at a time
 # Of one batch entry and token of the vocabulary, where top-p looks for its threshold: fp32 logits and scores, keys,
@@ -168,6 +171,8 @@ def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     batch = model.vocab_size * SAMPLING_BYTES + activations
     if config.device.startswith("cuda"):
         return 2 * batch
+    if config.executor == "looped":  # which reads rows as they are stored
+        return model.vocab_size * SAMPLING_BYTES + looped_workspace(model, config, num_cores()).entry_bytes
     if config.kv_dtype != "auto":  # plain PyTorch widens the visible slots of one layer
         batch += kv_spec_of(model, "float32").layer_bytes(config.budget.capacity)
     return batch
@@ -192,7 +197,11 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
             spec.refresh_bytes(config.rescoring, capacity),
             0 if is_looped else widening_bytes(stored, config.dtype, config.weights, config.device.split(":")[0]),
         ),
-        framework_bytes=FRAMEWORK_BYTES if config.device.startswith("cuda") else 0,
+        framework_bytes=FRAMEWORK_BYTES
+        if config.device.startswith("cuda")
+        else looped_workspace(model, config, num_cores()).scratch_bytes
+        if is_looped
+        else 0,
         row_bytes=spec.row_bytes(capacity) + spec.rescoring_bytes(config.rescoring, capacity),
         state_bytes=row_state_bytes(model.vocab_size),
         batch_bytes=batch_bytes(model, config),

@@ -33,6 +33,7 @@ from snapstream.cache.layout import num_visible
 from snapstream.config import (
     DEFAULT_OBSERVATION,
     DEFAULT_SINK,
+    EngineConfig,
     EngineOptions,
     KVBudget,
     KVDType,
@@ -50,6 +51,7 @@ from snapstream.plan.memory import EngineMemory, PrefillMemory, engine_memory, p
 from snapstream.plan.predict import Predictor
 from snapstream.plan.prefix import PrefixPlan, prefix_plan
 from snapstream.plan.ranks import RanksPlan
+from snapstream.plan.travelling import row_sizes
 from snapstream.plan.widths import weight_forms
 
 MAX_PLANNED_LEN = 131_072  # default prompt length where the model's context is longer
@@ -86,6 +88,7 @@ class RowPlan:
     max_rows: int  # rows that fit the memory, the padding row already taken off
     tokens_per_s_one: float  # byte bound, one row decoding
     tokens_per_s_max: float  # byte bound, max_rows rows decoding; 0 if none fits
+    travel_bytes: int  # host memory of the planned prompt's row on its way to another engine, on either side
     rows_here: int | None = None  # what --max-rows auto gives on this machine; 0 where not one row fits
 
 
@@ -169,13 +172,16 @@ class _Planner:
                 self.options.rescoring.check_budget(budget)
         return budgets
 
-    def memory(self, budget: KVBudget, device: str = "cuda") -> EngineMemory:
+    def config(self, budget: KVBudget, device: str = "cuda") -> EngineConfig:
         """Of an engine with such rows, on a GPU by default. Full rows have nothing to rescore."""
         options = self.options if budget.num_topk else replace(self.options, rescoring=None)
-        config = engine_config(
+        return engine_config(
             self.model, options, budget, self.max_model_len, device=device, reserved_bytes=self._reserved_bytes
         )
-        return engine_memory(self.model, config)
+
+    def memory(self, budget: KVBudget, device: str = "cuda") -> EngineMemory:
+        """Of that engine."""
+        return engine_memory(self.model, self.config(budget, device))
 
     def decode_bytes(self, num_rows: int) -> int:
         """Bytes of the weights that a step of so many rows reads."""
@@ -198,6 +204,7 @@ class _Planner:
             max_rows=max_rows,
             tokens_per_s_one=bandwidth / (one + read),
             tokens_per_s_max=max_rows * bandwidth / (all_rows + own_rows * read),
+            travel_bytes=row_sizes(self.model, self.config(budget)).row_bytes(self.prompt_len, budget),
             rows_here=None if here is None else auto_rows(self.memory(budget, here.device), here.free_bytes),
         )
 

@@ -24,10 +24,14 @@ def _format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
+def _name(row: RowPlan) -> str:
+    return row.name if row.name == "full" else f"{row.capacity:,}"
+
+
 def _table_line(row: RowPlan) -> tuple[str, ...]:
     fits = row.max_rows > 0
     return (
-        row.name if row.name == "full" else f"{row.capacity:,}",
+        _name(row),
         format_bytes(row.row_bytes),
         f"{100 * row.full_fraction:.3g} %",
         _format_rate(row.max_rows) if row.max_rows >= 1e6 else f"{row.max_rows:,}" if fits else "none",
@@ -143,6 +147,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(table)
     console.print()
     _print_line(console, "tok/s    ", "the bound set by bytes read per step, not a measurement")
+    sizes = ", ".join(f"{format_bytes(row.travel_bytes)} ({_name(row)})" for row in plan.rows)
+    _print_line(console, "travels  ", f"with --role, of host memory on either side while a row is on its way: {sizes}")
     if plan.ranks is not None:
         _print_steps(plan.ranks, console)
     if plan.here is not None:

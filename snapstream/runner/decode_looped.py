@@ -59,6 +59,11 @@ class LoopedDecode:
         """Of a step: parts between two barriers."""
         return self._engine.num_stages
 
+    @property
+    def workspace_bytes(self) -> int:
+        """What stages hand each other."""
+        return self._engine.workspace_bytes
+
     def warm_up(self, progress: bool) -> None:
         """Nothing is left to be made."""
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig
-from snapstream.models.families import kv_spec_of
+from snapstream.config import EngineConfig, ModelConfig
 from snapstream.models.fingerprint import fingerprint as checkpoint_fingerprint
+from snapstream.plan.travelling import row_sizes
 from snapstream.transfer.exchange import TcpExchange
 from snapstream.transfer.settings import TransferSettings
-from snapstream.transfer.wire import RowSizes
 from snapstream.version import __version__
 
 
@@ -29,19 +28,6 @@ def make_exchange(
     if config.heads is not None:
         raise ValueError("heads: rows whose kv heads have slots of their own do not travel yet")
     return TcpExchange(settings, row_sizes(model, config), fingerprint(folder, config), wake)
-
-
-def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
-    """Bytes of the pieces of a row, as ``runner/row_parts.py`` lays them; ranks send and receive whole ones."""
-    spec = kv_spec_of(model, config.dtype, config.kv_dtype)
-    return RowSizes(
-        num_layers=spec.num_layers,
-        slot_bytes=spec.token_bytes() // spec.num_layers,
-        scale_bytes=spec.scale_bytes() // spec.num_layers,
-        vote_bytes=0 if config.rescoring is None else 4 * spec.num_kv_heads,
-        hidden_bytes=model.hidden_size * DTYPE_BYTES[config.dtype],
-        num_kv_heads=spec.num_kv_heads,
-    )
 
 
 def fingerprint(folder: Path, config: EngineConfig) -> dict[str, str]:

@@ -83,6 +83,10 @@ class RowSizes:
         num_slots = min(prompt_len, budget.capacity)
         return self.scale_bytes + self.vote_bytes * budget.num_topk + self.slot_bytes * num_slots
 
+    def row_bytes(self, prompt_len: int, budget: KVBudget) -> int:
+        """All layers and the hidden state: host memory of the row while it is on its way, on either side."""
+        return self.num_layers * self.part_bytes(prompt_len, budget) + self.hidden_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowHeader:

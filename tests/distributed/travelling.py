@@ -14,10 +14,10 @@ from snapstream.models.cuts import Share
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
+from snapstream.plan.travelling import row_sizes
 from snapstream.request import SamplingParams
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.runner.row_parts import RowParts, read_later
-from snapstream.start.exchange import row_sizes
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 
 PROMPT = tuple((7 * i) % 80 + 3 for i in range(70))

@@ -12,6 +12,7 @@ import pytest
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget, PrefixStoreConfig, RescoringConfig
 from snapstream.engine.transfers import RowMissed
+from snapstream.plan.travelling import row_sizes
 from snapstream.request import FinishReason, Grammar, Request, RequestOutput, SamplingParams
 from tests.llm.conftest import write_checkpoint
 from tests.parity.checkpoints import make_model, save
@@ -117,7 +118,11 @@ def test_every_kind_of_request(letters: Path) -> None:
 )
 def test_every_kind_of_row(letters: Path, more: dict[str, Any]) -> None:
     with joined(letters, **{**SETTINGS, **more}) as pair:
-        check(pair, requests_of({"greedy": replace(GREEDY, max_tokens=40), "n": PARAMS["seeded, three samples"]}))
+        requests = requests_of({"greedy": replace(GREEDY, max_tokens=40), "n": PARAMS["seeded, three samples"]})
+        check(pair, requests)
+        sizes, budget = row_sizes(pair.answerer.model_config, pair.answerer.config), pair.answerer.config.budget
+        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), budget) - sizes.hidden_bytes for one in requests)
+        assert pair.answerer.engine.transfer_stats.num_bytes == planned
 
 
 def test_rows_of_latents(latents: Path) -> None:

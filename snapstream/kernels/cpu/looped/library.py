@@ -5,7 +5,6 @@ Addresses are taken from tensors; who passes one keeps the tensor alive. ``Team`
 
 from __future__ import annotations
 
-import os
 import weakref
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from snapstream.config.cores import num_cores as num_cores
 from snapstream.kernels.cpu.looped.build import InstructionSet, instruction_sets
 from snapstream.kernels.cpu.looped.prebuilt import open_library
 
@@ -130,11 +130,6 @@ def address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
-def num_cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class Team:
     """Threads that live until ``close``, or until the team is forgotten. ValueError for more than there are cores."""
 
@@ -163,6 +158,10 @@ class NativeEngine:
         handle = library.engine(byref(model), byref(rows), team.handle, max_batch, address(workspace))
         self._end = weakref.finalize(self, library.end_engine, handle)
         self._handle, self._step = handle, library.step
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._workspace.nbytes
 
     def run(self, step: Step) -> None:
         """The stages of ``step``."""
