@@ -1,4 +1,5 @@
-"""The ranks that compute every step together, as one of them sees it: its number, their number, three collectives.
+"""The ranks that compute every step together, as one of them sees it: its number, their number, three collectives, and
+memory that the ranks of one machine share.
 
 A decoder is handed a ``Group`` and calls it wherever a product is one rank's part of a sum. ``Alone`` is the group of
 one, so that nothing else asks how many ranks there are. Invariant: after a collective all ranks hold the same bits.
@@ -8,12 +9,16 @@ Every rank must make the same calls in the same order, with tensors of one shape
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from mmap import mmap
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from snapstream.distributed.shared_memory import create, reach
 
 ReduceOp = Literal["sum", "max"]
 
@@ -45,6 +50,13 @@ class Group(Protocol):
         """Rank ``source``'s ``x``. The others' ``x`` may be overwritten with it."""
         ...
 
+    def share_memory(self, num_bytes: int) -> Tensor | None:
+        """Zeros ``[num_bytes]`` uint8 that all ranks see, which are on one machine; None where nobody else is there.
+
+        The first byte becomes 1 when a rank has gone.
+        """
+        ...
+
 
 class Alone:
     """One device: nothing is communicated."""
@@ -62,6 +74,10 @@ class Alone:
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """See ``Group.broadcast``: ``x`` itself."""
         return x
+
+    def share_memory(self, num_bytes: int) -> Tensor | None:
+        """See ``Group.share_memory``: None."""
+        return None
 
 
 class Pretend:
@@ -86,6 +102,10 @@ class Pretend:
         """See ``Group.broadcast``: ``x`` itself."""
         return x
 
+    def share_memory(self, num_bytes: int) -> Tensor | None:
+        """See ``Group.share_memory``: None."""
+        return None
+
 
 class Ranks:
     """Processes that talk through ``torch.distributed``: NCCL between NVIDIA GPUs, gloo between CPUs."""
@@ -94,6 +114,7 @@ class Ranks:
         """``group``: made in every rank's process; ``join`` makes one of all of them."""
         self._group = group
         self.rank, self.size = group.rank(), group.size()
+        self._shared: list[mmap] = []
 
     @classmethod
     def join(cls, rank: int, size: int, address: str, device: torch.device | str, timeout_s: float) -> Ranks:
@@ -137,6 +158,22 @@ class Ranks:
         dist.broadcast(own, group=self._group, group_src=source)
         return own
 
+    def share_memory(self, num_bytes: int) -> Tensor | None:
+        """See ``Group.share_memory``; a collective. OSError where a rank cannot reach what rank 0 has made."""
+        made = create(num_bytes) if self.rank == 0 else None
+        pid, number = self.all_gather(torch.tensor([[os.getpid(), -1 if made is None else made]]), 0)[0].tolist()
+        own = reach(pid, number, num_bytes)
+        self.all_gather(torch.zeros(1), 0)  # all have it
+        if made is not None:
+            os.close(made)
+        self._shared.append(own)
+        return torch.frombuffer(own, dtype=torch.uint8)
+
+    def abandon(self) -> None:
+        """A rank has gone: whoever waits for it in shared memory shall not. Any thread may call it."""
+        for own in self._shared:
+            own[0] = 1
+
     @staticmethod
     def is_joined() -> bool:
         """Whether this process is in a group already; it can be in one."""
@@ -148,6 +185,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group; its collectives cannot be called any more."""
+        self._shared.clear()
         dist.destroy_process_group(self._group)
 
 

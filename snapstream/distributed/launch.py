@@ -57,6 +57,7 @@ class Followers:
         self._all: list[Follower] = []
         self._change = threading.Condition()
         self._lost: Failed | None = None
+        self._on_end: Callable[[], None] = lambda: None
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -133,6 +134,13 @@ class Followers:
         there = {own.rank for own in self._all if own.state in reached}
         return [rank for rank in range(1, self._count + 1) if rank not in there]
 
+    def when_lost(self, act: Callable[[], None]) -> None:
+        """Call ``act`` when a rank goes, for whatever reason, on a thread, or at once if one has. It must not wait."""
+        with self._change:
+            self._on_end = act
+            if self._lost is not None:
+                act()
+
     def check(self) -> None:
         """RankLost, or the ValueError that a follower reported, if one has gone."""
         if self._lost is not None:
@@ -202,6 +210,7 @@ class Followers:
             is_first = self._lost is None and not self._is_closed
             if is_first:
                 self._lost = end
+            self._on_end()
             had_joined = own.state in ("joined", "ready")  # else the leader waits for it, and will be told
             self._change.notify_all()
         if is_first and had_joined and end.kind == "error":

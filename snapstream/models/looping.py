@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from snapstream.config import ModelConfig, WeightForms
+from snapstream.config import ModelConfig, ParallelConfig, WeightForms
 from snapstream.models.dense_roles import dense_roles
 from snapstream.models.expert_roles import mixtral_roles, moe_roles
 from snapstream.models.families import FAMILIES
@@ -29,6 +29,17 @@ def problem_of_rounded_inputs(model: ModelConfig, forms: WeightForms, *, dtype: 
     if model.latent is not None:
         return f"{model.architecture} keeps latents, whose products take inputs in dtype"
     return problem_of_looping(model, forms, dtype=dtype, device=device)
+
+
+def problem_of_looped_ranks(parallel: ParallelConfig) -> str | None:
+    """Why the ranks of an engine cannot run looped steps together; None where they can, or where there is one."""
+    if parallel.size == 1:
+        return None
+    if parallel.address:
+        return "ranks meet within a looped step in memory that they share, and these are on several machines"
+    if parallel.attention == "dp":
+        return "attention is 'dp'; ranks that have whole rows each meet in other places than looped steps know"
+    return None
 
 
 def problem_of_looping(model: ModelConfig, weights: WeightForms | None, *, dtype: str, device: str) -> str | None:

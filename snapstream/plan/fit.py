@@ -21,7 +21,7 @@ from snapstream.config import (
 )
 from snapstream.config.heads import HeadProfile, HeadSlots
 from snapstream.models.families import kv_spec_of
-from snapstream.models.looping import problem_of_looping
+from snapstream.models.looping import problem_of_looped_ranks, problem_of_looping
 from snapstream.models.shards import check_cuts, rank_config
 from snapstream.plan.chunking import resolve_chunking
 from snapstream.plan.memory import EngineMemory, engine_memory, split_heads
@@ -37,7 +37,7 @@ def default_executor(model: ModelConfig, options: EngineOptions, device: str) ->
     """
     if device.startswith("cuda"):
         return "graph"
-    if options.tensor_parallel > 1:  # a looped step is one call, in the middle of which ranks would have to meet
+    if problem_of_looped_ranks(options.parallel) is not None:
         return "eager"
     forms = weight_forms(model, options, device=device, executor="looped")
     return "eager" if problem_of_looping(model, forms, dtype=options.dtype, device=device) else "looped"

@@ -1,8 +1,9 @@
 """The decode step as one native call: from row indices to logits, and for greedy rows to the next tokens.
 
 The library (``kernels/cpu/looped``) gets the addresses of weights, rows and state once. A step hands it row indices;
-whatever sampling needs more than the likeliest token is done by eager's second half on the same logits. Invariant: a
-row's logits are the same bits alone and in any batch, and equal to eager's but for rounding.
+whatever sampling needs more than the likeliest token is done by eager's second half on the same logits. Ranks of one
+machine call it together, each over its share, and meet within it in memory that all of them see. Invariant: a row's
+logits are the same bits alone and in any batch and on every rank, and equal to eager's but for rounding.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from snapstream.distributed.group import Group
 from snapstream.kernels.cpu.looped.library import (
     FORMATS,
+    Library,
+    Model,
     NativeEngine,
+    Ranks,
     Rows,
     Step,
     Team,
     address,
+    shared_bytes,
     workspace_floats,
 )
 from snapstream.layers.sampler import Sampled
 from snapstream.layers.sampling_state import SamplingNeeds
-from snapstream.models.looping import problem_of_looping
+from snapstream.models.looping import problem_of_looped_ranks, problem_of_looping
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_step import StepParts
 from snapstream.runner.looped_model import model_of, panels_of
@@ -33,14 +39,16 @@ _GREEDY = SamplingNeeds()
 
 
 class LoopedDecode:
-    """A ``DecodeStep`` on a CPU. ValueError for a model or rows that the library cannot run."""
+    """A ``DecodeStep`` on a CPU. ValueError for a model or rows that the library cannot run.
+
+    A step is a RuntimeError where another rank has gone.
+    """
 
     def __init__(self, parts: StepParts, num_threads: int | None = None) -> None:
         """``num_threads`` is torch's unless given."""
         config = parts.config
         problem = problem_of_looping(parts.decoder.config, config.weights, dtype=config.dtype, device=config.device)
-        if problem is None and parts.decoder.group.size > 1:
-            problem = f"a step is one native call, and {parts.decoder.group.size} ranks must talk within it"
+        problem = problem or problem_of_looped_ranks(config.parallel)
         if problem is not None:
             raise ValueError(f"executor 'looped': {problem}")
         self._eager = EagerDecode(parts)
@@ -49,9 +57,16 @@ class LoopedDecode:
         self.team = Team(library, num_threads or torch.get_num_threads())
         model, rows = model_of(parts.decoder), _rows(parts)
         floats = workspace_floats(self.team, model, rows, self._max_rows)
-        self._engine = NativeEngine(self.team, model, rows, self._max_rows, torch.empty(floats))
+        ranks, shared = None, None
+        if parts.decoder.group.size > 1:
+            ranks, shared = _meeting(parts.decoder.group, library, model, self._max_rows)
+        self._engine = NativeEngine(self.team, model, rows, self._max_rows, torch.empty(floats), ranks)
+        self.shared = shared  # where ranks meet (ranks.h); None for one
         self._kept = parts, model, rows  # whose addresses the library has
-        self._logits = torch.empty(self._max_rows, vocab_size)  # [max_rows, V]
+        # [max_rows, V]; of several ranks one for all: each writes the scores of its own tokens.
+        num_logits = self._max_rows * vocab_size
+        logits = torch.empty(num_logits) if shared is None else shared[-4 * num_logits :].view(torch.float32)
+        self._logits = logits.view(self._max_rows, vocab_size)
         self._step = Step(logits=address(self._logits), first=0, last=self.num_stages)
 
     @property
@@ -115,6 +130,16 @@ def _one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(count)
+
+
+def _meeting(group: Group, library: Library, model: Model, max_rows: int) -> tuple[Ranks, Tensor]:
+    """This rank among all, and the memory in which they meet; a collective."""
+    num_bytes = shared_bytes(library, model, group.size, max_rows)
+    shared = group.share_memory(num_bytes)
+    waits = shared is not None
+    if shared is None:
+        shared = torch.zeros(num_bytes, dtype=torch.uint8)
+    return Ranks(shared=address(shared), rank=group.rank, size=group.size, waits=waits), shared
 
 
 def _rows(parts: StepParts) -> Rows:

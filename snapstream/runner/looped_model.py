@@ -1,7 +1,7 @@
 """The weights of a decoder as the library of looped steps is handed them: structs of addresses and sizes.
 
-Invariant: nothing is copied, so the decoder must outlive the structs. ``decode_looped.py`` makes an engine of them;
-``kernels/cpu/looped/abi.h`` says what the fields mean.
+Of a rank they are its share. Invariant: nothing is copied, so the decoder must outlive the structs.
+``decode_looped.py`` makes an engine of them; ``kernels/cpu/looped/abi.h`` says what the fields mean.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from snapstream.kernels.cpu.looped.library import Latent, Mixture, Model, Stack, address
 from snapstream.layers.rope import Rope
 from snapstream.models.decoder import Decoder
+from snapstream.models.mlp import bias_of_sum
 from snapstream.models.panels import Panels
 
 _STACKS = ("embed", "qkv", "o", "gate_up", "down")
-_NORMS, _BIASES = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm"), ("qkv", "o", "gate_up", "down")
+_NORMS = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm")
 
 
 def panels_of(decoder: Decoder, role: str) -> Panels:
@@ -26,7 +27,11 @@ def panels_of(decoder: Decoder, role: str) -> Panels:
 
 def model_of(decoder: Decoder) -> Model:
     """All of a decoder."""
-    config, vectors = decoder.config, decoder.weights.vectors
+    config, vectors, group = decoder.share, decoder.weights.vectors, decoder.group
+    biases = {
+        "qkv": vectors.get("qkv_bias"), "gate_up": vectors.get("gate_up_bias"),
+        "o": bias_of_sum(vectors.get("o_bias"), group), "down": bias_of_sum(vectors.get("down_bias"), group),
+    }  # fmt: skip
     rope = Rope(config.rope, config.rope_dim, "cpu")
     is_dynamic = config.rope.kind == "dynamic"
     model = Model(
@@ -38,7 +43,8 @@ def model_of(decoder: Decoder) -> Model:
         dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder),
         **{role: _stack(decoder, role) for role in _STACKS},
-        **{name: address(vectors.get(name)) for name in (*_NORMS, *(f"{role}_bias" for role in _BIASES))},
+        **{name: address(vectors.get(name)) for name in _NORMS},
+        **{f"{role}_bias": address(bias) for role, bias in biases.items()},
     )  # fmt: skip
     model.kept = rope
     return model
@@ -50,7 +56,7 @@ def _stack(decoder: Decoder, role: str) -> Stack:
 
 
 def _mixture(decoder: Decoder) -> Mixture:
-    moe, vectors = decoder.config.moe, decoder.weights.vectors
+    moe, vectors = decoder.share.moe, decoder.weights.vectors
     if moe is None:
         return Mixture()
     return Mixture(
@@ -60,11 +66,12 @@ def _mixture(decoder: Decoder) -> Mixture:
         top_k=moe.top_k, inner=moe.inner, shared_inner=moe.shared_inner, first_layer=moe.first_dense,
         groups=moe.num_groups, top_groups=moe.top_groups, best_of_group=2 if moe.group_score == "top2" else 1,
         is_sigmoid=moe.scoring == "sigmoid", normalises=moe.normalise, scale=moe.scale,
+        first_held=moe.own.start, held=len(moe.own),
     )  # fmt: skip
 
 
 def _latent(decoder: Decoder) -> Latent:
-    latent, weights = decoder.config.latent, decoder.weights
+    latent, weights = decoder.share.latent, decoder.weights
     if latent is None:
         return Latent()
     return Latent(

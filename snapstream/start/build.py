@@ -131,7 +131,8 @@ def build_rank(
 
     share = Share.of(model, config.parallel, group.rank)
     dtype = getattr(torch, config.dtype)
-    weights = load_weights(folder, model, dtype, config.device, progress, config.weights, share=share)
+    make = _make_weight(config, None)
+    weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make, share)
     decoder = Decoder.tuned(model, weights, config.max_rows, group)
     return ModelRunner(decoder, config, grammars, on_unit=on_unit, progress=progress)
 

@@ -62,7 +62,7 @@ def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks:
             free_bytes=free // num_ranks,
             total_bytes=total // num_ranks,
             has_compiler=find_compiler() is not None,
-            looped_problem=looped_problem(),
+            looped_problem=looped_problem(num_ranks),
             draft=draft,
             num_gpus=0,
         )
@@ -85,11 +85,15 @@ def decide(model: ModelConfig, options: EngineOptions, beside: DraftMemory | Non
     return resolve(model, options, measure_machine(options.device, beside, num_ranks=options.parallel.ranks_here))
 
 
-def looped_problem() -> str | None:
-    """Why this machine cannot run looped steps; the first call that finds none compiles them."""
+def looped_problem(num_ranks: int = 1) -> str | None:
+    """Why this machine cannot run looped steps of so many ranks; the first call that finds no library compiles it."""
     import torch
 
+    from snapstream.distributed.shared_memory import memory_problem
     from snapstream.kernels.cpu.looped.library import load, num_cores
+
+    if num_ranks > 1 and (problem := memory_problem()) is not None:
+        return problem
 
     if torch.get_num_threads() > num_cores():
         return f"torch has {torch.get_num_threads()} threads, and this process may use {num_cores()} cores"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.config.sizes import format_bytes
-from snapstream.models.looping import problem_of_looping
+from snapstream.models.looping import problem_of_looped_ranks, problem_of_looping
 from snapstream.plan.memory import prefix_store_bytes
 from snapstream.start.measure import describe_prefill, latent_attention, looped_problem
 from snapstream.start.ranks import threads_of_rank
@@ -45,10 +45,11 @@ def describe_ranks(config: EngineConfig) -> str:
 
 def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:
     """Why a CPU decodes by plain calls, where nobody asked for them."""
-    if options.executor is not None or config.executor != "eager" or config.parallel.size > 1:
+    if options.executor is not None or config.executor != "eager":
         return ""
     problem = problem_of_looping(model, config.weights, dtype=config.dtype, device=config.device)
-    return f"decode: plain calls, because {problem or looped_problem()}"
+    problem = problem or problem_of_looped_ranks(config.parallel) or looped_problem(config.parallel.ranks_here)
+    return f"decode: plain calls, because {problem}"
 
 
 def describe_store(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:

@@ -76,6 +76,7 @@ def build_ranks(
             with on_network_of(meeting):
                 group = Ranks.join(0, config.parallel.size, meeting, config.device, JOIN_S)
             group.set_timeout(LOAD_S)  # a rank may load longer than it takes to meet
+            followers.when_lost(group.abandon)
             try:
                 runner = build_rank(folder, model, config, grammars, progress, group, on_unit)
                 followers.wait("ready", LOAD_S)  # until then they may look for the meeting place

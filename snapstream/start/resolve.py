@@ -22,7 +22,7 @@ from snapstream.config.options import check_budget
 from snapstream.config.selector import is_shipped
 from snapstream.config.sizes import format_bytes
 from snapstream.models.families import kv_spec_of
-from snapstream.models.looping import problem_of_looping
+from snapstream.models.looping import problem_of_looped_ranks, problem_of_looping
 from snapstream.models.shards import rank_config
 from snapstream.plan.draft_memory import DraftMemory
 from snapstream.plan.fit import default_executor, engine_config, num_rows
@@ -135,10 +135,10 @@ def _check_ranks(options: EngineOptions, machine: Machine) -> None:
             f"{'local_ranks' if options.local_ranks else 'tensor_parallel'} is {here}; this process sees "
             f"{machine.num_gpus} GPUs, and each rank needs one"
         )
-    if options.executor not in (None, "eager") and not (machine.is_gpu and options.executor == "graph"):
+    if options.executor not in (None, "eager", "graph" if machine.is_gpu else "looped"):
         raise ValueError(
             f"executor is {options.executor!r}, which runs a whole step without a stop, and ranks must meet in every "
-            "layer of it; use 'eager'"
+            f"layer of it; use {'graph' if machine.is_gpu else 'looped'!r} or 'eager'"
         )
     if not is_shipped(make_selector(options.selector)):
         raise ValueError(
@@ -174,7 +174,7 @@ def _reserved_bytes(options: EngineOptions, machine: Machine) -> int:
 def _check_machine(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:
     if config.executor == "looped":
         problem = problem_of_looping(model, config.weights, dtype=config.dtype, device=config.device)
-        problem = problem or machine.looped_problem
+        problem = problem or problem_of_looped_ranks(config.parallel) or machine.looped_problem
         if problem is not None:
             raise ValueError(f"executor 'looped': {problem}; use 'eager'")
     if config.executor == "graph" and not machine.is_gpu and not machine.has_compiler:

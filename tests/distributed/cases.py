@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,17 @@ from snapstream.config import (
     SplitExperts,
     WeightForms,
 )
-from snapstream.distributed.group import Group, ReduceOp
+from snapstream.distributed.group import Group, Pretend, ReduceOp
+from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.models.cuts import Share
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
+from snapstream.models.narrow import make_weight
+from snapstream.models.panels import make_panels
 from snapstream.models.random_share import random_share
 from snapstream.models.registry import read_model_config
 from snapstream.request import SamplingParams
+from snapstream.runner.decode_looped import LoopedDecode
 from snapstream.runner.model_runner import ModelRunner
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 
@@ -65,6 +69,35 @@ def broadcast(group: Group, source: int) -> Tensor:
     return group.broadcast((torch.arange(6.0).view(2, 3) + 100 * group.rank).t(), source)
 
 
+@torch.inference_mode()
+def in_batches(group: Group, folder: Path) -> dict[int, list[bool]]:
+    """By number of threads, whether each row has the logits that it has alone on one thread."""
+    runner = _looped_runner(folder, ParallelConfig(size=group.size), group)
+    runner.rows.last_token[:3] = torch.tensor([7, 150, 23])
+    alone: list[Tensor] = []
+    found = {}
+    for num_threads in (1, min(2, num_cores())):
+        decode = LoopedDecode(runner.step_parts, num_threads)
+        alone = alone or [decode.logits(torch.tensor([row])).clone() for row in (0, 1)]
+        together = decode.logits(torch.tensor([1, 2, 0])).clone()
+        found[num_threads] = [torch.equal(together[2:], alone[0]), torch.equal(together[:1], alone[1])]
+        decode.close()
+    return found
+
+
+def looped_under(folder: Path, parallel: ParallelConfig) -> None:
+    """Rank 0 of a runner that loops, without the others."""
+    _looped_runner(folder, parallel, Pretend(0, parallel.size))
+
+
+def _looped_runner(folder: Path, parallel: ParallelConfig, group: Group) -> ModelRunner:
+    model = read_model_config(folder)
+    share = Share.of(model, replace(parallel, attention="tp"), group.rank)
+    weights = load_weights(folder, model, torch.float32, "cpu", False, make=make_panels(load()), share=share)
+    config = EngineConfig(budget=KVBudget.full(20), max_model_len=20, max_rows=3, executor="looped", parallel=parallel)
+    return ModelRunner(Decoder.tuned(model, weights, 3, group), config)
+
+
 PROMPTS = (tuple((7 * i) % 190 + 3 for i in range(70)), tuple((11 * i) % 150 + 5 for i in range(23)))
 STEPS = 6
 
@@ -99,14 +132,14 @@ class Answered:
 def answered(group: Group, asked: Asked) -> Answered:
     """Two prompts, prefilled in chunks and decoded by a runner over this rank's share."""
     model = read_model_config(asked.folder)
-    share = Share.of(
-        model, ParallelConfig(size=group.size, attention=asked.attention, experts=asked.experts), group.rank
-    )
-    weights = load_weights(asked.folder, model, torch.float32, "cpu", False, asked.forms, share=share)
+    parallel = ParallelConfig(size=group.size, attention=asked.attention, experts=asked.experts)
+    share = Share.of(model, parallel, group.rank)
+    make = make_panels(load()) if asked.executor == "looped" else make_weight
+    weights = load_weights(asked.folder, model, torch.float32, "cpu", False, asked.forms, make, share)
     budget = KVBudget.full(100) if asked.budget is None else KVBudget.of(asked.budget, observation_len=8)
     config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, chunking=Chunking(chunk_len=16),
                           executor=asked.executor, weights=asked.forms, rescoring=asked.rescoring,
-                          selector=asked.selector)  # fmt: skip
+                          selector=asked.selector, parallel=parallel)  # fmt: skip
     runner = ModelRunner(Decoder.tuned(model, weights, 2, group), config)
     params = [SamplingParams(temperature=0.0, ignore_eos=True, return_kept=kept, prompt_logprobs=logprobs, max_tokens=9)
               for kept, logprobs in ((True, None), ("bitmap", 2))]  # fmt: skip

@@ -1,6 +1,7 @@
 """Every way in which a rank can die under a server: its requests are told, the engine comes back, no process stays.
 
-One server lives through all of it, because an engine of two ranks takes seconds to start.
+One server lives through all of it, because an engine of two ranks takes seconds to start. It decodes by looped steps
+where there is a compiler.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def want(folder: Path) -> list[Whole]:
-    with LLM(folder, **SETTINGS, executor="eager", progress=False) as llm:
+    with LLM(folder, **SETTINGS, progress=False) as llm:
         return expected(llm, 6)
 
 

@@ -53,8 +53,13 @@ def test_all_are_waited_for_told_and_ended() -> None:
 def test_one_that_dies_is_noticed_and_named(step: int, why: str) -> None:
     with started("good", "weak") as (followers, lost):
         followers.wait("ready", HANG_S)
+        woken: list[int] = []
+        followers.when_lost(lambda: woken.append(1))
         followers.send(StepPlan(step_id=step))
         assert lost.get(timeout=HANG_S) == why == followers.lost
+        assert woken, "whoever waits for it is told"
+        followers.when_lost(lambda: woken.append(2))
+        assert woken[-1] == 2, "at once, where it has gone"
         with pytest.raises(RankLost, match=why):
             followers.send(StepPlan(step_id=15))
         with pytest.raises(RankLost, match=why):

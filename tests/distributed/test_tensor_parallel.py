@@ -124,12 +124,6 @@ def test_four_ranks(tmp_path: Path, checkpoint: Checkpoint) -> None:
         check(pool, Asked(checkpoint("deepseek-v3"), experts="ep", budget=40))
 
 
-def test_looped_steps_are_refused(checkpoint: Checkpoint) -> None:
-    """They are one native call, in which ranks cannot meet."""
-    with pytest.raises(ValueError, match="executor 'looped': a step is one native call, and 2 ranks must talk"):
-        cases.answered(Pretend(1, 2), Asked(checkpoint("llama-gqa-tied"), executor="looped"))
-
-
 def test_a_share_alone(checkpoint: Checkpoint) -> None:
     """One rank of two without the other answers, in the shapes of the whole, from its share of the bytes."""
     asked = Asked(checkpoint("deepseek-v3"), budget=40)

@@ -46,6 +46,9 @@ class Counted:
         self.num_calls += 1
         return self.group.broadcast(x, source)
 
+    def share_memory(self, num_bytes: int) -> Tensor | None:
+        return self.group.share_memory(num_bytes)
+
 
 @pytest.fixture(scope="module")
 def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:

@@ -24,6 +24,7 @@ from snapstream.server.engine.process_main import build
 from snapstream.server.run import ServeOptions, memory_beside
 from snapstream.start import measure
 from snapstream.start.measure import check_device, measure_machine
+from snapstream.start.notes import describe_decode
 from snapstream.start.resolve import Machine, resolve
 
 GIB = 2**30
@@ -228,6 +229,19 @@ def test_an_llm_takes_options_and_single_fields_in_their_place() -> None:
         LLM(TINY_MODEL, max_row=3)
 
 
+def test_ranks_of_one_machine_loop_and_others_say_why_not() -> None:
+    said: dict[str, Any] = {"executor": None, "dtype": "float32", "max_rows": 1, "tensor_parallel": 2}
+    apart = said | {"local_ranks": 1, "leader_address": "host:7690"}
+    bare = replace(LAPTOP, looped_problem="no memfd_create")
+    assert decided(LAPTOP, **said).executor == "looped"
+    assert decided(LAPTOP, **apart).executor == decided(bare, **said).executor == "eager"
+    for machine, given, why in ((LAPTOP, apart, "these are on several machines"), (bare, said, "no memfd_create")):
+        with pytest.raises(ValueError, match=f"executor 'looped': .*{why}; use 'eager'"):
+            decided(machine, **given | {"executor": "looped"})
+    options = EngineOptions(dtype="float32", tensor_parallel=2, local_ranks=1, leader_address="host:7690")
+    assert "several machines" in describe_decode(LLAMA_1B, options, decided(LAPTOP, **apart))
+
+
 TWO_H100 = replace(H100, num_gpus=2)
 
 
@@ -238,7 +252,7 @@ TWO_H100 = replace(H100, num_gpus=2)
         ({"tensor_parallel": 2, "attention": "dp", "rescoring": RescoringConfig()}, TWO_H100, "and rescoring is on"),
         ({"tensor_parallel": 3}, replace(H100, num_gpus=3), "cannot be split over 3 ranks"),
         ({"tensor_parallel": 2}, H100, "tensor_parallel is 2; this process sees 1 GPUs, and each rank needs one"),
-        ({"tensor_parallel": 2, "executor": "looped"}, LAPTOP, "executor is 'looped', which runs a whole step"),
+        ({"tensor_parallel": 2, "executor": "looped"}, TWO_H100, "executor is 'looped', which runs a whole step"),
         ({"tensor_parallel": 2, "executor": "graph"}, LAPTOP, "executor is 'graph', which runs a whole step"),
         ({"tensor_parallel": 2, "prefix_store": "1GiB", "prefix_dir": "d"}, LAPTOP, "a folder of whole blocks"),
     ],

@@ -19,11 +19,12 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
 };
 
 struct Mixture {  // of experts, in the layers from first_layer on; no experts: none (mixture.h)
-    Stack gate_up, down;                // [L' X, 2M or D, D or M]: expert e of the i-th such layer is matrix i X + e
+    Stack gate_up, down;                // [L' held, 2M or D, D or M]: expert e of the i-th such layer is matrix i held + e - first_held
     Stack shared_gate_up, shared_down;  // [L', ...], where shared_inner is not 0
     const float *router, *correction;   // [L', X, D]; [L', X] or null
     int64_t experts, top_k, inner, shared_inner, first_layer;
     int64_t groups, top_groups, best_of_group, is_sigmoid, normalises;
+    int64_t first_held, held;  // the experts that lie on this rank, whose matrices are stored; alone: 0 and X
     float scale;
 };
 
@@ -35,7 +36,13 @@ struct Latent {  // attention over latents; rank 0: none (latent.h)
     float factor;  // of the queries: what turns 1 / sqrt(R + P) into the model's scale of the softmax
 };
 
-struct Model {
+struct Ranks {  // processes of one machine that compute every step together, each with a share of the model (ranks.h)
+    char* shared;          // memory that all have mapped; null for one
+    int64_t rank, size;    // of this process; of all
+    int64_t waits;         // 0: nobody else is there, as where one rank's share is measured alone
+};
+
+struct Model {  // of a rank: heads, inner sizes and the lines of embed and head are its share, all else is whole
     int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
     Stack embed, qkv, o, gate_up, down, head;
     const float *input_norm, *post_norm;                        // [L, D]

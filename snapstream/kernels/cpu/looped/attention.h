@@ -18,6 +18,28 @@ class Worker {
             for (int64_t i = begin; i < end; ++i) work(i);
     }
 
+    // Of token b of a batch: what the ranks have laid down is added to the residual stream, by who reads it next.
+    void settle(Turn turn, int64_t b) {
+        const Meeting& meeting = e_.meeting;
+        if (meeting.is_alone()) return;
+        const int64_t size = m_.hidden, first = b * size;
+        float* x = e_.residual + first;
+        const auto add = [&](int64_t begin, int64_t count) {
+            vec sum = load_some(meeting.part(turn, 0) + first + begin, count);
+            for (int64_t rank = 1; rank < meeting.size; ++rank)
+                sum += load_some(meeting.part(turn, rank) + first + begin, count);
+            return load_some(x + begin, count) + sum;
+        };
+        int64_t i = 0;
+        for (; i + W <= size; i += W) store(x + i, add(i, W));
+        float rest[W];
+        store(rest, add(i, size - i));
+        std::copy(rest, rest + size - i, x + i);
+    }
+
+    // Where this rank lays its part of a sum, [B, D].
+    float* own_part(Turn turn) const { return e_.meeting.part(turn, e_.meeting.rank); }
+
     static float norm_factor(const float* x, int64_t count, float eps) {
         vec sum = {};
         int64_t i = 0;

@@ -22,7 +22,7 @@ struct Cut {  // of a workspace, or with none the sum of what was asked for
     }
 };
 
-struct Span {  // the pairs of one chosen expert
+struct Span {  // the pairs of one chosen expert, counted among those that lie on this rank
     int64_t expert, begin, count;
 };
 

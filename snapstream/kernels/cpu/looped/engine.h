@@ -7,17 +7,19 @@
 
 #include "abi.h"
 #include "buffers.h"
+#include "ranks.h"
 #include "team.h"
 
 namespace looped {
 
 struct Engine {
     // workspace: floats, as many as workspace_floats says
-    Engine(const Model& model, const Rows& rows, Team& team, int64_t max_batch, float* workspace);
+    Engine(const Model& model, const Rows& rows, const Ranks& ranks, Team& team, int64_t max_batch, float* workspace);
     static int64_t workspace_floats(const Model& model, const Rows& rows, int64_t max_batch, int threads);
 
     const Model model;
     const Rows rows;
+    Meeting meeting;  // with other ranks
     Team& team;
     Tasks tasks;
     const int64_t max_batch, max_parts;
@@ -25,13 +27,7 @@ struct Engine {
     // angles [B, E]: cosines, then sines; what parts of rows found.
     float *residual, *heads, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed;
     std::vector<float*> scratch;  // of each member
-    // The likeliest token of each row so far, by member.
-    struct Likeliest {
-        float score;
-        bool is_finite;
-        int64_t token;
-    };
-    std::vector<Likeliest> likeliest;                // [threads, max_batch]
+    std::vector<Likeliest> likeliest;                // [threads, max_batch]: what each member has seen
     std::unique_ptr<std::atomic<int>[]> parts_left;  // [max_batch, G]: the last to finish merges
     std::unique_ptr<std::atomic<int>[]> heads_done;  // [max_batch]: of kv heads; the last rounds what all found
     Cut more;  // of the workspace: what stands behind the above
@@ -50,7 +46,7 @@ inline int64_t num_stages(const Model& model) { return 1 + model.layers * layer_
 void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bias, float* out, float* buffer,
             int64_t threads);
 void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* out);
-void step(Engine& engine, const Step& step);
+bool step(Engine& engine, const Step& step);  // false: another rank has gone
 // Of a member of the team.
 int64_t scratch_floats(const Model& model, int64_t max_batch);
 

@@ -38,8 +38,9 @@ int64_t own_floats(const Model& model, const Rows& rows, int64_t max_batch, int 
 
 }  // namespace
 
-Engine::Engine(const Model& model, const Rows& rows, Team& team, int64_t max_batch, float* workspace)
-    : model(model), rows(rows), team(team), tasks(team.size()), max_batch(max_batch), max_parts(parts_of(rows)),
+Engine::Engine(const Model& model, const Rows& rows, const Ranks& ranks, Team& team, int64_t max_batch,
+               float* workspace)
+    : model(model), rows(rows), meeting(ranks, model, max_batch), team(team), tasks(team.size()), max_batch(max_batch), max_parts(parts_of(rows)),
       likeliest(team.size() * max_batch), parts_left(new std::atomic<int>[max_batch * model.kv_heads]()),
       heads_done(new std::atomic<int>[max_batch]()),
       more{workspace + own_floats(model, rows, max_batch, team.size())},
@@ -86,12 +87,16 @@ EXPORT void looped_end_team(Team* team) { delete team; }
 EXPORT int64_t looped_workspace(const Model* model, const Rows* rows, Team* team, int64_t max_batch) {
     return Engine::workspace_floats(*model, *rows, max_batch, team->size());
 }
-EXPORT Engine* looped_engine(const Model* model, const Rows* rows, Team* team, int64_t max_batch, float* workspace) {
-    return new Engine(*model, *rows, *team, max_batch, workspace);
+EXPORT int64_t looped_shared_bytes(const Model* model, int64_t ranks, int64_t max_batch) {
+    return Meeting::bytes(*model, ranks, max_batch);
+}
+EXPORT Engine* looped_engine(const Model* model, const Rows* rows, const Ranks* ranks, Team* team, int64_t max_batch,
+                             float* workspace) {
+    return new Engine(*model, *rows, *ranks, *team, max_batch, workspace);
 }
 EXPORT void looped_end_engine(Engine* engine) { delete engine; }
 
-EXPORT void looped_step(Engine* engine, const Step* step) { looped::step(*engine, *step); }
+EXPORT int64_t looped_step(Engine* engine, const Step* step) { return looped::step(*engine, *step); }
 EXPORT int64_t looped_stages(const Model* model) { return num_stages(*model); }
 
 EXPORT void looped_linear(const Stack* matrix, const float* x, int64_t tokens, const float* bias, float* out,

@@ -38,6 +38,7 @@ class Mixture(Structure):
         *((name, c_void_p) for name in "router correction".split()),
         *((name, c_int64) for name in "experts top_k inner shared_inner first_layer".split()),
         *((name, c_int64) for name in "groups top_groups best_of_group is_sigmoid normalises".split()),
+        *((name, c_int64) for name in "first_held held".split()),
         ("scale", c_float),
     ]
 
@@ -51,6 +52,12 @@ class Latent(Structure):
         *((name, c_int64) for name in "q_rank rank nope_dim rope_dim value_dim".split()),
         ("factor", c_float),
     ]
+
+
+class Ranks(Structure):
+    """This process among those that compute every step together."""
+
+    _fields_ = [("shared", c_void_p), *((name, c_int64) for name in "rank size waits".split())]
 
 
 class Model(Structure):
@@ -84,9 +91,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "team": (c_void_p, [c_int64]),
     "end_team": (None, [c_void_p]),
     "workspace": (c_int64, [POINTER(Model), POINTER(Rows), c_void_p, c_int64]),
-    "engine": (c_void_p, [POINTER(Model), POINTER(Rows), c_void_p, c_int64, c_void_p]),
+    "shared_bytes": (c_int64, [POINTER(Model), c_int64, c_int64]),
+    "engine": (c_void_p, [POINTER(Model), POINTER(Rows), POINTER(Ranks), c_void_p, c_int64, c_void_p]),
     "end_engine": (None, [c_void_p]),
-    "step": (None, [c_void_p, POINTER(Step)]),
+    "step": (c_int64, [c_void_p, POINTER(Step)]),
     "stages": (c_int64, [POINTER(Model)]),
     "linear": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64]),
     "copy_rows": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p]),
@@ -150,12 +158,15 @@ class Team:
 class NativeEngine:
     """A model and rows at fixed addresses, and the buffers between stages; made once, stepped many times."""
 
-    def __init__(self, team: Team, model: Model, rows: Rows, max_batch: int, workspace: Tensor) -> None:
-        """``workspace`` fp32, ``workspace_floats`` of them."""
+    def __init__(
+        self, team: Team, model: Model, rows: Rows, max_batch: int, workspace: Tensor, ranks: Ranks | None = None
+    ) -> None:
+        """``workspace`` fp32, ``workspace_floats`` of them. ``ranks``: where there are several."""
         self.team, self._workspace = team, workspace
         library = team.library
         self.num_stages: int = library.stages(byref(model))
-        handle = library.engine(byref(model), byref(rows), team.handle, max_batch, address(workspace))
+        ranks = ranks or Ranks(size=1)
+        handle = library.engine(byref(model), byref(rows), byref(ranks), team.handle, max_batch, address(workspace))
         self._end = weakref.finalize(self, library.end_engine, handle)
         self._handle, self._step = handle, library.step
 
@@ -164,8 +175,14 @@ class NativeEngine:
         return self._workspace.nbytes
 
     def run(self, step: Step) -> None:
-        """The stages of ``step``."""
-        self._step(self._handle, byref(step))
+        """The stages of ``step``. RuntimeError where another rank has gone; the engine cannot be used any more."""
+        if not self._step(self._handle, byref(step)):
+            raise RuntimeError("another rank has gone in the middle of a step")
+
+
+def shared_bytes(library: Library, model: Model, num_ranks: int, max_batch: int) -> int:
+    """Of the memory in which ranks meet; logits ``[max_batch, V]`` fp32 end it."""
+    return int(library.shared_bytes(byref(model), num_ranks, max_batch))
 
 
 def workspace_floats(team: Team, model: Model, rows: Rows, max_batch: int) -> int:

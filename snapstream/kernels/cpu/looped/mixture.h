@@ -29,9 +29,14 @@ class MixtureWorker : protected LatentWorker {
     }
 
   private:
+    static constexpr int64_t ELSEWHERE = -1;  // the span of a pair whose expert lies on another rank
+
+    bool is_held(int64_t expert) const { return expert >= x_.first_held && expert < x_.first_held + x_.held; }
+
     void norm_tokens(const float* weight) {
         const int64_t wide = padded(m_.hidden);
         share(s_.batch, 1, [&](int64_t b) {
+            settle(AFTER_ATTENTION, b);
             const float* from = e_.residual + b * m_.hidden;
             const float factor = norm_factor(from, m_.hidden, m_.eps);
             float* to = r_.normed + b * wide;
@@ -171,13 +176,14 @@ class MixtureWorker : protected LatentWorker {
         for (int64_t expert = 0; expert < x_.experts; ++expert) {
             const int64_t count = r_.ends[expert + 1], begin = r_.ends[expert];
             r_.ends[expert + 1] += begin;
-            if (count) r_.spans[r_.num_spans++] = {expert, begin, count};
+            if (count && is_held(expert)) r_.spans[r_.num_spans++] = {expert - x_.first_held, begin, count};
         }
         for (int64_t i = 0; i < pairs_; ++i) {  // by token: those of an expert keep that order
             const int64_t pair = r_.ends[r_.chosen[i]]++;
             r_.pair_of[i] = pair;
             r_.token[pair] = i / x_.top_k;
             r_.share_of[pair] = r_.shares[i];
+            r_.span_of[pair] = ELSEWHERE;
         }
         for (int64_t span = 0; span < r_.num_spans; ++span)
             for (int64_t i = 0; i < r_.spans[span].count; ++i) r_.span_of[r_.spans[span].begin + i] = span;
@@ -199,7 +205,7 @@ class MixtureWorker : protected LatentWorker {
                 held = task / tasks;
             }
             float* out = r_.gate_up + span.begin * 2 * x_.inner;
-            raw_gate_up(x_.gate_up, layer * x_.experts + span.expert, task % tasks * 2, x, groups, out);
+            raw_gate_up(x_.gate_up, layer * x_.held + span.expert, task % tasks * 2, x, groups, out);
         });
     }
 
@@ -209,6 +215,7 @@ class MixtureWorker : protected LatentWorker {
         share(pairs_ * pieces + s_.batch * shared, 4, [&](int64_t task) {
             if (task < pairs_ * pieces) {
                 const int64_t pair = task / pieces;
+                if (r_.span_of[pair] == ELSEWHERE) return;
                 const Span& span = r_.spans[r_.span_of[pair]];
                 float* base = r_.inner + span.begin * padded(x_.inner);
                 const Packed to(base, Groups(span.count), pair - span.begin, x_.inner);
@@ -248,7 +255,7 @@ class MixtureWorker : protected LatentWorker {
             };
             for (int64_t i = 0; i < r_.num_spans; ++i) {
                 const Span& span = r_.spans[i];
-                multiply(x_.down, layer * x_.experts + span.expert, first, count,
+                multiply(x_.down, layer * x_.held + span.expert, first, count,
                          r_.inner + span.begin * padded(x_.inner), Groups(span.count), keep(span.begin, span.count));
             }
             if (x_.shared_inner)
@@ -257,18 +264,23 @@ class MixtureWorker : protected LatentWorker {
         });
     }
 
-    // The lines of one panel to the residual stream, from row `first` on.
+    // The lines of one panel to the residual stream, or to this rank's part of the sum, from row `first` on.
     void add_panel(const float* sums, int64_t first) {
         const int64_t rows = std::min<int64_t>(PANEL, m_.hidden - first);
         for (int64_t b = 0; b < s_.batch; ++b) {
             float total[PANEL] = {};
             for (int64_t j = 0; j < x_.top_k; ++j) {
-                const float* own = sums + r_.pair_of[b * x_.top_k + j] * PANEL;
+                const int64_t pair = r_.pair_of[b * x_.top_k + j];
+                if (r_.span_of[pair] == ELSEWHERE) continue;
+                const float* own = sums + pair * PANEL;
                 for (int i = 0; i < PANEL; ++i) total[i] += own[i];
             }
             const float* shared = sums + (pairs_ + b) * PANEL;
             for (int i = 0; i < PANEL && x_.shared_inner; ++i) total[i] += shared[i];
-            for (int64_t i = 0; i < rows; ++i) e_.residual[b * m_.hidden + first + i] += total[i];
+            const int64_t at = b * m_.hidden + first;
+            if (e_.meeting.is_alone())
+                for (int64_t i = 0; i < rows; ++i) e_.residual[at + i] += total[i];
+            else std::copy(total, total + rows, own_part(AFTER_MLP) + at);
         }
     }
 

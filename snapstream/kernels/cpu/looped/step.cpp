@@ -3,9 +3,10 @@
 
 namespace looped {
 
-void step(Engine& engine, const Step& step) {
+bool step(Engine& engine, const Step& step) {
     engine.tasks.clear();
     engine.team.run([&](int index) { Member(engine, step, index).run(); });
+    return !engine.meeting.has_failed;
 }
 
 // Prefill's products stand between regions of PyTorch: its threads (OpenMP's) do them, a second team would fight them.

@@ -18,11 +18,12 @@ class Member : private MixtureWorker {
             if (stage == 0) embed();
             else if (stage <= m_.layers * layer_stages(m_))
                 layer_stage((stage - 1) / layer_stages(m_), (stage - 1) % layer_stages(m_));
-            else if (stage == num_stages(m_) - 2) norm(m_.final_norm, m_.head);
+            else if (stage == num_stages(m_) - 2) norm(m_.final_norm, m_.head, AFTER_MLP);
             else head();
             e_.tasks.clear_next(turn_, me_);
             if (s_.touch_bytes) touch(stage + 1);
-            e_.team.barrier();
+            wait(stage);
+            if (e_.meeting.has_failed) return;
         }
         if (me_ == 0 && s_.tokens && s_.last == num_stages(m_)) choose();
     }
@@ -36,10 +37,10 @@ class Member : private MixtureWorker {
 
     void attention_stage(int64_t layer, int64_t stage) {
         switch (stage) {
-            case 0: return norm(m_.input_norm + layer * m_.hidden, m_.qkv);
+            case 0: return norm(m_.input_norm + layer * m_.hidden, m_.qkv, AFTER_MLP);
             case 1: return project(m_.qkv, layer, m_.qkv_bias, e_.heads);
             case 2: return attend(layer);
-            default: return add(m_.o, layer, m_.o_bias);
+            default: return add(m_.o, layer, m_.o_bias, AFTER_ATTENTION);
         }
     }
 
@@ -47,7 +48,7 @@ class Member : private MixtureWorker {
         const Latent& own = m_.latent;
         if (!own.q_rank && stage > 2) stage += 2;
         switch (stage) {
-            case 0: return norm(m_.input_norm + layer * m_.hidden, own.kv_a);
+            case 0: return norm(m_.input_norm + layer * m_.hidden, own.kv_a, AFTER_MLP);
             case 1: return project(own.kv_a, layer, nullptr, e_.absorbed.kept);
             case 2: return own.q_rank ? project(own.q_a, layer, nullptr, e_.absorbed.narrow)
                                       : project(own.q, layer, nullptr, e_.absorbed.wide);
@@ -56,18 +57,39 @@ class Member : private MixtureWorker {
             case 5: return absorb(layer);
             case 6: return attend_latents(layer);
             case 7: return expand_values(layer);
-            default: return add(m_.o, layer, nullptr);
+            default: return add(m_.o, layer, nullptr, AFTER_ATTENTION);
         }
     }
 
     void mlp_stage(int64_t layer, int64_t stage) {
         switch (stage) {
-            case 0: return norm(m_.post_norm + layer * m_.hidden, m_.gate_up);
+            case 0: return norm(m_.post_norm + layer * m_.hidden, m_.gate_up, AFTER_ATTENTION);
             case 1: return project(m_.gate_up, layer, m_.gate_up_bias, e_.gate_up);
             case 2: return activate();
-            case 3: return add(m_.down, layer, m_.down_bias);
+            case 3: return add(m_.down, layer, m_.down_bias, AFTER_MLP);
             default: return;  // a dense layer among those with experts
         }
+    }
+
+    // -- other threads, other ranks
+
+    void wait(int64_t stage) {
+        if (e_.meeting.is_alone() || !ends_with_all(stage)) return e_.team.barrier();
+        e_.team.barrier([&] {
+            if (stage == num_stages(m_) - 1 && s_.tokens) {
+                Likeliest* own = e_.meeting.likeliest(e_.meeting.rank);
+                for (int64_t b = 0; b < s_.batch; ++b) own[b] = likeliest_here(b);
+            }
+            e_.meeting.meet();
+        });
+    }
+
+    // Whether the next stage reads what all ranks have made in this one.
+    bool ends_with_all(int64_t stage) const {
+        if (stage == 0 || stage == num_stages(m_) - 1) return true;
+        if (stage == num_stages(m_) - 2) return false;
+        const int64_t layer = (stage - 1) / layer_stages(m_), own = (stage - 1) % layer_stages(m_);
+        return own == attention_stages(m_) - 1 || own == attention_stages(m_) + (is_mixture(layer) ? 5 : 3);
     }
 
     // -- products
@@ -116,7 +138,8 @@ class Member : private MixtureWorker {
         });
     }
 
-    void add(const Stack& stack, int64_t layer, const float* bias) {
+    void add(const Stack& stack, int64_t layer, const float* bias, Turn turn) {
+        if (!e_.meeting.is_alone()) return project(stack, layer, bias, own_part(turn));
         const float* own = bias ? bias + layer * stack.rows : nullptr;
         product(stack, layer, [&](int64_t first, int64_t count, const float* sums) {
             for (int64_t b = 0; b < s_.batch; ++b)
@@ -126,12 +149,15 @@ class Member : private MixtureWorker {
     }
 
     void head() {
-        Engine::Likeliest* best = &e_.likeliest[me_ * e_.max_batch];
+        Likeliest* best = &e_.likeliest[me_ * e_.max_batch];
+        const int64_t before = e_.meeting.rank * m_.head.rows;  // tokens of the ranks before this one
         for (int64_t b = 0; b < s_.batch; ++b) best[b] = {-std::numeric_limits<float>::infinity(), true, 0};
-        product(m_.head, 0, [&](int64_t first, int64_t count, const float* sums) {
+        product(m_.head, 0, [&](int64_t line, int64_t lines, const float* sums) {
+            const int64_t first = before + line, count = std::min(lines, m_.vocab - first);  // then come lines of no token
+            if (count <= 0) return;
             for (int64_t b = 0; b < s_.batch; ++b) {
                 const float* own = sums + b * PANEL;
-                std::memcpy(s_.logits + b * m_.head.rows + first, own, count * 4);
+                std::memcpy(s_.logits + b * m_.vocab + first, own, count * 4);
                 if (!s_.tokens) continue;
                 bool is_better = false, is_number = true;
                 for (int64_t i = 0; i < count; ++i) {
@@ -144,24 +170,32 @@ class Member : private MixtureWorker {
         });
     }
 
-    static void look(Engine::Likeliest& best, const float* scores, int64_t first, int64_t count) {
+    static void look(Likeliest& best, const float* scores, int64_t first, int64_t count) {
         for (int64_t i = 0; i < count; ++i)
             if (scores[i] > best.score || (scores[i] == best.score && first + i < best.token))
                 best = {scores[i], best.is_finite, first + i};
     }
 
+    static void merge(Likeliest& best, const Likeliest& other) {
+        best.is_finite &= other.is_finite;
+        if (other.score > best.score || (other.score == best.score && other.token < best.token)) {
+            best.score = other.score;
+            best.token = other.token;
+        }
+    }
+
+    Likeliest likeliest_here(int64_t b) const {  // of this rank
+        Likeliest best = e_.likeliest[b];
+        for (int i = 1; i < e_.team.size(); ++i) merge(best, e_.likeliest[i * e_.max_batch + b]);
+        return best;
+    }
+
     // Greedy sampling as ../../../layers/sampler.py means it: the lowest id among equals; and the counters of the rows.
     void choose() {
         for (int64_t b = 0; b < s_.batch; ++b) {
-            Engine::Likeliest best = e_.likeliest[b];
-            for (int i = 1; i < e_.team.size(); ++i) {
-                const Engine::Likeliest& other = e_.likeliest[i * e_.max_batch + b];
-                best.is_finite &= other.is_finite;
-                if (other.score > best.score || (other.score == best.score && other.token < best.token)) {
-                    best.score = other.score;
-                    best.token = other.token;
-                }
-            }
+            Likeliest best = likeliest_here(b);
+            for (int64_t rank = 0; rank < e_.meeting.size && e_.meeting.waits; ++rank)
+                merge(best, e_.meeting.likeliest(rank)[b]);
             const bool is_finite = best.is_finite && std::isfinite(best.score);
             s_.tokens[b] = is_finite ? best.token : -1;
             const int64_t row = s_.rows[b];
@@ -177,9 +211,20 @@ class Member : private MixtureWorker {
     void embed() {
         share(s_.batch, 1, [&](int64_t b) {
             const int64_t row = s_.rows[b];
-            copy_row(m_.embed, e_.rows.last_token[row], e_.residual + b * m_.hidden);
+            embed_token(e_.rows.last_token[row], b * m_.hidden);
             turn(e_.rows.next_position[row], e_.angles + b * m_.head_dim);
         });
+    }
+
+    // The rank that has the token's line lays it down, the others zeros.
+    void embed_token(int64_t token, int64_t at) {
+        float* x = e_.residual + at;
+        if (e_.meeting.is_alone()) return copy_row(m_.embed, token, x);
+        float* part = own_part(AFTER_MLP) + at;
+        const int64_t line = token - e_.meeting.rank * m_.embed.rows;
+        std::fill(x, x + m_.hidden, 0.0f);
+        if (line >= 0 && line < m_.embed.rows) return copy_row(m_.embed, line, part);
+        std::fill(part, part + m_.hidden, 0.0f);
     }
 
     // Cosines and sines of a position, as ../../../layers/rope.py makes them.
@@ -205,8 +250,9 @@ class Member : private MixtureWorker {
         }
     }
 
-    void norm(const float* weight, const Stack& next) {
+    void norm(const float* weight, const Stack& next, Turn added) {
         share(s_.batch, 1, [&](int64_t b) {
+            settle(added, b);
             const float* x = e_.residual + b * m_.hidden;
             const float factor = norm_factor(x, m_.hidden, m_.eps);
             if (takes_codes(next)) {

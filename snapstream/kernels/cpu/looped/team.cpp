@@ -6,43 +6,18 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <chrono>
-#include <thread>
+#include <mutex>
 #include <vector>
 
+#include "spin.h"
+
 namespace looped {
-
-namespace {
-
-constexpr auto SPIN = std::chrono::milliseconds(1);
-constexpr int SPINS_PER_LOOK = 256;  // at the clock
-
-inline void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-}  // namespace
 
 class Gate {
   public:
     // Until the number is not `old` any more.
     void wait(uint32_t old) {
-        for (int i = 0; i < SPINS_PER_LOOK; ++i) {
-            if (number.load(std::memory_order_acquire) != old) return;
-            relax();
-        }
-        const auto until = std::chrono::steady_clock::now() + SPIN;
-        while (std::chrono::steady_clock::now() < until) {
-            for (int i = 0; i < SPINS_PER_LOOK; ++i) {
-                if (number.load(std::memory_order_acquire) != old) return;
-                relax();
-            }
-            std::this_thread::yield();  // on a busy machine the one that is waited for may want this core
-        }
+        if (spin([&] { return number.load(std::memory_order_acquire) != old; })) return;
         while (number.load(std::memory_order_acquire) == old) number.wait(old, std::memory_order_acquire);
     }
     void open() {
@@ -63,11 +38,15 @@ struct Team::Shared {
     std::mutex callers;
     std::vector<std::thread> workers;
 
-    void barrier() {
-        if (threads == 1) return;
+    void barrier(const std::function<void()>* last = nullptr) {
+        if (threads == 1) {
+            if (last) (*last)();
+            return;
+        }
         const uint32_t round = arrived.number.load(std::memory_order_acquire);
         if (waiting.fetch_add(1, std::memory_order_acq_rel) == threads - 1) {
             waiting.store(0, std::memory_order_relaxed);
+            if (last) (*last)();
             arrived.open();
         } else {
             arrived.wait(round);
@@ -124,6 +103,8 @@ void Team::run(const std::function<void(int)>& work) {
 }
 
 void Team::barrier() { shared_->barrier(); }
+
+void Team::barrier(const std::function<void()>& last) { shared_->barrier(&last); }
 
 void Tasks::clear() {
     for (int i = 0; i < 3 * threads_; ++i) counters_[i].taken.store(0, std::memory_order_relaxed);

@@ -19,6 +19,8 @@ class Team {
     void run(const std::function<void(int)>& work);
     // Inside a region: waits until every member is here.
     void barrier();
+    // The same; the last to come does `last` before any goes on.
+    void barrier(const std::function<void()>& last);
     int size() const { return threads_; }
 
   private:
