@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -16,13 +17,17 @@ import pytest
 
 from snapstream import LLM, SamplingParams
 from snapstream.cli.follow import environment, run_all
+from snapstream.config import EngineOptions
 from snapstream.distributed.launch import RankLost
 from snapstream.distributed.messages import Hello
+from snapstream.request import Request
 from snapstream.runner.parallel import ParallelRunner
+from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.process import EngineProcess
 from snapstream.start.ranks import check_versions
 from snapstream.version import __version__
 from tests.llm.conftest import write_checkpoint
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, until, until_async
 
 SETTINGS: dict[str, Any] = {
     "budget": 64, "max_rows": 2, "max_model_len": 256, "chunk_len": 32, "executor": "eager", "progress": False,
@@ -86,6 +91,28 @@ def test_a_rank_from_elsewhere_that_dies_is_missed(folder: Path, spread: dict[st
             llm.generate(["Some words"], SamplingParams(max_tokens=4))
         with pytest.raises(RuntimeError, match="an earlier step of this LLM failed; make a new one"):
             llm.generate(["Some words"], SamplingParams(max_tokens=4))
+
+
+def test_a_server_starts_again_with_the_rank_that_comes_next(folder: Path, spread: dict[str, Any]) -> None:
+    """What starts followers again, a service manager or a loop, is played by the test."""
+    options = EngineOptions(**{name: value for name, value in spread.items() if name != "progress"})
+    request = Request(request_id="a", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=4, temperature=0))
+
+    async def main() -> None:
+        engine = EngineProcess(EngineSpec(model=str(folder), options=options, num_threads=1), first_backoff_s=0.0)
+        try:
+            with following(spread["leader_address"], folder) as first:
+                await engine.start()
+                wanted = [one async for one in engine.generate(request)][-1]
+                first.kill()
+                await until_async(lambda: not engine.is_ready)
+            with following(spread["leader_address"], folder):
+                await until_async(lambda: engine.is_ready)
+                assert [one async for one in engine.generate(request)][-1].samples == wanted.samples
+        finally:
+            await engine.shutdown(0)
+
+    asyncio.run(main())
 
 
 def test_another_checkpoint_is_refused_at_both_ends(folder: Path, tmp_path: Path, spread: dict[str, Any]) -> None:
