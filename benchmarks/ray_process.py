@@ -46,7 +46,7 @@ class Deployed:
 
 
 class ReplicaWatch:
-    """Sees each replica of a deployment by a handle of its own, as an ingress does. Close it: it is a client of Ray."""
+    """Sees each replica by handles of its own, as an ingress does. Close it: it is a client of Ray."""
 
     def __init__(self, address: str) -> None:
         prepare(address)
@@ -54,13 +54,13 @@ class ReplicaWatch:
         from ray import serve
 
         ray.init(address=address, log_to_driver=False)
-        self._handle = serve.get_deployment_handle("decode", "snapstream")
+        self._handle = serve.get_deployment_handle
 
-    def reports(self) -> list[Report]:
-        """Of every replica that answers."""
-        board = Board()
-        self._ask(board, "")  # wherever it goes, the board learns their names
-        found = (self._ask(board, name) for name in board.names)
+    def reports(self, deployment: str = "decode") -> list[Report]:
+        """Of every replica of a deployment that answers."""
+        board, handle = Board(), self._handle(deployment, "snapstream")
+        self._ask(handle, board, "")  # wherever it goes, the board learns their names
+        found = (self._ask(handle, board, name) for name in board.names)
         return [report for report in found if report is not None]
 
     def close(self) -> None:
@@ -68,11 +68,11 @@ class ReplicaWatch:
 
         ray.shutdown()
 
-    def _ask(self, board: Board, name: str) -> Report | None:
+    def _ask(self, handle: Any, board: Board, name: str) -> Report | None:
         from ray.exceptions import RayError
 
         try:
-            report: Report = self._handle.report.remote(Route(board, to=name)).result(timeout_s=REPORT_S)
+            report: Report = handle.report.remote(Route(board, to=name)).result(timeout_s=REPORT_S)
         except (RayError, TimeoutError):  # it died a moment ago
             return None
         return report

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields, is_dataclass
+from hashlib import sha256
 from typing import Any
 
 from snapstream.config import SELECTORS, KVBudget, Selector
@@ -31,6 +32,14 @@ def read_for(request: Request, ticket: RowTicket) -> Request:
         namespace=request.namespace,
         ticket=ticket,
     )
+
+
+def read_name(ticket: RowTicket) -> str:
+    """The id of a request at the engine that reads: ids of several askers may be alike, a ticket is nobody else's.
+
+    Nor is it the ticket's key itself, which no log may show.
+    """
+    return f"read-{sha256(ticket.key.encode()).hexdigest()[:32]}"
 
 
 def request_to_bytes(request: Request, budget: KVBudget, selector: Selector) -> bytes:

@@ -4,5 +4,6 @@
 
 ``config.py`` is what a user says, ``application.py`` makes a Serve application of it, ``run.py`` runs that
 (``snapstream deploy``). ``engine.py`` is the ``AsyncEngine`` that the front sees, ``board.py`` knows what each replica
-has to do. Only ``application``, ``handles``, ``ingress``, ``replica``, ``router`` and ``run`` import ray.
+has to do. Where some replicas only read prompts, ``readers.py`` asks them, and ``keys.py`` and ``certificates.py`` let
+rows travel. Only ``application``, ``handles``, ``ingress``, ``keys``, ``replica``, ``router`` and ``run`` import ray.
 """

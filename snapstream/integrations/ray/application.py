@@ -8,17 +8,18 @@ Invariant: two configs that are equal make deployments that are equal, so redepl
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from snapstream.integrations.ray.config import DecodeSettings, DeployConfig, config_of, read_config
+from snapstream.integrations.ray.config import DecodeSettings, DeployConfig, ReplicaSettings, config_of, read_config
 from snapstream.integrations.ray.ingress import Ingress
-from snapstream.integrations.ray.replica import DecodeServer
+from snapstream.integrations.ray.replica import EngineReplica
 from snapstream.integrations.ray.router import BoardRouter
 from snapstream.integrations.ray.scaling import ByRowsAndTokens
 from snapstream.server.engine.messages import EngineSpec
@@ -43,20 +44,15 @@ def application_of(config: DeployConfig) -> Application:
     settings = _settings(config)
     spec = EngineSpec(model=config.model, options=config.engine, num_threads=config.decode.cpus or 1)
     check_models(spec, ServeOptions())
-    num_calls = most_requests(config.engine.max_rows, config.engine.max_waiting) + SPARE_CALLS
-    num_gpus = config.engine.tensor_parallel if config.engine.device.startswith("cuda") else 0
-    decode = serve.deployment(
-        DecodeServer,
-        name="decode",
-        ray_actor_options={"num_cpus": config.decode.cpus, "num_gpus": num_gpus},
-        max_ongoing_requests=num_calls,  # the engine itself says when its queue is full
-        request_router_config=RequestRouterConfig(request_router_class=_path(BoardRouter)),
-        max_constructor_retry_count=MAX_FAILED_STARTS,
-        graceful_shutdown_timeout_s=config.drain_timeout,
-        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
-        logging_config=QUIET,
-        **_count(config.decode),
-    )
+    if config.prefill is None:
+        decode = _replicas(config, "decode", config.decode).bind(spec, config.decode.stall_timeout)
+    else:
+        reading = replace(spec, num_threads=config.prefill.cpus or 1)
+        prefill = _replicas(config, "prefill", config.prefill).bind(reading, config.prefill.stall_timeout, "prefill")
+        answering = replace(spec, options=replace(config.engine, prefix_store=None, prefix_dir=None))
+        decode = _replicas(config, "decode", config.decode).bind(
+            answering, config.decode.stall_timeout, "decode", prefill
+        )
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="ingress",
@@ -69,11 +65,32 @@ def application_of(config: DeployConfig) -> Application:
         logging_config=QUIET,
         max_surge_percent=100,  # the next one answers before the last one drains
     )
-    return ingress.bind(config, settings, decode.bind(spec, config.decode.stall_timeout))
+    return ingress.bind(config, settings, decode)
+
+
+def _replicas(config: DeployConfig, name: str, own: ReplicaSettings) -> Deployment:
+    # The engine itself says when its queue is full; one that reads for others has at most their rows.
+    num_askers = config.decode.most if config.prefill is own else 1
+    num_calls = num_askers * most_requests(config.engine.max_rows, config.engine.max_waiting) + SPARE_CALLS
+    num_gpus = config.engine.tensor_parallel if config.engine.device.startswith("cuda") else 0
+    scaling = scaling_of(own, reads=name == "prefill" or config.prefill is None)
+    count: dict[str, Any] = {"num_replicas": own.replicas} if scaling is None else {"autoscaling_config": scaling}
+    return serve.deployment(
+        EngineReplica,
+        name=name,
+        ray_actor_options={"num_cpus": own.cpus, "num_gpus": num_gpus},
+        max_ongoing_requests=num_calls,
+        request_router_config=RequestRouterConfig(request_router_class=_path(BoardRouter)),
+        max_constructor_retry_count=MAX_FAILED_STARTS,
+        graceful_shutdown_timeout_s=config.drain_timeout,
+        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
+        logging_config=QUIET,
+        **count,
+    )
 
 
 def _settings(config: DeployConfig) -> ServerSettings:
-    front, most = config.front, config.decode.max_replicas or config.decode.replicas
+    front = config.front
     return ServerSettings(
         api_keys=all_keys((), Path(config.api_key_file) if config.api_key_file else None),
         allowed_hosts=answered_hosts(config.host, front.allowed_hosts),
@@ -82,24 +99,21 @@ def _settings(config: DeployConfig) -> ServerSettings:
         tool_parser=front.tool_parser,
         reasoning_parser=front.reasoning_parser,
         responses_store=front.responses_store,
-        max_requests=most * most_requests(config.engine.max_rows, config.engine.max_waiting),
+        duty="both" if config.prefill is None else "decode",
+        max_requests=config.decode.most * most_requests(config.engine.max_rows, config.engine.max_waiting),
     )
 
 
-def _count(decode: DecodeSettings) -> dict[str, Any]:
-    scaling = scaling_of(decode)
-    return {"num_replicas": decode.replicas} if scaling is None else {"autoscaling_config": scaling}
-
-
-def scaling_of(decode: DecodeSettings) -> AutoscalingConfig | None:
-    """How the number of replicas follows the load; None where it does not."""
-    if decode.max_replicas is None or decode.max_replicas == decode.replicas:
+def scaling_of(own: ReplicaSettings, *, reads: bool) -> AutoscalingConfig | None:
+    """How the number of replicas follows the load; None where it does not. ``reads``: they read prompts."""
+    if own.most == own.replicas:
         return None
+    aims = {"rows_in_use": own.rows_in_use} if isinstance(own, DecodeSettings) else {}
     policy = AutoscalingPolicy(
         policy_function=_path(ByRowsAndTokens, ":"),
-        policy_kwargs={"rows_in_use": decode.rows_in_use, "queued_tokens": decode.queued_tokens},
+        policy_kwargs=aims | ({"queued_tokens": own.queued_tokens} if reads else {}),
     )
-    return AutoscalingConfig(min_replicas=decode.replicas, max_replicas=decode.max_replicas, policy=policy)
+    return AutoscalingConfig(min_replicas=own.replicas, max_replicas=own.most, policy=policy)
 
 
 def _path(kind: type, mark: str = ".") -> str:

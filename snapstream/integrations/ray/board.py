@@ -4,9 +4,9 @@ A prompt that the prefix store may know goes to the replica that has its beginni
 hash of key and replica (highest random weight), which every ingress finds alike without asking anyone, and which
 changes only for the keys of a replica that comes or goes. The first in that order takes it unless it has too much to do
 already: consistent hashing with bounded loads (Mirrokni et al., arXiv 1608.01350). Any other prompt goes where most
-rows are free.
+rows are free; to be read only, where the fewest prompt tokens wait.
 
-Invariant: rows that this ingress has open count as soon as a replica was chosen, not when it reports them. The router
+Invariant: what this caller has asked for counts as soon as a replica was chosen, not when it reports it. The router
 works on a thread of its own, so every method takes the lock. ``router.py`` asks, ``engine.py`` tells.
 """
 
@@ -26,7 +26,7 @@ from snapstream.integrations.ray.messages import Load, Report
 from snapstream.request import Request
 from snapstream.server.engine.api import EngineStats
 
-MOST_OF_MEAN = 1.5  # of the mean number of open rows that a replica may have before its prompts go elsewhere
+MOST_OF_MEAN = 1.5  # of the mean number of open rows, or tokens, that a replica may have before prompts go elsewhere
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -34,9 +34,9 @@ class Route:
     """Where one call may go. It rides along with the call as an argument; of it, the replica gets the caller only."""
 
     board: Board | None = None
-    caller: str = ""  # the ingress; it renews its leases by asking for reports
+    caller: str = ""  # an ingress, or a replica that answers; it renews its leases by asking for reports
     key: bytes = b""  # of the prompt's beginning; b"": no replica can have it
-    num_rows: int = 0
+    size: int = 0  # in what the board counts: rows, or prompt tokens
     avoid: frozenset[str] = frozenset()  # replicas that have failed this request
     to: str = ""  # this replica and no other, while it lives
     on_taken: Callable[[str], None] | None = field(default=None, repr=False)
@@ -76,14 +76,26 @@ def _fits(load: Load, num_rows: int, most: int) -> bool:
     return load.free_rows >= num_rows and load.open_rows + num_rows <= max(most, num_rows)
 
 
+def ranked_readers(loads: Mapping[str, Load], key: bytes, num_tokens: int) -> list[str]:
+    """The same for replicas that are to read a prompt of ``num_tokens``."""
+    idlest = sorted(loads, key=lambda name: (loads[name].queued_tokens, loads[name].open_rows, name))
+    if not key:
+        return idlest
+    total = sum(load.queued_tokens for load in loads.values())
+    most = max(num_tokens, ceil(MOST_OF_MEAN * (total + num_tokens) / max(1, len(loads))))
+    by_hash = sorted(loads, key=lambda name: blake2b(key + name.encode(), digest_size=8).digest())
+    near = [name for name in by_hash if loads[name].queued_tokens + num_tokens <= most]
+    return [*near, *(name for name in idlest if name not in near)]
+
+
 class Claim:
-    """Rows of one request that count before their replica reports them: from its choice until they are given back.
+    """What one request asks for, counted before its replica reports it: from its choice until it is given back.
 
     Ray chooses on its own thread, and may do so when the caller has already left: then nothing is counted.
     """
 
-    def __init__(self, lock: Lock, own: Counter[str], num_rows: int) -> None:
-        self._lock, self._own, self._num_rows = lock, own, num_rows
+    def __init__(self, lock: Lock, own: Counter[str], size: int) -> None:
+        self._lock, self._own, self._size = lock, own, size
         self._is_over = False
         self.names: list[str] = []  # replicas that had the request
 
@@ -91,26 +103,28 @@ class Claim:
         with self._lock:
             if not self._is_over:
                 self.names.append(name)
-                self._own[name] += self._num_rows
+                self._own[name] += self._size
 
     def give_back(self) -> None:
         with self._lock:
             self._is_over = True
             for name in self.names:
-                self._own[name] -= self._num_rows
+                self._own[name] -= self._size
                 if not self._own[name]:
                     del self._own[name]
 
 
 class Board:
-    """What this ingress knows of the replicas."""
+    """What one caller knows of the replicas of a deployment."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_only: bool = False) -> None:
+        """``reads_only``: the replicas read prompts for others, and count by tokens that wait; else by rows."""
+        self._reads_only = reads_only
         self._lock = Lock()
         self._reports: dict[str, Report] = {}
         self._names: tuple[str, ...] = ()  # replicas that Ray offers; some may not have reported yet
         self._loads: dict[str, Load] = {}
-        self._own: Counter[str] = Counter()  # rows of requests that this ingress has open
+        self._own: Counter[str] = Counter()  # rows, or tokens, of requests that this caller has open
         self._gone = EngineStats()  # totals of replicas that are no more
 
     @property
@@ -137,7 +151,15 @@ class Board:
             loads = {name: self._load(name) for name in present}
             usable = {name: load for name, load in loads.items() if not load.absence and name not in route.avoid}
             usable = usable or {name: load for name, load in loads.items() if name not in route.avoid} or loads
-            return ranked(usable, route.key, route.num_rows)
+            return self._order(usable, route)
+
+    def best(self, route: Route) -> str:
+        """Of the replicas known to take requests the one to ask, if possible none to avoid; "" where there is none."""
+        with self._lock:
+            loads = {name: self._load(name) for name in self._names}
+            ready = {name: load for name, load in loads.items() if not load.absence}
+            usable = {name: load for name, load in ready.items() if name not in route.avoid} or ready
+            return self._order(usable, route)[0] if usable else ""
 
     def hear(self, name: str, load: Load) -> None:
         with self._lock:
@@ -156,9 +178,9 @@ class Board:
             if name in self._names:
                 self._loads[name] = replace(self._loads.get(name, Load()), absence=why)
 
-    def claim(self, num_rows: int) -> Claim:
+    def claim(self, size: int) -> Claim:
         """For a request that is about to be sent to a replica."""
-        return Claim(self._lock, self._own, num_rows)
+        return Claim(self._lock, self._own, size)
 
     def stats(self) -> EngineStats:
         """Gauges of the replicas that there are; totals also of those that there were."""
@@ -169,9 +191,15 @@ class Board:
                     total = _sum(total, self._reports[name].stats)
             return total
 
+    def _order(self, loads: Mapping[str, Load], route: Route) -> list[str]:
+        order = ranked_readers if self._reads_only else ranked
+        return order(loads, route.key, route.size)
+
     def _load(self, name: str) -> Load:
-        """As reported, or what this ingress knows better; one that never reported is worth a try."""
+        """As reported, or what this caller knows better; one that never reported is worth a try."""
         load = self._loads.get(name, Load())
+        if self._reads_only:
+            return replace(load, queued_tokens=max(load.queued_tokens, self._own[name]))
         return replace(load, open_rows=max(load.open_rows, self._own[name]))
 
     def _keep(self, present: Collection[str]) -> None:

@@ -7,6 +7,7 @@ their place in the file, before anything is started.
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -21,6 +22,7 @@ from snapstream.server.settings import ReasoningParser
 
 Settings = TypeVar("Settings")
 MAX_REPLICAS = 10_000
+QUEUED_TOKENS = 65536
 # What the command ``serve`` also sets; an engine of the package alone has neither.
 ENGINE_DEFAULTS = {"max_waiting": 128, "prefix_store": "auto"}
 
@@ -56,15 +58,14 @@ class FrontSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeSettings:
-    """``[decode]``: the replicas that prefill and decode."""
+class ReplicaSettings:
+    """What replicas of both kinds have."""
 
     replicas: int = 1  # the fewest
     max_replicas: int | None = None  # None: as many as ``replicas``, always
     cpus: int = 1  # of a replica, and threads of its torch; 0: Ray does not count them, and torch has one thread
     stall_timeout: float = STALL_TIMEOUT_S  # as of ``snapstream serve``; 0: never
-    rows_in_use: float = 0.8  # share of the rows that scaling aims at
-    queued_tokens: int = 65536  # prompt tokens that may wait at a replica before there should be another
+    queued_tokens: int = QUEUED_TOKENS  # prompt tokens that may wait at a replica before there should be another
 
     def __post_init__(self) -> None:
         _count(self, "replicas", 1, MAX_REPLICAS)
@@ -74,6 +75,26 @@ class DecodeSettings:
         _count(self, "cpus", 0, 4096)
         if self.stall_timeout != 0:
             object.__setattr__(self, "stall_timeout", as_number("stall_timeout", self.stall_timeout, 1.0, 86400.0))
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        return self.max_replicas or self.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSettings(ReplicaSettings):
+    """``[prefill]``: replicas that read prompts and send the rows; then those of ``[decode]`` only answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings(ReplicaSettings):
+    """``[decode]``: the replicas that answer, and read prompts if no others do."""
+
+    rows_in_use: float = 0.8  # share of the rows that scaling aims at
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "rows_in_use", as_number("rows_in_use", self.rows_in_use, 0.05, 1.0))
 
 
@@ -90,6 +111,7 @@ class DeployConfig:
     engine: EngineOptions = field(default_factory=lambda: EngineOptions.of(None, dict(ENGINE_DEFAULTS)))
     front: FrontSettings = field(default_factory=FrontSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
+    prefill: PrefillSettings | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "host", "api_key_file"):
@@ -100,8 +122,22 @@ class DeployConfig:
         check_place(self.port, self.drain_timeout)
         if not self.model:
             raise ValueError("model is empty; it must be a checkpoint folder")
-        if self.engine.prefix_dir is not None and (self.decode.max_replicas or self.decode.replicas) > 1:
+        if self.engine.prefix_dir is not None and (self.prefill or self.decode).most > 1:
             raise ValueError("engine: prefix_dir is one folder, and one engine at a time may use it")
+        if self.prefill is not None:
+            self._check_apart()
+
+    def _check_apart(self) -> None:
+        """What rows that travel rule out, before any engine is loaded."""
+        if self.engine.heads is not None:
+            raise ValueError(
+                "engine: heads is given; rows whose kv heads have slots of their own do not travel yet, so there can "
+                "be no prefill replicas"
+            )
+        if self.decode.queued_tokens != QUEUED_TOKENS:
+            raise ValueError("decode: queued_tokens is for replicas that read prompts; give it to prefill")
+        if sys.platform != "linux":
+            raise ValueError(f"prefill: keys of rows are held in files in memory, which {sys.platform} does not have")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,6 +159,8 @@ def config_of(table: Any) -> DeployConfig:
         name: _make(kind, name, given.pop(name, {}))
         for name, kind in (("front", FrontSettings), ("decode", DecodeSettings))
     }
+    if "prefill" in given:
+        rooms["prefill"] = _make(PrefillSettings, "prefill", given.pop("prefill"))
     engine = {**ENGINE_DEFAULTS, **_table("engine", given.pop("engine", {}))}
     rooms["engine"] = _make(EngineOptions, "engine", engine)
     return _make(DeployConfig, "", {**given, **rooms})

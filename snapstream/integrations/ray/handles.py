@@ -11,8 +11,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from snapstream.integrations.ray.board import Route
-from snapstream.integrations.ray.engine import ReplicaLost
 from snapstream.integrations.ray.messages import Parcel, Report
+from snapstream.integrations.ray.replicas import ReplicaLost
 from snapstream.request import Request
 
 

@@ -1,7 +1,8 @@
-"""``DecodeServer``: one replica, which owns one ``EngineProcess`` - child, restarts, stall watch and all.
+"""``EngineReplica``: one replica, which owns one ``EngineProcess`` - child, restarts, stall watch and all.
 
+It reads prompts and answers, or does one of both (``duty``): then rows travel from replica to replica (``readers.py``).
 Invariant: rows of a request that nobody reads any more are given back, however its reader left: closed, cancelled by
-Ray, or killed. Of a killed one Ray says nothing, so an ingress holds its requests by a lease (``leases.py``). What
+Ray, or killed. Of a killed one Ray says nothing, so a caller holds its requests by a lease (``leases.py``). What
 gathers for a request while Ray carries its last parcel goes out together in the next.
 """
 
@@ -11,21 +12,26 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from snapstream.engine.messages import Deltas
 from snapstream.engine.validate import QueueFull
 from snapstream.integrations.ray.board import Route
+from snapstream.integrations.ray.handles import HandleReplicas
+from snapstream.integrations.ray.keys import receiver_settings, sender_settings
 from snapstream.integrations.ray.leases import TICK_S, Leases
 from snapstream.integrations.ray.messages import Fault, Load, Parcel, Report
+from snapstream.integrations.ray.readers import ReplicaReaders
 from snapstream.request import Request
 from snapstream.server import logs
 from snapstream.server.engine.api import EngineDead, RequestDelta
 from snapstream.server.engine.messages import EngineSpec
 from snapstream.server.engine.process import EngineProcess
+from snapstream.server.settings import Duty
 
 LEAST_ABSENCE_S = 60.0  # an engine that restarts may take so long at least; in all
 LOADS_OF_ABSENCE = 3.0  # as many times what its first load took
@@ -44,14 +50,27 @@ class OpenRequest:
     reading: asyncio.Task[None]  # takes its deltas from the engine; cancelling it aborts the request
 
 
-class DecodeServer:
-    """Prefills and decodes. Ray makes it, calls it on one event loop, and ends it when it has drained."""
+class EngineReplica:
+    """Ray makes it, calls it on one event loop, and ends it when it has drained."""
 
-    async def __init__(self, spec: EngineSpec, stall_timeout_s: float) -> None:  # type: ignore[misc] # Ray awaits it
-        """Returns when the engine serves. ValueError, EngineDead: it cannot be loaded; Ray shows the message."""
+    async def __init__(  # type: ignore[misc] # Ray awaits it
+        self, spec: EngineSpec, stall_timeout_s: float, duty: Duty = "both", prefill: DeploymentHandle | None = None
+    ) -> None:
+        """Returns when the engine serves. ValueError, EngineDead: it cannot be loaded; Ray shows the message.
+
+        ``prefill``: the replicas that read prompts for one with the duty "decode".
+        """
         logs.set_up("text")
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._engine = EngineProcess(spec, stall_timeout_s=stall_timeout_s)
+        if duty != "both":
+            settings = await asyncio.to_thread(receiver_settings if duty == "decode" else sender_settings)
+            spec = replace(spec, transfer=settings)
+        self._readers: ReplicaReaders | None = None
+        if prefill is not None:
+            self._readers = ReplicaReaders(HandleReplicas(prefill), lambda: self._engine.facts.engine)
+        readers = self._readers
+        make_readers = None if readers is None else lambda engine: readers
+        self._engine = EngineProcess(spec, stall_timeout_s=stall_timeout_s, make_readers=make_readers)
         began = monotonic()
         await self._engine.start()
         self._patience_s = max(LEAST_ABSENCE_S, LOADS_OF_ABSENCE * (monotonic() - began))
@@ -100,7 +119,9 @@ class DecodeServer:
 
     async def reset_prefixes(self, namespace: str | None, route: Route) -> None:
         """Forget the stored beginnings of a namespace's prompts. An engine that is gone has forgotten them."""
-        if self._engine.is_ready:
+        if self._readers is not None:
+            await self._readers.reset_prefixes(namespace)
+        elif self._engine.is_ready:
             self._engine.reset_prefixes(namespace)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -156,7 +177,7 @@ class DecodeServer:
                     own.reading.cancel()
 
     def _load(self) -> Load:
-        absence = self._engine.absence
+        absence = self._engine.absence or (None if self._readers is None else self._readers.absence)
         return Load(
             rows=self._engine.facts.max_rows,
             open_rows=sum(own.num_rows for own in self._open.values()),

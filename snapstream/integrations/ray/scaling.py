@@ -1,7 +1,7 @@
 """How many replicas there should be, by rows in use and by prompt tokens that wait. Ray runs it in its controller.
 
-Ray averages what replicas report (``DecodeServer.record_autoscaling_stats``), holds the result within the bounds of the
-config, and waits before it scales: 30 s up, 600 s down by default.
+Ray averages what replicas report (``EngineReplica.record_autoscaling_stats``), holds the result within the bounds of
+the config, and waits before it scales: 30 s up, 600 s down by default.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Metrics(Protocol):
 
 
 class ByRowsAndTokens:
-    """Ray's policy: the larger of two wishes, each from what all replicas have together."""
+    """Ray's policy: the larger of the wishes it is given, each from what all replicas have together."""
 
-    def __init__(self, rows_in_use: float, queued_tokens: int) -> None:
+    def __init__(self, rows_in_use: float | None = None, queued_tokens: int | None = None) -> None:
         """Of one replica: the share of its rows that should be open, and the prompt tokens that may wait."""
         self._rows_in_use, self._queued_tokens = rows_in_use, queued_tokens
 
@@ -33,6 +33,9 @@ class ByRowsAndTokens:
         if not rows:  # nobody has reported yet
             return context.target_num_replicas, {}
         rows_each = max(1.0, sum(rows.values()) / len(rows))
-        by_rows = sum(open_rows.values()) / (self._rows_in_use * rows_each)
-        by_tokens = sum(queued.values()) / self._queued_tokens
-        return max(1, ceil(by_rows), ceil(by_tokens)), {}
+        wish = 1.0
+        if self._rows_in_use is not None:
+            wish = max(wish, sum(open_rows.values()) / (self._rows_in_use * rows_each))
+        if self._queued_tokens is not None:
+            wish = max(wish, sum(queued.values()) / self._queued_tokens)
+        return ceil(wish), {}

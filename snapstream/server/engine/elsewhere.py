@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from snapstream.engine.messages import Reissue, ToEngine
 from snapstream.engine.transfers import RowMissed, TicketIssued
-from snapstream.request import Request, RowTicket
-from snapstream.server.engine.api import EngineDead
+from snapstream.request import FinishReason, Request, RowTicket
+from snapstream.server.engine.api import EngineDead, RequestDelta
 
 log = logging.getLogger(__name__)
 
 MAX_RETRIES = 2
+SHUN_S = 30.0  # after a row was lost: others are asked first
 
 
 class ReadFailed(Exception):
@@ -47,6 +48,16 @@ class PromptReaders(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+async def why_not_sent(deltas: AsyncIterator[RequestDelta]) -> str:
+    """Waits for the end of a request with a ticket; "" if its row has gone out."""
+    problem = "the engine ended the request"
+    async for delta in deltas:
+        for sample in delta.samples:
+            if sample.finish_reason is not None:
+                problem = "" if sample.finish_reason is FinishReason.STOP else str(sample.stop_reason)
+    return problem
 
 
 @dataclass(eq=False)

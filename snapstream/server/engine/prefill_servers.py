@@ -17,14 +17,13 @@ import httpx
 from snapstream.config import EngineConfig
 from snapstream.config.addresses import is_loopback
 from snapstream.request import Request, RowTicket
-from snapstream.server.engine.elsewhere import ReadFailed
+from snapstream.server.engine.elsewhere import SHUN_S, ReadFailed
 from snapstream.transfer.asking import read_for, request_to_bytes
 from snapstream.transfer.proof import HEADER, proof_of
 from snapstream.transfer.settings import TransferSettings
 
 READ_PATH = "/internal/read_prompt"
 CONNECT_S = 5.0
-SHUN_S = 30.0  # after a row was lost: others are asked first
 MAX_REASON_CHARS = 500
 
 

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 
-from snapstream.request import FinishReason, Request
+from snapstream.request import Request
 from snapstream.server.engine.api import AsyncEngine
+from snapstream.server.engine.elsewhere import why_not_sent
 from snapstream.server.engine.prefill_servers import READ_PATH
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.gate import Gate
 from snapstream.server.http.request_id import log_refusal
 from snapstream.server.http.sse import until_gone
 from snapstream.server.http.visits import Visit
-from snapstream.transfer.asking import request_from_bytes
+from snapstream.transfer.asking import read_name, request_from_bytes
 from snapstream.transfer.proof import HEADER, digest_of, has_digest
 
 log = logging.getLogger(__name__)
@@ -55,19 +54,14 @@ class Reading:
 
     async def _read(self, request: Request) -> Response:
         assert request.ticket is not None
-        # Ids of several askers may be alike; a ticket is nobody else's, and its key is no name to be logged.
-        own = replace(request, request_id=f"read-{sha256(request.ticket.key.encode()).hexdigest()[:32]}")
+        own = replace(request, request_id=read_name(request.ticket))
         num_tokens = len(request.prompt_token_ids)
         self.num_tokens += num_tokens
         try:
-            problem: Any = "the engine ended the request"
-            async for delta in self.engine.generate(own):
-                for sample in delta.samples:
-                    if sample.finish_reason is not None:
-                        problem = None if sample.finish_reason is FinishReason.STOP else sample.stop_reason
+            problem = await why_not_sent(self.engine.generate(own))
         finally:
             self.num_tokens -= num_tokens
-        if problem is not None:
+        if problem:
             log.warning("a row was not sent: %s", problem)
             raise ApiError(502, f"the row was not sent: {problem}", kind="api_error", code="row_not_sent")
         return JSONResponse({"queued_tokens": self.num_tokens})

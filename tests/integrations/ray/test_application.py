@@ -17,7 +17,7 @@ from snapstream.integrations.ray.scaling import ByRowsAndTokens
 from snapstream.server.run import CannotLoad
 
 
-@pytest.mark.parametrize("given", [{}, {"decode": {"max_replicas": 4}}, {"front": {"replicas": 2}}])
+@pytest.mark.parametrize("given", [{}, {"decode": {"max_replicas": 4}}, {"front": {"replicas": 2}}, {"prefill": {}}])
 def test_an_application_is_made_of_a_config(tmp_path: Path, given: dict[str, Any]) -> None:
     assert isinstance(build(given), Application)
     file = tmp_path / "deploy.toml"
@@ -36,8 +36,8 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path)
 
 
 def test_ray_can_make_the_policy_of_what_it_is_given() -> None:
-    assert scaling_of(DecodeSettings(replicas=3)) is None and scaling_of(DecodeSettings(max_replicas=1)) is None
-    scaling = scaling_of(DecodeSettings(replicas=1, max_replicas=5, rows_in_use=0.5))
+    assert scaling_of(DecodeSettings(replicas=3), reads=True) is None
+    scaling = scaling_of(DecodeSettings(replicas=1, max_replicas=5, rows_in_use=0.5), reads=True)
     assert scaling is not None and (scaling.min_replicas, scaling.max_replicas) == (1, 5)
     policy = scaling.policy.get_policy()(**scaling.policy.policy_kwargs)
     assert type(policy).__name__ == ByRowsAndTokens.__name__

@@ -83,9 +83,9 @@ def test_own_requests_count_before_a_replica_reports_them() -> None:
     one.take("b")
     late.give_back()
     late.take("c")  # Ray chose when the caller had left
-    assert board.rank(NAMES, Route(num_rows=1)) == ["c", "b", "a"]
+    assert board.rank(NAMES, Route(size=1)) == ["c", "b", "a"]
     two.give_back()
-    assert board.rank(NAMES, Route(num_rows=1)) == ["a", "c", "b"]
+    assert board.rank(NAMES, Route(size=1)) == ["a", "c", "b"]
 
 
 def test_absent_and_avoided_replicas_are_asked_last_of_all() -> None:
@@ -122,7 +122,7 @@ def test_totals_outlive_replicas_and_gauges_do_not() -> None:
 
 
 def test_a_route_leaves_its_board_behind() -> None:
-    route = Route(Board(), "ingress", key=b"key", num_rows=2, on_taken=print)
+    route = Route(Board(), "ingress", key=b"key", size=2, on_taken=print)
     arrived = pickle.loads(pickle.dumps(route))
     assert isinstance(arrived, Route) and arrived.board is None
     assert (arrived.caller, arrived.key) == ("ingress", b"")

@@ -89,8 +89,8 @@ Test = Callable[[Any, ScriptedEngine], Awaitable[None]]
 def run(monkeypatch: pytest.MonkeyPatch, test: Test) -> None:
     async def main() -> None:
         engine = ScriptedEngine()
-        monkeypatch.setattr(replica, "EngineProcess", lambda spec, *, stall_timeout_s: engine)
-        server: Any = object.__new__(replica.DecodeServer)
+        monkeypatch.setattr(replica, "EngineProcess", lambda spec, *, stall_timeout_s, make_readers: engine)
+        server: Any = object.__new__(replica.EngineReplica)
         await server.__init__(EngineSpec(model="m"), 0.0)
         await test(server, engine)
         await server.__del__()

@@ -13,8 +13,9 @@ from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.messages import Deltas
 from snapstream.engine.validate import QueueFull
 from snapstream.integrations.ray.board import Route
-from snapstream.integrations.ray.engine import MAX_TRIES, ReplicaLost, ReplicatedEngine
+from snapstream.integrations.ray.engine import MAX_TRIES, ReplicatedEngine
 from snapstream.integrations.ray.messages import Fault, Load, Parcel, Report
+from snapstream.integrations.ray.replicas import ReplicaLost
 from snapstream.models.registry import read_model_config
 from snapstream.request import FinishReason, Request, SamplingParams
 from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta, SampleDelta

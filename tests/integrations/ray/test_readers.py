@@ -1,0 +1,127 @@
+"""Who reads a prompt for a replica that answers, and what becomes of it; without ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from snapstream.integrations.ray.board import Board, Route, ranked_readers
+from snapstream.integrations.ray.messages import Fault, Load
+from snapstream.integrations.ray.readers import ReplicaReaders
+from snapstream.integrations.ray.replicas import ReplicaLost
+from snapstream.integrations.ray.scaling import ByRowsAndTokens
+from snapstream.request import FinishReason, RowTicket
+from snapstream.server.engine.api import RequestDelta, SampleDelta
+from snapstream.server.engine.elsewhere import ReadFailed
+from tests.integrations.ray.test_replicated_engine import FACTS, REQUEST, FakeReplicas, Step
+from tests.waiting import until_async
+
+TICKET = RowTicket(host="127.0.0.1", port=1, key="0" * 32)
+
+
+def sent(problem: str = "") -> RequestDelta:
+    """The end of a request with a ticket."""
+    reason = FinishReason.ERROR if problem else FinishReason.STOP
+    sample = SampleDelta(index=0, token_ids=(), finish_reason=reason, stop_reason=problem or None)
+    return RequestDelta(request_id="r", is_finished=True, samples=(sample,))
+
+
+def waiting(**queued: int) -> dict[str, Load]:
+    return {name: Load(rows=8, queued_tokens=count) for name, count in queued.items()}
+
+
+def with_readers(replicas: FakeReplicas, test: Callable[[ReplicaReaders], Awaitable[None]]) -> None:
+    async def main() -> None:
+        readers = ReplicaReaders(replicas, lambda: FACTS.engine)
+        await until_async(lambda: len(readers._board.names) == len(replicas.scripts))
+        await test(readers)
+        await readers.close()
+
+    asyncio.run(main())
+
+
+def test_the_fewest_waiting_tokens_are_asked_first() -> None:
+    assert ranked_readers(waiting(a=50, b=10, c=30), b"", 5) == ["b", "c", "a"]
+    first, second = ranked_readers(waiting(a=0, b=0), b"key", 5)
+    assert ranked_readers(waiting(**{first: 10, second: 10}), b"key", 5)[0] == first
+    assert ranked_readers(waiting(**{first: 100, second: 0}), b"key", 5)[0] == second  # too much waits there
+
+
+def test_what_was_asked_for_counts_before_it_is_reported() -> None:
+    board = Board(reads_only=True)
+    assert board.best(Route()) == ""
+    board.rank(("a", "b"), Route())
+    assert board.best(Route()) == "a"  # neither has reported: each is worth a try
+    for name in "ab":
+        board.hear(name, Load(rows=2))
+    claim = board.claim(70)
+    claim.take("a")
+    assert board.best(Route()) == "b" and board.best(Route(avoid=frozenset("b"))) == "a"
+    claim.give_back()
+    board.lose("a", "it died")
+    assert board.best(Route()) == "b" == board.best(Route(avoid=frozenset("b")))
+
+
+def test_a_row_that_went_is_read() -> None:
+    replicas = FakeReplicas({"a": [sent()]})
+
+    async def test(readers: ReplicaReaders) -> None:
+        await readers.read(readers.choose(REQUEST, frozenset()), REQUEST, TICKET)
+        assert replicas.asked == ["a"] and readers.absence is None
+
+    with_readers(replicas, test)
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (sent("the receiver refused the row"), "refused"),
+        (Fault("dead", "the engine died"), "died"),
+        (Fault("value", "too long"), "too long"),
+        (ReplicaLost("its node is gone"), "node"),
+    ],
+)
+def test_a_row_that_was_lost_is_asked_for_elsewhere(step: Step, why: str) -> None:
+    replicas = FakeReplicas({"a": [step], "b": [sent()]})
+
+    async def test(readers: ReplicaReaders) -> None:
+        with pytest.raises(ReadFailed, match=why):
+            await readers.read("a", REQUEST, TICKET)
+        assert readers.choose(REQUEST, frozenset("a")) == "b" == readers.choose(REQUEST, frozenset())
+        await readers.read("b", REQUEST, TICKET)
+
+    with_readers(replicas, test)
+
+
+def test_who_leaves_closes_the_call() -> None:
+    replicas = FakeReplicas({"a": [None]})
+
+    async def test(readers: ReplicaReaders) -> None:
+        reading = asyncio.create_task(readers.read("a", REQUEST, TICKET))
+        await until_async(lambda: replicas.asked)
+        reading.cancel()
+        await asyncio.wait([reading])
+        assert replicas.num_closed == 1 and not readers._board._own
+
+    with_readers(replicas, test)
+
+
+def test_stored_beginnings_are_forgotten_by_all() -> None:
+    replicas = FakeReplicas({"a": [], "b": []})
+
+    async def test(readers: ReplicaReaders) -> None:
+        await readers.reset_prefixes("mine")
+        assert sorted(replicas.resets) == ["mine@a", "mine@b"]
+
+    with_readers(replicas, test)
+
+
+def test_readers_scale_by_tokens_and_others_by_rows() -> None:
+    class Metrics:
+        aggregated_metrics = {"rows": {"a": 4.0}, "open_rows": {"a": 8.0}, "queued_tokens": {"a": 50.0}}
+        target_num_replicas = 1
+
+    assert ByRowsAndTokens(queued_tokens=10)(Metrics())[0] == 5
+    assert ByRowsAndTokens(rows_in_use=1.0)(Metrics())[0] == 2
