@@ -27,7 +27,7 @@ MAX_ROWS = 2
 ENGINE: dict[str, Any] = {"budget": 128, "max_rows": MAX_ROWS, "max_model_len": 2048, "executor": "eager"}
 CONFIG: dict[str, Any] = {
     "served_model_name": ["tiny"],
-    "drain_timeout": 5,
+    "drain_timeout": HANG_S,
     "engine": {**ENGINE, "prefix_store": "16MiB"},
     "decode": {"replicas": 2, "cpus": 0, "stall_timeout": 0},  # the test stops engines
     "prefill": {"replicas": 1, "cpus": 0, "stall_timeout": 0},
@@ -96,3 +96,5 @@ def test_prompts_are_read_by_another_replica(cluster: Deployed) -> None:
         until(lambda: at_rest(watch))
         assert ask(*jobs[0]) == wanted[0]
     watch.close()
+    cluster.process.terminate()
+    assert cluster.process.wait(HANG_S) == 0, cluster.log  # nothing hangs in its drain

@@ -35,7 +35,8 @@ def waiting(**queued: int) -> dict[str, Load]:
 def with_readers(replicas: FakeReplicas, test: Callable[[ReplicaReaders], Awaitable[None]]) -> None:
     async def main() -> None:
         readers = ReplicaReaders(replicas, lambda: FACTS.engine)
-        await until_async(lambda: len(readers._board.names) == len(replicas.scripts))
+        names = frozenset(replicas.scripts)
+        await until_async(lambda: all(readers.choose(REQUEST, names - {name}) == name for name in names))
         await test(readers)
         await readers.close()
 
@@ -96,14 +97,15 @@ def test_a_row_that_was_lost_is_asked_for_elsewhere(step: Step, why: str) -> Non
 
 
 def test_who_leaves_closes_the_call() -> None:
-    replicas = FakeReplicas({"a": [None]})
+    replicas = FakeReplicas({"a": [None], "b": []})
 
     async def test(readers: ReplicaReaders) -> None:
         reading = asyncio.create_task(readers.read("a", REQUEST, TICKET))
         await until_async(lambda: replicas.asked)
+        assert readers.choose(REQUEST, frozenset()) == "b"
         reading.cancel()
         await asyncio.wait([reading])
-        assert replicas.num_closed == 1 and not readers._board._own
+        assert replicas.num_closed == 1 and readers.choose(REQUEST, frozenset()) == "a"
 
     with_readers(replicas, test)
 
