@@ -61,7 +61,9 @@ class LatentAttention(nn.Module):
         k_turned = _rotate_pairs(turned[:, None], cos, sin).expand(-1, config.num_heads, -1, -1)
         q = torch.cat((q_nope, _rotate_pairs(q_turned, cos, sin)), -1)
         k = torch.cat((k_nope, k_turned), -1)
-        out = F.scaled_dot_product_attention(q, k, values, is_causal=True)
+        # PyTorch's fast attention on a CPU wants one size of heads: zeros fill the values up.
+        wide = F.pad(values, (0, q.shape[-1] - config.value_dim))
+        out = F.scaled_dot_product_attention(q, k, wide, is_causal=True)[..., : config.value_dim]
         merged: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         return merged
 
