@@ -7,6 +7,8 @@ from pathlib import Path
 
 from evals import plots, sweep, sweep_tables, tables
 from evals.compression_table import compression_table, settings_table
+from evals.latent_table import cells as latent_cells
+from evals.latent_table import rules_table
 from evals.long_answers import rescoring_table
 from evals.peer_table import peer_cells, peer_table
 from evals.second_question import second_question_table
@@ -14,10 +16,11 @@ from evals.uneven import uneven_table
 from evals.widths import cells as width_cells
 from evals.widths import widths_table
 from figures.markdown import link
-from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
+from snapstream.assets import TINY_DRAFT_MODEL, TINY_LATENT_MODEL, TINY_MODEL
 
 NARROW_ROWS = {"int8": "int8"}  # of a CPU, with a name for tables
 DRAFT = "draft_"  # sections of the second model (Qwen3, another tokenizer): are results one model's accident?
+LATENT = "latent_"  # of the third (DeepSeek-V3), whose rows hold latents
 
 TABLES: dict[str, Callable[[], str]] = {
     "accuracy": tables.accuracy,
@@ -32,6 +35,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy_widths": lambda: widths_table(TINY_MODEL),
     f"{DRAFT}accuracy_widths": lambda: widths_table(TINY_DRAFT_MODEL),
     f"{DRAFT}accuracy_tasks": lambda: tables.tasks_table(TINY_DRAFT_MODEL),
+    f"{LATENT}accuracy": lambda: tables.accuracy(model=TINY_LATENT_MODEL),
+    f"{LATENT}accuracy_fp8": lambda: tables.rows_table({"fp8": "FP8"}, TINY_LATENT_MODEL),
+    f"{LATENT}rules": lambda: rules_table(TINY_LATENT_MODEL),
     **{f"sweep_{name}": (lambda name=name: sweep_tables.sweep_table(name)) for name in sweep.SWEEPS},
     **{f"{DRAFT}sweep_{name}": (lambda name=name: sweep_tables.sweep_table(name, TINY_DRAFT_MODEL))
        for name in sweep.SWEEPS},
@@ -48,6 +54,8 @@ NAMES = {*TABLES, *WITH_SOURCE, *plots.PLOTS}
 
 def model_of(section: str) -> Path:
     """The model whose cells a section shows."""
+    if section.startswith(LATENT):
+        return TINY_LATENT_MODEL
     return TINY_DRAFT_MODEL if section.startswith(DRAFT) or section == "accuracy_by_position" else TINY_MODEL
 
 
@@ -58,11 +66,13 @@ def cells_of(section: str) -> list[tables.Result]:
         return [cell for cell in tables.cells(model) if cell["settings"]["arm"] == sweep.ARM]
     if section.endswith("accuracy_widths"):
         return width_cells(model)
+    if section == f"{LATENT}rules":
+        return latent_cells(model)
     if section == "accuracy_peers":
         return [*tables.arm_cells(), *peer_cells()]
     if section.endswith("accuracy_rows"):
         return [cell for kind in ("auto", *NARROW_ROWS) for cell in tables.arm_cells(kind, model)]
-    return tables.arm_cells("fp8" if section == "accuracy_fp8" else "auto", model)
+    return tables.arm_cells("fp8" if section.endswith("accuracy_fp8") else "auto", model)
 
 
 def section(name: str, document: Path, plot_folder: Path) -> str:

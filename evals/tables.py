@@ -163,9 +163,9 @@ def bytes_of(line: dict[str, list[Result]]) -> str:
 SHORT = (("full", 0), ("snapstream", 4), ("snapstream", 8), ("hops", 8), ("snapkv", 8), ("streaming", 8))
 
 
-def accuracy(shown: Sequence[tuple[str, int]] = ()) -> str:
+def accuracy(shown: Sequence[tuple[str, int]] = (), model: Path = TINY_MODEL) -> str:
     """docs: arms by groups of tasks, a group being the mean of its tasks; only the lines ``shown`` if any are named."""
-    found = compared()
+    found = compared(model)
     prompt_len = found[0]["settings"]["prompt_len"]
     measured = {group_of(cell) for cell in found}
     groups = [group for group in dict.fromkeys(task.group for task in TASKS.values()) if group in measured]

@@ -4,3 +4,4 @@ from pathlib import Path
 
 TINY_MODEL = Path(__file__).parent / "tiny"
 TINY_DRAFT_MODEL = Path(__file__).parent / "tiny_draft"
+TINY_LATENT_MODEL = Path(__file__).parent / "tiny_latent"
