@@ -178,6 +178,7 @@ def run_group(cells: Sequence[Cell]) -> None:
         chunk_len=CHUNK_LEN,
         progress=False,
     ) as llm:
+        width.check(llm.config)
         answers = generate_shared(llm, prompts, forced, task.max_tokens, rules)
         model = llm.model_config
     spec_of = by_head_spec if first.arm.name == "by_head" else kv_spec_of

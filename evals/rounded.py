@@ -1,7 +1,8 @@
 """Engines over narrow weights, by name: the width of weights, and of the inputs of products in decode.
 
 By plain calls: prefill computes with the widened weights, decode too, and with ``-a8`` every product of decode with a
-layer or the head sees its input after a trip through int8, which is what looped steps multiply with.
+layer or the head sees its input after a trip through int8, which is what looped steps multiply with. ``-auto`` is what
+an engine does by itself on a processor that multiplies bf16: prefill sees its inputs after a trip through bf16, too.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from snapstream.config import EngineConfig, ModelConfig
-from snapstream.config.weights import ActivationOption, WidthOption
+from snapstream.config.weights import CODE_BITS, ActivationOption, WidthOption
 from snapstream.grammar import GrammarCompiler
 from snapstream.start.build import MakeRunner, build_runner
 from snapstream.step import Runner
 
-SETTINGS = ("weight_width", "attention_width", "activations")  # of a stored cell, where they are not the model's own
+SETTINGS = (
+    "weight_width",
+    "attention_width",
+    "activations",
+    "prefill_inputs",
+)  # of a stored cell, where they are not the model's own
 
 
 def everywhere(
@@ -35,6 +41,7 @@ class Width:
     weights: WidthOption = "auto"
     activations: ActivationOption = "dtype"
     is_everywhere: bool = False  # of int4: attention too
+    rounds_prefill: bool = False  # what auto does where a processor gains by it
 
     @property
     def make_runner(self) -> MakeRunner:
@@ -47,15 +54,26 @@ class Width:
         found = {} if self.weights == "auto" else {"weight_width": str(self.weights)}
         if self.weights == "int4" and not self.is_everywhere:
             found["attention_width"] = "int8"
-        return found | ({"activations": "int8"} if self.activations == "int8" else {})
+        if self.weights in CODE_BITS and self.activations != "dtype":
+            found["activations"] = "int8"
+        return found | ({"prefill_inputs": "bfloat16"} if self.rounds_prefill else {})
+
+    def check(self, config: EngineConfig) -> None:
+        """ValueError where this machine does not round as the name says."""
+        if config.weights is not None and config.weights.rounds_prefill != self.rounds_prefill:
+            raise ValueError(f"prefill of {self.words} weights rounds its inputs on other processors, not on this one")
 
 
 WIDTHS = {
     "auto": Width(words="fp32"),
+    "bfloat16": Width(words="bf16", weights="bfloat16"),
+    "bfloat16-auto": Width(words="bf16", weights="bfloat16", activations="auto", rounds_prefill=True),
     "int8": Width(words="int8", weights="int8"),
     "int8-a8": Width(words="int8", weights="int8", activations="int8"),
+    "int8-auto": Width(words="int8", weights="int8", activations="auto", rounds_prefill=True),
     "int4": Width(words="int4", weights="int4"),
     "int4-a8": Width(words="int4", weights="int4", activations="int8"),
+    "int4-auto": Width(words="int4", weights="int4", activations="auto", rounds_prefill=True),
     "int4-everywhere": Width(words="int4, attention too", weights="int4", is_everywhere=True),
     "int4-everywhere-a8": Width(words="int4, attention too", weights="int4", activations="int8", is_everywhere=True),
 }

@@ -64,8 +64,8 @@ class EngineOptions(Settings):
     )
     activations: ActivationOption = setting(
         "auto",
-        "Inputs of decode's products with int8 and int4 weights: rounded to int8, or in --dtype; auto: int8 where "
-        "looped steps know the model.",
+        "Inputs of products with narrow weights: in --dtype, or with int8 and int4 weights rounded to int8 in decode; "
+        "auto: that where looped steps know the model, and bfloat16 in prefill where a processor gains by it.",
     )
     executor: str | None = setting(
         None,

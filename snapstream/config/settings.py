@@ -17,6 +17,7 @@ PrefillAttentionName = Literal[
     "auto",
     "reference",
     "cpu",
+    "cpu_bf16",
     "sdpa_flash",
     "sdpa_cudnn",
     "sdpa_efficient",

@@ -81,6 +81,8 @@ class WeightForms:
     layers: WeightForm
     tables: WeightForm  # the embedding, and the output embedding
     attention: WeightForm | None = None  # the matrices around attention; None: as the other ones of a layer
+    # Whether prefill rounds to bf16 what layers' matrices are multiplied with: where a CPU is faster at it.
+    rounds_prefill: bool = False
 
     @classmethod
     def of(cls, width: str, group: int = DEFAULT_GROUP) -> WeightForms:
@@ -102,7 +104,8 @@ class WeightForms:
             if form is not None and form.describe() != self.layers.describe():
                 others.setdefault(form.describe(), []).append(name)
         words = ", ".join([self.layers.describe(), *(f"{', '.join(names)} {form}" for form, names in others.items())])
-        return f"{words}; inputs int8 in decode" if self.layers.rounds_inputs else words
+        words += "; inputs int8 in decode" * self.layers.rounds_inputs
+        return words + "; inputs bf16 in prefill" * self.rounds_prefill
 
     def rounding_inputs(self) -> WeightForms:
         """The same, of which all that are codes see their inputs in int8."""

@@ -7,12 +7,12 @@ in memory once. ``kernels/cpu/looped`` has the layouts and the products.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from snapstream.config import WeightForm
+from snapstream.config import DType, WeightForm
 from snapstream.kernels import groups
 from snapstream.kernels.bound import Kernels
 from snapstream.kernels.cpu.looped import code_panels, panels
@@ -23,14 +23,24 @@ from snapstream.models.weight import Index, Weight
 _ROWS_AT_ONCE = 16 * PANEL  # that are quantised: what is wide meanwhile stays small
 
 
-def make_panels(library: Library) -> MakeWeight:
-    """Makes storage in panels for a computation in fp32 on a CPU."""
+def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeWeight:
+    """Makes storage in panels for a computation in fp32 on a CPU.
+
+    ``rounds_prefill``: see ``WeightForms``; matrices of bf16 and of codes have such products. The output embedding
+    sees a few tokens of a prompt at most, in prefill too, and rounds as in decode.
+    """
 
     def make(form: WeightForm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Weight:
+        is_table = len(shape) == 2
         if not form.is_codes:
-            return FloatPanels(library, panels.empty_panels(shape, getattr(torch, form.width)), shape)
+            has_product = rounds_prefill and not is_table and form.width == "bfloat16"
+            storage = panels.empty_panels(shape, getattr(torch, form.width))
+            return FloatPanels(library, storage, shape, "bfloat16" if has_product else "float32")
+        inputs: DType | Literal["int8"] = "bfloat16" if rounds_prefill else "float32"
+        if is_table:
+            inputs = "int8" if form.rounds_inputs else "float32"
         storage = torch.zeros(code_panels.code_panel_shape(shape, form.bits, form.group), dtype=torch.uint8)
-        return CodePanels(library, storage, shape, form)
+        return CodePanels(library, storage, shape, inputs, form)
 
     return make
 
@@ -40,9 +50,13 @@ class Panels(Weight):
 
     multiplies_narrow = True
 
-    def __init__(self, library: Library, data: Tensor, shape: tuple[int, ...], rows: range | None = None) -> None:
-        """``data``: panels of matrices ``shape [..., out, in]``; ``rows`` are those that belong to the view."""
-        self.library, self.data, self._matrix = library, data, shape
+    def __init__(
+        self, library: Library, data: Tensor, shape: tuple[int, ...], inputs: str = "float32", rows: range | None = None
+    ) -> None:
+        """``data``: panels of matrices ``shape [..., out, in]``; ``inputs``: to what ``multiply`` rounds; ``rows``:
+        those that belong to the view.
+        """
+        self.library, self.data, self._matrix, self._inputs = library, data, shape, inputs
         self._rows = range(shape[-2]) if rows is None else rows
 
     @abstractmethod
@@ -87,8 +101,12 @@ class Panels(Weight):
             self._fill_rows(self._rows.start, numbers)
 
     def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        """See ``Weight.multiply``; the same sums for a token whatever is beside it."""
-        return panels.linear(self.library, self.stack, x, bias)
+        """See ``Weight.multiply``; the same sums for a token whatever is beside it. Looped decode does not come here:
+        its steps round inputs as the form says, prefill as it was decided for prefill.
+        """
+        stack = self.stack
+        stack.inputs = FORMATS[self._inputs]
+        return panels.linear(self.library, stack, x, bias)
 
     def lookup(self, token_ids: Tensor) -> Tensor:
         """See ``Weight.lookup``."""
@@ -103,7 +121,7 @@ class FloatPanels(Panels):
     """Floats of 32 or 16 bits."""
 
     def _view(self, data: Tensor, shape: tuple[int, ...], rows: range) -> Self:
-        return type(self)(self.library, data, shape, rows)
+        return type(self)(self.library, data, shape, self._inputs, rows)
 
     def _fill_rows(self, first: int, numbers: Tensor) -> None:
         panels.fill_rows(self.data, first, numbers)
@@ -124,15 +142,14 @@ class CodePanels(Panels):
     """Codes of 8 or 4 bits and a scale per group (``kernels/groups.py``)."""
 
     def __init__(
-        self, library: Library, data: Tensor, shape: tuple[int, ...], form: WeightForm, rows: range | None = None
-    ) -> None:
-        super().__init__(library, data, shape, rows)
-        self.form, self._is_table = form, len(shape) == 2
+        self, library: Library, data: Tensor, shape: tuple[int, ...], inputs: str, form: WeightForm,
+        rows: range | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(library, data, shape, inputs, rows)
+        self.form = form
 
     def _view(self, data: Tensor, shape: tuple[int, ...], rows: range) -> Self:
-        view = type(self)(self.library, data, shape, self.form, rows)
-        view._is_table = self._is_table
-        return view
+        return type(self)(self.library, data, shape, self._inputs, self.form, rows)
 
     def _fill_rows(self, first: int, numbers: Tensor) -> None:
         for start in range(0, len(numbers), _ROWS_AT_ONCE):
@@ -150,13 +167,6 @@ class CodePanels(Panels):
         return code_panels.stack_of_codes(
             self.data, self._matrix[-2], self._matrix[-1], self.form.bits, rounds_inputs=self.form.rounds_inputs
         )
-
-    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        """See ``Panels.multiply``. Decode alone rounds inputs of layers; those of the output embedding always are."""
-        stack = self.stack
-        if not self._is_table:
-            stack.inputs = FORMATS["float32"]
-        return panels.linear(self.library, stack, x, bias)
 
     def dense(self) -> Tensor:
         """See ``Weight.dense``: a copy in fp32."""

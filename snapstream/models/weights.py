@@ -64,7 +64,8 @@ class DecoderWeights:
             matrices[name] = own_make(form_of(role, name_of_dtype, forms), shape, dtype, device)
             if is_widened(role, name_of_dtype, forms) and not matrices[name].multiplies_narrow:
                 narrow[name] = Stack(matrices[name], role.layers_of(config.num_layers))
-        wide = WideBuffer(narrow, dtype, device) if narrow else None
+        rounds = forms is not None and forms.rounds_prefill
+        wide = WideBuffer(narrow, dtype, device, rounds=rounds) if narrow else None
         return cls(config, matrices, vectors, dtype, wide)
 
     @classmethod

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from snapstream.kernels.bound import Kernels
 from snapstream.models.weight import Dense, Weight
 
 
@@ -21,12 +23,23 @@ class Stack(NamedTuple):
     layers: range
 
 
+class Rounding(Dense):
+    """Sees what it is multiplied with after a trip through bf16, as prefill's looped products do (``panels.py``)."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """See ``Weight.multiply``."""
+        return super().multiply(x.to(torch.bfloat16).to(x.dtype), bias, kernels)
+
+
 class WideBuffer:
     """Room for the widest form of one layer."""
 
-    def __init__(self, stacks: Mapping[str, Stack], dtype: torch.dtype, device: torch.device | str) -> None:
-        """``stacks``: the narrow matrices of all layers by role."""
+    def __init__(
+        self, stacks: Mapping[str, Stack], dtype: torch.dtype, device: torch.device | str, *, rounds: bool = False
+    ) -> None:
+        """``stacks``: the narrow matrices of all layers by role; ``rounds``: see ``WeightForms.rounds_prefill``."""
         self._stacks = stacks
+        self._form: type[Dense] = Rounding if rounds else Dense
         self._data = {
             role: torch.empty(stack.matrices.shape[1:], dtype=dtype, device=device) for role, stack in stacks.items()
         }
@@ -38,7 +51,7 @@ class WideBuffer:
 
     def matrices(self, layer: int) -> dict[str, Weight]:
         """The buffer by role, as far as this layer has the role: for when it holds the layer."""
-        return {role: Dense(self._data[role]) for role, stack in self._stacks.items() if layer in stack.layers}
+        return {role: self._form(self._data[role]) for role, stack in self._stacks.items() if layer in stack.layers}
 
     def hold(self, layer: int) -> None:
         """Widen a layer, unless it is there."""

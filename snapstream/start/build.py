@@ -167,4 +167,5 @@ def _make_weight(config: EngineConfig, make_decode: MakeDecode | None) -> MakeWe
     from snapstream.kernels.cpu.looped.library import load
     from snapstream.models.panels import make_panels
 
-    return make_panels(load())
+    rounds_prefill = config.weights is not None and config.weights.rounds_prefill
+    return make_panels(load(), rounds_prefill=rounds_prefill)

@@ -62,7 +62,8 @@ def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks:
             free_bytes=free // num_ranks,
             total_bytes=total // num_ranks,
             has_compiler=find_compiler() is not None,
-            looped_problem=looped_problem(num_ranks),
+            looped_problem=(problem := looped_problem(num_ranks)),
+            gains_by_bf16=problem is None and gains_by_bf16(),
             draft=draft,
             num_gpus=0,
         )
@@ -102,6 +103,13 @@ def looped_problem(num_ranks: int = 1) -> str | None:
     except ValueError as problem:
         return str(problem)
     return None
+
+
+def gains_by_bf16() -> bool:
+    """Whether looped products with inputs in bf16 are faster here; the first call tries them."""
+    from snapstream.kernels.cpu.looped.library import load
+
+    return bool(load().gains_by_bf16())
 
 
 def latent_attention(model: ModelConfig, config: EngineConfig) -> LatentAttention | None:

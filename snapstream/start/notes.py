@@ -19,6 +19,7 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
         describe_ranks(config),
         describe_prefill(model, config),
         describe_latents(model, config),
+        describe_inputs(config),
         describe_decode(model, options, config),
         describe_store(model, options, config),
     )
@@ -41,6 +42,13 @@ def describe_ranks(config: EngineConfig) -> str:
     if here < size:
         where += f"; {here} here, {size - here} come to {config.parallel.address}"
     return f"ranks: {size} ({where})"
+
+
+def describe_inputs(config: EngineConfig) -> str:
+    """Whether prefill rounds what it multiplies with."""
+    if config.weights is None or not config.weights.rounds_prefill:
+        return ""
+    return "prefill: products of bfloat16, faster here (activations 'dtype': of float32)"
 
 
 def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:

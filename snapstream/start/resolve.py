@@ -46,6 +46,7 @@ class Machine:
     capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
     has_compiler: bool = True  # of C++
     looped_problem: str | None = None  # why a CPU cannot have the library of looped steps
+    gains_by_bf16: bool = False  # whether products of prefill in that library are faster with inputs in bf16
     host_free_bytes: int | None = None  # of the host, now; None where the device is the host
     draft: DraftMemory | None = None  # of a draft that is loaded on this device, perhaps by another process
     num_gpus: int = 1  # that this process sees; 0 on a CPU
@@ -94,9 +95,26 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
     one_row = config_of(1, options)
     _check_machine(model, one_row, machine)
     config = config_of(num_rows(model, one_row, options.max_rows, machine.free_bytes), options)
+    config = _with_prefill_inputs(model, config, options, machine)
     _check_memory(model, config, options, machine)
     _check_store(model, config, machine)
     return config
+
+
+def _with_prefill_inputs(
+    model: ModelConfig, config: EngineConfig, options: EngineOptions, machine: Machine
+) -> EngineConfig:
+    """Rounds what prefill multiplies with, where looped products of such weights gain by it and the user has not said
+    what inputs are. Plain calls do it too, so that both mean the same.
+    """
+    forms = config.weights
+    if forms is None or options.activations != "auto" or not machine.gains_by_bf16 or config.dtype != "float32":
+        return config
+    has_product = forms.layers.width == "bfloat16" or (forms.layers.is_codes and not forms.layers.is_blocks)
+    if not has_product or model.moe is not None or model.latent is not None:
+        return config
+    attention = "cpu_bf16" if config.prefill_attention == "auto" else config.prefill_attention
+    return replace(config, weights=replace(forms, rounds_prefill=True), prefill_attention=attention)
 
 
 def auto_prefix_store(model: ModelConfig, config: EngineConfig, machine: Machine) -> PrefixStoreConfig | None:

@@ -17,11 +17,15 @@ from snapstream.kernels import groups
 from snapstream.kernels.compile_cache import VARIABLE
 from snapstream.kernels.cpu.looped import build, code_panels, panels
 from snapstream.kernels.cpu.looped.build import InstructionSet, compiled, find_compiler, instruction_sets
-from snapstream.kernels.cpu.looped.library import Team, load, num_cores
+from snapstream.kernels.cpu.looped.library import FORMATS, Team, load, num_cores
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+needs_bf16 = pytest.mark.skipif(
+    not Path("/proc/cpuinfo").exists() or "avx512_bf16" not in Path("/proc/cpuinfo").read_text(),
+    reason="this processor does not multiply bf16",
+)
 needs_cores = pytest.mark.skipif(num_cores() < 2, reason="one core")
 
 
@@ -115,6 +119,56 @@ def test_a_product_of_whole_numbers(
             assert torch.equal(panels.linear(library, stack, x[token : token + 1], None)[0], got[token])
     finally:
         library.way(chosen)
+
+
+@needs_bf16
+@settings(max_examples=30)
+@given(
+    num_out=st.integers(1, 130), num_groups=st.integers(1, 40), width=st.sampled_from(["bfloat16", "int8", "int4"]),
+    group=st.sampled_from([32, 64, 128]), extra=st.integers(0, 31), tokens=st.integers(1, 60),
+    exponent=st.sampled_from([0, -20, 20]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_product_of_tokens_in_bf16(
+    num_out: int, num_groups: int, width: str, group: int, extra: int, tokens: int, exponent: int, seed: int
+) -> None:
+    """Of what the tokens are in bf16, ties to even, with the very numbers of the matrix; a token has the same bits in
+    any batch.
+    """
+    library, generator = load(), torch.Generator().manual_seed(seed)
+    if width == "bfloat16":
+        num_in = num_groups * 16 + extra
+        wide = torch.randn(num_out, num_in, generator=generator).bfloat16().float()
+        stored = panels.empty_panels(tuple(wide.shape), torch.bfloat16)
+        panels.fill_rows(stored, 0, wide)
+        stack = panels.stack_of(stored, num_out, num_in)
+    else:
+        num_in, bits = num_groups * group, int(width[3:])
+        codes, scales = groups.quantise(torch.randn(num_out, num_in, generator=generator), bits, group)
+        stored = torch.zeros(code_panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
+        code_panels.fill_codes(stored, 0, codes, scales, bits)
+        wide, stack = groups.widen(codes, scales, bits), code_panels.stack_of_codes(stored, num_out, num_in, bits)
+    stack.inputs = FORMATS["bfloat16"]
+    x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
+    x[0, 0] = 2.0**exponent * (1 + 2.0**-8)  # half-way between two numbers of bf16
+    bias = torch.randn(num_out, generator=generator)
+    got = panels.linear(library, stack, x, bias)
+    want = x.bfloat16().double() @ wide.double().t() + bias
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * num_in**0.5 * 2.0**exponent)
+    for token in {0, tokens // 2, tokens - 1}:
+        assert torch.equal(panels.linear(library, stack, x[token : token + 1], bias)[0], got[token])
+
+
+@needs_bf16
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 3.4e38])
+def test_a_product_of_tokens_in_bf16_loses_nothing_that_is_not_finite(wrong: float) -> None:
+    stored = panels.empty_panels((40, 64), torch.bfloat16)
+    panels.fill_rows(stored, 0, torch.ones(40, 64))
+    stack = panels.stack_of(stored, 40, 64)
+    stack.inputs = FORMATS["bfloat16"]
+    x = torch.ones(3, 64)
+    x[1, 40] = wrong
+    got = panels.linear(load(), stack, x, None)
+    torch.testing.assert_close(got, x.bfloat16().float().sum(1, keepdim=True).expand(-1, 40), equal_nan=True)
 
 
 @pytest.mark.parametrize("instructions", instruction_sets())

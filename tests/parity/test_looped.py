@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from snapstream.assets import TINY_MODEL
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, RescoringConfig, WeightForms
+from snapstream.config import EngineConfig, EngineOptions, KVBudget, ModelConfig, RescoringConfig, WeightForms
 from snapstream.kernels import int8
 from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
@@ -31,6 +32,7 @@ from snapstream.request import SamplingParams
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_looped import LoopedDecode
 from snapstream.runner.model_runner import ModelRunner
+from snapstream.start.measure import gains_by_bf16
 from tests.parity.checkpoints import ARCHITECTURES, VOCAB, make_model, save
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -79,10 +81,11 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"weights": "bfloat16"},
+        # Inputs as the machine rounds them in prefill have a test of their own: a difference in the last place grows.
+        {"weights": "bfloat16", "activations": "dtype"},
         {"weights": "float16"},
-        {"weights": "int8"},
-        {"weights": "int4"},
+        {"weights": "int8", "activations": "int8"},
+        {"weights": "int4", "activations": "int8"},
         {"kv_dtype": "fp8"},
         {"kv_dtype": "int8"},
         {"kv_dtype": "bfloat16"},
@@ -94,6 +97,29 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
 def test_tokens_equal_eager_in_other_engines(changes: dict[str, Any], prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model("qwen3", hidden_size=64, intermediate_size=96, head_dim=16), tmp_path)
     assert answers(folder, prompts, "looped", **changes) == answers(folder, prompts, "eager", **changes)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+def test_prefill_that_rounds_its_inputs(weights: str) -> None:
+    """Both executors round the same things, and what that changes is small beside what a model is sure of."""
+    if not gains_by_bf16():
+        pytest.skip("this processor gains nothing by inputs in bf16")
+    facts = "The code for amber falcon is 4821907. The code for velvet otter is 1130254."
+    text = f"{facts}\n\nWhat is the code for amber falcon?"
+    asked = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
+
+    def first(executor: str, activations: str) -> tuple[str, float]:
+        options = EngineOptions(executor=executor, activations=activations, weights=weights, max_model_len=256)
+        with LLM(TINY_MODEL, options, progress=False) as llm:
+            (output,) = llm.chat([{"role": "user", "content": text}], asked)
+            assert output.logprobs is not None
+            return output.text.strip(), output.logprobs[0].top[1][1]  # of the second likeliest: it moves more
+
+    looped, plain = first("looped", "auto"), first("eager", "auto")
+    exact = first("looped", "dtype" if weights == "bfloat16" else "int8")
+    assert looped[0] == plain[0] == exact[0] == "4821907"
+    assert looped[1] == pytest.approx(plain[1], abs=0.02)
+    assert looped[1] != exact[1]  # something is rounded
 
 
 ROPES: list[dict[str, Any] | None] = [

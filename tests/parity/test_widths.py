@@ -48,7 +48,7 @@ def test_as_over_the_same_numbers_widened(weights: str, tmp_path: Path) -> None:
 def test_auto_keeps_16_bits_and_loses_nothing(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, dtype)
     assert read_model_config(folder).stored.dtype == str(dtype).removeprefix("torch.")
-    with LLM(folder, max_model_len=120, progress=False) as llm:
+    with LLM(folder, max_model_len=120, activations="dtype", progress=False) as llm:
         assert llm.config.weights == WeightForms.of(str(dtype).removeprefix("torch."))
     assert answers(folder, "auto") == answers(folder, "float32")
 

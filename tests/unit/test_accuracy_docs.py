@@ -163,9 +163,9 @@ def test_narrow_weights_stand_beside_the_same_prompts_and_nowhere_else(stored: P
     for width, accuracy in (("int8", 85.5), ("int4-a8", 82.0)):
         replace(own, width=width).write(scores | {"accuracy": accuracy}, 1.0)
     assert widths_table(TINY_MODEL).splitlines()[-3:] == [
-        "| fp32 | fp32 | SnapStream | 1/4 | 85.0 |",
-        "| int8 | fp32 | SnapStream | 1/4 | 85.5 (+0.5) |",
-        "| int4 | int8 | SnapStream | 1/4 | 82.0 (-3.0) |",
+        "| fp32 | fp32 | fp32 | SnapStream | 1/4 | 85.0 |",
+        "| int8 | fp32 | fp32 | SnapStream | 1/4 | 85.5 (+0.5) |",
+        "| int4 | fp32 | int8 | SnapStream | 1/4 | 82.0 (-3.0) |",
     ]
     assert len(sections.cells_of("accuracy_widths")) == 3
     assert (tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), sections.cells_of("accuracy")) == before

@@ -22,6 +22,7 @@ from torch import Tensor
 from snapstream.config import ModelConfig
 from snapstream.kernels import reference, sdpa
 from snapstream.kernels.cpu import attention as cpu_attention
+from snapstream.kernels.cpu.looped import library, prompt
 from snapstream.kernels.prefill import packages
 from snapstream.kernels.prefill.packages import PackedLens
 
@@ -94,11 +95,24 @@ def _on_cpu(case: Case) -> str:
     return "" if case.device.type == "cpu" else f"runs on a CPU, and the device is {case.device}"
 
 
+def _on_cpu_in_bf16(case: Case) -> str:
+    if problem := _on_cpu(case):
+        return problem
+    if case.dtype != torch.float32:
+        return f"computes in float32, not {str(case.dtype)[6:]}"
+    try:
+        gains = library.load().gains_by_bf16()
+    except ValueError as problem:
+        return str(problem)
+    return "" if gains else "this processor does not multiply bf16 faster"
+
+
 VERSIONS: dict[str, Version] = {
     version.name: version
     for version in (
         Version("reference", reference.prefill_attention, lambda case: ""),
         Version("cpu", cpu_attention.prefill_attention, _on_cpu),
+        Version("cpu_bf16", prompt.prefill_attention, _on_cpu_in_bf16),
         Version(
             "sdpa_flash", sdpa.prefill_attention, _needs(), packages.torch_varlen, packages.why_no_torch_varlen
         ),

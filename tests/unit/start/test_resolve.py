@@ -24,7 +24,7 @@ from snapstream.server.engine.process_main import build
 from snapstream.server.run import ServeOptions, memory_beside
 from snapstream.start import measure
 from snapstream.start.measure import check_device, measure_machine
-from snapstream.start.notes import describe_decode
+from snapstream.start.notes import describe_decode, describe_inputs
 from snapstream.start.resolve import Machine, resolve
 
 GIB = 2**30
@@ -107,6 +107,29 @@ def test_a_cpu_loops_where_it_can_and_says_why_not() -> None:
         assert any("decode: plain calls, because dtype is 'bfloat16'" in note for note in llm.notes)
     with LLM(TINY_MODEL, dtype="bfloat16", executor="eager", progress=False) as llm:
         assert not any("decode:" in note for note in llm.notes)
+
+
+def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -> None:
+    fast = replace(LAPTOP, gains_by_bf16=True)
+    loops = {"executor": None, "dtype": "float32", "max_rows": 1}
+
+    def rounds(machine: Machine, **options: Any) -> bool:
+        forms = decided(machine, **loops | options).weights
+        assert forms is not None
+        return forms.rounds_prefill
+
+    for weights in ("bfloat16", "int8", "int4"):
+        assert rounds(fast, weights=weights)
+        assert not rounds(LAPTOP, weights=weights)
+        assert not rounds(fast, weights=weights, activations="dtype")
+        assert weights == "bfloat16" or not rounds(fast, weights=weights, activations="int8")
+        assert rounds(fast, weights=weights, executor="eager")  # to mean the same
+    assert not rounds(fast, weights="float32") and not rounds(fast, weights="float16")
+    assert not rounds(fast, dtype="bfloat16")
+    config = decided(fast, **loops, weights="bfloat16")
+    assert config.weights is not None and config.weights.describe() == "bfloat16; inputs bf16 in prefill"
+    assert "products of bfloat16" in describe_inputs(config)
+    assert not describe_inputs(decided(LAPTOP, **loops, weights="bfloat16"))
 
 
 def test_graph_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
     int64_t layer_bytes, panel_bytes;
     int64_t rows, cols;
     int64_t format, group;  // group: columns that share a scale, of codes
-    int64_t inputs;         // I8: tokens are rounded to codes in those groups before they are multiplied; else F32
+    int64_t inputs;         // I8: tokens are rounded to codes in those groups before they are multiplied; BF16: to bf16
 };
 
 struct Mixture {  // of experts, in the layers from first_layer on; no experts: none (mixture.h)

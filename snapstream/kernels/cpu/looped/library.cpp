@@ -1,6 +1,8 @@
 // The functions that Python calls (library.py), and the buffers of an engine.
+#include "bf16.h"
 #include "codes.h"
 #include "engine.h"
+#include "prompt.h"
 
 namespace looped {
 
@@ -107,6 +109,8 @@ EXPORT void looped_copy_rows(const Stack* matrix, const int64_t* rows, int64_t c
     looped::copy_rows(*matrix, rows, count, out);
 }
 EXPORT int64_t looped_way(int64_t way) { return choose_way(way); }
+EXPORT void looped_attend_prompt(const Prompt* prompt, int64_t threads) { attend_prompt(*prompt, threads); }
+EXPORT int64_t looped_gains_by_bf16() { return gains_by_bf16(); }
 EXPORT double looped_read(Team* team, const char* from, int64_t bytes) { return looped::read(from, bytes, *team); }
 EXPORT void looped_wait_for_all(Team* team, int64_t rounds) { looped::wait_for_all(rounds, *team); }
 EXPORT double looped_multiply_codes(Team* team, int64_t rounds) { return looped::multiply_codes(rounds, *team); }

@@ -87,6 +87,17 @@ class Step(Structure):
     ]
 
 
+class Prompt(Structure):
+    """A chunk of a prompt; strides in numbers."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "q k v out".split()),
+        *((name, c_int64) for name in "queries heads kv_heads keys size value_size".split()),
+        *((name, c_int64) for name in "q_token q_head k_head k_token v_head v_token".split()),
+        ("scale", c_float),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "team": (c_void_p, [c_int64]),
     "end_team": (None, [c_void_p]),
@@ -99,6 +110,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "linear": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64]),
     "copy_rows": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p]),
     "way": (c_int64, [c_int64]),
+    "attend_prompt": (None, [POINTER(Prompt), c_int64]),
+    "gains_by_bf16": (c_int64, []),
     "read": (c_double, [c_void_p, c_void_p, c_int64]),
     "multiply": (c_double, [c_void_p, c_int64]),
     "multiply_codes": (c_double, [c_void_p, c_int64]),

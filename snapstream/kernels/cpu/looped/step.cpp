@@ -1,6 +1,8 @@
 // The functions of engine.h that do the work.
 #include "step.h"
 
+#include "bf16.h"
+
 namespace looped {
 
 bool step(Engine& engine, const Step& step) {
@@ -14,11 +16,15 @@ void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bi
             int64_t threads) {
     const Groups groups(tokens);
     const int64_t panels = (matrix.rows + PANEL - 1) / PANEL, cols = matrix.cols;
-    const Product multiply = products_of(matrix).of_one;
+    const Product multiply = takes_bf16(matrix) ? bf16_product(matrix.format) : products_of(matrix).of_one;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tokens; ++t) {
+            if (takes_bf16(matrix)) {
+                pack_bf16(x + t * cols, cols, buffer, groups, t);
+                continue;
+            }
             if (takes_codes(matrix)) {
                 PackedCodes(buffer, groups, t, matrix).put(0, x + t * cols, cols);
                 continue;

@@ -1,0 +1,112 @@
+// Products of all tokens in bf16 with a panel, and whether they are worth it here.
+#include "bf16_tiles.h"
+
+#include <chrono>
+#include <limits>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace looped {
+
+#if HAS_BF16
+namespace {
+
+constexpr int64_t LEAST_GROUP = 32;  // columns of a group of codes
+constexpr int64_t BLOCK = 512;  // columns, whole groups, after which a tile lets the next tokens have the same weights
+
+// Codes as whole numbers in bf16, times a power of two that is missing in the scales (forms.h).
+template <int BITS>
+void widen(const Stack& stack, const char* from, int64_t cols, uint32_t* pairs, float* scales) {
+    using Form = Codes<BITS>;
+    for (int64_t first = 0; first < cols; first += stack.group, scales += PANEL) {
+        for (int v = 0; v < VECS; ++v) store(scales + v * W, Form::scale(from, v));
+        from += Form::HEAD;
+        for (int64_t col = 0; col < stack.group; col += Form::COLS, from += Form::BYTES)
+            for (int v = 0; v < VECS; ++v) {
+                const bits stored = Form::stored(from, v);
+                UNROLL for (int c = 0; c < Form::COLS; c += 2) {
+                    const bits both = as_bits(Form::widen(stored, c, all(1.0f))) >> 16 |
+                                      (as_bits(Form::widen(stored, c + 1, all(1.0f))) & 0xffff0000u);
+                    std::memcpy(pairs + c / 2 * PANEL + v * W, &both, sizeof both);
+                }
+                if (v == VECS - 1) pairs += Form::COLS / 2 * PANEL;
+            }
+    }
+}
+
+// One panel times all tokens: sums [tokens][32].
+template <class Form>
+void panel(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
+    constexpr bool SCALED = Form::HEAD > 0;
+    std::fill(sums, sums + groups.tokens * PANEL, 0.0f);
+    alignas(64) uint32_t widened[SCALED ? BLOCK / 2 * PANEL : 1];
+    alignas(64) float scales[SCALED ? BLOCK / LEAST_GROUP * PANEL : 1];
+    const auto* packed = reinterpret_cast<const uint32_t*>(x);
+    const int64_t cols = padded(stack.cols);
+    for (int64_t first = 0; first < cols; first += BLOCK) {
+        const int64_t count = std::min(BLOCK, cols - first);
+        const char *weight = panel + offset<Form>(stack, first), *next = panel + offset<Form>(stack, first + count);
+        Pairs block{weight, nullptr, count};
+        if constexpr (SCALED) {
+            widen<32 / Form::COLS>(stack, weight, count, widened, scales);
+            block = {reinterpret_cast<const char*>(widened), scales, stack.group};
+        }
+        for (int64_t group = 0; group < groups.count; ++group) {
+            const int64_t begin = groups.begin(group), size = groups.size(group), bytes = next - weight;
+            const Prefetch fetch{next + bytes * group / groups.count, bytes / (count / 2 * groups.count)};
+            pair_tile_of<SCALED>(size, UpToMost{})(block, packed + begin * (cols / 2) + first / 2 * size, count,
+                                              sums + begin * PANEL, fetch);
+        }
+    }
+}
+
+bool is_here() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
+
+// The least time of one panel that lies in a cache, times a few groups of tokens.
+double seconds_of(Product product) {
+    constexpr int64_t COLS = 1024, TOKENS = 48;
+    Stack stack{};
+    stack.panel_bytes = COLS * PANEL * 2;
+    stack.rows = PANEL, stack.cols = COLS, stack.format = BF16;
+    const std::vector<char> panel(2 * stack.panel_bytes);
+    const std::vector<float> x(TOKENS * COLS);
+    std::vector<float> sums(TOKENS * PANEL);
+    double least = std::numeric_limits<double>::infinity();
+    for (int i = 0; i < 20; ++i) {
+        const auto began = std::chrono::steady_clock::now();
+        product(stack, panel.data(), x.data(), Groups(TOKENS), sums.data());
+        least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+    }
+    return least;
+}
+
+}  // namespace
+
+bool gains_by_bf16() {
+    static const bool gains = is_here() && seconds_of(panel<PairsBF16>) < seconds_of(products_of(BF16).of_one);
+    return gains;
+}
+Product bf16_product(int64_t format) {
+    return format == I8 ? panel<Codes<8>> : format == I4 ? panel<Codes<4>> : panel<PairsBF16>;
+}
+
+#else
+
+bool gains_by_bf16() { return false; }
+Product bf16_product(int64_t) { return nullptr; }
+
+#endif
+
+void pack_bf16(const float* x, int64_t cols, float* packed, const Groups& groups, int64_t token) {
+    const int64_t group = groups.of(token), first = groups.begin(group), stride = groups.size(group);
+    auto* to = reinterpret_cast<uint32_t*>(packed) + first * (padded(cols) / 2) + (token - first);
+    pack_row(x, cols, padded(cols), to, stride);
+}
+
+}  // namespace looped

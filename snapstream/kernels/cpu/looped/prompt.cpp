@@ -1,0 +1,198 @@
+// Attention of a chunk of a prompt in bf16, flash style: keys block by block, with the softmax corrected as larger
+// scores turn up. Queries, keys, values and the probabilities are rounded to bf16, scores and sums are fp32.
+//
+// A task is one kv head and some queries of each head that shares it: keys and values of a block are packed once for all
+// of them, as panels (forms.h) of 32 keys by E and of 32 numbers by keys, and both products are those of tiles.
+// Invariant: blocks of keys begin at multiples of BLOCK_KEYS, and what a query does not see adds zeros; so its result is
+// the same bits however the prompt is cut into chunks.
+#include "prompt.h"
+
+#include <limits>
+#include <vector>
+
+#include "bf16_tiles.h"
+
+namespace looped {
+
+#if HAS_BF16
+namespace {
+
+constexpr int64_t BLOCK_KEYS = 256;
+constexpr int64_t TASK_QUERIES = 768;  // of all heads; fewer would pack keys too often
+
+int64_t panels_of(int64_t count) { return (count + PANEL - 1) / PANEL; }
+int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
+
+// Keys [n, size] as panels [n / 32][size / 2][32] of pairs; zeros where there is no key.
+void pack_keys(const float* keys, int64_t stride, int64_t n, int64_t size, uint32_t* to) {
+    const int64_t units = even(size) / 2;
+    std::fill(to, to + panels_of(n) * units * PANEL, 0u);
+    for (int64_t key = 0; key < n; ++key)
+        pack_row(keys + key * stride, size, even(size), to + key / PANEL * units * PANEL + key % PANEL, PANEL);
+}
+
+// Values [n, size] as panels [size / 32][n / 2][32] of pairs of neighbouring keys.
+void pack_values(const float* values, int64_t stride, int64_t n, int64_t size, uint32_t* to) {
+    for (int64_t panel = 0; panel < panels_of(size); ++panel)
+        for (int64_t key = 0; key < even(n); key += 2)
+            for (int v = 0; v < VECS; ++v, to += W) {
+                const int64_t at = panel * PANEL + v * W, count = std::clamp<int64_t>(size - at, 0, W);
+                const float* own = values + key * stride + at;
+                const bits low = round_bf16(as_bits(load_some(own, count)));
+                const bits high = key + 1 < n ? round_bf16(as_bits(load_some(own + stride, count))) : bits{};
+                const bits both = low >> 16 | (high & 0xffff0000u);
+                std::memcpy(to, &both, sizeof both);
+            }
+}
+
+// Up to MOST queries of one head that follow each other.
+struct Some {
+    const float* q;     // of the first
+    int64_t first, count;
+    uint32_t* packed;   // [E / 2][count]
+    float *peak, *total, *mixed;  // [count], [count], [U / 32][count][32]
+};
+
+class Task {
+  public:
+    Task(const Prompt& prompt, int64_t kv_head, int64_t begin, int64_t end) : p_(prompt), kv_head_(kv_head) {
+        const int64_t shared = p_.heads / p_.kv_heads, count = end - begin, units = even(p_.size) / 2;
+        const int64_t value_panels = panels_of(p_.value_size), queries = shared * count;
+        const Groups groups(count);
+        packed_.resize(queries * units);
+        state_.resize(queries * (2 + value_panels * PANEL));
+        keys_.resize(BLOCK_KEYS * units);
+        values_.resize(BLOCK_KEYS / 2 * value_panels * PANEL);
+        uint32_t* packed = packed_.data();
+        float* state = state_.data();
+        for (int64_t head = 0; head < shared; ++head)
+            for (int64_t group = 0; group < groups.count; ++group) {
+                const int64_t first = begin + groups.begin(group), size = groups.size(group);
+                const float* q = p_.q + first * p_.q_token + (kv_head * shared + head) * p_.q_head;
+                some_.push_back({q, first, size, packed, state, state + size, state + 2 * size});
+                for (int64_t t = 0; t < size; ++t)
+                    pack_row(q + t * p_.q_token, p_.size, even(p_.size), packed + t, size);
+                std::fill(state, state + size, -std::numeric_limits<float>::infinity());
+                std::fill(state + size, state + size * (2 + value_panels * PANEL), 0.0f);
+                packed += units * size;
+                state += size * (2 + value_panels * PANEL);
+            }
+        last_ = seen_by(end - 1);
+    }
+
+    void run() {
+        for (int64_t first = 0; first < last_; first += BLOCK_KEYS) {
+            const int64_t count = std::min(BLOCK_KEYS, p_.keys - first);
+            pack_keys(p_.k + kv_head_ * p_.k_head + first * p_.k_token, p_.k_token, count, p_.size, keys_.data());
+            pack_values(p_.v + kv_head_ * p_.v_head + first * p_.v_token, p_.v_token, count, p_.value_size,
+                        values_.data());
+            for (const Some& some : some_)
+                if (seen_by(some.first + some.count - 1) > first) attend(some, first, count);
+        }
+        const int64_t shared = p_.heads / p_.kv_heads, per_head = some_.size() / shared;
+        for (size_t i = 0; i < some_.size(); ++i) write(some_[i], kv_head_ * shared + i / per_head);
+    }
+
+  private:
+    int64_t seen_by(int64_t query) const { return p_.keys - p_.queries + query + 1; }
+
+    void attend(const Some& some, int64_t first, int64_t count) {
+        const int64_t T = some.count, units = even(p_.size) / 2, panels = panels_of(count);
+        const PairTile tile = pair_tile_of<false>(T, UpToMost{});
+        std::fill(scores_, scores_ + panels * T * PANEL, 0.0f);
+        for (int64_t panel = 0; panel < panels; ++panel) {
+            const char* own = reinterpret_cast<const char*>(keys_.data() + panel * units * PANEL);
+            tile({own, nullptr, 2 * units}, some.packed, 2 * units, scores_ + panel * T * PANEL, {own, 0});
+        }
+        for (int64_t t = 0; t < T; ++t) soften(some, t, first, count, panels);
+        for (int64_t panel = 0; panel < panels_of(p_.value_size); ++panel) {
+            const char* own = reinterpret_cast<const char*>(values_.data() + panel * (even(count) / 2) * PANEL);
+            tile({own, nullptr, even(count)}, shares_, even(count), some.mixed + panel * T * PANEL, {own, 0});
+        }
+    }
+
+    // Scores of one query to shares of its largest score, packed; what was found before is corrected to that.
+    void soften(const Some& some, int64_t t, int64_t first, int64_t count, int64_t panels) {
+        const int64_t T = some.count, seen = std::min(count, seen_by(some.first + t) - first);
+        const vec none = all(-std::numeric_limits<float>::infinity());
+        const auto place = [&](int64_t at) { return scores_ + (at / PANEL * T + t) * PANEL + at % PANEL; };
+        vec largest = none;
+        for (int64_t at = 0; at < panels * PANEL; at += W) {
+            vec own = load(place(at)) * p_.scale;
+            if (at + W > seen) {
+                float lanes[W];
+                store(lanes, own);
+                for (int i = 0; i < W; ++i)
+                    if (at + i >= seen) lanes[i] = -std::numeric_limits<float>::infinity();
+                own = load(lanes);
+            }
+            store(place(at), own);
+            largest = own > largest ? own : largest;
+        }
+        const float before = some.peak[t], found = seen > 0 ? max_of(largest) : before;
+        const float peak = found > before ? found : before;
+        // Of a score that is no number comparisons know nothing: it comes through the exponential.
+        const vec shift = all(peak == -std::numeric_limits<float>::infinity() ? 0.0f : peak);
+        vec sum = {};
+        for (int64_t at = 0; at < even(count); at += W) {
+            const vec share = exponential(load(place(at)) - shift);
+            sum += share;
+            const bits rounded = round_bf16(as_bits(share));
+            uint32_t numbers[W];
+            std::memcpy(numbers, &rounded, sizeof rounded);
+            uint32_t* to = shares_ + at / 2 * T + t;
+            UNROLL for (int i = 0; i < W / 2; ++i)
+                to[i * T] = numbers[2 * i] >> 16 | (numbers[2 * i + 1] & 0xffff0000u);
+        }
+        float factor[W];
+        store(factor, exponential(all(before) - shift));
+        some.peak[t] = peak;
+        some.total[t] = some.total[t] * factor[0] + sum_of(sum);
+        if (factor[0] != 1.0f)
+            for (int64_t panel = 0; panel < panels_of(p_.value_size); ++panel)
+                for (int v = 0; v < VECS; ++v) {
+                    float* own = some.mixed + (panel * T + t) * PANEL + v * W;
+                    store(own, load(own) * factor[0]);
+                }
+    }
+
+    void write(const Some& some, int64_t head) const {
+        for (int64_t t = 0; t < some.count; ++t) {
+            float* out = p_.out + ((some.first + t) * p_.heads + head) * p_.value_size;
+            for (int64_t i = 0; i < p_.value_size; ++i)
+                out[i] = some.mixed[(i / PANEL * some.count + t) * PANEL + i % PANEL] / some.total[t];
+        }
+    }
+
+    const Prompt& p_;
+    const int64_t kv_head_;
+    int64_t last_;  // keys that the last query sees
+    std::vector<uint32_t> packed_, keys_, values_;
+    std::vector<float> state_;
+    std::vector<Some> some_;
+    alignas(64) float scores_[MOST * (BLOCK_KEYS + PANEL)];
+    alignas(64) uint32_t shares_[MOST * (BLOCK_KEYS + PANEL) / 2];
+};
+
+}  // namespace
+
+void attend_prompt(const Prompt& prompt, int64_t threads) {
+    const int64_t shared = prompt.heads / prompt.kv_heads, total = prompt.queries * shared;
+    // Queries further down see more keys: parts of equal length would not be of equal work, so there are several per
+    // thread, the long ones first.
+    const int64_t wanted = std::max((total + TASK_QUERIES - 1) / TASK_QUERIES, (2 * threads + prompt.kv_heads - 1) / prompt.kv_heads);
+    const int64_t parts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, prompt.queries / MOST));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < parts * prompt.kv_heads; ++i) {
+        const int64_t part = parts - 1 - i / prompt.kv_heads;
+        Task(prompt, i % prompt.kv_heads, prompt.queries * part / parts, prompt.queries * (part + 1) / parts).run();
+    }
+}
+
+#else
+
+void attend_prompt(const Prompt&, int64_t) {}
+
+#endif
+
+}  // namespace looped
