@@ -1,6 +1,8 @@
-"""What compression adds to a prefill: scoring, selection and the write of the row, as a share of the whole.
+"""How fast prompts are read over weights of some widths, and what compression adds: scoring, selection and the write of
+the row, as a share of the whole.
 
-Floor: two passes of ``w x heads x candidates`` dot products per layer (w queries vote), about 2 w / N of the attention.
+Floor of compression: two passes of ``w x heads x candidates`` dot products per layer (w queries vote), about 2 w / N of
+the attention. An engine decides by itself in what numbers prefill multiplies (docs/weights.md).
 
     python -m benchmarks.prefill --prompt-len 16384
 """
@@ -8,6 +10,7 @@ Floor: two passes of ``w x heads x candidates`` dot products per layer (w querie
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from typing import Any
 
 from benchmarks.machine import ceilings, report
@@ -28,13 +31,13 @@ def prefill_flop(model: ModelConfig, prompt_len: int) -> float:
     return float(prompt_len) * (layers * projections + (layers - 1) * (rest + attention))
 
 
-def run(prompt_lens: list[int], part: int, chunk_len: int) -> list[dict[str, Any]]:
+def run(prompt_lens: list[int], widths: list[str], part: int, chunk_len: int) -> list[dict[str, Any]]:
     figures = []
     with llama_folder() as folder:
-        for prompt_len in prompt_lens:
+        for prompt_len, width in product(prompt_lens, widths):
             budget = KVBudget.of(prompt_len // part)
             with LLM(folder, budget=budget, max_rows=1, max_model_len=prompt_len + 8, chunk_len=chunk_len,
-                     progress=False) as llm:  # fmt: skip
+                     weights=width, progress=False) as llm:  # fmt: skip
                 params = SamplingParams(max_tokens=1, temperature=0.0)
                 llm.generate([random_prompt(budget.capacity + 64, seed=1)], params)  # touches what is new
                 output = llm.generate([random_prompt(prompt_len)], params)[0]
@@ -44,6 +47,8 @@ def run(prompt_lens: list[int], part: int, chunk_len: int) -> list[dict[str, Any
             seconds = output.timings.prefill_ms / 1e3
             figure = {
                 "prompt_len": prompt_len,
+                "weights": width,
+                "multiplies": "bfloat16" if llm.config.weights and llm.config.weights.rounds_prefill else "float32",
                 "slots": budget.capacity,
                 "prefill_s": seconds,
                 "tokens_per_s": prompt_len / seconds,
@@ -60,13 +65,14 @@ def run(prompt_lens: list[int], part: int, chunk_len: int) -> list[dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-len", type=int, nargs="+", default=[2048, 16384])
+    parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16", "int8", "int4"])
     parser.add_argument("--part", type=int, default=4, help="budget as a part of the prompt")
     parser.add_argument("--chunk-len", type=int, default=512)
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     ceiling = ceilings()
-    figures = run(args.prompt_len, args.part, args.chunk_len)
-    report("prefill", ceiling, {"model": "random Llama 100M fp32", "arms": figures}, save=args.save)
+    figures = run(args.prompt_len, args.weights, args.part, args.chunk_len)
+    report("prefill", ceiling, {"model": "random Llama 100M", "arms": figures}, save=args.save)
 
 
 if __name__ == "__main__":

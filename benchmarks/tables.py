@@ -37,11 +37,12 @@ def decode(figures: dict[str, Any]) -> str:
 
 def prefill(figures: dict[str, Any]) -> str:
     rows = [
-        [f"{arm['prompt_len']:,}", f"{arm['slots']:,}", f"{arm['tokens_per_s']:,.0f}", f"{arm['compress_share']:.2%}"]
+        [f"{arm['prompt_len']:,}", f"{arm['slots']:,}", arm["weights"], arm["multiplies"],
+         f"{arm['tokens_per_s']:,.0f}", f"{arm['compress_share']:.2%}"]
         for arm in figures["arms"]
-    ]
-    heads = ["prompt", "slots", "tokens/s", "scoring + selection + write"]
-    return "What compression adds to a prefill:\n\n" + table(heads, rows)
+    ]  # fmt: skip
+    heads = ["prompt", "slots", "weights", "products of", "tokens/s", "scoring + selection + write"]
+    return "How fast a prompt is read, and what compression adds:\n\n" + table(heads, rows)
 
 
 def memory(figures: dict[str, Any]) -> str:

@@ -27,8 +27,11 @@ def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeWeight
     """Makes storage in panels for a computation in fp32 on a CPU.
 
     ``rounds_prefill``: see ``WeightForms``; matrices of bf16 and of codes have such products. The output embedding
-    sees a few tokens of a prompt at most, in prefill too, and rounds as in decode.
+    sees a few tokens of a prompt at most, in prefill too, and rounds as in decode. ValueError where this processor does
+    not multiply bf16: of ranks, the leader's decides.
     """
+    if rounds_prefill and not library.multiplies_bf16():
+        raise ValueError("prefill is to multiply in bfloat16, and this processor cannot; use activations 'dtype'")
 
     def make(form: WeightForm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Weight:
         is_table = len(shape) == 2

@@ -57,15 +57,10 @@ void panel(const Stack& stack, const char* panel, const float* x, const Groups& 
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group), bytes = next - weight;
             const Prefetch fetch{next + bytes * group / groups.count, bytes / (count / 2 * groups.count)};
-            pair_tile_of<SCALED>(size, UpToMost{})(block, packed + begin * (cols / 2) + first / 2 * size, count,
+            pair_tile_of<SCALED ? GROUPS : ON>(size, UpToMost{})(block, packed + begin * (cols / 2) + first / 2 * size, count,
                                               sums + begin * PANEL, fetch);
         }
     }
-}
-
-bool is_here() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 
 // The least time of one panel that lies in a cache, times a few groups of tokens.
@@ -88,8 +83,12 @@ double seconds_of(Product product) {
 
 }  // namespace
 
+bool multiplies_bf16() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
 bool gains_by_bf16() {
-    static const bool gains = is_here() && seconds_of(panel<PairsBF16>) < seconds_of(products_of(BF16).of_one);
+    static const bool gains = multiplies_bf16() && seconds_of(panel<PairsBF16>) < seconds_of(products_of(BF16).of_one);
     return gains;
 }
 Product bf16_product(int64_t format) {
@@ -98,6 +97,7 @@ Product bf16_product(int64_t format) {
 
 #else
 
+bool multiplies_bf16() { return false; }
 bool gains_by_bf16() { return false; }
 Product bf16_product(int64_t) { return nullptr; }
 

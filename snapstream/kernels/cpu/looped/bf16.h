@@ -8,7 +8,9 @@
 
 namespace looped {
 
-// Whether this processor has the instruction, and gains by it: tried once in the life of a process.
+// Whether this processor has the instruction, and the compiler that made this library knew it.
+bool multiplies_bf16();
+// And whether that is faster: tried once in the life of a process.
 bool gains_by_bf16();
 inline bool takes_bf16(const Stack& matrix) { return matrix.inputs == BF16; }
 // Of a matrix whose inputs are bf16: x is what pack_bf16 wrote.

@@ -43,8 +43,14 @@ struct Pairs {
     int64_t group;        // columns that share a scale, or all
 };
 
-// `cols` columns of a panel times T tokens, added to sums [T][32]. Of codes each group is summed for itself.
-template <int T, bool SCALED>
+enum Sums {
+    NEW,     // sums are written
+    ON,      // added to
+    GROUPS,  // added to, of codes each group summed for itself
+};
+
+// `cols` columns of a panel times T tokens: sums [T][32].
+template <int T, Sums HOW>
 void pair_tile(const Pairs& block, const uint32_t* x, int64_t cols, float* sums, Prefetch fetch) {
     const char* weight = block.pairs;
     const float* scale = block.scales;
@@ -52,7 +58,7 @@ void pair_tile(const Pairs& block, const uint32_t* x, int64_t cols, float* sums,
     for (int64_t left = cols; left > 0; left -= block.group) {
         vec acc[T][VECS];
         UNROLL for (int t = 0; t < T; ++t)
-            UNROLL for (int v = 0; v < VECS; ++v) acc[t][v] = SCALED ? vec{} : load(sum(t, v));
+            UNROLL for (int v = 0; v < VECS; ++v) acc[t][v] = HOW == ON ? load(sum(t, v)) : vec{};
         for (int64_t unit = 0; unit < block.group / 2; ++unit) {
             bits own[VECS];
             UNROLL for (int v = 0; v < VECS; ++v) own[v] = load_bits(weight + v * W * 4);
@@ -66,21 +72,21 @@ void pair_tile(const Pairs& block, const uint32_t* x, int64_t cols, float* sums,
             x += T;
         }
         UNROLL for (int v = 0; v < VECS; ++v) {
-            if constexpr (SCALED) {
+            if constexpr (HOW == GROUPS) {
                 const vec factor = load(scale + v * W);
                 UNROLL for (int t = 0; t < T; ++t) acc[t][v] = load(sum(t, v)) + acc[t][v] * factor;
             }
             UNROLL for (int t = 0; t < T; ++t) store(sum(t, v), acc[t][v]);
         }
-        scale += SCALED ? PANEL : 0;
+        scale += HOW == GROUPS ? PANEL : 0;
     }
 }
 
 using PairTile = void (*)(const Pairs&, const uint32_t*, int64_t, float*, Prefetch);
 
-template <bool SCALED, int... T>
+template <Sums HOW, int... T>
 INLINE PairTile pair_tile_of(int64_t tokens, std::integer_sequence<int, T...>) {
-    static constexpr PairTile tiles[] = {pair_tile<T + 1, SCALED>...};
+    static constexpr PairTile tiles[] = {pair_tile<T + 1, HOW>...};
     return tiles[tokens - 1];
 }
 

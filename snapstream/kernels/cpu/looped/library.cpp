@@ -110,6 +110,7 @@ EXPORT void looped_copy_rows(const Stack* matrix, const int64_t* rows, int64_t c
 }
 EXPORT int64_t looped_way(int64_t way) { return choose_way(way); }
 EXPORT void looped_attend_prompt(const Prompt* prompt, int64_t threads) { attend_prompt(*prompt, threads); }
+EXPORT int64_t looped_multiplies_bf16() { return multiplies_bf16(); }
 EXPORT int64_t looped_gains_by_bf16() { return gains_by_bf16(); }
 EXPORT double looped_read(Team* team, const char* from, int64_t bytes) { return looped::read(from, bytes, *team); }
 EXPORT void looped_wait_for_all(Team* team, int64_t rounds) { looped::wait_for_all(rounds, *team); }

@@ -111,6 +111,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "copy_rows": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p]),
     "way": (c_int64, [c_int64]),
     "attend_prompt": (None, [POINTER(Prompt), c_int64]),
+    "multiplies_bf16": (c_int64, []),
     "gains_by_bf16": (c_int64, []),
     "read": (c_double, [c_void_p, c_void_p, c_int64]),
     "multiply": (c_double, [c_void_p, c_int64]),

@@ -98,16 +98,15 @@ class Task {
 
     void attend(const Some& some, int64_t first, int64_t count) {
         const int64_t T = some.count, units = even(p_.size) / 2, panels = panels_of(count);
-        const PairTile tile = pair_tile_of<false>(T, UpToMost{});
-        std::fill(scores_, scores_ + panels * T * PANEL, 0.0f);
+        const PairTile score = pair_tile_of<NEW>(T, UpToMost{}), mix = pair_tile_of<ON>(T, UpToMost{});
         for (int64_t panel = 0; panel < panels; ++panel) {
             const char* own = reinterpret_cast<const char*>(keys_.data() + panel * units * PANEL);
-            tile({own, nullptr, 2 * units}, some.packed, 2 * units, scores_ + panel * T * PANEL, {own, 0});
+            score({own, nullptr, 2 * units}, some.packed, 2 * units, scores_ + panel * T * PANEL, {own, 0});
         }
         for (int64_t t = 0; t < T; ++t) soften(some, t, first, count, panels);
         for (int64_t panel = 0; panel < panels_of(p_.value_size); ++panel) {
             const char* own = reinterpret_cast<const char*>(values_.data() + panel * (even(count) / 2) * PANEL);
-            tile({own, nullptr, even(count)}, shares_, even(count), some.mixed + panel * T * PANEL, {own, 0});
+            mix({own, nullptr, even(count)}, shares_, even(count), some.mixed + panel * T * PANEL, {own, 0});
         }
     }
 
@@ -180,7 +179,8 @@ void attend_prompt(const Prompt& prompt, int64_t threads) {
     const int64_t shared = prompt.heads / prompt.kv_heads, total = prompt.queries * shared;
     // Queries further down see more keys: parts of equal length would not be of equal work, so there are several per
     // thread, the long ones first.
-    const int64_t wanted = std::max((total + TASK_QUERIES - 1) / TASK_QUERIES, (2 * threads + prompt.kv_heads - 1) / prompt.kv_heads);
+    const int64_t wanted = std::max((total + TASK_QUERIES - 1) / TASK_QUERIES,
+                                    (2 * threads + prompt.kv_heads - 1) / prompt.kv_heads);
     const int64_t parts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, prompt.queries / MOST));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < parts * prompt.kv_heads; ++i) {
