@@ -259,6 +259,15 @@ def transfer(figures: dict[str, Any]) -> str:
     return f"Time to the first token, {size}:\n\n" + table(heads, rows)
 
 
+def ranks(figures: dict[str, Any]) -> str:
+    rows = [
+        [str(arm["ranks"]), arm["executor"], arm["sampling"], f"{arm['ms']:.2f} ms", f"{arm['least_ms']:.2f} ms"]
+        for arm in figures["arms"]
+    ]
+    heads = ["ranks", "executor", "sampling", "median", "least"]
+    return f"A step of {figures['rows']} rows of {figures['context']:,} tokens:\n\n" + table(heads, rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "looping": looping, "looping_rows": looping_rows, "equal_memory": equal_memory,
     "decode": decode, "prefill": prefill, "memory": memory, "peers_100m": peers,
@@ -266,6 +275,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "spec_prefill": spec_prefill, "serving": serving,
     "soak": soak, "executors": executors, "grammar": grammar, "turns": turns, "agent_turns": agent_turns,
     "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
+    "ranks": ranks,
 }  # fmt: skip
 
 TINY = "the tiny model that ships"

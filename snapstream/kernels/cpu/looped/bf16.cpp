@@ -95,18 +95,19 @@ Product bf16_product(int64_t format) {
     return format == I8 ? panel<Codes<8>> : format == I4 ? panel<Codes<4>> : panel<PairsBF16>;
 }
 
-#else
-
-bool multiplies_bf16() { return false; }
-bool gains_by_bf16() { return false; }
-Product bf16_product(int64_t) { return nullptr; }
-
-#endif
-
 void pack_bf16(const float* x, int64_t cols, float* packed, const Groups& groups, int64_t token) {
     const int64_t group = groups.of(token), first = groups.begin(group), stride = groups.size(group);
     auto* to = reinterpret_cast<uint32_t*>(packed) + first * (padded(cols) / 2) + (token - first);
     pack_row(x, cols, padded(cols), to, stride);
 }
+
+#else
+
+bool multiplies_bf16() { return false; }
+bool gains_by_bf16() { return false; }
+Product bf16_product(int64_t) { return nullptr; }
+void pack_bf16(const float*, int64_t, float*, const Groups&, int64_t) {}
+
+#endif
 
 }  // namespace looped

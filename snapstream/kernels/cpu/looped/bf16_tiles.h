@@ -11,29 +11,37 @@
 
 namespace looped {
 
-// To the nearest number of bf16, in the upper halves, ties to the even one; what is no number keeps its upper half, with
-// a bit that stays set. The lower halves are rubbish.
-INLINE bits round_bf16(bits own) {
-    const bits rounded = own + 0x7fffu + ((own >> 16) & 1u), quiet = own | 0x00400000u;
-    return (own & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
+#if HAS_BF16
+
+// Instructions are written out, so that a library that is compiled for processors without them can hold them. They round
+// to the nearest number of bf16, ties to the even one; what is smaller than any normal number becomes zero.
+
+typedef uint32_t half_bits __attribute__((vector_size(W * 2)));
+
+// As numbers of bf16, two to 32 bits, the first in the lower half.
+INLINE half_bits narrow(vec x) {
+    half_bits out;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(out) : "v"(x));
+    return out;
+}
+
+INLINE void add_pairs(vec& sum, bits weight, bits token) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(token));
+}
+
+// Up to W numbers of a row of which `left` are still there, zeros after them.
+INLINE vec load_left(const float* from, int64_t left) {
+    return left >= W ? load(from) : load_some(from, std::max<int64_t>(left, 0));
 }
 
 // x [cols], zeros up to `padded` of them, as pairs: one every `stride`.
 inline void pack_row(const float* x, int64_t cols, int64_t padded, uint32_t* to, int64_t stride) {
     for (int64_t col = 0; col < padded; col += W) {
-        const bits all = round_bf16(as_bits(load_some(x + col, std::clamp<int64_t>(cols - col, 0, W))));
-        uint32_t numbers[W];
-        std::memcpy(numbers, &all, sizeof all);
-        for (int64_t i = 0; i < std::min<int64_t>(W, padded - col); i += 2)
-            to[(col + i) / 2 * stride] = numbers[i] >> 16 | (numbers[i + 1] & 0xffff0000u);
+        const half_bits own = narrow(load_left(x + col, cols - col));
+        uint32_t pairs[W / 2];
+        std::memcpy(pairs, &own, sizeof own);
+        for (int64_t i = 0; i < std::min<int64_t>(W, padded - col) / 2; ++i) to[(col / 2 + i) * stride] = pairs[i];
     }
-}
-
-#if HAS_BF16
-
-// Written out, so that a library that is compiled for processors without it can hold it.
-INLINE void add_pairs(vec& sum, bits weight, bits token) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(token));
 }
 
 // Columns of a panel as pairs: [cols / 2][32], and of codes the scales [groups][32] that their numbers lack.
@@ -49,8 +57,9 @@ enum Sums {
     GROUPS,  // added to, of codes each group summed for itself
 };
 
-// `cols` columns of a panel times T tokens: sums [T][32].
-template <int T, Sums HOW>
+// `cols` columns of a panel times T tokens: sums [T][32]. The tokens' pairs lie as [cols / 2][T], or with a STRIDE as
+// [T][STRIDE].
+template <int T, Sums HOW, int STRIDE>
 void pair_tile(const Pairs& block, const uint32_t* x, int64_t cols, float* sums, Prefetch fetch) {
     const char* weight = block.pairs;
     const float* scale = block.scales;
@@ -63,13 +72,13 @@ void pair_tile(const Pairs& block, const uint32_t* x, int64_t cols, float* sums,
             bits own[VECS];
             UNROLL for (int v = 0; v < VECS; ++v) own[v] = load_bits(weight + v * W * 4);
             UNROLL for (int t = 0; t < T; ++t) {
-                const bits token = all_bits(x[t]);
+                const bits token = all_bits(x[STRIDE ? t * STRIDE : t]);
                 UNROLL for (int v = 0; v < VECS; ++v) add_pairs(acc[t][v], own[v], token);
             }
             __builtin_prefetch(fetch.from);
             fetch.from += fetch.step;
             weight += PairsBF16::BYTES;
-            x += T;
+            x += STRIDE ? 1 : T;
         }
         UNROLL for (int v = 0; v < VECS; ++v) {
             if constexpr (HOW == GROUPS) {
@@ -84,9 +93,9 @@ void pair_tile(const Pairs& block, const uint32_t* x, int64_t cols, float* sums,
 
 using PairTile = void (*)(const Pairs&, const uint32_t*, int64_t, float*, Prefetch);
 
-template <Sums HOW, int... T>
+template <Sums HOW, int STRIDE = 0, int... T>
 INLINE PairTile pair_tile_of(int64_t tokens, std::integer_sequence<int, T...>) {
-    static constexpr PairTile tiles[] = {pair_tile<T + 1, HOW>...};
+    static constexpr PairTile tiles[] = {pair_tile<T + 1, HOW, STRIDE>...};
     return tiles[tokens - 1];
 }
 

@@ -18,6 +18,7 @@ namespace looped {
 namespace {
 
 constexpr int64_t BLOCK_KEYS = 256;
+constexpr int SHARES = BLOCK_KEYS / 2 + 16;  // of a query, and some room so that those of all do not fight for a line
 constexpr int64_t TASK_QUERIES = 768;  // of all heads; fewer would pack keys too often
 
 int64_t panels_of(int64_t count) { return (count + PANEL - 1) / PANEL; }
@@ -31,16 +32,22 @@ void pack_keys(const float* keys, int64_t stride, int64_t n, int64_t size, uint3
         pack_row(keys + key * stride, size, even(size), to + key / PANEL * units * PANEL + key % PANEL, PANEL);
 }
 
+// Each number of bf16 in the lower half of 32 bits.
+INLINE bits widened(half_bits own) {
+    typedef uint16_t shorts __attribute__((vector_size(W * 2)));
+    return __builtin_convertvector((shorts)own, bits);
+}
+
 // Values [n, size] as panels [size / 32][n / 2][32] of pairs of neighbouring keys.
 void pack_values(const float* values, int64_t stride, int64_t n, int64_t size, uint32_t* to) {
     for (int64_t panel = 0; panel < panels_of(size); ++panel)
         for (int64_t key = 0; key < even(n); key += 2)
             for (int v = 0; v < VECS; ++v, to += W) {
-                const int64_t at = panel * PANEL + v * W, count = std::clamp<int64_t>(size - at, 0, W);
+                const int64_t at = panel * PANEL + v * W;
                 const float* own = values + key * stride + at;
-                const bits low = round_bf16(as_bits(load_some(own, count)));
-                const bits high = key + 1 < n ? round_bf16(as_bits(load_some(own + stride, count))) : bits{};
-                const bits both = low >> 16 | (high & 0xffff0000u);
+                const vec low = load_left(own, size - at);
+                const vec high = key + 1 < n ? load_left(own + stride, size - at) : vec{};
+                const bits both = widened(narrow(low)) | widened(narrow(high)) << 16;
                 std::memcpy(to, &both, sizeof both);
             }
 }
@@ -52,6 +59,21 @@ struct Some {
     uint32_t* packed;   // [E / 2][count]
     float *peak, *total, *mixed;  // [count], [count], [U / 32][count][32]
 };
+
+// e^x of x up to 0, and of what is no number; less exact than simd.h's, more than bf16 is.
+INLINE vec share_of(vec x) {
+    const vec magic = all(12582912.0f), shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
+    const vec f = x * 1.44269504088896341f - n;  // in one instruction, so that nothing is lost
+    vec p = all(1.3333558e-3f);
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    const vec out = (vec)((ints)p + (((ints)shifted - (ints)magic) << 23));
+    const vec known = x < all(-87.0f) ? vec{} : out;
+    return x == x ? known : x;
+}
 
 class Task {
   public:
@@ -98,7 +120,7 @@ class Task {
 
     void attend(const Some& some, int64_t first, int64_t count) {
         const int64_t T = some.count, units = even(p_.size) / 2, panels = panels_of(count);
-        const PairTile score = pair_tile_of<NEW>(T, UpToMost{}), mix = pair_tile_of<ON>(T, UpToMost{});
+        const PairTile score = pair_tile_of<NEW>(T, UpToMost{}), mix = pair_tile_of<ON, SHARES>(T, UpToMost{});
         for (int64_t panel = 0; panel < panels; ++panel) {
             const char* own = reinterpret_cast<const char*>(keys_.data() + panel * units * PANEL);
             score({own, nullptr, 2 * units}, some.packed, 2 * units, scores_ + panel * T * PANEL, {own, 0});
@@ -110,38 +132,25 @@ class Task {
         }
     }
 
-    // Scores of one query to shares of its largest score, packed; what was found before is corrected to that.
+    // Scores of one query to shares of its largest score; what was found before is corrected to that.
     void soften(const Some& some, int64_t t, int64_t first, int64_t count, int64_t panels) {
-        const int64_t T = some.count, seen = std::min(count, seen_by(some.first + t) - first);
-        const vec none = all(-std::numeric_limits<float>::infinity());
+        const int64_t T = some.count, seen = seen_by(some.first + t) - first;
+        const float none = -std::numeric_limits<float>::infinity();
         const auto place = [&](int64_t at) { return scores_ + (at / PANEL * T + t) * PANEL + at % PANEL; };
-        vec largest = none;
-        for (int64_t at = 0; at < panels * PANEL; at += W) {
-            vec own = load(place(at)) * p_.scale;
-            if (at + W > seen) {
-                float lanes[W];
-                store(lanes, own);
-                for (int i = 0; i < W; ++i)
-                    if (at + i >= seen) lanes[i] = -std::numeric_limits<float>::infinity();
-                own = load(lanes);
-            }
-            store(place(at), own);
+        for (int64_t at = std::clamp<int64_t>(seen, 0, count); at < panels * PANEL; ++at) *place(at) = none;
+        vec largest = all(none);
+        for (int64_t at = 0; at < even(count); at += W) {
+            const vec own = load(place(at));
             largest = own > largest ? own : largest;
         }
-        const float before = some.peak[t], found = seen > 0 ? max_of(largest) : before;
-        const float peak = found > before ? found : before;
-        // Of a score that is no number comparisons know nothing: it comes through the exponential.
-        const vec shift = all(peak == -std::numeric_limits<float>::infinity() ? 0.0f : peak);
+        const float before = some.peak[t], found = max_of(largest) * p_.scale, peak = found > before ? found : before;
+        const vec shift = all(peak == none ? 0.0f : peak);
         vec sum = {};
         for (int64_t at = 0; at < even(count); at += W) {
-            const vec share = exponential(load(place(at)) - shift);
+            const vec share = share_of(load(place(at)) * p_.scale - shift);
+            const half_bits pairs = narrow(share);
+            std::memcpy(shares_ + t * SHARES + at / 2, &pairs, sizeof pairs);
             sum += share;
-            const bits rounded = round_bf16(as_bits(share));
-            uint32_t numbers[W];
-            std::memcpy(numbers, &rounded, sizeof rounded);
-            uint32_t* to = shares_ + at / 2 * T + t;
-            UNROLL for (int i = 0; i < W / 2; ++i)
-                to[i * T] = numbers[2 * i] >> 16 | (numbers[2 * i + 1] & 0xffff0000u);
         }
         float factor[W];
         store(factor, exponential(all(before) - shift));
@@ -170,7 +179,7 @@ class Task {
     std::vector<float> state_;
     std::vector<Some> some_;
     alignas(64) float scores_[MOST * (BLOCK_KEYS + PANEL)];
-    alignas(64) uint32_t shares_[MOST * (BLOCK_KEYS + PANEL) / 2];
+    alignas(64) uint32_t shares_[MOST * SHARES];  // pairs of neighbouring keys
 };
 
 }  // namespace
