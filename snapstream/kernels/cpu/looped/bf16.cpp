@@ -57,8 +57,8 @@ void panel(const Stack& stack, const char* panel, const float* x, const Groups& 
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group), bytes = next - weight;
             const Prefetch fetch{next + bytes * group / groups.count, bytes / (count / 2 * groups.count)};
-            pair_tile_of<SCALED ? GROUPS : ON>(size, UpToMost{})(block, packed + begin * (cols / 2) + first / 2 * size, count,
-                                              sums + begin * PANEL, fetch);
+            const PairTile own = pair_tile_of<SCALED ? GROUPS : ON>(size, UpToMost{});
+            own(block, packed + begin * (cols / 2) + first / 2 * size, count, sums + begin * PANEL, fetch);
         }
     }
 }
