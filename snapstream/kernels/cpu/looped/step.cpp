@@ -38,9 +38,15 @@ void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bi
         for (int64_t panel = 0; panel < panels; ++panel) {
             multiply(matrix, matrix.data + panel * matrix.panel_bytes, buffer, groups, sums.data());
             const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, matrix.rows - first);
-            for (int64_t t = 0; t < tokens; ++t)
-                for (int64_t i = 0; i < count; ++i)
-                    out[t * matrix.rows + first + i] = sums[t * PANEL + i] + (bias ? bias[first + i] : 0.0f);
+            float own[PANEL] = {};
+            if (bias) std::copy(bias + first, bias + first + count, own);
+            for (int64_t t = 0; t < tokens; ++t) {
+                float* to = out + t * matrix.rows + first;
+                if (count == PANEL)
+                    for (int v = 0; v < PANEL; v += W) store(to + v, load(&sums[t * PANEL + v]) + load(own + v));
+                else
+                    for (int64_t i = 0; i < count; ++i) to[i] = sums[t * PANEL + i] + own[i];
+            }
         }
     }
 }
