@@ -108,8 +108,10 @@ class Task {
             pack_keys(p_.k + kv_head_ * p_.k_head + first * p_.k_token, p_.k_token, count, p_.size, keys_.data());
             pack_values(p_.v + kv_head_ * p_.v_head + first * p_.v_token, p_.v_token, count, p_.value_size,
                         values_.data());
-            for (const Some& some : some_)
-                if (seen_by(some.first + some.count - 1) > first) attend(some, first, count);
+            for (const Some& some : some_) {
+                const int64_t seen = seen_by(some.first + some.count - 1) - first;  // by the last of them
+                if (seen > 0) attend(some, first, std::min(seen, count), even(count) / 2);
+            }
         }
         const int64_t shared = p_.heads / p_.kv_heads, per_head = some_.size() / shared;
         for (size_t i = 0; i < some_.size(); ++i) write(some_[i], kv_head_ * shared + i / per_head);
@@ -118,7 +120,8 @@ class Task {
   private:
     int64_t seen_by(int64_t query) const { return p_.keys - p_.queries + query + 1; }
 
-    void attend(const Some& some, int64_t first, int64_t count) {
+    // Of a block that begins at key `first` the `count` keys that some of the queries see; `pairs` of them are packed.
+    void attend(const Some& some, int64_t first, int64_t count, int64_t pairs) {
         const int64_t T = some.count, units = even(p_.size) / 2, panels = panels_of(count);
         const PairTile score = pair_tile_of<NEW>(T, UpToMost{}), mix = pair_tile_of<ON, SHARES>(T, UpToMost{});
         for (int64_t panel = 0; panel < panels; ++panel) {
@@ -127,7 +130,7 @@ class Task {
         }
         for (int64_t t = 0; t < T; ++t) soften(some, t, first, count, panels);
         for (int64_t panel = 0; panel < panels_of(p_.value_size); ++panel) {
-            const char* own = reinterpret_cast<const char*>(values_.data() + panel * (even(count) / 2) * PANEL);
+            const char* own = reinterpret_cast<const char*>(values_.data() + panel * pairs * PANEL);
             mix({own, nullptr, even(count)}, shares_, even(count), some.mixed + panel * T * PANEL, {own, 0});
         }
     }
