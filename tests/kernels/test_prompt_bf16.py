@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from snapstream.assets import TINY_MODEL
 from snapstream.kernels import reference
+from snapstream.kernels.cpu.looped import library
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.kernels.cpu.looped.prompt import prefill_attention
+from snapstream.kernels.prefill.choice import choose
+from snapstream.kernels.prefill.versions import Case
+from snapstream.llm import LLM
+from snapstream.request import SamplingParams
 
 INFO = Path("/proc/cpuinfo")
 pytestmark = pytest.mark.skipif(
@@ -76,3 +83,16 @@ def test_what_is_not_finite_stays_seen(wrong: float) -> None:
     assert not got[4, 1].isfinite().any()
     got[4, 1] = 0.0
     assert got.isfinite().all()
+
+
+def test_it_is_a_kernel_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(TINY_MODEL, prefill_attention="cpu_bf16", max_model_len=128, progress=False) as llm:
+        assert any("prefill attention: cpu_bf16" in note for note in llm.notes)
+        named = llm.generate("The code of the vault is 4821907.", SamplingParams(max_tokens=1, logprobs=1))[0]
+    assert named.logprobs is not None
+    bare = SimpleNamespace(multiplies_bf16=lambda: 0)
+    monkeypatch.setattr(library, "load", lambda: bare)
+    with pytest.raises(ValueError, match="'cpu_bf16' cannot be used: this processor does not multiply bf16"):
+        choose("cpu_bf16", Case(torch.device("cpu"), torch.float32, 32))
+    with pytest.raises(ValueError, match="computes in float32, not bfloat16"):
+        choose("cpu_bf16", Case(torch.device("cpu"), torch.bfloat16, 32))

@@ -51,7 +51,7 @@ def choose(name: str, case: Case) -> PrefillAttention:
         if problem := problem_of(version, case):
             raise ValueError(f"prefill_attention {name!r} cannot be used: {problem}")
         packed, _ = _first_packed((name,), case)
-        return _made(version, packed, "asked for, or inputs are bf16" if name == "cpu_bf16" else "asked for")
+        return _made(version, packed, "asked for, or products are of bf16" if name == "cpu_bf16" else "asked for")
     if case.device.type == "cpu":
         return _made(VERSIONS["cpu"], None, "the one for a CPU")
     if case.capability is None:
