@@ -16,12 +16,8 @@ from snapstream.grammar import GrammarCompiler
 from snapstream.start.build import MakeRunner, build_runner
 from snapstream.step import Runner
 
-SETTINGS = (
-    "weight_width",
-    "attention_width",
-    "activations",
-    "prefill_inputs",
-)  # of a stored cell, where they are not the model's own
+# Of a stored cell, where they are not the model's own.
+SETTINGS = ("weight_width", "attention_width", "activations", "prefill_inputs")
 
 
 def everywhere(
