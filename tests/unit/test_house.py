@@ -211,6 +211,12 @@ def test_the_readme_is_short() -> None:
 NINE = "a, b, c, d, /, e, f, g, *, h, i"
 
 
+def test_no_link_is_tracked() -> None:
+    """One made on a machine leads nowhere on another."""
+    done = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert [line for line in done.stdout.splitlines() if line.startswith("120000")] == []
+
+
 @pytest.mark.parametrize(
     ("rule", "source", "found"),
     [
