@@ -31,9 +31,8 @@ class Blocks(RowMajor):
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Blocks:
         """Uninitialised storage for numbers that are computed with in ``dtype``."""
-        blocks = (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
         data = torch.empty(shape, dtype=fp8.DTYPE, device=device)
-        return cls(data, torch.empty(blocks, dtype=torch.float32, device=device), dtype)
+        return cls(data, torch.empty(num_blocks(shape), dtype=torch.float32, device=device), dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,11 +48,7 @@ class Blocks(RowMajor):
                 of_scales.append(place)
                 continue
             start, stop, _ = place.indices(self.shape[dim]) if isinstance(place, slice) else (place, place + 1, 1)
-            if start % BLOCK or (stop % BLOCK and stop != self.shape[dim]):
-                raise ValueError(
-                    f"rows {start} to {stop} of an FP8 matrix {list(self.shape[-2:])} are not whole blocks of {BLOCK}"
-                )
-            of_scales.append(slice(start // BLOCK, -(-stop // BLOCK)))
+            of_scales.append(block_rows(start, stop, self.shape[-2:]))
         return Blocks(self.data[places], self.scales[tuple(of_scales)], self.dtype)
 
     def fill(self, numbers: Tensor) -> None:
@@ -96,6 +91,18 @@ class Blocks(RowMajor):
         num_out, num_in = self.shape
         rows = max(widened_block(self.data.device.type) // num_in // BLOCK, 1) * BLOCK
         return [(start, min(start + rows, num_out)) for start in range(0, num_out, rows)]
+
+
+def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of matrices ``[..., out, in]``."""
+    return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+
+
+def block_rows(start: int, stop: int, shape: tuple[int, ...]) -> slice:
+    """Which rows of scales belong to rows of a matrix ``[out, in]``; ValueError where they are not whole blocks."""
+    if start % BLOCK or (stop % BLOCK and stop != shape[0]):
+        raise ValueError(f"rows {start} to {stop} of an FP8 matrix {list(shape)} are not whole blocks of {BLOCK}")
+    return slice(start // BLOCK, -(-stop // BLOCK))
 
 
 def quantise(numbers: Tensor) -> tuple[Tensor, Tensor]:

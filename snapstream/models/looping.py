@@ -28,7 +28,7 @@ def problem_of_rounded_inputs(model: ModelConfig, forms: WeightForms, *, dtype: 
         return f"{model.architecture} has experts, whose products take inputs in dtype"
     if model.latent is not None:
         return f"{model.architecture} keeps latents, whose products take inputs in dtype"
-    return problem_of_looping(model, forms, dtype=dtype, device=device)
+    return problem_of_looping(model, dtype=dtype, device=device)
 
 
 def problem_of_looped_ranks(parallel: ParallelConfig) -> str | None:
@@ -42,14 +42,12 @@ def problem_of_looped_ranks(parallel: ParallelConfig) -> str | None:
     return None
 
 
-def problem_of_looping(model: ModelConfig, weights: WeightForms | None, *, dtype: str, device: str) -> str | None:
+def problem_of_looping(model: ModelConfig, *, dtype: str, device: str) -> str | None:
     """Why such an engine cannot run looped steps; None where it can."""
     if device != "cpu":
         return f"device is {device!r}; looped steps run on a CPU"
     if dtype != "float32":
         return f"dtype is {dtype!r}; looped steps compute in float32, over weights of any width"
-    if weights is not None and weights.layers.is_blocks:
-        return f"weights are {weights.describe()}, which looped steps do not read"
     family = FAMILIES.get(model.architecture)
     if family.roles not in (_LAYERS.get(family.layer, ()) if isinstance(family.layer, str) else ()):
         return f"the layers of {model.architecture} are none that looped steps know"

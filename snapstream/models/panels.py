@@ -1,12 +1,12 @@
 """Matrices in panels, as the looped decode step on a CPU reads them; prefill reads the same bytes.
 
 The panel product takes any number of tokens and widens as it goes, so nothing is widened beforehand and a weight lies
-in memory once. ``kernels/cpu/looped`` has the layouts and the products.
+in memory once. ``panel_weight.py`` has what forms share, ``block_panels.py`` FP8, ``kernels/cpu/looped`` the layouts
+and the products.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Literal, Self
 
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from snapstream.config import DType, WeightForm
 from snapstream.kernels import groups
-from snapstream.kernels.bound import Kernels
 from snapstream.kernels.cpu.looped import code_panels, panels
-from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack
+from snapstream.kernels.cpu.looped.library import PANEL, Library, Stack
+from snapstream.models.block_panels import BlockPanels
 from snapstream.models.narrow import MakeWeight
-from snapstream.models.weight import Index, Weight
+from snapstream.models.panel_weight import Panels
+from snapstream.models.weight import Weight
 
 _ROWS_AT_ONCE = 16 * PANEL  # that are quantised: what is wide meanwhile stays small
 
@@ -34,6 +35,8 @@ def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeWeight
         raise ValueError("prefill is to multiply in bfloat16, and this processor cannot; use activations 'dtype'")
 
     def make(form: WeightForm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Weight:
+        if form.is_blocks:
+            return BlockPanels.empty(library, shape)
         is_table = len(shape) == 2
         if not form.is_codes:
             has_product = rounds_prefill and not is_table and form.width == "bfloat16"
@@ -46,78 +49,6 @@ def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeWeight
         return CodePanels(library, storage, shape, inputs, form)
 
     return make
-
-
-class Panels(Weight):
-    """What both forms share. A view is a layer, or a range of the rows of a matrix."""
-
-    multiplies_narrow = True
-
-    def __init__(
-        self, library: Library, data: Tensor, shape: tuple[int, ...], inputs: str = "float32", rows: range | None = None
-    ) -> None:
-        """``data``: panels of matrices ``shape [..., out, in]``; ``inputs``: to what ``multiply`` rounds; ``rows``:
-        those that belong to the view.
-        """
-        self.library, self.data, self._matrix, self._inputs = library, data, shape, inputs
-        self._rows = range(shape[-2]) if rows is None else rows
-
-    @abstractmethod
-    def _view(self, data: Tensor, shape: tuple[int, ...], rows: range) -> Self: ...
-
-    @abstractmethod
-    def _fill_rows(self, first: int, numbers: Tensor) -> None:
-        """Store ``numbers [n, in]`` as rows of a matrix."""
-
-    @property
-    @abstractmethod
-    def stack(self) -> Stack:
-        """The struct for the library, of whole matrices; the weight must outlive its use."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self._matrix[:-2], len(self._rows), self._matrix[-1])
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data.nbytes
-
-    def __getitem__(self, index: Index) -> Self:
-        data, shape, rows = self.data, self._matrix, self._rows
-        for part in index if isinstance(index, tuple) else (index,):
-            if len(shape) > 2 and isinstance(part, int):
-                data, shape = data[part], shape[1:]
-            elif len(shape) == 2 and isinstance(part, slice):
-                rows = rows[part]
-            else:
-                raise TypeError(f"panels of shape {list(self.shape)} have no view {index!r}")
-        return self._view(data, shape, rows)
-
-    def fill(self, numbers: Tensor) -> None:
-        """See ``Weight.fill``; the numbers are rounded as the storage has them."""
-        if tuple(numbers.shape) != self.shape:
-            raise ValueError(f"numbers of shape {list(numbers.shape)} for panels of shape {list(self.shape)}")
-        if len(self._matrix) > 2:
-            for index, part in enumerate(numbers):
-                self[index].fill(part)
-        else:
-            self._fill_rows(self._rows.start, numbers)
-
-    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        """See ``Weight.multiply``; the same sums for a token whatever is beside it. Looped decode does not come here:
-        its steps round inputs as the form says, prefill as it was decided for prefill.
-        """
-        stack = self.stack
-        stack.inputs = FORMATS[self._inputs]
-        return panels.linear(self.library, stack, x, bias)
-
-    def lookup(self, token_ids: Tensor) -> Tensor:
-        """See ``Weight.lookup``."""
-        return panels.lookup(self.library, self.stack, token_ids)
-
-    def _need_whole(self) -> None:
-        if len(self._rows) != self._matrix[-2]:
-            raise TypeError(f"rows {self._rows.start} to {self._rows.stop} of {self._matrix[-2]} cannot be read alone")
 
 
 class FloatPanels(Panels):

@@ -39,8 +39,7 @@ def default_executor(model: ModelConfig, options: EngineOptions, device: str) ->
         return "graph"
     if problem_of_looped_ranks(options.parallel) is not None:
         return "eager"
-    forms = weight_forms(model, options, device=device, executor="looped")
-    return "eager" if problem_of_looping(model, forms, dtype=options.dtype, device=device) else "looped"
+    return "eager" if problem_of_looping(model, dtype=options.dtype, device=device) else "looped"
 
 
 def engine_config(

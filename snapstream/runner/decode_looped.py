@@ -47,7 +47,7 @@ class LoopedDecode:
     def __init__(self, parts: StepParts, num_threads: int | None = None) -> None:
         """``num_threads`` is torch's unless given."""
         config = parts.config
-        problem = problem_of_looping(parts.decoder.config, config.weights, dtype=config.dtype, device=config.device)
+        problem = problem_of_looping(parts.decoder.config, dtype=config.dtype, device=config.device)
         problem = problem or problem_of_looped_ranks(config.parallel)
         if problem is not None:
             raise ValueError(f"executor 'looped': {problem}")

@@ -10,7 +10,7 @@ from snapstream.kernels.cpu.looped.library import Latent, Mixture, Model, Stack,
 from snapstream.layers.rope import Rope
 from snapstream.models.decoder import Decoder
 from snapstream.models.mlp import bias_of_sum
-from snapstream.models.panels import Panels
+from snapstream.models.panel_weight import Panels
 
 _STACKS = ("embed", "qkv", "o", "gate_up", "down")
 _NORMS = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm")

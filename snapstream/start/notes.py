@@ -55,7 +55,7 @@ def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineCo
     """Why a CPU decodes by plain calls, where nobody asked for them."""
     if options.executor is not None or config.executor != "eager":
         return ""
-    problem = problem_of_looping(model, config.weights, dtype=config.dtype, device=config.device)
+    problem = problem_of_looping(model, dtype=config.dtype, device=config.device)
     problem = problem or problem_of_looped_ranks(config.parallel) or looped_problem(config.parallel.ranks_here)
     return f"decode: plain calls, because {problem}"
 

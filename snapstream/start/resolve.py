@@ -191,7 +191,7 @@ def _reserved_bytes(options: EngineOptions, machine: Machine) -> int:
 
 def _check_machine(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:
     if config.executor == "looped":
-        problem = problem_of_looping(model, config.weights, dtype=config.dtype, device=config.device)
+        problem = problem_of_looping(model, dtype=config.dtype, device=config.device)
         problem = problem or problem_of_looped_ranks(config.parallel) or machine.looped_problem
         if problem is not None:
             raise ValueError(f"executor 'looped': {problem}; use 'eager'")

@@ -13,6 +13,7 @@ from snapstream.cache.selectors.diverse import Diverse
 from snapstream.cache.selectors.hops import Hops
 from snapstream.config import ParallelConfig, RescoringConfig, Selector, SplitExperts, WeightForm, WeightForms
 from snapstream.distributed.group import Alone, Pretend
+from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
 from snapstream.models.quantized_checkpoint import quantize_checkpoint
@@ -60,17 +61,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return get
 
 
-def check(pool: Pool, asked: Asked) -> None:
+def check(pool: Pool, asked: Asked, tolerance: float = TOLERANCE) -> None:
     """Every rank says what one device says."""
     alone = cases.answered(Alone(), replace(asked, experts="tp"))
     answers = pool.run(cases.answered, asked)
     assert alone.logits.std() > 0.1, "logits too small for the tolerance to mean anything"
     for rank in answers:
-        torch.testing.assert_close(rank.logits, alone.logits, rtol=0.0, atol=TOLERANCE)
+        torch.testing.assert_close(rank.logits, alone.logits, rtol=0.0, atol=tolerance)
         assert rank.tokens == alone.tokens
         assert rank.kept == alone.kept
         assert rank.row_bytes == alone.row_bytes
-        assert rank.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
+        assert rank.logprobs == pytest.approx(alone.logprobs, abs=tolerance)
         assert torch.equal(rank.logits, answers[0].logits)
         assert max(rank.own_bytes[0] / alone.own_bytes[0], rank.own_bytes[1] / alone.own_bytes[1]) <= 1
 
@@ -100,11 +101,19 @@ def test_rows_that_choose_again(two: Pool, checkpoint: Checkpoint, name: str) ->
     check(two, Asked(checkpoint(name), budget=40, rescoring=RescoringConfig(every=8, num_queries=2)))
 
 
+@pytest.mark.parametrize("executor", ["eager", "looped"])
 @pytest.mark.parametrize(("name", "experts"), [("qwen3-blocks", "tp"), ("deepseek-v3-blocks", "tp"),
                                                ("deepseek-v3-blocks", "ep")])  # fmt: skip
-def test_fp8_blocks(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts, tmp_path: Path) -> None:
+def test_fp8_blocks(
+    two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts, executor: str, tmp_path: Path
+) -> None:
     folder, _ = narrowed(checkpoint(name), tmp_path)
-    check(two, Asked(folder, experts=experts, forms=WeightForms(layers=WeightForm(width="fp8"), tables=FLOAT)))
+    forms = WeightForms(layers=WeightForm(width="fp8"), tables=FLOAT)
+    if executor == "looped" and find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    # Logits of this model of latents reach 7, and products that are rounded less move them by 1.5e-4 on one device.
+    tolerance = 5 * TOLERANCE if executor == "looped" and "deepseek" in name else TOLERANCE
+    check(two, Asked(folder, experts=experts, forms=forms, executor=executor), tolerance)
 
 
 def test_codes_in_groups(two: Pool, checkpoint: Checkpoint, tmp_path: Path) -> None:

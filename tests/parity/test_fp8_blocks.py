@@ -11,13 +11,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from snapstream.config import WeightForm, WeightForms
+from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
+from snapstream.kernels.cpu.looped.library import load
 from snapstream.kernels.reference import widen_blocks
 from snapstream.llm import LLM
+from snapstream.models.block_panels import BlockPanels
 from snapstream.models.blocks import Blocks, quantise
-from snapstream.models.registry import model_config_from_dict
+from snapstream.models.narrow import make_weight
+from snapstream.models.panels import make_panels
+from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.models.shapes import weight_bytes
 from snapstream.request import SamplingParams
+from snapstream.runner.decode_eager import EagerDecode
+from snapstream.runner.decode_looped import LoopedDecode
 from tests.parity.checkpoints import make_model, save
+from tests.parity.test_looped import random_runner
 
 PUBLISHED = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
              "modules_to_not_convert": ["lm_head"]}  # fmt: skip
@@ -59,24 +68,47 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return narrowed(folder, tmp_path_factory.mktemp("both"))
 
 
-def test_answers_are_those_of_the_wide_twin(both: tuple[Path, Path]) -> None:
-    """In fp32, in chunks, alone and in a batch, and with compressed rows."""
+@pytest.mark.parametrize("executor", ["eager", None])
+def test_answers_are_those_of_the_wide_twin(both: tuple[Path, Path], executor: str | None) -> None:
+    """In fp32, in chunks, alone and in a batch, and with compressed rows; by plain calls and by default."""
+    form = Blocks if executor == "eager" or find_compiler() is None else BlockPanels
     answers: list[Any] = []
     for folder in both:
         with LLM(
-            folder, dtype="float32", budget=48, chunk_len=32, max_rows=2, max_model_len=128, progress=False
-        ) as llm:
+            folder, dtype="float32", budget=48, chunk_len=32, max_rows=2, max_model_len=128, executor=executor,
+            progress=False,
+        ) as llm:  # fmt: skip
             weights = llm.engine.runner.decoder.weights  # type: ignore[attr-defined]
-            kinds = {name for name, weight in weights.matrices.items() if isinstance(weight, Blocks)}
+            kinds = {name for name, weight in weights.matrices.items() if isinstance(weight, form)}
             answers.append([output.token_ids for output in llm.generate(PROMPTS, PARAMS)])
         if folder == both[0]:
             stays = {
                 name for name in weights.matrices if name in ("embed", "lm_head", "kv_b")
             }  # kv_b is widened at load
             assert kinds == set(weights.matrices) - stays
-            assert weight_bytes(llm.model_config, "float32", llm.config.weights) == weights.num_bytes
+            planned = weight_bytes(llm.model_config, "float32", llm.config.weights)
+            assert weights.num_bytes == planned or form is BlockPanels  # which fill up rows to 32
     assert answers[0] == answers[1]
     assert len(set(map(tuple, answers[0]))) == len(PROMPTS)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("instructions", instruction_sets())
+def test_looped_steps_equal_eager(both: tuple[Path, Path], instructions: InstructionSet) -> None:
+    """Over the same numbers row by row; a row's logits are the same bits alone and in a batch."""
+    model = read_model_config(both[0])
+    forms = WeightForms(layers=WeightForm(width="fp8"), tables=WeightForm(width="float32"))
+    own, plain = (
+        random_runner(model, forms, "auto", make, 40, 3) for make in (make_panels(load(instructions)), make_weight)
+    )
+    looped, rows = LoopedDecode(own.step_parts, 1), torch.tensor([3, 0, 4, 2])
+    with torch.inference_mode():
+        got = looped.logits(rows).clone()
+        alone = torch.cat([looped.logits(rows[i : i + 1]).clone() for i in range(len(rows))])
+        want = EagerDecode(plain.step_parts).logits(rows)
+    looped.close()
+    assert torch.equal(alone, got)
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-5 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -95,13 +127,11 @@ def test_other_forms_of_fp8_are_refused(both: tuple[Path, Path], changes: dict[s
         model_config_from_dict(settings | {"quantization_config": PUBLISHED | changes})
 
 
-def test_refused_widths_executors_and_files(both: tuple[Path, Path], tmp_path: Path) -> None:
+def test_refused_widths_and_files(both: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="weights is 'int8'; the checkpoint has fp8 in blocks of 128 by 128: use 'auto'"
     ):
         LLM(both[0], weights="int8", progress=False)
-    with pytest.raises(ValueError, match="looped steps"):
-        LLM(both[0], executor="looped", progress=False)
     tensors = load_file(both[0] / "model.safetensors")
     name = next(name for name in tensors if name.endswith("o_proj.weight"))
     spoiled: dict[str, dict[str, Tensor]] = {

@@ -16,6 +16,7 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
     int64_t rows, cols;
     int64_t format, group;  // group: columns that share a scale, of codes
     int64_t inputs;         // I8: tokens are rounded to codes in those groups before they are multiplied; BF16: to bf16
+    const float* scales;    // of FP8 (blocks.h)
 };
 
 struct Mixture {  // of experts, in the layers from first_layer on; no experts: none (mixture.h)

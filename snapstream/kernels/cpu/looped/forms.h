@@ -3,6 +3,7 @@
 //
 //   fp32, fp16   a column to a unit
 //   bf16         two: the first in the lower, the second in the upper half of 32 bits
+//   fp8          a column, in bytes; its scales lie apart (blocks.h)
 //   int8         four to 32 bits, the first in the lowest byte; a code is 128 more than it stands for
 //   int4         eight: byte b has column b in its lower and column 4 + b in its upper half; a code is 8 more
 //

@@ -6,6 +6,7 @@
 // does not, since no sum crosses heads.
 #pragma once
 #include "attention.h"
+#include "blocks.h"
 #include "dots.h"
 
 namespace looped {

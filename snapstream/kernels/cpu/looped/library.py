@@ -27,6 +27,7 @@ class Stack(Structure):
     _fields_ = [
         ("data", c_void_p),
         *((name, c_int64) for name in "layer_bytes panel_bytes rows cols format group inputs".split()),
+        ("scales", c_void_p),
     ]
 
 

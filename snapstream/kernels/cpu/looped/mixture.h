@@ -57,7 +57,7 @@ class MixtureWorker : protected LatentWorker {
     void multiply(const Stack& stack, int64_t matrix, int64_t first, int64_t count, const float* x, const Groups& groups,
                   Emit emit) {
         const char* data = stack.data + matrix * stack.layer_bytes + first * stack.panel_bytes;
-        const Products products = products_of(stack.format);
+        const Products products = products_with(stack);
         if (count == 2 && groups.tokens <= PAIR_TOKENS) {
             products.of_two(stack, data, x, groups, scratch_);
             emit(0, scratch_);

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapstream.kernels import fp8
 from snapstream.kernels.cpu.looped.library import ALIGN_COLS, FORMATS, PANEL, Library, Stack, address
 
-UNIT_COLS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}  # by the dtype of the storage
+UNIT_COLS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1, fp8.DTYPE: 1}  # by the dtype of the storage
 
 
 def panel_shape(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bi
             int64_t threads) {
     const Groups groups(tokens);
     const int64_t panels = (matrix.rows + PANEL - 1) / PANEL, cols = matrix.cols;
-    const Product multiply = takes_bf16(matrix) ? bf16_product(matrix.format) : products_of(matrix).of_one;
+    const Product multiply = takes_bf16(matrix) ? bf16_product(matrix.format) : products_with(matrix).of_one;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)

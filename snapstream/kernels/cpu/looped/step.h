@@ -115,7 +115,7 @@ class Member : private MixtureWorker {
     template <class Emit>  // emit(first row, rows, sums [B][32])
     void product(const Stack& stack, int64_t layer, Emit emit) {
         const char* data = stack.data + layer * stack.layer_bytes;
-        const Products multiply = products_of(stack);
+        const Products multiply = products_with(stack);
         const int64_t panels = (stack.rows + PANEL - 1) / PANEL, at_once = s_.batch <= PAIR_TOKENS ? 2 : 1;
         const int64_t grain = std::max<int64_t>(1, (1 << 15) / (at_once * stack.panel_bytes));
         share((panels + at_once - 1) / at_once, grain, [&](int64_t task) {
