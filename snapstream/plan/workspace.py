@@ -14,7 +14,7 @@ from snapstream.config import EngineConfig, ModelConfig
 _NUMBER = 4  # bytes: fp32
 _PANEL, _ALIGN, _LANES, _DOTS = 32, 4, 16, 4  # the widest that a CPU has
 _PART_SLOTS = 1024  # of a row, that one task attends
-_BLOCK_NUMBERS, _LATENTS_AT_ONCE = 4096, 32  # of a row, that a thread reads at a time
+_LATENTS_AT_ONCE = 32  # of a row, that a thread reads at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ def _scratch(model: ModelConfig) -> int:
     """Of one thread: the largest of its stages."""
     latent, moe = model.latent, model.moe
     if latent is None:
-        group = model.num_heads // model.num_kv_heads * model.head_dim
-        block = max(_LANES, _BLOCK_NUMBERS // model.head_dim // _LANES * _LANES)
-        attention = group + max(group, 2 * block * (model.head_dim + 1))
+        shared = model.num_heads // model.num_kv_heads
+        group = shared * model.head_dim
+        attention = group + max(group, shared * (_PART_SLOTS + 2 * _LANES))
     else:
         attention = max(_LATENTS_AT_ONCE * (latent.kv_rank + latent.rope_dim + _DOTS), _DOTS * latent.nope_dim)
     return max(attention, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)

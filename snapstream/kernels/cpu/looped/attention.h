@@ -135,7 +135,7 @@ class Attention : protected Worker {
             const int64_t place = (layer * rows.num_rows + row) * rows.kept_queries + kept;
             std::memcpy(rows.queries + (place * m_.heads + kv_head * group) * size, q, group * size * 4);
         }
-        const float factor = k_scale / std::sqrt(static_cast<float>(size));
+        const float factor = k_scale * stored.form.unit() / std::sqrt(static_cast<float>(size));
         for (int64_t i = 0; i < group * size; ++i) q[i] *= factor;
         const int64_t at = seen.slot, begin = part * PART, end = std::min(begin + PART, seen.length);
         if (begin <= at && at < end) {
@@ -149,12 +149,12 @@ class Attention : protected Worker {
             const int64_t place = (first + i) * group;
             return Part{e_.part_peaks + place, e_.part_totals + place, e_.part_mixed + place * size};
         };
-        attend_part_of(size)(q, stored, begin, end, group, size, found(part), rest);
+        attend_part_of(rows.format)(q, stored, begin, end, group, found(part), rest);
         const int64_t count = seen.parts();
         std::atomic<int>& done = e_.parts_left[b * m_.kv_heads + kv_head];
         if (count > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
         done.store(0, std::memory_order_relaxed);
-        merge_parts(found(0), count, group, size, v_scale, rest);
+        merge_parts(found(0), count, group, size, v_scale * stored.form.unit(), rest);
         hand_on(b, kv_head, rest);
     }
 

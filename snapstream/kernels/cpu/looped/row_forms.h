@@ -16,23 +16,25 @@ inline float widen_fp8(uint8_t byte) {
     std::memcpy(&x, &up, 4);
     return byte & 128 ? -x : x;
 }
+// W numbers, each a part of FP8_UNIT of what it stands for: that factor is left to the scales.
+constexpr float FP8_UNIT = 256.0f;
+INLINE vec load_fp8(const uint8_t* from) {
+    // Sign-extended and moved up, the sign stands in the upper two bits of fp16, of which it needs the first.
+#if ISA == 512
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return (vec)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
+#elif ISA == 256
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    return (vec)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<int16_t>(0xbfff))));
+#else
+    vec out;
+    for (int i = 0; i < W; ++i) out[i] = widen_fp8(from[i]) / FP8_UNIT;
+    return out;
+#endif
+}
 inline void widen_fp8(const uint8_t* from, int64_t count, float* to) {
     int64_t i = 0;
-#if ISA == 512
-    for (; i + W <= count; i += W) {
-        const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
-        const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(128)), 8);
-        const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(127)), 7);
-        store(to + i, (vec)_mm512_cvtph_ps(_mm256_or_si256(sign, rest)) * 256.0f);
-    }
-#elif ISA == 256
-    for (; i + W <= count; i += W) {
-        const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i)));
-        const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(128)), 8);
-        const __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(127)), 7);
-        store(to + i, (vec)_mm256_cvtph_ps(_mm_or_si128(sign, rest)) * 256.0f);
-    }
-#endif
+    for (; i + W <= count; i += W) store(to + i, load_fp8(from + i) * FP8_UNIT);
     for (; i < count; ++i) to[i] = widen_fp8(from[i]);
 }
 // Rounds to nearest even and saturates.
@@ -50,14 +52,15 @@ inline uint8_t narrow_fp8(float x, float scale) {
 }
 
 // bf16: the upper half of fp32, rounded to nearest even.
-inline void widen_bf16(const uint16_t* from, int64_t count, float* to) {
+INLINE vec load_bf16(const uint16_t* from) {
     typedef uint16_t halves __attribute__((vector_size(W * 2)));
+    halves own;
+    std::memcpy(&own, from, sizeof own);
+    return as_floats(__builtin_convertvector(own, bits) << 16);
+}
+inline void widen_bf16(const uint16_t* from, int64_t count, float* to) {
     int64_t i = 0;
-    for (; i + W <= count; i += W) {
-        halves own;
-        std::memcpy(&own, from + i, sizeof own);
-        store(to + i, as_floats(__builtin_convertvector(own, bits) << 16));
-    }
+    for (; i + W <= count; i += W) store(to + i, load_bf16(from + i));
     for (; i < count; ++i) {
         const uint32_t number = static_cast<uint32_t>(from[i]) << 16;
         std::memcpy(to + i, &number, 4);
@@ -85,11 +88,6 @@ inline vec load_int8(const int8_t* from) {
     return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(own, shorts), ints), vec);
 #endif
 }
-inline void widen_int8(const int8_t* from, int64_t count, float scale, float* to) {
-    int64_t i = 0;
-    for (; i + W <= count; i += W) store(to + i, load_int8(from + i) * scale);
-    for (; i < count; ++i) to[i] = static_cast<float>(from[i]) * scale;
-}
 inline float narrow_int8(const float* from, int64_t count, int8_t* to) {  // the scale
     float most = 0.0f;
     for (int64_t i = 0; i < count; ++i) {
@@ -105,9 +103,35 @@ inline float narrow_int8(const float* from, int64_t count, int8_t* to) {  // the
     return scale;
 }
 
+// How attention reads W numbers of a row, without their scales: BYTES of a number; at(address).
+struct RowF32 {
+    static constexpr int64_t BYTES = 4;
+    static INLINE vec at(const char* from) { return load(reinterpret_cast<const float*>(from)); }
+};
+struct RowBF16 {
+    static constexpr int64_t BYTES = 2;
+    static INLINE vec at(const char* from) { return load_bf16(reinterpret_cast<const uint16_t*>(from)); }
+};
+struct RowFP8 {
+    static constexpr int64_t BYTES = 1;
+    static INLINE vec at(const char* from) { return load_fp8(reinterpret_cast<const uint8_t*>(from)); }
+};
+struct RowI8 {
+    static constexpr int64_t BYTES = 1;
+    static INLINE vec at(const char* from) { return load_int8(reinterpret_cast<const int8_t*>(from)); }
+};
+// The first `count` of W numbers, zeros after them.
+template <class Form>
+INLINE vec some_at(const char* from, int64_t count) {
+    char own[W * Form::BYTES] = {};
+    std::memcpy(own, from, count * Form::BYTES);
+    return Form::at(own);
+}
+
 struct RowForm {
     int64_t format, bytes;
     explicit RowForm(int64_t format) : format(format), bytes(format == F32 ? 4 : format == BF16 ? 2 : 1) {}
+    float unit() const { return format == FP8 ? FP8_UNIT : 1.0f; }  // of what attention reads
     // Of any form but int8, without the scales of FP8.
     const float* widened(const char* from, int64_t count, float* buffer) const {
         if (format == F32) return reinterpret_cast<const float*>(from);
@@ -130,15 +154,6 @@ struct StoredHead {  // keys and values of one kv head of a row, and of int8 the
     char *keys, *values;
     float *key_scales, *value_scales;
 
-    // Of n slots from `first` on, in fp32.
-    const float* widened(const char* from, const float* scales, int64_t first, int64_t n, float* buffer) const {
-        from += first * head_dim * form.bytes;
-        if (form.format != I8) return form.widened(from, n * head_dim, buffer);
-        const auto* codes = reinterpret_cast<const int8_t*>(from);
-        for (int64_t j = 0; j < n; ++j)
-            widen_int8(codes + j * head_dim, head_dim, scales[first + j], buffer + j * head_dim);
-        return buffer;
-    }
     // One token to a slot; scale: of FP8.
     void put(const float* token, int64_t slot, float scale, char* to, float* scales) const {
         to += slot * head_dim * form.bytes;
