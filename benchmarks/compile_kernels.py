@@ -27,8 +27,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.compile_codes import code_launchers
 from benchmarks.machine import RESULTS
 from figures.machine import describe
+from snapstream.config.weights import GROUPS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = Path(__file__).parents[1] / "snapstream" / "kernels" / "triton"
@@ -36,7 +38,7 @@ COMMON_DIMS = (64, 128)  # of heads: where a spill or more than ``MOST_REGISTERS
 MOST_REGISTERS = 200
 FP8_ARCH = 89  # from here on a GPU converts e4m3, which Triton calls fp8e4nv; start-up refuses older ones
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
-          torch.int32: "*i32", torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
+          torch.int32: "*i32", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +250,13 @@ def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
                         "arch": f"sm_{arch}",
                         **resources(compiled(launch, arch)),
                     }
+    for dtype in ("bf16",) if quick else DTYPES:
+        for weights, launcher in code_launchers(DTYPES[dtype], (32,) if quick else GROUPS):
+            (launch,) = recorded(launcher)
+            for arch in arches:
+                yield {"op": "code_linear", "kernel": launch.kernel.__name__, "shape": "4096 numbers", "head_dim": 0,
+                       "dtype": dtype, "rows": weights, "arch": f"sm_{arch}",
+                       **resources(compiled(launch, arch))}  # fmt: skip
 
 
 def main() -> None:

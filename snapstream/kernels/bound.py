@@ -38,6 +38,9 @@ class Kernels:
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [T, D], weight [O, D], bias [O] -> [T, O]
     # x [P, D] sorted by expert, weight [X, O, D], its scales or None, ends [X] int32 of each expert's rows -> [P, O]
     grouped_linear: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+    # x [T, D] of few tokens, codes [O, D * bits / 8], scales [O, D / group], bias [O] -> [T, O]. None where a product
+    # with codes widens the matrix, block by block.
+    code_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [T, D], weight [D], eps
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]  # residual += x in place, and the norm of the sum
     swiglu: Callable[[Tensor], Tensor]  # [T, 2I] -> [T, I]
@@ -49,6 +52,7 @@ class Kernels:
     snapkv_scores: ScoreKernel
     hop_scores: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
     key_diversity: Callable[[Tensor, int, int], Tensor]  # keys [G, N, E], start, stop -> [G, stop - start]
+    batch_tiles: tuple[int, ...] = (1,)  # the batch sizes from which a decode step launches other kernels
 
     def sum_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """``residual [T, D] += x`` in place unless there is no ``x``, and the norm of the sum."""
@@ -147,14 +151,15 @@ def _compiled_cpu() -> Kernels:
 def _triton() -> Kernels:
     if not has_triton():
         raise ValueError("kernels 'triton' need Triton, which is not installed for this PyTorch")
+    from snapstream.kernels.triton import codes, configs, gather, latent_attention, norm, rope_write, swiglu
     from snapstream.kernels.triton import experts as triton_experts
-    from snapstream.kernels.triton import gather, latent_attention, norm, rope_write, swiglu
     from snapstream.kernels.triton import scores as triton_scores
 
     return replace(
         _torch(),
         version="triton",
         grouped_linear=triton_experts.grouped_linear,
+        code_linear=codes.code_linear,
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         swiglu=swiglu.swiglu,
@@ -162,4 +167,5 @@ def _triton() -> Kernels:
         attend_rows=latent_attention.attend_rows,
         gather_rows=gather.gather_rows,
         snapkv_scores=triton_scores.scores_of_any_size,
+        batch_tiles=(1, *(tokens + 1 for tokens in configs.CODE_TOKENS[:-1])),
     )

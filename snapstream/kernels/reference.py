@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapstream.kernels import int8
+from snapstream.kernels import groups, int8
 from snapstream.kernels.fp8 import quantise
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 
@@ -141,6 +141,14 @@ def attend_rows(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x [T, D] weight [O, D]^T + bias [O]``: ``[T, O]``."""
     return F.linear(x, weight, bias)
+
+
+def code_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [T, D]`` times the matrix of ``codes [O, D * bits / 8]`` and ``scales [O, D / group]``, transposed, plus
+    ``bias [O]``: ``[T, O]``. ``groups.widen`` says what the codes mean; nothing is rounded before the result.
+    """
+    wide = groups.widen(codes, scales, 8 * codes.shape[1] // x.shape[1])
+    return F.linear(x.float(), wide, None if bias is None else bias.float()).to(x.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:

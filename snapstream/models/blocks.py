@@ -14,11 +14,9 @@ from torch import Tensor
 from snapstream.kernels import fp8, reference
 from snapstream.kernels.bound import Kernels
 from snapstream.kernels.reference import BLOCK
-from snapstream.models.row_major import RowMajor
+from snapstream.models.row_major import FEW, RowMajor
 from snapstream.models.shapes import widened_block
 from snapstream.models.weight import Index
-
-FEW = 64  # tokens that are multiplied with the bytes themselves; beyond, a product is bound by arithmetic
 
 
 class Blocks(RowMajor):

@@ -1,7 +1,8 @@
 """Matrices whose numbers are narrower than those computed with: 16-bit floats under fp32, and codes in groups.
 
 Both lie row by row and are widened before they multiply, a block of rows at a time, so that what is wide stays small:
-right on every device, fast on none. A decode step that reads narrow numbers itself brings a ``Weight`` of its own
+right on every device, fast on none. On a GPU few tokens are multiplied with the codes themselves
+(``Kernels.code_linear``). A decode step that reads narrow numbers in another order brings a ``Weight`` of its own
 (``make`` of ``load_weights``); prefill widens a layer once (``widening.py``).
 """
 
@@ -16,7 +17,7 @@ from snapstream.config import WeightForm
 from snapstream.kernels import groups
 from snapstream.kernels.bound import Kernels
 from snapstream.models.blocks import Blocks
-from snapstream.models.row_major import RowMajor
+from snapstream.models.row_major import FEW, RowMajor
 from snapstream.models.weight import Dense, Index, Weight
 
 # From a form, the shape of a matrix or a stack, the dtype of the computation and a device: its storage.
@@ -87,6 +88,8 @@ class Grouped(RowMajor):
         """See ``Weight.multiply``; a form that rounds inputs sees ``x`` after a trip through int8."""
         if self.form.rounds_inputs:
             x = groups.quantise_activations(x, self.form.group).to(x.dtype)
+        if kernels.code_linear is not None and len(x) <= FEW:
+            return kernels.code_linear(x, self.codes, self.scales, bias)
         return super().multiply(x, bias, kernels)
 
     def fill(self, numbers: Tensor) -> None:

@@ -14,6 +14,8 @@ from snapstream.kernels.bound import Kernels
 from snapstream.models.shapes import widened_block
 from snapstream.models.weight import Index, Weight
 
+FEW = 64  # tokens that a kernel multiplies with what is stored; beyond, a product is bound by arithmetic
+
 
 class RowMajor(Weight):
     """Rows one after the other, widened in blocks."""

@@ -24,10 +24,13 @@ class EagerDecode:
 
     @torch.inference_mode()
     def warm_up(self, progress: bool) -> None:
-        """Where kernels are compiled at their first launch, launch them: one step of the padding row."""
-        if self._parts.decoder.kernels.version == "triton":
-            padding = torch.tensor([self._parts.padding_row], device=self._parts.decoder.device)
-            self.logits(padding)
+        """Where kernels are compiled at their first launch, launch them: a step of the padding row for each kind of
+        batch."""
+        kernels = self._parts.decoder.kernels
+        if kernels.version == "triton":
+            for size in kernels.batch_tiles:
+                if size <= self._parts.config.max_rows:
+                    self.logits(torch.full((size,), self._parts.padding_row, device=self._parts.decoder.device))
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """Feed each row its last token and draw the next one; ``rows [B]`` int64."""

@@ -19,7 +19,7 @@ from snapstream.kernels.latents import plain
 from snapstream.kernels.latents.choice import random_rows
 from snapstream.kernels.latents.versions import VERSIONS, Case
 from tests.kernels.layers import one_layer
-from tests.kernels.triton import checks, checks_experts, checks_latent
+from tests.kernels.triton import checks, checks_codes, checks_experts, checks_latent
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
@@ -94,6 +94,15 @@ def test_experts(counts: list[int], is_fp8: bool, dtype: torch.dtype) -> None:
         pytest.skip("this GPU has no FP8 (e4m3)")
     checks_experts.check_grouped_linear(counts, 1536, 2048, is_fp8, dtype, "cuda")
     checks_experts.check_grouped_linear(counts, 200, 304, is_fp8, dtype, "cuda")
+
+
+@dtypes
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 100])
+def test_products_with_codes(num_tokens: int, bits: int, group: int, dtype: torch.dtype) -> None:
+    for num_out, num_in in ((2048, 8192), (4096, 14336), (200, 384)):
+        checks_codes.check_code_linear(num_tokens, num_out, num_in, bits, group, dtype, "cuda")
 
 
 @pytest.mark.parametrize("batch", [2, 8, 33, 255, 256])

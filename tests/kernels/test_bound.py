@@ -16,7 +16,7 @@ from snapstream.kernels.bound import HeadNorm, Kernels, KernelVersion, LayerRows
 from snapstream.kernels.cpu import native
 
 VERSIONS: list[KernelVersion] = ["cpu", "compiled_cpu", "torch"]
-FIELDS = [field.name for field in fields(Kernels) if field.name != "version"]
+FIELDS = [field.name for field in fields(Kernels) if field.name not in ("version", "batch_tiles")]
 
 
 def test_versions_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,11 @@ def test_binding_a_cpu_imports_no_triton() -> None:
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_has_the_signature_of_its_reference(version: KernelVersion, field: str) -> None:
     want = list(inspect.signature(getattr(reference, field)).parameters)
-    got = list(inspect.signature(getattr(bind("cpu", version), field)).parameters)
+    function = getattr(bind("cpu", version), field)
+    if function is None:
+        assert field == "code_linear"  # there matrices of codes are widened
+        return
+    got = list(inspect.signature(function).parameters)
     assert got[: len(want)] == want  # the tests of a part may give more
 
 

@@ -2,7 +2,8 @@
 
 Invariant: a choice looks at head dimension, dtype, capacity and head counts, which are constant for an engine, never
 at the batch or at its contents. Equal rows therefore sum in an equal order in any bucket, and a captured graph never
-meets a kernel that is not compiled.
+meets a kernel that is not compiled. ``code_launch`` alone looks at the number of tokens: its kernels sum in one order,
+and a start launches all of them.
 
 The reasoning, to be replaced by measurement (``benchmarks/kernels.py --device cuda`` prints the best of a grid): an
 H200 reads 4.8 TB/s with 132 multiprocessors, 36 bytes per nanosecond each; at a latency of about 0.8 us a
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 _TILE_BYTES = 16 * 1024  # of K, and as much of V, per step of the decode loop
 _TARGET_PROGRAMS = 264  # two for each of 132 multiprocessors, at a batch of one
+_LEAST_PROGRAMS = 128  # of a product with codes: about one for each multiprocessor
 _MAX_SPLITS = 64
 _LEAST_SPLIT = 128  # slots; below this the partial results weigh more than 1/16 of what a split reads
 
@@ -50,6 +52,14 @@ class GroupedLaunch(Launch):
 
     rows: int  # tokens of one expert per program
     columns: int  # rows of its matrix; like ``block`` a part of the 128 that share a scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeLaunch(Launch):
+    """How a product with codes is cut: ``block`` groups of a row at a time, which alone orders its sums."""
+
+    tokens: int  # per program
+    rows: int  # of the matrix, per program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +146,25 @@ def grouped_launch(dtype_bytes: int) -> GroupedLaunch:
     if dtype_bytes == 4:
         return GroupedLaunch(block=32, rows=16, columns=32, num_warps=4, num_stages=2)
     return GroupedLaunch(block=64, rows=32, columns=64, num_warps=4, num_stages=4)
+
+
+CODE_TOKENS = (16, 32, 64)  # tokens of one program; the first is the least of tensor cores
+
+
+def code_launch(num_tokens: int, num_out: int, group: int, dtype_bytes: int) -> CodeLaunch:
+    """Products with codes: 256 numbers of a row or more at a time, one group or two per warp.
+
+    This cut does look at the batch: tiles of 16, 32 and 64 tokens are three kernels with one order of sums, for which
+    they must deal groups to warps alike. A program takes 32 rows, or 16 of a matrix so narrow that there would not be
+    a program for each multiprocessor. Up to three steps of 2 to 16 KB are in flight.
+    """
+    tokens = next((size for size in CODE_TOKENS if num_tokens <= size), CODE_TOKENS[-1])
+    groups = 8 if group == 32 else 4
+    if dtype_bytes == 4:  # no tensor cores at full precision
+        return CodeLaunch(block=groups, tokens=16, rows=16, num_warps=4)
+    is_wide = group == 32 and tokens < CODE_TOKENS[-1]  # sums of more would not stay in registers
+    rows = 32 if is_wide and -(-num_out // 32) >= _LEAST_PROGRAMS else 16
+    return CodeLaunch(block=groups, tokens=tokens, rows=rows, num_warps=4, num_stages={16: 4, 32: 3, 64: 2}[tokens])
 
 
 SCORE_SPLIT = 2048  # keys per program of the first pass; a constant, so that N alone fixes the order of the sums

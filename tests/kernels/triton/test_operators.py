@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget
-from snapstream.kernels import fp8
+from snapstream.kernels import fp8, groups
 from snapstream.kernels.bound import HeadNorm, LayerRows, RowPlaces, bind
 from snapstream.llm import LLM
 from snapstream.request import SamplingParams
@@ -39,7 +39,7 @@ def heads_and_rows() -> dict[str, Tensor]:
 
 
 def test_operators_say_truly_what_they_change_and_return() -> None:
-    from snapstream.kernels.triton import attention, experts, gather, norm, rope_write, scores, swiglu
+    from snapstream.kernels.triton import attention, codes, experts, gather, norm, rope_write, scores, swiglu
 
     t = heads_and_rows()
     q, stacks, at = t["heads"][:, :4], (t["k"], t["v"]), (t["rows"], t["slots"])
@@ -58,6 +58,7 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         (scores.snapkv_scores, (q, staged[0], 57, 4, 50), {"over_row": False, "group_max": False}),
         (gather.gather_operator, (*stacks, 1, [1, 3], *staged, index), {}),
         (experts.grouped_linear_operator, (x, torch.randn(2, 16, 32), None, ends), {}),
+        (codes.code_linear, (x, *groups.quantise(torch.randn(16, 32), 4, 32), None), {}),
         (attention.decode_operator, (q, *narrow, 1, t["rows"], t["lengths"], *scales), {}),
         (rope_write.norm_rope_write_operator, (t["heads"], None, 1e-6, *angles, *narrow, 2, *at, *scales), {}),
         (gather.gather_operator, (*narrow, 1, [1, 3], *staged, index, *scales), {}),
@@ -67,7 +68,7 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         # what compares before and after has no FP8 in torch; the schema is the same one
         utils = {"test_utils": ("test_faketensor",)} if is_fp8 else {}
         torch.library.opcheck(operator, arguments, named, **utils)
-    modules = (attention, experts, gather, norm, rope_write, scores, swiglu)
+    modules = (attention, codes, experts, gather, norm, rope_write, scores, swiglu)
     everyone = {
         value for module in modules for value in vars(module).values() if isinstance(value, torch.library.CustomOpDef)
     }

@@ -35,6 +35,8 @@ QUICK = [
     "spec_prefill",
     "requests",
     "decode_8b_fp8",
+    "narrow_linear",
+    "decode_8b_narrow",
     "decode_small",
     "attention",
     "latent_kernel",

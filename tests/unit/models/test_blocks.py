@@ -8,8 +8,9 @@ from torch import Tensor
 
 from snapstream.config import WeightForm
 from snapstream.kernels.bound import KernelVersion, bind
-from snapstream.models.blocks import FEW, Blocks
+from snapstream.models.blocks import Blocks
 from snapstream.models.narrow import make_weight
+from snapstream.models.row_major import FEW
 
 SHAPE = (2, 300, 200)  # the last block of either direction is cut
 
