@@ -6,7 +6,7 @@ faster is where ``models/row_major.py`` should change over (``FEW``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,9 +77,11 @@ def decode_8b_narrow(bench: Bench) -> Figures:
             seconds = decode_seconds(bench, runner, batch, context, steps=20)
             read = decode_weight_bytes(config, device.dtype_name, forms, batch)
             read += batch * decoder.kv_spec().row_bytes(slots)
-            figure = {"model": "llama_8b", "weights": forms.describe(), "executor": "graph", "batch": batch,
-                      "slots": slots, "context": context, "step_ms": seconds * 1e3, "tokens_per_s": batch / seconds,
-                      "gb_per_step": read / 1e9, "gb_per_s": read / seconds / 1e9}  # fmt: skip
+            figure: dict[str, Any] = {
+                "model": "llama_8b", "weights": forms.describe(), "executor": "graph", "batch": batch, "slots": slots,
+                "context": context, "step_ms": seconds * 1e3, "tokens_per_s": batch / seconds,
+                "gb_per_step": read / 1e9, "gb_per_s": read / seconds / 1e9,
+            }  # fmt: skip
             if bench.ceilings:
                 figure["share_of_read"] = figure["gb_per_s"] / bench.ceilings["read_gb_per_s"]
             yield figure
@@ -87,7 +89,7 @@ def decode_8b_narrow(bench: Bench) -> Figures:
         bench.device.free()
 
 
-def _all(calls: list[Callable[[], object]]) -> None:
+def _all(calls: Sequence[Callable[[], object]]) -> None:
     for call in calls:
         call()
 
