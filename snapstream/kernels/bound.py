@@ -17,9 +17,9 @@ from torch import Tensor
 from snapstream.kernels import plain, reference, scores
 from snapstream.kernels.cpu import attention, compiled, experts, trial
 from snapstream.kernels.cpu.norm import Norms
-from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
+from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces, SumNorm
 
-__all__ = ["CosSin", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "RowPlaces", "bind", "has_triton"]
+__all__ = ["CosSin", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "RowPlaces", "SumNorm", "bind", "has_triton"]
 
 KernelVersion = Literal["triton", "cpu", "compiled_cpu", "torch"]
 
@@ -53,6 +53,10 @@ class Kernels:
     hop_scores: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
     key_diversity: Callable[[Tensor, int, int], Tensor]  # keys [G, N, E], start, stop -> [G, stop - start]
     batch_tiles: tuple[int, ...] = (1,)  # the batch sizes from which a decode step launches other kernels
+
+    def normed(self, given: SumNorm) -> Tensor:
+        """``[T, D]``: the norm that ``given`` stands for."""
+        return self.sum_norm(*given)
 
     def sum_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """``residual [T, D] += x`` in place unless there is no ``x``, and the norm of the sum."""

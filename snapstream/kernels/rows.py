@@ -21,6 +21,15 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
+class SumNorm(NamedTuple):
+    """The RMSNorm of a sum, which is made when it is needed: ``residual += x`` happens then, once."""
+
+    residual: Tensor  # [T, D]
+    x: Tensor | None  # [T, D]; None: nothing is added
+    weight: Tensor  # [D]
+    eps: float
+
+
 class RowPlaces(NamedTuple):
     """Where the tokens of a decode step go, and what they see."""
 

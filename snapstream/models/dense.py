@@ -13,7 +13,7 @@ from torch import Tensor
 
 from snapstream.config import ModelConfig
 from snapstream.distributed.group import Group
-from snapstream.kernels.bound import CosSin, HeadNorm, Kernels
+from snapstream.kernels.bound import CosSin, HeadNorm, Kernels, SumNorm
 from snapstream.layers.attention import KVView
 from snapstream.models.mlp import bias_of_sum, mlp_of
 from snapstream.models.weights import LayerWeights
@@ -34,8 +34,8 @@ class DenseLayer:
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         """See ``models.decoder.Layer.attend``."""
-        normed = self._kernels.sum_norm(residual, pending, self._input_norm, self._eps)
-        heads = self._qkv.multiply(normed, self._qkv_bias, self._kernels)  # [T, (H+2G)E]
+        given = SumNorm(residual, pending, self._input_norm, self._eps)
+        heads = self._qkv.multiply_normed(given, self._qkv_bias, self._kernels)  # [T, (H+2G)E]
         return view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
@@ -43,8 +43,7 @@ class DenseLayer:
         projected = self._group.all_reduce(
             self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)
         )  # [T', D]
-        normed = self._kernels.add_rms_norm(residual, projected, self._post_norm, self._eps)
-        return self._group.all_reduce(self._mlp(normed))
+        return self._group.all_reduce(self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps)))
 
 
 def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:

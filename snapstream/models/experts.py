@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config.moe import MoEConfig
-from snapstream.kernels.bound import Kernels
+from snapstream.kernels.bound import Kernels, SumNorm
 from snapstream.layers.router import route
 from snapstream.models.weights import LayerWeights
 
@@ -50,6 +50,10 @@ class Experts:
             out.masked_fill_((flat == self._num_own)[order, None], 0.0)
         routed = torch.empty_like(out).index_copy_(0, order, out).view(-1, top_k, x.shape[1]).sum(1)  # [T, D]
         return routed if self._shared is None else routed.add_(self._shared(x))
+
+    def of_norm(self, given: SumNorm) -> Tensor:
+        """See ``models.mlp.Mlp``."""
+        return self(self._kernels.normed(given))
 
     def _own(self, experts: Tensor) -> Tensor:
         """Ids of experts as counted here, 0 to X' - 1; X' for those of other ranks."""

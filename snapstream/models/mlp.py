@@ -11,7 +11,7 @@ from torch import Tensor
 
 from snapstream.config import ModelConfig
 from snapstream.distributed.group import Group
-from snapstream.kernels.bound import Kernels
+from snapstream.kernels.bound import Kernels, SumNorm
 from snapstream.models.experts import Experts
 from snapstream.models.weight import Weight
 from snapstream.models.weights import LayerWeights
@@ -22,6 +22,10 @@ class Mlp(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, D]``, normed, to what is added to the residual stream ``[T, D]``; of a rank, its part of the sum."""
+        ...
+
+    def of_norm(self, given: SumNorm) -> Tensor:
+        """The same of a norm that is still to be made."""
         ...
 
 
@@ -38,6 +42,10 @@ class SwiGLU:
         """See ``Mlp``."""
         inner = self._kernels.swiglu(self._gate_up.multiply(x, self._gate_up_bias, self._kernels))  # [T, I]
         return self._down.multiply(inner, self._down_bias, self._kernels)
+
+    def of_norm(self, given: SumNorm) -> Tensor:
+        """See ``Mlp``."""
+        return self._gate_up.swiglu(self._down, given, (self._gate_up_bias, self._down_bias), self._kernels)
 
 
 def bias_of_sum(bias: Tensor | None, group: Group) -> Tensor | None:

@@ -10,9 +10,9 @@ from typing import Self
 
 from torch import Tensor
 
-from snapstream.kernels.bound import Kernels
-from snapstream.kernels.cpu.looped import panels
-from snapstream.kernels.cpu.looped.library import FORMATS, Library, Stack
+from snapstream.kernels.bound import Kernels, SumNorm
+from snapstream.kernels.cpu.looped import panels, prompt_layer
+from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack
 from snapstream.models.weight import Index, Weight
 
 
@@ -75,9 +75,27 @@ class Panels(Weight):
         """See ``Weight.multiply``; the same sums for a token whatever is beside it. Looped decode does not come here:
         its steps round inputs as the form says, prefill as it was decided for prefill.
         """
+        return panels.linear(self.library, self._prefill_stack, x, bias)
+
+    def multiply_normed(self, given: SumNorm, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """See ``Weight.multiply_normed``: in one call, whose norm is made as steps make it."""
+        return prompt_layer.normed_linear(self.library, self._prefill_stack, given, bias)
+
+    def swiglu(
+        self, down: Weight, given: SumNorm, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
+    ) -> Tensor:
+        """See ``Weight.swiglu``: in one call, where gate and up are whole panels."""
+        if not isinstance(down, Panels) or down.shape[-1] % PANEL or down._inputs == "int8":
+            return super().swiglu(down, given, biases, kernels)
+        return prompt_layer.normed_swiglu(
+            self.library, (self._prefill_stack, down._prefill_stack), given, biases
+        )
+
+    @property
+    def _prefill_stack(self) -> Stack:
         stack = self.stack
         stack.inputs = FORMATS[self._inputs]
-        return panels.linear(self.library, stack, x, bias)
+        return stack
 
     def lookup(self, token_ids: Tensor) -> Tensor:
         """See ``Weight.lookup``."""

@@ -83,11 +83,8 @@ class StagingView:
         """Stage the chunk, then causal attention per prompt: ``[T, H, E]``, or of the tokens that need an output."""
         if rope is None:
             raise ValueError("a layer of latents is prefilled through attend_latents")
-        num_kv_heads = self._buffers.spec.num_kv_heads
-        qk = self._kernels.norm_rope(heads, norm, rope, num_kv_heads)  # [T, H+G, E]
-        q, k, v = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:], heads[:, -num_kv_heads:]
+        q = self._stage_heads(heads, norm, rope)
         self._keep(self._chunk.segments, q.__getitem__)
-        self._stage(k, v)
         if self._chunk.outputs is not None:
             attend, tokens = self._attention.attend, self._buffers.tokens
             parts = [attend(q[place], *tokens(*staged)) for place, staged in self._last_tokens(self._chunk.outputs)]
@@ -136,6 +133,16 @@ class StagingView:
             return self._attention.attend_packed(q, *staged(segments[0].staging_start, segments[-1].staging_stop), lens)
         parts = [self._attention.attend(q[s.chunk_slice], *staged(s.staging_start, s.staging_stop)) for s in segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _stage_heads(self, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+        """Norm and rotate; store the chunk's keys and values. Returns the queries ``[T, H, E]``."""
+        if self._attention.stage_heads is not None:
+            runs = [(s.chunk_start, s.length, s.staging_start + s.prompt_start) for s in self._chunk.segments]
+            return self._attention.stage_heads(heads, norm, rope, self._buffers.keys, self._buffers.values, runs)
+        num_kv_heads = self._buffers.spec.num_kv_heads
+        qk = self._kernels.norm_rope(heads, norm, rope, num_kv_heads)  # [T, H+G, E]
+        self._stage(qk[:, -num_kv_heads:], heads[:, -num_kv_heads:])
+        return qk[:, :-num_kv_heads]
 
     def _stage(self, k: Tensor, v: Tensor) -> None:
         """Store the chunk's keys and values ``[T, G, E]``."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.kernels import fp8, groups
-from snapstream.kernels.bound import Kernels
+from snapstream.kernels.bound import Kernels, SumNorm
 from snapstream.kernels.reference import widen_blocks
 
 Index = int | slice | tuple[int | slice, ...]
@@ -67,6 +67,19 @@ class Weight(ABC):
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
         """``x [T, in]`` times this matrix transposed, plus ``bias [out]``: ``[T, out]``."""
+
+    def multiply_normed(self, given: SumNorm, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """The norm ``given`` stands for ``[T, in]`` times this matrix transposed, plus ``bias [out]``: ``[T, out]``."""
+        return self.multiply(kernels.normed(given), bias, kernels)
+
+    def swiglu(
+        self, down: Weight, given: SumNorm, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
+    ) -> Tensor:
+        """``down(silu(gate x) * up x)`` of x, the norm ``given`` stands for ``[T, D]``; this matrix is gate and up in one,
+        ``[2I, D]``, and ``biases`` are its own and that of ``down [D, I]``: ``[T, D]``.
+        """
+        inner = kernels.swiglu(self.multiply_normed(given, biases[0], kernels))  # [T, I]
+        return down.multiply(inner, biases[1], kernels)
 
     def multiply_grouped(self, x: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
         """Of a stack ``[X, out, in]``: each row of ``x [P, in]`` times the matrix of its expert: ``[P, out]``.

@@ -20,7 +20,7 @@ from snapstream.kernels.prefill import race
 from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.kernels.prefill.samples import random_chunk
 from snapstream.kernels.prefill.table import Entry, lookup
-from snapstream.kernels.prefill.versions import VERSIONS, Attend, AttendPacked, Case, Version
+from snapstream.kernels.prefill.versions import VERSIONS, Attend, AttendPacked, Case, StageHeads, Version
 
 TOLERANCE = 0.03  # of a trial in half precision; fp32 may use tf32 products
 _SHOWN = 3  # reasons that a start-up line has room for
@@ -35,6 +35,7 @@ class PrefillAttention:
     packed_name: str  # "loop": short prompts that share a chunk are attended one by one
     attend_packed: AttendPacked | None
     why: str
+    stage_heads: StageHeads | None = None  # norms, rotates and stages heads; None: plain calls do
 
     def describe(self) -> str:
         """One line for the start."""
@@ -91,8 +92,10 @@ def automatic(device: torch.device, dtype: torch.dtype, head_dim: int, group_siz
 
 def _made(version: Version, packed: Version | None, why: str) -> PrefillAttention:
     if packed is None:
-        return PrefillAttention(version.name, version.attend, "loop", None, why)
-    return PrefillAttention(version.name, version.attend, packed.name, packed.attend_packed, why)
+        return PrefillAttention(version.name, version.attend, "loop", None, why, version.stage_heads)
+    return PrefillAttention(
+        version.name, version.attend, packed.name, packed.attend_packed, why, version.stage_heads
+    )
 
 
 def problem_of(version: Version, case: Case) -> str:

@@ -13,7 +13,7 @@ K and V are ranges of the staging buffers and therefore views, contiguous in E o
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +22,15 @@ from torch import Tensor
 from snapstream.config import ModelConfig
 from snapstream.kernels import reference, sdpa
 from snapstream.kernels.cpu import attention as cpu_attention
-from snapstream.kernels.cpu.looped import library, prompt
+from snapstream.kernels.cpu.looped import library, prompt, prompt_layer
 from snapstream.kernels.prefill import packages
 from snapstream.kernels.prefill.packages import PackedLens
+from snapstream.kernels.rows import CosSin, HeadNorm
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttendPacked = Callable[[Tensor, Tensor, Tensor, PackedLens], Tensor]
+# heads [T, H+2G, E] as projected, keys and values [G, P, E] of staging, runs of tokens and where they go -> queries
+StageHeads = Callable[[Tensor, HeadNorm, CosSin, Tensor, Tensor, Sequence[tuple[int, int, int]]], Tensor]
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -65,6 +68,7 @@ class Version:
     why_not: Callable[[Case], str]  # what is missing for it; empty if nothing is
     attend_packed: AttendPacked | None = None
     why_not_packed: Callable[[], str] = lambda: ""  # beyond ``why_not``
+    stage_heads: StageHeads | None = None  # norms, rotates and stages heads in one call
 
 
 def _needs(
@@ -112,7 +116,10 @@ VERSIONS: dict[str, Version] = {
     for version in (
         Version("reference", reference.prefill_attention, lambda case: ""),
         Version("cpu", cpu_attention.prefill_attention, _on_cpu),
-        Version("cpu_bf16", prompt.prefill_attention, _on_cpu_in_bf16),
+        Version(
+            "cpu_bf16", prompt.prefill_attention, _on_cpu_in_bf16, prompt.packed_attention,
+            stage_heads=prompt_layer.stage_heads,
+        ),
         Version(
             "sdpa_flash", sdpa.prefill_attention, _needs(), packages.torch_varlen, packages.why_no_torch_varlen
         ),

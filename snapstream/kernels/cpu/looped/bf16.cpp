@@ -96,9 +96,13 @@ Product bf16_product(int64_t format) {
 }
 
 void pack_bf16(const float* x, int64_t cols, float* packed, const Groups& groups, int64_t token) {
-    const int64_t group = groups.of(token), first = groups.begin(group), stride = groups.size(group);
-    auto* to = reinterpret_cast<uint32_t*>(packed) + first * (padded(cols) / 2) + (token - first);
-    pack_row(x, cols, padded(cols), to, stride);
+    pack_bf16_part(x, 0, cols, cols, packed, groups, token);
+}
+void pack_bf16_part(const float* x, int64_t first, int64_t count, int64_t cols, float* packed, const Groups& groups,
+                    int64_t token) {
+    const int64_t group = groups.of(token), begin = groups.begin(group), stride = groups.size(group);
+    auto* to = reinterpret_cast<uint32_t*>(packed) + begin * (padded(cols) / 2) + first / 2 * stride + (token - begin);
+    pack_row(x, count, first + count == cols ? padded(cols) - first : count, to, stride);
 }
 
 #else
@@ -107,6 +111,7 @@ bool multiplies_bf16() { return false; }
 bool gains_by_bf16() { return false; }
 Product bf16_product(int64_t) { return nullptr; }
 void pack_bf16(const float*, int64_t, float*, const Groups&, int64_t) {}
+void pack_bf16_part(const float*, int64_t, int64_t, int64_t, float*, const Groups&, int64_t) {}
 
 #endif
 

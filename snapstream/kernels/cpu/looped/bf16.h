@@ -17,5 +17,8 @@ inline bool takes_bf16(const Stack& matrix) { return matrix.inputs == BF16; }
 Product bf16_product(int64_t format);
 // x [cols] as one token of `packed`.
 void pack_bf16(const float* x, int64_t cols, float* packed, const Groups& groups, int64_t token);
+// The same of `count` columns from `first` on, both even unless they are the last.
+void pack_bf16_part(const float* x, int64_t first, int64_t count, int64_t cols, float* packed, const Groups& groups,
+                    int64_t token);
 
 }  // namespace looped

@@ -42,10 +42,13 @@ inline int64_t attention_stages(const Model& model) { return !model.latent.rank 
 inline int64_t layer_stages(const Model& model) { return attention_stages(model) + (model.mixture.experts ? 6 : 4); }
 inline int64_t num_stages(const Model& model) { return 1 + model.layers * layer_stages(model) + 2; }
 
-// x [tokens, cols] times a matrix transposed, plus bias or null: out [tokens, rows]; buffer for tokens x (cols + 3).
+// x [tokens, cols] times a matrix transposed, plus bias or null: out [tokens, rows]; buffer for tokens x (cols + 3)
+// (prompt_layer.cpp).
 void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bias, float* out, float* buffer,
             int64_t threads);
-void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* out);
+void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* out, int64_t threads);
+// With all tokens of a prompt.
+Product prefill_product(const Stack& matrix);
 bool step(Engine& engine, const Step& step);  // false: another rank has gone
 // Of a member of the team.
 int64_t scratch_floats(const Model& model, int64_t max_batch);

@@ -3,6 +3,7 @@
 #include "codes.h"
 #include "engine.h"
 #include "prompt.h"
+#include "prompt_layer.h"
 
 namespace looped {
 
@@ -105,11 +106,19 @@ EXPORT void looped_linear(const Stack* matrix, const float* x, int64_t tokens, c
                    float* buffer, int64_t threads) {
     looped::linear(*matrix, x, tokens, bias, out, buffer, threads);
 }
-EXPORT void looped_copy_rows(const Stack* matrix, const int64_t* rows, int64_t count, float* out) {
-    looped::copy_rows(*matrix, rows, count, out);
+EXPORT void looped_copy_rows(const Stack* matrix, const int64_t* rows, int64_t count, float* out,
+                             int64_t threads) {
+    looped::copy_rows(*matrix, rows, count, out, threads);
 }
+EXPORT void looped_pass_tokens(const Passing* passing, float* buffer, int64_t threads) {
+    pass_tokens(*passing, buffer, threads);
+}
+EXPORT void looped_stage_heads(const Heads* heads, int64_t threads) { stage_heads(*heads, threads); }
 EXPORT int64_t looped_way(int64_t way) { return choose_way(way); }
-EXPORT void looped_attend_prompt(const Prompt* prompt, int64_t threads) { attend_prompt(*prompt, threads); }
+EXPORT void looped_attend_prompts(const Prompt* all, const int32_t* query_ends, const int32_t* key_ends, int64_t count,
+                                  int64_t threads) {
+    attend_prompts(*all, query_ends, key_ends, count, threads);
+}
 EXPORT int64_t looped_multiplies_bf16() { return multiplies_bf16(); }
 EXPORT int64_t looped_gains_by_bf16() { return gains_by_bf16(); }
 EXPORT double looped_read(Team* team, const char* from, int64_t bytes) { return looped::read(from, bytes, *team); }

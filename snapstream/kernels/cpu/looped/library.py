@@ -99,6 +99,28 @@ class Prompt(Structure):
     ]
 
 
+class Passing(Structure):
+    """Tokens that pass one matrix, or the two of an MLP (``prompt_layer.h``)."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "x residual norm".split()),
+        *((name, Stack) for name in "matrix down".split()),
+        *((name, c_void_p) for name in "bias down_bias out".split()),
+        ("tokens", c_int64),
+        ("eps", c_float),
+    ]
+
+
+class Heads(Structure):
+    """Heads of tokens as projected, and where they go."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "heads norm cos sin queries keys values runs".split()),
+        *((name, c_int64) for name in "num_runs num_heads kv_heads size stride".split()),
+        ("eps", c_float),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "team": (c_void_p, [c_int64]),
     "end_team": (None, [c_void_p]),
@@ -109,9 +131,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "step": (c_int64, [c_void_p, POINTER(Step)]),
     "stages": (c_int64, [POINTER(Model)]),
     "linear": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64]),
-    "copy_rows": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p]),
+    "copy_rows": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_int64]),
+    "pass_tokens": (None, [POINTER(Passing), c_void_p, c_int64]),
+    "stage_heads": (None, [POINTER(Heads), c_int64]),
     "way": (c_int64, [c_int64]),
-    "attend_prompt": (None, [POINTER(Prompt), c_int64]),
+    "attend_prompts": (None, [POINTER(Prompt), c_void_p, c_void_p, c_int64, c_int64]),
     "multiplies_bf16": (c_int64, []),
     "gains_by_bf16": (c_int64, []),
     "read": (c_double, [c_void_p, c_void_p, c_int64]),

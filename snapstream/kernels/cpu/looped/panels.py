@@ -67,11 +67,26 @@ def stack_of(panels: Tensor, num_out: int, num_in: int) -> Stack:
     )  # fmt: skip
 
 
-def linear(library: Library, stack: Stack, x: Tensor, bias: Tensor | None) -> Tensor:
+class Scratch:
+    """Memory for packed inputs, as much as the largest call so far needed: a page that was touched once stays."""
+
+    def __init__(self) -> None:
+        self._data = torch.empty(0)
+
+    def floats(self, count: int) -> Tensor:
+        """At least so many; whoever asks next gets the same."""
+        if len(self._data) < count:
+            self._data = torch.empty(count)
+        return self._data
+
+
+def linear(
+    library: Library, stack: Stack, x: Tensor, bias: Tensor | None, scratch: Scratch | None = None
+) -> Tensor:
     """``x [T, in]`` fp32 times one matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
     x = x.contiguous()
     out = torch.empty(x.shape[0], stack.rows)
-    buffer = torch.empty(x.shape[0], x.shape[1] + ALIGN_COLS - 1)
+    buffer = (scratch or Scratch()).floats(x.shape[0] * (x.shape[1] + ALIGN_COLS - 1))
     library.linear(
         byref(stack),
         address(x),
@@ -89,5 +104,7 @@ def lookup(library: Library, stack: Stack, row_ids: Tensor) -> Tensor:
     if row_ids.numel() and not 0 <= int(row_ids.min()) <= int(row_ids.max()) < stack.rows:
         raise ValueError(f"row ids reach from {int(row_ids.min())} to {int(row_ids.max())}; there are {stack.rows}")
     out = torch.empty(len(row_ids), stack.cols)
-    library.copy_rows(byref(stack), address(row_ids.contiguous()), len(row_ids), address(out))
+    library.copy_rows(
+        byref(stack), address(row_ids.contiguous()), len(row_ids), address(out), torch.get_num_threads()
+    )
     return out

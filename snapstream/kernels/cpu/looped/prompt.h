@@ -1,4 +1,4 @@
-// Attention of a chunk of a prompt, whose products are of bf16 (prompt.cpp).
+// Attention of a chunk of a prompt, or of several, whose products are of bf16 (prompt.cpp).
 #pragma once
 #include <cstdint>
 
@@ -14,6 +14,9 @@ struct Prompt {
     float scale;
 };
 
-void attend_prompt(const Prompt& prompt, int64_t threads);
+// `count` prompts that lie one after the other in q, k and v: prompt i's queries end at query_ends[i + 1], its keys at
+// key_ends[i + 1].
+void attend_prompts(const Prompt& all, const int32_t* query_ends, const int32_t* key_ends, int64_t count,
+                    int64_t threads);
 
 }  // namespace looped

@@ -1,0 +1,72 @@
+"""What of a layer stands around attention while prompts are read, in native calls (``prompt_layer.cpp``).
+
+Norms, products and SwiGLU are one call, heads are normed, rotated and staged in another: between them nothing is
+written that only the next would read. ``models/weight.py`` and ``kernels/plain.py`` say the same in plain calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import addressof, byref, c_int64
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels.cpu.looped.library import ALIGN_COLS, Heads, Library, Passing, Stack, address, load
+from snapstream.kernels.cpu.looped.panels import Scratch
+from snapstream.kernels.rows import CosSin, HeadNorm, SumNorm
+
+
+def normed_linear(library: Library, scratch: Scratch, stack: Stack, given: SumNorm, bias: Tensor | None) -> Tensor:
+    """The norm ``given`` stands for ``[T, in]``, times one matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
+    out = torch.empty(len(given.residual), stack.rows)
+    _pass(library, scratch, given, Passing(matrix=stack, bias=address(bias), out=address(out)))
+    return out
+
+
+def normed_swiglu(
+    library: Library, scratch: Scratch, matrices: tuple[Stack, Stack], given: SumNorm,
+    biases: tuple[Tensor | None, Tensor | None],
+) -> Tensor:  # fmt: skip
+    """``down(silu(gate x) * up x)``, where x ``[T, D]`` is the norm ``given`` stands for and ``matrices`` are gate and up
+    in one, of a whole number of panels each, and down: ``[T, D]`` fp32.
+    """
+    gate_up, down = matrices
+    out = torch.empty(len(given.residual), down.rows)
+    bias, down_bias = biases
+    _pass(
+        library, scratch, given,
+        Passing(matrix=gate_up, down=down, bias=address(bias), down_bias=address(down_bias), out=address(out)),
+    )  # fmt: skip
+    return out
+
+
+def _pass(library: Library, scratch: Scratch, given: SumNorm, passing: Passing) -> None:
+    tokens = len(given.residual)
+    x = None if given.x is None else given.x.contiguous()
+    passing.x, passing.residual, passing.norm = address(x), address(given.residual), address(given.weight)
+    passing.tokens, passing.eps = tokens, given.eps
+    buffer = scratch.floats(tokens * (passing.matrix.cols + ALIGN_COLS - 1 + passing.down.cols))
+    library.pass_tokens(byref(passing), address(buffer), torch.get_num_threads())
+
+
+def stage_heads(
+    heads: Tensor, norm: HeadNorm, rope: CosSin, keys: Tensor, values: Tensor, runs: Sequence[tuple[int, int, int]]
+) -> Tensor:
+    """Norm and rotate q and k of ``heads [T, H+2G, E]`` fp32, and store k and v in ``keys, values [G, P, E]``; returns
+    the queries ``[T, H, E]``.
+
+    ``runs``: the first of some tokens, their number, and where they go in staging. They cover all T.
+    """
+    num_kv_heads, _, size = keys.shape
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    queries = torch.empty(heads.shape[0], num_heads, size)
+    cos, sin = rope
+    flat = (c_int64 * (3 * len(runs)))(*(number for run in runs for number in run))
+    native = Heads(
+        heads=address(heads), norm=address(norm.weight), cos=address(cos), sin=address(sin), queries=address(queries),
+        keys=address(keys), values=address(values), num_runs=len(runs), num_heads=num_heads, kv_heads=num_kv_heads,
+        runs=addressof(flat), size=size, stride=keys.stride(0), eps=norm.eps,
+    )  # fmt: skip
+    load().stage_heads(byref(native), torch.get_num_threads())
+    return queries
