@@ -19,7 +19,9 @@ from snapstream.kernels.cpu import attention, compiled, experts, trial
 from snapstream.kernels.cpu.norm import Norms
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces, SumNorm
 
-__all__ = ["CosSin", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "RowPlaces", "SumNorm", "bind", "has_triton"]
+__all__ = [
+    "CosSin", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "RowPlaces", "SumNorm", "bind", "has_triton",
+]  # fmt: skip
 
 KernelVersion = Literal["triton", "cpu", "compiled_cpu", "torch"]
 
@@ -55,7 +57,7 @@ class Kernels:
     batch_tiles: tuple[int, ...] = (1,)  # the batch sizes from which a decode step launches other kernels
 
     def normed(self, given: SumNorm) -> Tensor:
-        """``[T, D]``: the norm that ``given`` stands for."""
+        """The norm that ``given`` means, ``[T, D]``."""
         return self.sum_norm(*given)
 
     def sum_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:

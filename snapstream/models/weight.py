@@ -69,14 +69,15 @@ class Weight(ABC):
         """``x [T, in]`` times this matrix transposed, plus ``bias [out]``: ``[T, out]``."""
 
     def multiply_normed(self, given: SumNorm, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        """The norm ``given`` stands for ``[T, in]`` times this matrix transposed, plus ``bias [out]``: ``[T, out]``."""
+        """The norm that ``given`` means, ``[T, in]``, times this matrix transposed, plus ``bias``: ``[T, out]``."""
         return self.multiply(kernels.normed(given), bias, kernels)
 
     def swiglu(
         self, down: Weight, given: SumNorm, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
     ) -> Tensor:
-        """``down(silu(gate x) * up x)`` of x, the norm ``given`` stands for ``[T, D]``; this matrix is gate and up in one,
-        ``[2I, D]``, and ``biases`` are its own and that of ``down [D, I]``: ``[T, D]``.
+        """``down(silu(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``.
+
+        x ``[T, D]`` is the norm that ``given`` means; ``biases`` are this matrix's and that of ``down``.
         """
         inner = kernels.swiglu(self.multiply_normed(given, biases[0], kernels))  # [T, I]
         return down.multiply(inner, biases[1], kernels)

@@ -93,9 +93,7 @@ def automatic(device: torch.device, dtype: torch.dtype, head_dim: int, group_siz
 def _made(version: Version, packed: Version | None, why: str) -> PrefillAttention:
     if packed is None:
         return PrefillAttention(version.name, version.attend, "loop", None, why, version.stage_heads)
-    return PrefillAttention(
-        version.name, version.attend, packed.name, packed.attend_packed, why, version.stage_heads
-    )
+    return PrefillAttention(version.name, version.attend, packed.name, packed.attend_packed, why, version.stage_heads)
 
 
 def problem_of(version: Version, case: Case) -> str:

@@ -80,9 +80,7 @@ class Scratch:
         return self._data
 
 
-def linear(
-    library: Library, stack: Stack, x: Tensor, bias: Tensor | None, scratch: Scratch | None = None
-) -> Tensor:
+def linear(library: Library, stack: Stack, x: Tensor, bias: Tensor | None, scratch: Scratch | None = None) -> Tensor:
     """``x [T, in]`` fp32 times one matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
     x = x.contiguous()
     out = torch.empty(x.shape[0], stack.rows)
@@ -104,7 +102,5 @@ def lookup(library: Library, stack: Stack, row_ids: Tensor) -> Tensor:
     if row_ids.numel() and not 0 <= int(row_ids.min()) <= int(row_ids.max()) < stack.rows:
         raise ValueError(f"row ids reach from {int(row_ids.min())} to {int(row_ids.max())}; there are {stack.rows}")
     out = torch.empty(len(row_ids), stack.cols)
-    library.copy_rows(
-        byref(stack), address(row_ids.contiguous()), len(row_ids), address(out), torch.get_num_threads()
-    )
+    library.copy_rows(byref(stack), address(row_ids.contiguous()), len(row_ids), address(out), torch.get_num_threads())
     return out

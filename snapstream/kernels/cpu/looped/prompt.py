@@ -1,4 +1,4 @@
-"""Attention of a chunk of a prompt, or of several prompts, whose products are of bf16, by the library of looped steps (``prompt.cpp``)."""
+"""Attention of a chunk of a prompt, or of several, in products of bf16, by the library of steps (``prompt.cpp``)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from snapstream.kernels.rows import CosSin, HeadNorm, SumNorm
 
 
 def normed_linear(library: Library, scratch: Scratch, stack: Stack, given: SumNorm, bias: Tensor | None) -> Tensor:
-    """The norm ``given`` stands for ``[T, in]``, times one matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
+    """The norm that ``given`` means, ``[T, in]``, times a matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
     out = torch.empty(len(given.residual), stack.rows)
     _pass(library, scratch, given, Passing(matrix=stack, bias=address(bias), out=address(out)))
     return out
@@ -28,8 +28,9 @@ def normed_swiglu(
     library: Library, scratch: Scratch, matrices: tuple[Stack, Stack], given: SumNorm,
     biases: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:  # fmt: skip
-    """``down(silu(gate x) * up x)``, where x ``[T, D]`` is the norm ``given`` stands for and ``matrices`` are gate and up
-    in one, of a whole number of panels each, and down: ``[T, D]`` fp32.
+    """``down(silu(gate x) * up x)``, ``[T, D]`` fp32: x is the norm that ``given`` means, ``[T, D]``.
+
+    ``matrices``: gate and up in one, each of whole panels, and down.
     """
     gate_up, down = matrices
     out = torch.empty(len(given.residual), down.rows)
