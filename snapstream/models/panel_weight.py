@@ -87,9 +87,7 @@ class Panels(Weight):
         """See ``Weight.swiglu``: in one call, where gate and up are whole panels."""
         if not isinstance(down, Panels) or down.shape[-1] % PANEL or down._inputs == "int8":
             return super().swiglu(down, given, biases, kernels)
-        return prompt_layer.normed_swiglu(
-            self.library, (self._prefill_stack, down._prefill_stack), given, biases
-        )
+        return prompt_layer.normed_swiglu(self.library, (self._prefill_stack, down._prefill_stack), given, biases)
 
     @property
     def _prefill_stack(self) -> Stack:

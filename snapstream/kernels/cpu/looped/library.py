@@ -5,11 +5,13 @@ Addresses are taken from tensors; who passes one keeps the tensor alive. ``Team`
 
 from __future__ import annotations
 
+import threading
 import weakref
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from snapstream.config.cores import num_cores as num_cores
@@ -155,6 +157,17 @@ class Library:
             function = getattr(loaded, f"looped_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
+        self._own = threading.local()
+
+    def scratch(self, count: int) -> Tensor:
+        """So many fp32 numbers or more for the inputs of a call; the calls of a thread share them.
+
+        They are kept: a page that was touched once costs nothing any more.
+        """
+        kept: Tensor | None = getattr(self._own, "scratch", None)
+        if kept is None or len(kept) < count:
+            kept = self._own.scratch = torch.empty(count)
+        return kept
 
     def __getattr__(self, name: str) -> Any:  # set above
         raise AttributeError(name)

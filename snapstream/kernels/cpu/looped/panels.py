@@ -67,24 +67,11 @@ def stack_of(panels: Tensor, num_out: int, num_in: int) -> Stack:
     )  # fmt: skip
 
 
-class Scratch:
-    """Memory for packed inputs, as much as the largest call so far needed: a page that was touched once stays."""
-
-    def __init__(self) -> None:
-        self._data = torch.empty(0)
-
-    def floats(self, count: int) -> Tensor:
-        """At least so many; whoever asks next gets the same."""
-        if len(self._data) < count:
-            self._data = torch.empty(count)
-        return self._data
-
-
-def linear(library: Library, stack: Stack, x: Tensor, bias: Tensor | None, scratch: Scratch | None = None) -> Tensor:
+def linear(library: Library, stack: Stack, x: Tensor, bias: Tensor | None) -> Tensor:
     """``x [T, in]`` fp32 times one matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
     x = x.contiguous()
     out = torch.empty(x.shape[0], stack.rows)
-    buffer = (scratch or Scratch()).floats(x.shape[0] * (x.shape[1] + ALIGN_COLS - 1))
+    buffer = library.scratch(x.shape[0] * (x.shape[1] + ALIGN_COLS - 1))
     library.linear(
         byref(stack),
         address(x),

@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 
 from snapstream.kernels.cpu.looped.library import ALIGN_COLS, Heads, Library, Passing, Stack, address, load
-from snapstream.kernels.cpu.looped.panels import Scratch
 from snapstream.kernels.rows import CosSin, HeadNorm, SumNorm
 
 
-def normed_linear(library: Library, scratch: Scratch, stack: Stack, given: SumNorm, bias: Tensor | None) -> Tensor:
+def normed_linear(library: Library, stack: Stack, given: SumNorm, bias: Tensor | None) -> Tensor:
     """The norm that ``given`` means, ``[T, in]``, times a matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
     out = torch.empty(len(given.residual), stack.rows)
-    _pass(library, scratch, given, Passing(matrix=stack, bias=address(bias), out=address(out)))
+    _pass(library, given, Passing(matrix=stack, bias=address(bias), out=address(out)))
     return out
 
 
 def normed_swiglu(
-    library: Library, scratch: Scratch, matrices: tuple[Stack, Stack], given: SumNorm,
+    library: Library, matrices: tuple[Stack, Stack], given: SumNorm,
     biases: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:  # fmt: skip
     """``down(silu(gate x) * up x)``, ``[T, D]`` fp32: x is the norm that ``given`` means, ``[T, D]``.
@@ -36,18 +35,18 @@ def normed_swiglu(
     out = torch.empty(len(given.residual), down.rows)
     bias, down_bias = biases
     _pass(
-        library, scratch, given,
+        library, given,
         Passing(matrix=gate_up, down=down, bias=address(bias), down_bias=address(down_bias), out=address(out)),
     )  # fmt: skip
     return out
 
 
-def _pass(library: Library, scratch: Scratch, given: SumNorm, passing: Passing) -> None:
+def _pass(library: Library, given: SumNorm, passing: Passing) -> None:
     tokens = len(given.residual)
     x = None if given.x is None else given.x.contiguous()
     passing.x, passing.residual, passing.norm = address(x), address(given.residual), address(given.weight)
     passing.tokens, passing.eps = tokens, given.eps
-    buffer = scratch.floats(tokens * (passing.matrix.cols + ALIGN_COLS - 1 + passing.down.cols))
+    buffer = library.scratch(tokens * (passing.matrix.cols + ALIGN_COLS - 1 + passing.down.cols))
     library.pass_tokens(byref(passing), address(buffer), torch.get_num_threads())
 
 
