@@ -52,11 +52,15 @@ class MixtureWorker : protected LatentWorker {
         to.end(cols);
     }
 
+    static const char* panels_at(const Stack& stack, int64_t matrix, int64_t first) {
+        return stack.data + matrix * stack.layer_bytes + first * stack.panel_bytes;
+    }
+
     // `count` panels from `first` on of one matrix, one or two at once; emit(i of count, sums [tokens][32]).
     template <class Emit>
     void multiply(const Stack& stack, int64_t matrix, int64_t first, int64_t count, const float* x, const Groups& groups,
                   Emit emit) {
-        const char* data = stack.data + matrix * stack.layer_bytes + first * stack.panel_bytes;
+        const char* data = panels_at(stack, matrix, first);
         const Products products = products_with(stack);
         if (count == 2 && groups.tokens <= PAIR_TOKENS) {
             products.of_two(stack, data, x, groups, scratch_);
@@ -64,15 +68,13 @@ class MixtureWorker : protected LatentWorker {
             return emit(1, scratch_ + groups.tokens * PANEL);
         }
         for (int64_t i = 0; i < count; ++i) {
-            products.of_one(stack, data + i * stack.panel_bytes, x, groups, scratch_);
+            products.of_one(stack, data + i * stack.panel_bytes, x, i + 1 < count ? Groups(groups.tokens) : groups, scratch_);
             emit(i, scratch_);
         }
     }
 
     static int64_t panels_of(const Stack& stack) { return (stack.rows + PANEL - 1) / PANEL; }
-    static int64_t panels_left(const Stack& stack, int64_t first) {
-        return std::min<int64_t>(2, panels_of(stack) - first);
-    }
+    static int64_t panels_left(const Stack& stack, int64_t first) { return std::min<int64_t>(2, panels_of(stack) - first); }
 
     // One or two panels of a matrix with gate and up, of tokens that go to lines [count][rows] of `out`.
     void raw_gate_up(const Stack& stack, int64_t matrix, int64_t first, const float* x, const Groups& groups, float* out) {
@@ -196,7 +198,9 @@ class MixtureWorker : protected LatentWorker {
         int64_t held = -1;  // the span whose tokens this member has packed
         share(r_.num_spans * tasks, 1, [&](int64_t task) {
             const Span& span = r_.spans[task / tasks];
-            const Groups groups(span.count);
+            const bool goes_on = (task + 1) % tasks || task + 1 == r_.num_spans * tasks;  // behind its own panels
+            const int64_t next = layer * x_.held + r_.spans[goes_on ? 0 : task / tasks + 1].expert;
+            const Groups groups(span.count, goes_on ? nullptr : panels_at(x_.gate_up, next, 0));
             const float* x = r_.normed + r_.token[span.begin] * wide;  // one token is packed as it lies
             if (span.count > 1) {
                 x = r_.own[me_];
@@ -255,8 +259,11 @@ class MixtureWorker : protected LatentWorker {
             };
             for (int64_t i = 0; i < r_.num_spans; ++i) {
                 const Span& span = r_.spans[i];
+                const bool is_last = i + 1 == r_.num_spans;  // then come the next panels of the first
+                const int64_t next = layer * x_.held + r_.spans[is_last ? 0 : i + 1].expert;
+                const Groups groups(span.count, panels_at(x_.down, next, first + (is_last ? count : 0)));
                 multiply(x_.down, layer * x_.held + span.expert, first, count,
-                         r_.inner + span.begin * padded(x_.inner), Groups(span.count), keep(span.begin, span.count));
+                         r_.inner + span.begin * padded(x_.inner), groups, keep(span.begin, span.count));
             }
             if (x_.shared_inner)
                 multiply(x_.shared_down, layer, first, count, r_.shared_inner, groups_, keep(pairs_, s_.batch));

@@ -22,7 +22,8 @@ constexpr int64_t AHEAD = 4096;   // bytes
 
 // Tokens are packed in groups of nearly equal size: [group][column][token of the group].
 struct Groups {
-    explicit Groups(int64_t tokens) : tokens(tokens), count((tokens + MOST - 1) / MOST) {}
+    explicit Groups(int64_t tokens, const char* next = nullptr)
+        : tokens(tokens), count((tokens + MOST - 1) / MOST), next(next) {}
     int64_t begin(int64_t group) const { return tokens * group / count; }
     int64_t size(int64_t group) const { return begin(group + 1) - begin(group); }
     int64_t of(int64_t token) const {
@@ -32,6 +33,7 @@ struct Groups {
         return group;
     }
     const int64_t tokens, count;
+    const char* const next;  // the panels that are multiplied after these ones; null: those behind them
 };
 
 // Where the numbers of a token lie in packed activations: one every `stride`.
@@ -107,11 +109,23 @@ INLINE Tile tile_of(int64_t tokens, std::integer_sequence<int, T...>) {
 }
 using UpToMost = std::make_integer_sequence<int, MOST>;
 
+// P whole panels by one tile, which asks for their own later columns; in the last ones for what comes next, so that
+// memory neither waits where panels end nor brings what nobody reads.
+template <class Form, int P, class Own>
+INLINE void whole_panels(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums,
+                         Own own) {
+    const int64_t cols = padded(stack.cols), bytes = offset<Form>(stack, cols);
+    const int64_t unit = Form::HEAD ? stack.group : Form::COLS;
+    const int64_t near = std::min(cols, (AHEAD * cols / bytes + unit - 1) / unit * unit), split = cols - near;
+    if (split) own(stack, panel, x, split, 0, sums, {panel + offset<Form>(stack, near), Form::BYTES});
+    const char* next = groups.next ? groups.next : panel + P * stack.panel_bytes;
+    own(stack, panel + offset<Form>(stack, split), x + split * groups.tokens, near, 0, sums, {next, Form::BYTES});
+}
+
 // Few tokens: every weight is read by one tile, as it lies.
 template <class Form>
 void product_once(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
-    const Tile own = tile_of<Form>(groups.tokens, UpToMost{});
-    own(stack, panel, x, padded(stack.cols), 0, sums, {panel + AHEAD, Form::BYTES});
+    whole_panels<Form, 1>(stack, panel, x, groups, sums, tile_of<Form>(groups.tokens, UpToMost{}));
 }
 
 // More of them: a block of columns is widened, and all tokens use it before the next. While they do they ask for the
@@ -159,10 +173,9 @@ constexpr int64_t PAIR_TOKENS = W == 16 ? 2 : W == 8 ? 1 : 0;
 template <class Form>
 void pair_product(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     std::fill(sums, sums + 2 * groups.tokens * PANEL, 0.0f);
-    const Prefetch fetch{panel + AHEAD, Form::BYTES};
-    if (groups.tokens == 1) tile<Form, 1, 2>(stack, panel, x, padded(stack.cols), 0, sums, fetch);
+    if (groups.tokens == 1) whole_panels<Form, 2>(stack, panel, x, groups, sums, tile<Form, 1, 2>);
     if constexpr (PAIR_TOKENS > 1)
-        if (groups.tokens == 2) tile<Form, 2, 2>(stack, panel, x, padded(stack.cols), 0, sums, fetch);
+        if (groups.tokens == 2) whole_panels<Form, 2>(stack, panel, x, groups, sums, tile<Form, 2, 2>);
 }
 
 using Product = void (*)(const Stack&, const char*, const float*, const Groups&, float*);
