@@ -91,10 +91,13 @@ def _ranks(plan: Plan) -> list[tuple[str, str]]:
     parts = [f"{name} {format_bytes(size)}" for name, size in large] + (
         [f"others {format_bytes(rest)}"] if rest else []
     )
-    rows = "dealt out" if ranks.parallel.attention == "dp" else "split by heads, latents whole on each rank"
-    experts = "dealt out" if ranks.parallel.experts == "ep" else "each split"
+    if ranks.parallel.attention == "dp":
+        rows = "dealt out"
+    else:
+        rows = "of latents, whole on each rank" if plan.prefill.expanded_bytes else "split by heads"
+    experts = ", experts dealt out" if ranks.parallel.experts == "ep" else ""
     return [
-        ("ranks", f"{ranks.parallel.size}, and what follows is one rank's; rows {rows}, experts {experts}"),
+        ("ranks", f"{ranks.parallel.size}, and what follows is one rank's; rows {rows}{experts}"),
         ("", f"  of its weights: {', '.join(parts)}"),
     ]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import DEEPSEEK_V3, MIXTRAL_8X7B
+from benchmarks.published import DEEPSEEK_V3, MIXTRAL_8X7B, QWEN3_30B
 from snapstream.cli.__main__ import main
 from snapstream.config import EngineOptions, ModelConfig, WeightForms
 from snapstream.config.sizes import parse_flops
@@ -134,3 +134,19 @@ def test_rates_of_products() -> None:
     assert parse_flops("989TFLOP/s") == parse_flops("989 T") == 989 * 10**12
     with pytest.raises(ValueError, match="'989' is not a rate of products"):
         parse_flops("989")
+
+
+@pytest.mark.parametrize(
+    ("published", "ways", "told"),
+    [
+        (DEEPSEEK_V3, [], "rows of latents, whole on each rank of its weights:"),
+        (DEEPSEEK_V3, ["--attention", "dp", "--experts", "ep"], "rows dealt out, experts dealt out of its weights:"),
+        (QWEN3_30B, [], "rows split by heads of its weights:"),
+    ],
+)
+def test_the_plan_says_where_rows_lie(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], published: dict[str, Any], ways: list[str], told: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert main(["plan", str(tmp_path), "--tensor-parallel", "4", "--prompt-len", "4096", *ways]) == 0
+    assert told in " ".join(capsys.readouterr().out.split())

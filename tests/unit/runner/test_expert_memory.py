@@ -16,7 +16,8 @@ from snapstream.models.weights import DecoderWeights
 from snapstream.plan.memory import FRAMEWORK_BYTES, engine_memory, mlp_size
 from tests.live import LiveBytes
 from tests.unit.plan.test_experts import GLM_45_AIR, MIXTRAL_8X7B, QWEN3_30B
-from tests.unit.runner.test_memory import CHUNK, LENGTH, ROWS, SLOTS, measured
+from tests.unit.runner.allocated import measured
+from tests.unit.runner.test_memory import CHUNK, LENGTH, ROWS, SLOTS
 
 PUBLISHED = {"qwen": QWEN3_30B, "mixtral": MIXTRAL_8X7B, "glm": GLM_45_AIR}
 pytestmark = pytest.mark.skipif(not has_triton(), reason="Triton is not installed, and its operators know their shapes")

@@ -6,7 +6,6 @@ for what a kernel takes inside.
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,21 +18,18 @@ from benchmarks.published import DEEPSEEK_V2_LITE
 from snapstream.cache.selectors.hops import Hops
 from snapstream.cli.__main__ import main
 from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, RescoringConfig, WeightForms
-from snapstream.kernels.bound import bind, has_triton
-from snapstream.kernels.prefill.choice import PrefillAttention
+from snapstream.kernels.bound import has_triton
 from snapstream.layers.logprobs import prompt_logprobs
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import read_model_config
 from snapstream.models.weights import DecoderWeights
 from snapstream.plan.draft_memory import draft_memory
 from snapstream.plan.memory import FRAMEWORK_BYTES, EngineMemory, engine_memory
-from snapstream.request import SamplingParams
 from snapstream.runner import model_runner
-from snapstream.runner.model_runner import ModelRunner
 from snapstream.spec_prefill.lookahead import scores_of_passages
 from snapstream.spec_prefill.settings import ScoringSettings
-from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 from tests.live import LiveBytes
+from tests.unit.runner.allocated import measured
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu",
@@ -42,7 +38,6 @@ LLAMA_8B = {
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14_336, "tie_word_embeddings": False,
 }  # fmt: skip
 CHUNK, ROWS, SLOTS, LENGTH = 2048, 12, 16_384, 32_768
-SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=1)
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32": {"dtype": "float32"},
@@ -65,32 +60,6 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
     settings = DEEPSEEK_V2_LITE | {"num_hidden_layers": 6} if case.startswith("latents") else LLAMA_8B
     (tmp_path / "config.json").write_text(json.dumps(settings))
     return read_model_config(tmp_path)
-
-
-def measured(model: ModelConfig, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Bytes that an engine holds at the start, and the most after a prompt of all tokens and steps of all rows."""
-    monkeypatch.setattr(model_runner, "warm_up_kernels", lambda *_: None)  # the prompt below is all of it
-    with LiveBytes("meta") as live:
-        weights = DecoderWeights.empty(model, getattr(torch, config.dtype), "meta", config.weights)
-        runner = ModelRunner(Decoder(model, weights, bind("meta", "triton")), config)
-        runner.prefill_attention = PrefillAttention(
-            "none", lambda q, k, v: q.new_empty(q.shape), packed_name="loop", attend_packed=None, why=""
-        )  # a kernel that returns its result and takes nothing else
-        static = live.now
-        entry = PrefillEntry(request_id="r", token_ids=(5,) * LENGTH, rows=(0,), seeds=(0,), sampling=SAMPLED,
-                             budget=config.budget, selector=config.selector)  # fmt: skip
-        job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
-        units = UnitRange(0, 0, job.num_units(CHUNK, model.num_layers))
-        runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,)))
-        runner.occupy(range(ROWS), LENGTH, SAMPLED)
-        runner.submit(StepPlan(step_id=1, decode_rows=tuple(range(ROWS))))
-        if runner.rescorer is not None:
-            with torch.inference_mode():
-                runner.rescorer.refresh(0)
-        peak = live.peak
-        del runner, weights
-        gc.collect()
-    return static, peak
 
 
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed, and its operators know their shapes")

@@ -6,32 +6,21 @@ operators' shapes: published widths, few layers.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.published import DEEPSEEK_V2_LITE, DEEPSEEK_V3, QWEN3_30B
 from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, ParallelConfig, WeightForms
 from snapstream.config.weights import StoredWeights, WeightForm
 from snapstream.distributed.group import Pretend
-from snapstream.kernels.bound import bind, has_triton
-from snapstream.kernels.prefill.choice import PrefillAttention
-from snapstream.models.decoder import Decoder
+from snapstream.kernels.bound import has_triton
 from snapstream.models.registry import model_config_from_dict
-from snapstream.models.shards import rank_config
-from snapstream.models.weights import DecoderWeights
 from snapstream.plan.memory import engine_memory
-from snapstream.request import SamplingParams
-from snapstream.runner import model_runner
-from snapstream.runner.model_runner import ModelRunner
-from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
-from tests.live import LiveBytes
+from tests.unit.runner.allocated import measured
 
 CHUNK, ROWS, SLOTS, LENGTH = 512, 10, 4096, 8192
-SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=1)
 FP8 = WeightForm(width="fp8")
 R1 = replace(
     model_config_from_dict(DEEPSEEK_V3 | {"num_hidden_layers": 4, "vocab_size": 32_000}),
@@ -49,31 +38,6 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], WeightForms | None]] = {
 }
 
 
-def measured(model: ModelConfig, config: EngineConfig, rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Bytes that a rank holds at the start, and the most after a prompt of all tokens and steps of all rows."""
-    monkeypatch.setattr(model_runner, "warm_up_kernels", lambda *_: None)  # the prompt below is all of it
-    group = Pretend(rank, config.parallel.size)
-    with LiveBytes("meta") as live:
-        share = rank_config(model, config.parallel, rank)
-        weights = DecoderWeights.empty(share, getattr(torch, config.dtype), "meta", config.weights)
-        runner = ModelRunner(Decoder(model, weights, bind("meta", "triton"), group), config)
-        runner.prefill_attention = PrefillAttention(
-            "none", lambda q, k, v: q.new_empty(q.shape), packed_name="loop", attend_packed=None, why=""
-        )  # a kernel that returns its result and takes nothing else
-        static = live.now
-        entry = PrefillEntry(request_id="r", token_ids=(5,) * LENGTH, rows=(0,), seeds=(0,), sampling=SAMPLED,
-                             budget=config.budget, selector=config.selector)  # fmt: skip
-        job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
-        units = UnitRange(0, 0, job.num_units(CHUNK, model.num_layers))
-        runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,)))
-        runner.occupy(range(ROWS), LENGTH, SAMPLED)
-        runner.submit(StepPlan(step_id=1, decode_rows=tuple(range(ROWS))))
-        peak = live.peak
-        del runner, weights
-        gc.collect()
-    return static, peak
-
-
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed, and its operators know their shapes")
 @pytest.mark.parametrize("case", CASES)
 def test_plan_and_rank_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +46,7 @@ def test_plan_and_rank_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> None
         budget=KVBudget.of(SLOTS), max_model_len=LENGTH, max_rows=ROWS, dtype="bfloat16", weights=forms,
         chunking=Chunking(chunk_len=CHUNK, short_len=CHUNK), parallel=ParallelConfig(**ways),
     )  # fmt: skip
-    static, peak = measured(model, config, 3, monkeypatch)
+    static, peak = measured(model, config, monkeypatch, Pretend(3, config.parallel.size))
     planned = engine_memory(model, replace(config, device="meta"))  # plain calls: no copy for captured steps
     own_rows = -(-ROWS // planned.dealt_to) + 1
     at_start = planned.weight_bytes + planned.wide_bytes + planned.staging_bytes
