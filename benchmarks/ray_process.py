@@ -63,6 +63,14 @@ class ReplicaWatch:
         found = (self._ask(handle, board, name) for name in board.names)
         return [report for report in found if report is not None]
 
+    def kill_key_keeper(self) -> None:
+        """End the process that tells replicas the keys of rows, as a crash would: Ray starts it again."""
+        import ray
+
+        from snapstream.integrations.ray.keys import NAME, NAMESPACE
+
+        ray.kill(ray.get_actor(NAME, NAMESPACE), no_restart=False)
+
     def close(self) -> None:
         import ray
 

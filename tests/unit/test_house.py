@@ -33,7 +33,6 @@ FOREIGN_PRIVATES = {
     "torch.ops.aten._scaled_dot_product_": "attention of one backend has no other name",
     "config._attn_implementation": "a config has no public name for the attention that its model runs",
     "torch._inductor.runtime.cache_dir_utils": "says where torch.compile keeps its programs unless it is told",
-    "ray.experimental.internal_kv": "store of a cluster's head; a text has no other place but a process of its own",
 }
 TEST_PRIVATES = FOREIGN_PRIVATES | {
     "torch.utils._python_dispatch": "where TorchDispatchMode, which is documented, lives",
