@@ -8,7 +8,6 @@ Invariant: two configs that are equal make deployments that are equal, so redepl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from snapstream.integrations.ray.ingress import Ingress
 from snapstream.integrations.ray.replica import EngineReplica
 from snapstream.integrations.ray.router import BoardRouter
 from snapstream.integrations.ray.scaling import ByRowsAndTokens
+from snapstream.models.registry import read_model_config
+from snapstream.models.shards import rank_config
 from snapstream.server.engine.messages import EngineSpec
 from snapstream.server.http.auth import all_keys
 from snapstream.server.http.hosts import answered_hosts
@@ -42,17 +43,15 @@ def build(args: Mapping[str, Any]) -> Application:
 def application_of(config: DeployConfig) -> Application:
     """ValueError for what no server could be."""
     settings = _settings(config)
-    spec = EngineSpec(model=config.model, options=config.engine, num_threads=config.decode.cpus or 1)
-    check_models(spec, ServeOptions())
+    check_models(EngineSpec(model=config.model, options=config.engine), ServeOptions())
+    answering = _spec(config, config.decode)
+    decode = _replicas(config, "decode", config.decode)
     if config.prefill is None:
-        decode = _replicas(config, "decode", config.decode).bind(spec, config.decode.stall_timeout)
+        bound = decode.bind(answering, config.decode.stall_timeout)
     else:
-        reading = replace(spec, num_threads=config.prefill.cpus or 1)
+        reading = _spec(config, config.prefill)
         prefill = _replicas(config, "prefill", config.prefill).bind(reading, config.prefill.stall_timeout, "prefill")
-        answering = replace(spec, options=replace(config.engine, prefix_store=None, prefix_dir=None))
-        decode = _replicas(config, "decode", config.decode).bind(
-            answering, config.decode.stall_timeout, "decode", prefill
-        )
+        bound = decode.bind(answering, config.decode.stall_timeout, "decode", prefill)
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="ingress",
@@ -65,14 +64,22 @@ def application_of(config: DeployConfig) -> Application:
         logging_config=QUIET,
         max_surge_percent=100,  # the next one answers before the last one drains
     )
-    return ingress.bind(config, settings, decode)
+    return ingress.bind(config, settings, bound)
+
+
+def _spec(config: DeployConfig, own: ReplicaSettings) -> EngineSpec:
+    """ValueError where the model cannot be split over so many ranks."""
+    options = config.options_of(own)
+    rank_config(read_model_config(Path(config.model)), options.parallel)
+    return EngineSpec(model=config.model, options=options, num_threads=own.cpus or 1)
 
 
 def _replicas(config: DeployConfig, name: str, own: ReplicaSettings) -> Deployment:
     # The engine itself says when its queue is full; one that reads for others has at most their rows.
     num_askers = config.decode.most if config.prefill is own else 1
     num_calls = num_askers * most_requests(config.engine.max_rows, config.engine.max_waiting) + SPARE_CALLS
-    num_gpus = config.engine.tensor_parallel if config.engine.device.startswith("cuda") else 0
+    options = config.options_of(own)
+    num_gpus = options.tensor_parallel if options.device.startswith("cuda") else 0
     scaling = scaling_of(own, reads=name == "prefill" or config.prefill is None)
     count: dict[str, Any] = {"num_replicas": own.replicas} if scaling is None else {"autoscaling_config": scaling}
     return serve.deployment(

@@ -10,7 +10,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -66,6 +66,7 @@ class ReplicaSettings:
     cpus: int = 1  # of a replica, and threads of its torch; 0: Ray does not count them, and torch has one thread
     stall_timeout: float = STALL_TIMEOUT_S  # as of ``snapstream serve``; 0: never
     queued_tokens: int = QUEUED_TOKENS  # prompt tokens that may wait at a replica before there should be another
+    tensor_parallel: int | None = None  # ranks of a replica, all on one machine; None: what ``[engine]`` says
 
     def __post_init__(self) -> None:
         _count(self, "replicas", 1, MAX_REPLICAS)
@@ -73,6 +74,8 @@ class ReplicaSettings:
         if self.max_replicas is not None:
             _count(self, "max_replicas", self.replicas, MAX_REPLICAS)
         _count(self, "cpus", 0, 4096)
+        if self.tensor_parallel is not None:
+            _count(self, "tensor_parallel", 1)
         if self.stall_timeout != 0:
             object.__setattr__(self, "stall_timeout", as_number("stall_timeout", self.stall_timeout, 1.0, 86400.0))
 
@@ -122,10 +125,21 @@ class DeployConfig:
         check_place(self.port, self.drain_timeout)
         if not self.model:
             raise ValueError("model is empty; it must be a checkpoint folder")
+        if self.engine.leader_address is not None or self.engine.local_ranks:
+            raise ValueError(
+                f"engine: leader_address is {self.engine.leader_address!r} and local_ranks {self.engine.local_ranks}; "
+                "Ray decides on which machine a replica runs, and all ranks of it run there"
+            )
         if self.engine.prefix_dir is not None and (self.prefill or self.decode).most > 1:
             raise ValueError("engine: prefix_dir is one folder, and one engine at a time may use it")
         if self.prefill is not None:
             self._check_apart()
+        for name, own in (("decode", self.decode), ("prefill", self.prefill)):
+            if own is not None and own.tensor_parallel is not None:
+                try:
+                    self.options_of(own)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
 
     def _check_apart(self) -> None:
         """What rows that travel rule out, before any engine is loaded."""
@@ -138,6 +152,12 @@ class DeployConfig:
             raise ValueError("decode: queued_tokens is for replicas that read prompts; give it to prefill")
         if sys.platform != "linux":
             raise ValueError(f"prefill: keys of rows are held in files in memory, which {sys.platform} does not have")
+
+    def options_of(self, own: ReplicaSettings) -> EngineOptions:
+        """Of the engines of one kind of replica. Those that others read prompts for store no beginnings of prompts."""
+        options = replace(self.engine, tensor_parallel=own.tensor_parallel or self.engine.tensor_parallel)
+        only_answers = self.prefill is not None and own is self.decode
+        return replace(options, prefix_store=None, prefix_dir=None) if only_answers else options
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Two replicas that answer and one that reads for them: answers are those of one engine, and nothing is left behind.
+"""Two replicas that answer and one of two ranks that reads for them: answers as of one engine, nothing is left behind.
 
 What must not have happened yet is held up by a signal: nothing here depends on how fast anything is.
 """
@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
     "drain_timeout": HANG_S,
     "engine": {**ENGINE, "prefix_store": "16MiB"},
     "decode": {"replicas": 2, "cpus": 0, "stall_timeout": 0},  # the test stops engines
-    "prefill": {"replicas": 1, "cpus": 0, "stall_timeout": 0},
+    "prefill": {"replicas": 1, "cpus": 0, "stall_timeout": 0, "tensor_parallel": 2},
 }
 PROMPTS = ("Once upon a time", "The harbour of the town has a lamp. " * 40)  # the second is above the budget
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -85,6 +85,8 @@ def test_prompts_are_read_by_another_replica(cluster: Deployed) -> None:
             pending.append(pool.submit(ask, *jobs[0]))
             until(lambda number=number: sum(each.load.open_rows for each in watch.reports("prefill")) == number)
         assert [each.load.open_rows for each in watch.reports()] == [1, 1]
+        # The next replica must get the keys of those that wait, though who kept them has died as well.
+        watch.kill_key_keeper()
         os.kill(reader.pid, signal.SIGKILL)
         os.kill(reader.facts.pid, signal.SIGKILL)
         assert [each.result(HANG_S) for each in pending] == [wanted[0]] * 2  # the next one has read both

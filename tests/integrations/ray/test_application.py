@@ -28,6 +28,8 @@ def test_an_application_is_made_of_a_config(tmp_path: Path, given: dict[str, Any
 def test_what_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(CannotLoad):
         build({"model": str(tmp_path)})
+    with pytest.raises(ValueError, match="kv heads cannot be split over 3 ranks"):
+        build({"prefill": {"tensor_parallel": 3}})
     with pytest.raises(ValueError, match="tool parser"):
         build({"front": {"tool_parser": "smoke signals"}})
     with pytest.raises(ValueError, match="holds no API key"):

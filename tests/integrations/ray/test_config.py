@@ -58,6 +58,16 @@ def test_nothing_need_be_said() -> None:
     assert config.engine.prefix_store == "auto"
 
 
+def test_replicas_of_each_kind_have_ranks_of_their_own() -> None:
+    config = config_of({"engine": {"tensor_parallel": 2}, "prefill": {"tensor_parallel": 4}})
+    assert config.prefill is not None
+    reading, answering = config.options_of(config.prefill), config.options_of(config.decode)
+    assert (reading.tensor_parallel, answering.tensor_parallel) == (4, 2)
+    assert (reading.prefix_store, answering.prefix_store) == ("auto", None)
+    alone = config_of({})
+    assert alone.options_of(alone.decode) == alone.engine
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -86,6 +96,15 @@ def test_nothing_need_be_said() -> None:
         ({"prefill": {"rows_in_use": 0.5}}, "prefill: 'rows_in_use' is no setting; "),
         ({"prefill": {}, "decode": {"queued_tokens": 5}}, "decode: queued_tokens is for replicas that read prompts; "),
         ({"prefill": {"replicas": 2}, "engine": {"prefix_dir": "x"}}, "engine: prefix_dir is one folder, "),
+        ({"prefill": {"tensor_parallel": 0}}, "prefill: tensor_parallel is 0; it must be a whole number >= 1"),
+        (
+            {"prefill": {"tensor_parallel": 1}, "engine": {"tensor_parallel": 2, "attention": "dp"}},
+            "prefill: attention is 'dp' and experts 'tp', and there is one rank",
+        ),
+        (
+            {"engine": {"tensor_parallel": 2, "local_ranks": 1, "leader_address": "10.0.0.1:7000"}},
+            "engine: leader_address is '10.0.0.1:7000' and local_ranks 1; Ray decides",
+        ),
         ([], "the file is []; it must be a table of settings"),
         (None, "the file is None; it must be a table of settings"),
     ],
