@@ -15,7 +15,7 @@ that ``tests/parity/test_heads.py`` holds the engine's rows to. Stored in ``resu
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -74,11 +74,20 @@ class HeadRule:
         return sum(budget.capacity for layer in self.budgets for budget in layer)
 
 
+SelectorOf = Callable[[HeadRule, int], Selector]  # of a rule and a kv head
+
+
 class HeadRows:
     """One prompt, and a row of it by every rule; a ``KVView`` of one new token for each of them."""
 
-    def __init__(self, runner: ModelRunner, token_ids: Sequence[int], rules: Sequence[HeadRule]) -> None:
-        self._decoder, self._rules = runner.decoder, rules
+    def __init__(
+        self,
+        runner: ModelRunner,
+        token_ids: Sequence[int],
+        rules: Sequence[HeadRule],
+        selector_of: SelectorOf = lambda rule, head: rule.selector,
+    ) -> None:
+        self._decoder, self._rules, self._selector_of = runner.decoder, rules, selector_of
         self.num_tokens = self.prompt_len = len(token_ids)
         self._stored: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # by rule, layer, head: [C, E] each
         tokens = PassTokens(
@@ -133,18 +142,24 @@ class HeadRows:
                 kept = torch.arange(self.prompt_len)
                 if layout.is_compressed(budget, self.prompt_len):
                     asked = queries[-rule.selector.num_queries(self.prompt_len) :, head * group : (head + 1) * group]
-                    kept = kept_positions(
-                        asked, keys[mine], layer, budget, rule.selector, self._decoder.kernels
-                    )[0]  # fmt: skip
+                    selector = self._selector_of(rule, head)
+                    kept = kept_positions(asked, keys[mine], layer, budget, selector, self._decoder.kernels)[0]
                 rows = torch.zeros(2, budget.capacity, keys.shape[2])
                 rows[0, : len(kept)], rows[1, : len(kept)] = keys[head, kept], values[head, kept]
                 self._stored[number, layer, head] = rows[0], rows[1]
 
 
 @torch.inference_mode()
-def answers(runner: ModelRunner, item: Item, rules: Sequence[HeadRule], max_tokens: int, eos: set[int]) -> list[Any]:
+def answers(
+    runner: ModelRunner,
+    item: Item,
+    rules: Sequence[HeadRule],
+    max_tokens: int,
+    eos: set[int],
+    selector_of: SelectorOf = lambda rule, head: rule.selector,
+) -> list[Any]:
     """Greedy answers by rule, forced tokens left out; ``max_tokens`` counts those too, as in ``evals.cells``."""
-    rows = HeadRows(runner, item.prompt_ids, rules)
+    rows = HeadRows(runner, item.prompt_ids, rules, selector_of)
     latest = rows.first_logits.argmax().repeat(len(rules))  # [B]
     for token in item.forced_ids:
         latest = rows.feed(torch.full_like(latest, token)).argmax(-1)
