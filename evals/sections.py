@@ -11,6 +11,7 @@ from evals.latent_table import cells as latent_cells
 from evals.latent_table import rules_table
 from evals.long_answers import rescoring_table
 from evals.peer_table import peer_cells, peer_table
+from evals.reconstruction import reconstruction_table
 from evals.second_question import second_question_table
 from evals.uneven import uneven_table
 from evals.widths import cells as width_cells
@@ -48,6 +49,8 @@ WITH_SOURCE: dict[str, Callable[[], str]] = {
     "prompt_compression": compression_table, "prompt_compression_settings": settings_table,
     "rescoring": rescoring_table, "chains": sweep_tables.chains, "second_question": second_question_table,
     "uneven": lambda: uneven_table(TINY_MODEL), f"{DRAFT}uneven": lambda: uneven_table(TINY_DRAFT_MODEL),
+    "reconstruction": lambda: reconstruction_table(TINY_MODEL),
+    f"{DRAFT}reconstruction": lambda: reconstruction_table(TINY_DRAFT_MODEL),
 }  # fmt: skip
 NAMES = {*TABLES, *WITH_SOURCE, *plots.PLOTS}
 
