@@ -53,10 +53,11 @@ $(CLIENTS): $(STAMP)
 	@touch $@
 
 test-ray: $(RAY) ## install Ray (0.4 GB) and run replicas on a cluster of this machine
-	$(BIN)/pytest tests/integrations/ray --ignore=tests/integrations/ray/test_cluster.py --ignore=tests/integrations/ray/test_apart.py
+	$(BIN)/pytest tests/integrations/ray --ignore=tests/integrations/ray/test_cluster.py --ignore=tests/integrations/ray/test_apart.py --ignore=tests/integrations/ray/test_scaling.py
 	@# A process of its own for each cluster: Ray reads once, when it is first used, how a client shows its token.
 	$(BIN)/pytest tests/integrations/ray/test_cluster.py
 	$(BIN)/pytest tests/integrations/ray/test_apart.py
+	$(BIN)/pytest tests/integrations/ray/test_scaling.py
 
 $(RAY): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,ray]'
