@@ -17,6 +17,7 @@ PrefillAttentionName = Literal[
     "auto",
     "reference",
     "cpu",
+    "cpu_fp32",
     "cpu_bf16",
     "sdpa_flash",
     "sdpa_cudnn",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from snapstream.config import PrefillAttentionName
 from snapstream.kernels import reference
+from snapstream.kernels.cpu.looped import library
 from snapstream.kernels.prefill import choice, race, samples, table
 from snapstream.kernels.prefill.choice import choose
 from snapstream.kernels.prefill.table import Entry
@@ -55,11 +56,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Version]:
     return versions
 
 
-def test_a_cpu_has_its_own() -> None:
+def test_a_cpu_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "seconds_on_a_cpu", lambda version, case: 1.0)
+    monkeypatch.setattr(race, "known", dict)
+    monkeypatch.setattr(library, "load", lambda: object())
     chosen = choose("auto", CPU)
     assert (chosen.name, chosen.packed_name) == ("cpu", "loop")
     assert chosen.describe() == (
-        "prefill attention: cpu (the one for a CPU); short prompts that share a chunk: a call per prompt"
+        "prefill attention: cpu (kept by the result of a trial at this start: cpu 1000.00 ms, cpu_fp32 1000.00 ms); "
+        "short prompts that share a chunk: a call per prompt"
     )
     assert choose("reference", CPU).attend is reference.prefill_attention
 

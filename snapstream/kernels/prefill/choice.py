@@ -2,8 +2,9 @@
 
 On a GPU every candidate first answers a small case (a chunk behind other keys, and two packed prompts) that is compared
 with the reference; one that raises, or is wrong, is passed over with its reason. The others then run against the clock
-(``race.py``); between equals the table's order holds. Invariant: a choice is made once, at start-up, and says why; a
-kernel that was asked for by name and cannot serve is an error, never replaced.
+(``race.py``); between equals the table's order holds. On a CPU two race, PyTorch's and ours.
+Invariant: a choice is made once, at start-up, and says why; a kernel that was asked for by name and cannot serve is an
+error, never replaced.
 """
 
 from __future__ import annotations
@@ -54,13 +55,25 @@ def choose(name: str, case: Case) -> PrefillAttention:
         packed, _ = _first_packed((name,), case)
         return _made(version, packed, "asked for, or products are of bf16" if name == "cpu_bf16" else "asked for")
     if case.device.type == "cpu":
-        return _made(VERSIONS["cpu"], None, "the one for a CPU")
+        return _on_a_cpu(case)
     if case.capability is None:
         return _made(VERSIONS["reference"], None, f"nothing faster is known for {case.device}")
     entry = lookup(case.capability, case.dtype, case.head_dim)
     version, why = _fastest(entry, case)
     packed, _ = _first_packed(entry.packed, case)
     return _made(version, packed, why)
+
+
+def _on_a_cpu(case: Case) -> PrefillAttention:
+    """PyTorch's kernel, unless ours is faster here."""
+    theirs, ours = VERSIONS["cpu"], VERSIONS["cpu_fp32"]
+    if problem := ours.why_not(case):
+        return _made(theirs, None, f"{ours.name} cannot serve: {problem}")
+    times = race.race([theirs, ours], case, race.seconds_on_a_cpu, race.known())
+    told = f"of a trial at this start: {race.describe(times)}"
+    if race.winner(times) == ours.name:
+        return _made(ours, ours, f"faster one {told}")
+    return _made(theirs, None, f"kept by the result {told}")
 
 
 def _fastest(entry: Entry, case: Case) -> tuple[Version, str]:
@@ -75,8 +88,7 @@ def _fastest(entry: Entry, case: Case) -> tuple[Version, str]:
         times = race.race(racing, case, race.seconds, race.known())
         best = VERSIONS[race.winner(times)]
         if best is not racing[0]:
-            told = ", ".join(f"{name} {time * 1e3:.2f} ms" for name, time in times.items() if time < float("inf"))
-            return best, f"fastest in a trial at this start: {told}"
+            return best, f"fastest in a trial at this start: {race.describe(times)}"
     first, why = serving[0], f"first of {entry.describe()}"
     before = entry.chunk[: entry.chunk.index(first.name)]
     if before:

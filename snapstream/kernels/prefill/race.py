@@ -1,8 +1,9 @@
-"""Which of the prefill kernels that can serve is fastest on this GPU: a trial at load, some tens of milliseconds.
+"""Which of the prefill kernels that can serve is fastest here: a trial at load, of some tens of milliseconds on a GPU
+and a few on a CPU.
 
-Each attends a chunk of a long prompt, at a few lengths, twice each: a kernel may plan every new pair of lengths on the
-host, and a pair comes once per layer. The table's first stays unless another is faster by a tenth. Invariant: what a
-process has measured holds until it ends, so two engines of one process choose alike.
+Each attends a chunk of a long prompt, on a GPU at a few lengths, twice each: a kernel may plan every new pair of
+lengths on the host, and a pair comes once per layer. The first stays unless another is faster by a tenth. Invariant:
+what a process has measured holds until it ends, so two engines of one process choose alike.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ Known = dict[tuple[Case, tuple[str, ...]], dict[str, float]]
 _MARGIN = 0.9  # share of the first one's time that another must stay below
 _QUERIES = 2048  # a unit of prefill
 _KEYS = (8192, 8128, 8064)
+_TURNS = 5  # on a CPU
 _LAYERS = 32  # of an 8B model: how often a pair of lengths comes
 
 
@@ -62,6 +64,23 @@ def seconds(version: Version, case: Case) -> float:
         first, again = timed(num_keys), timed(num_keys)
         costs.append(again + max(0.0, first - again) / _LAYERS)
     return min(costs)
+
+
+def seconds_on_a_cpu(version: Version, case: Case) -> float:
+    """Time of a short chunk behind other tokens: the best of some turns, which other programs disturb least."""
+    q, k, v = random_chunk(case, 64, 512)
+    version.attend(q, k, v)  # loads, starts threads
+    times = []
+    for _ in range(_TURNS):
+        began = perf_counter()
+        version.attend(q, k, v)
+        times.append(perf_counter() - began)
+    return min(times)
+
+
+def describe(times: dict[str, float]) -> str:
+    """Of those that ran."""
+    return ", ".join(f"{name} {time * 1e3:.2f} ms" for name, time in times.items() if time < float("inf"))
 
 
 def _time_of(version: Version, case: Case, timer: Timer) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 from snapstream.config import ModelConfig
 from snapstream.kernels import reference, sdpa
 from snapstream.kernels.cpu import attention as cpu_attention
-from snapstream.kernels.cpu.looped import library, prompt, prompt_layer
+from snapstream.kernels.cpu.looped import library, prompt, prompt_f32, prompt_layer
 from snapstream.kernels.prefill import packages
 from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.kernels.rows import CosSin, HeadNorm
@@ -99,16 +99,27 @@ def _on_cpu(case: Case) -> str:
     return "" if case.device.type == "cpu" else f"runs on a CPU, and the device is {case.device}"
 
 
-def _on_cpu_in_bf16(case: Case) -> str:
+def _on_cpu_in_fp32(case: Case) -> str:
     if problem := _on_cpu(case):
         return problem
     if case.dtype != torch.float32:
         return f"computes in float32, not {str(case.dtype)[6:]}"
     try:
-        has_it = library.load().multiplies_bf16()
+        library.load()
     except ValueError as problem:
         return str(problem)
-    return "" if has_it else "this processor does not multiply bf16"
+    return ""
+
+
+def _on_cpu_in_bf16(case: Case) -> str:
+    if problem := _on_cpu_in_fp32(case):
+        return problem
+    return "" if library.load().multiplies_bf16() else "this processor does not multiply bf16"
+
+
+def _packed_in_fp32(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+    ends = list(zip(lens.queries.tolist()[1:], lens.keys.tolist()[1:], strict=True))
+    return prompt_f32.attend(library.load(), q, k, v, ends)
 
 
 VERSIONS: dict[str, Version] = {
@@ -116,6 +127,7 @@ VERSIONS: dict[str, Version] = {
     for version in (
         Version("reference", reference.prefill_attention, lambda case: ""),
         Version("cpu", cpu_attention.prefill_attention, _on_cpu),
+        Version("cpu_fp32", prompt_f32.prefill_attention, _on_cpu_in_fp32, _packed_in_fp32),
         Version(
             "cpu_bf16", prompt.prefill_attention, _on_cpu_in_bf16, prompt.packed_attention,
             stage_heads=prompt_layer.stage_heads,

@@ -2,7 +2,7 @@
 #include "bf16.h"
 #include "codes.h"
 #include "engine.h"
-#include "prompt.h"
+#include "prompt_f32.h"
 #include "prompt_layer.h"
 
 namespace looped {
@@ -118,6 +118,9 @@ EXPORT int64_t looped_way(int64_t way) { return choose_way(way); }
 EXPORT void looped_attend_prompts(const Prompt* all, const int32_t* query_ends, const int32_t* key_ends, int64_t count,
                                   int64_t threads) {
     attend_prompts(*all, query_ends, key_ends, count, threads);
+}
+EXPORT void looped_attend_prompts_f32(const Prompt* prompts, int64_t count, int64_t threads) {
+    attend_prompts_f32(prompts, count, threads);
 }
 EXPORT int64_t looped_multiplies_bf16() { return multiplies_bf16(); }
 EXPORT int64_t looped_gains_by_bf16() { return gains_by_bf16(); }

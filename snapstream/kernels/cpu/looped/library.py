@@ -138,6 +138,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "stage_heads": (None, [POINTER(Heads), c_int64]),
     "way": (c_int64, [c_int64]),
     "attend_prompts": (None, [POINTER(Prompt), c_void_p, c_void_p, c_int64, c_int64]),
+    "attend_prompts_f32": (None, [POINTER(Prompt), c_int64, c_int64]),
     "multiplies_bf16": (c_int64, []),
     "gains_by_bf16": (c_int64, []),
     "read": (c_double, [c_void_p, c_void_p, c_int64]),
