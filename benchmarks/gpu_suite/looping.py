@@ -19,7 +19,6 @@ from snapstream.kernels.bound import has_triton
 from snapstream.kernels.rows import RowPlaces
 from snapstream.models.decoder import Decoder
 from snapstream.models.shapes import decode_weight_bytes
-from snapstream.models.weight import Dense
 from snapstream.runner.model_runner import ModelRunner
 
 BATCHES = (1, 2, 4, 8, 16)
@@ -55,13 +54,14 @@ def ladder(models: tuple[str, ...]) -> Callable[[Bench], Figures]:
 
 def _ways(runner: ModelRunner, decoder: Decoder, batch: int) -> Iterator[tuple[str, Callable[[], object]]]:
     from snapstream.kernels.triton.looped.launch import Looped
+    from snapstream.runner.looped_kernel import looped_model
 
     rows = torch.arange(batch, device=decoder.device)
     positions = torch.full_like(rows, CONTEXT)
     places = RowPlaces(rows, torch.full_like(rows, SLOTS - 1), torch.full_like(rows, SLOTS))
     token_ids, rope = torch.ones_like(rows), decoder.rope(positions, positions + 1)
     cache = runner.cache
-    looped = Looped(model_of(decoder), cache.k, cache.v, batch)
+    looped = Looped(looped_model(decoder), cache.k, cache.v, batch)
     plain = looped.without_loads_ahead()
 
     def by_kernels() -> Tensor:
@@ -86,26 +86,3 @@ def _seconds(bench: Bench, call: Callable[[], object]) -> float:
     with torch.inference_mode(), torch.cuda.graph(graph):
         call()
     return bench.device.seconds(graph.replay, REPEATS)
-
-
-def model_of(decoder: Decoder) -> Any:
-    """A decoder's sizes and stacks as the looped kernel takes them. ValueError where a matrix is not dense."""
-    from snapstream.kernels.triton.looped.launch import LoopedModel
-
-    config, vectors = decoder.config, decoder.weights.vectors
-
-    def stack(role: str) -> Tensor:
-        weight = decoder.weights.lm_head if role == "head" else decoder.weights.matrices[role]
-        if not isinstance(weight, Dense):
-            raise ValueError(f"the looped kernel reads dense weights, and {role} is {type(weight).__name__}")
-        return weight.data
-
-    optional = ("q_norm", "k_norm", "qkv_bias", "o_bias", "gate_up_bias", "down_bias")
-    stored: dict[str, Any] = {name: vectors.get(name) for name in optional}
-    return LoopedModel(
-        num_layers=config.num_layers, hidden_size=config.hidden_size, inner_size=config.intermediate_size,
-        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        eps=config.rms_norm_eps, **{role: stack(role) for role in ("embed", "head", "qkv", "o", "gate_up", "down")},
-        **{name: vectors[name] for name in ("input_norm", "post_norm", "final_norm")},
-        **stored,
-    )  # fmt: skip

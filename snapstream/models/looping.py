@@ -1,11 +1,11 @@
-"""Which engines can decode by one native call (executor ``looped``), from plain data. No torch.
+"""Which engines can decode by one native call or kernel (executor ``looped``), from plain data. No torch.
 
 ``start/resolve.py`` asks before anything is loaded, ``runner/decode_looped.py`` once more.
 """
 
 from __future__ import annotations
 
-from snapstream.config import ModelConfig, ParallelConfig, WeightForms
+from snapstream.config import EngineConfig, ModelConfig, ParallelConfig, WeightForms
 from snapstream.models.dense_roles import dense_roles
 from snapstream.models.expert_roles import mixtral_roles, moe_roles
 from snapstream.models.families import FAMILIES
@@ -16,6 +16,7 @@ _LAYERS = {  # that the library computes, and the weights that they may have
     "snapstream.models.latent:LatentLayer": (latent_roles,),
 }
 _MAX_HEAD_DIM = 256
+MOST_LOOPED_ROWS = 16  # entries of a step that the kernel of a GPU takes
 
 
 def problem_of_rounded_inputs(model: ModelConfig, forms: WeightForms, *, dtype: str, device: str) -> str | None:
@@ -55,4 +56,23 @@ def problem_of_looping(model: ModelConfig, *, dtype: str, device: str) -> str | 
         return None
     if model.head_dim % 2 or model.head_dim > _MAX_HEAD_DIM:
         return f"head_dim is {model.head_dim}; looped steps take even ones up to {_MAX_HEAD_DIM}"
+    return None
+
+
+def problem_of_looped_kernel(model: ModelConfig, config: EngineConfig) -> str | None:
+    """Why the looped kernel of a GPU cannot run an engine's steps; None where it can."""
+    if FAMILIES.get(model.architecture).roles is not dense_roles or model.moe is not None or model.latent is not None:
+        return f"the layers of {model.architecture} are none that the looped kernel of a GPU knows"
+    if model.head_dim % 2 or model.head_dim > _MAX_HEAD_DIM:
+        return f"head_dim is {model.head_dim}; the looped kernel takes even ones up to {_MAX_HEAD_DIM}"
+    if config.weights is not None and {config.weights.layers.width, config.weights.tables.width} != {config.dtype}:
+        return f"weights are {config.weights.describe()}; the looped kernel of a GPU reads {config.dtype} ones"
+    if config.kv_dtype != "auto":
+        return f"kv_dtype is {config.kv_dtype!r}; the looped kernel of a GPU reads rows in {config.dtype}"
+    if config.heads is not None or config.rescoring is not None:
+        return "kv heads with slots of their own, and rescoring, are not known to the looped kernel of a GPU"
+    if config.parallel.size > 1:
+        return f"there are {config.parallel.size} ranks, and the looped kernel of a GPU never stops for others"
+    if config.max_rows > MOST_LOOPED_ROWS:
+        return f"max_rows is {config.max_rows}; the looped kernel of a GPU takes up to {MOST_LOOPED_ROWS}"
     return None

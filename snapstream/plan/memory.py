@@ -23,7 +23,7 @@ from snapstream.layers.row_state import row_state_bytes
 from snapstream.models.families import kv_spec_of
 from snapstream.models.shapes import weight_bytes, wide_bytes, widening_bytes
 from snapstream.models.shards import rank_config
-from snapstream.plan.workspace import looped_workspace
+from snapstream.plan.workspace import looped_kernel_bytes, looped_workspace
 
 SCORING_KEYS = 4096  # keys that are scored at a time
 # Of one batch entry and token of the vocabulary, where top-p looks for its threshold: fp32 logits and scores, keys,
@@ -170,7 +170,7 @@ def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     activations = (4 * model.hidden_size + 3 * heads + mlp_size(model)) * DTYPE_BYTES[config.dtype]
     batch = model.vocab_size * SAMPLING_BYTES + activations
     if config.device.startswith("cuda"):
-        return 2 * batch
+        return 2 * batch + (looped_kernel_bytes(model) if config.executor == "looped" else 0)
     if config.executor == "looped":  # which reads rows as they are stored
         return model.vocab_size * SAMPLING_BYTES + looped_workspace(model, config, num_cores()).entry_bytes
     if config.kv_dtype != "auto":  # plain PyTorch widens the visible slots of one layer
@@ -187,7 +187,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     prefill = prefill_memory(
         model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector
     )
-    is_looped = config.executor == "looped"  # whose products widen as they go
+    is_looped = config.executor == "looped" and config.device == "cpu"  # whose products widen as they go
     return EngineMemory(
         weight_bytes=weight_bytes(stored, config.dtype, config.weights),
         wide_bytes=0 if is_looped else wide_bytes(stored, config.dtype, config.weights),

@@ -14,6 +14,7 @@ from snapstream.config import EngineConfig, ModelConfig
 _NUMBER = 4  # bytes: fp32
 _PANEL, _ALIGN, _LANES, _DOTS = 32, 4, 16, 4  # the widest that a CPU has
 _PART_SLOTS = 1024  # of a row, that one task attends
+_TARGET_SPLITS, _MAX_SPLITS = 132, 64  # of a row, by the kernel of a GPU
 _LATENTS_AT_ONCE = 32  # of a row, that a thread reads at a time
 
 
@@ -34,6 +35,14 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
     entry += num_threads * _PANEL
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
     return Workspace(entry_bytes=_NUMBER * entry, scratch_bytes=_NUMBER * scratch)
+
+
+def looped_kernel_bytes(model: ModelConfig) -> int:
+    """Of an entry of a looped step on a GPU: what its stages hand each other, and the logits."""
+    splits = min(-(-_TARGET_SPLITS // model.num_kv_heads), _MAX_SPLITS)
+    heads = model.num_heads * model.head_dim + 2 * model.num_kv_heads * model.head_dim
+    stages = model.hidden_size + heads + model.num_heads * model.head_dim + model.intermediate_size
+    return _NUMBER * (stages + model.num_heads * splits * (model.head_dim + 1) + model.vocab_size)
 
 
 def _dense_entry(model: ModelConfig, slots: int) -> int:

@@ -83,9 +83,11 @@ class Programs:
 class GraphDecode:
     """A ``DecodeStep`` whose programs are made of the plain calls and share their state."""
 
-    def __init__(self, parts: StepParts, programs: Programs) -> None:
+    def __init__(self, parts: StepParts, programs: Programs, halves: EagerDecode | None = None) -> None:
+        """``halves`` of a step are eager's unless given."""
         device = parts.decoder.device
-        self._eager, self._maker, self._buckets = EagerDecode(parts), programs.maker, programs.buckets
+        self._eager = EagerDecode(parts) if halves is None else halves
+        self._maker, self._buckets = programs.maker, programs.buckets
         self._programs, self._padding_row = programs, parts.padding_row
         # What programs read their row indices from and write their logits to: static addresses.
         most, vocab_size = programs.buckets[-1], parts.decoder.config.vocab_size

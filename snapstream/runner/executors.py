@@ -24,10 +24,22 @@ def make_eager(parts: StepParts) -> DecodeStep:
 
 
 def make_looped(parts: StepParts) -> DecodeStep:
-    """One native call, on a CPU."""
+    """One native call on a CPU, one kernel on a GPU."""
+    if parts.decoder.device.type == "cuda":
+        return make_looped_kernel(parts, Capturer(), SAMPLERS["cuda"])
     from snapstream.runner.decode_looped import LoopedDecode
 
     return LoopedDecode(parts)
+
+
+def make_looped_kernel(parts: StepParts, maker: ProgramMaker, samplers: tuple[SamplingNeeds, ...]) -> DecodeStep:
+    """Programs of one kernel and a sampler; batches are padded to powers of two, each a kernel of its own."""
+    from snapstream.runner.looped_kernel import LoopedHalves
+
+    most = parts.config.max_rows
+    buckets = (*(size for size in (1, 2, 4, 8) if size < most), most)
+    programs = Programs(maker, buckets, samplers, "Compiling and capturing looped decode")
+    return GraphDecode(parts, programs, LoopedHalves(parts, most))
 
 
 def make_graph(

@@ -162,7 +162,7 @@ def _make_weight(config: EngineConfig, make_decode: MakeDecode | None) -> MakeWe
     """Makes the storage that the executor reads; one from outside reads the plain one."""
     from snapstream.models.narrow import make_weight
 
-    if config.executor != "looped" or make_decode is not None:
+    if config.executor != "looped" or config.device.startswith("cuda") or make_decode is not None:
         return make_weight
     from snapstream.kernels.cpu.looped.library import load
     from snapstream.models.panels import make_panels

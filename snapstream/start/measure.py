@@ -69,10 +69,13 @@ def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks:
         )
     import torch
 
+    from snapstream.kernels.bound import has_triton
+
     return Machine(
         device=device,
         free_bytes=free,
         total_bytes=total,
+        looped_problem=None if has_triton() else "Triton is not installed for this PyTorch",
         name=torch.cuda.get_device_name(device),
         host_free_bytes=host_memory().available // num_ranks,
         capability=None if torch.version.hip is not None else torch.cuda.get_device_capability(device),

@@ -22,7 +22,12 @@ from snapstream.config.options import check_budget
 from snapstream.config.selector import is_shipped
 from snapstream.config.sizes import format_bytes
 from snapstream.models.families import kv_spec_of
-from snapstream.models.looping import problem_of_looped_ranks, problem_of_looping
+from snapstream.models.looping import (
+    MOST_LOOPED_ROWS,
+    problem_of_looped_kernel,
+    problem_of_looped_ranks,
+    problem_of_looping,
+)
 from snapstream.models.shards import rank_config
 from snapstream.plan.draft_memory import DraftMemory
 from snapstream.plan.fit import default_executor, engine_config, num_rows
@@ -45,7 +50,7 @@ class Machine:
     name: str = ""  # of the GPU
     capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
     has_compiler: bool = True  # of C++
-    looped_problem: str | None = None  # why a CPU cannot have the library of looped steps
+    looped_problem: str | None = None  # why a CPU lacks the library of looped steps, or a GPU Triton
     gains_by_bf16: bool = False  # whether products of prefill in that library are faster with inputs in bf16
     host_free_bytes: int | None = None  # of the host, now; None where the device is the host
     draft: DraftMemory | None = None  # of a draft that is loaded on this device, perhaps by another process
@@ -94,7 +99,11 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
         options = replace(options, prefix_store=store)
     one_row = config_of(1, options)
     _check_machine(model, one_row, machine)
-    config = config_of(num_rows(model, one_row, options.max_rows, machine.free_bytes), options)
+    max_rows = num_rows(model, one_row, options.max_rows, machine.free_bytes)
+    if options.max_rows == "auto" and machine.is_gpu and one_row.executor == "looped":
+        max_rows = min(max_rows, MOST_LOOPED_ROWS)
+    config = config_of(max_rows, options)
+    _check_looped(model, config, machine)
     config = _with_prefill_inputs(model, config, options, machine)
     _check_memory(model, config, options, machine)
     _check_store(model, config, machine)
@@ -189,12 +198,21 @@ def _reserved_bytes(options: EngineOptions, machine: Machine) -> int:
     return machine.draft.working_bytes if _counts_free(options, machine) else machine.draft.total_bytes
 
 
-def _check_machine(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:
-    if config.executor == "looped":
+def _check_looped(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:
+    if config.executor != "looped":
+        return
+    if machine.is_gpu:
+        problem = problem_of_looped_kernel(model, config)
+    else:
         problem = problem_of_looping(model, dtype=config.dtype, device=config.device)
-        problem = problem or problem_of_looped_ranks(config.parallel) or machine.looped_problem
-        if problem is not None:
-            raise ValueError(f"executor 'looped': {problem}; use 'eager'")
+        problem = problem or problem_of_looped_ranks(config.parallel)
+    problem = problem or machine.looped_problem
+    if problem is not None:
+        raise ValueError(f"executor 'looped': {problem}; use {'graph' if machine.is_gpu else 'eager'!r}")
+
+
+def _check_machine(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:
+    _check_looped(model, config, machine)
     if config.executor == "graph" and not machine.is_gpu and not machine.has_compiler:
         raise ValueError("executor 'graph' compiles C++ on a CPU, and neither $CXX nor g++ is here; use 'eager'")
     has_fp8 = not machine.is_gpu or (machine.capability or (0, 0)) >= FP8_CAPABILITY

@@ -10,7 +10,6 @@ import importlib.util
 import pytest
 import torch
 
-from benchmarks.gpu_suite.looping import model_of
 from snapstream.kernels.rows import RowPlaces
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import model_config_from_dict
@@ -37,6 +36,7 @@ SHAPES = {
 def test_looped_steps_equal_the_twin_eagerly_and_captured(shape: str, batch: int, dtype: torch.dtype) -> None:
     from snapstream.kernels.triton.looped import twin
     from snapstream.kernels.triton.looped.launch import Looped
+    from snapstream.runner.looped_kernel import looped_model
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(batch)
@@ -46,7 +46,7 @@ def test_looped_steps_equal_the_twin_eagerly_and_captured(shape: str, batch: int
          **SHAPES[shape]}
     )  # fmt: skip
     decoder = Decoder(config, DecoderWeights.random(config, dtype, "cuda", seed=1))
-    model = model_of(decoder)
+    model = looped_model(decoder)
     size = (config.num_layers, NUM_ROWS, config.num_kv_heads, CAPACITY, config.head_dim)
     keys, values = torch.randn(2, *size, device="cuda").to(dtype)
     rows = torch.randperm(NUM_ROWS, device="cuda")[:batch]

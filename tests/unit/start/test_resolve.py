@@ -265,6 +265,21 @@ def test_ranks_of_one_machine_loop_and_others_say_why_not() -> None:
     assert "several machines" in describe_decode(LLAMA_1B, options, decided(LAPTOP, **apart))
 
 
+def test_a_gpu_loops_where_its_kernel_can() -> None:
+    assert decided(executor=None).executor == "graph"  # nobody asked
+    assert decided(executor="looped", max_rows="auto").max_rows == 16
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"max_rows": 17}, "max_rows is 17; .* up to 16"), ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'"),
+        ({"weights": "int8"}, "weights are int8 .* reads bfloat16 ones"),
+        ({"rescoring": RescoringConfig()}, "rescoring"),
+    ]  # fmt: skip
+    for said, why in refused:
+        with pytest.raises(ValueError, match=rf"executor 'looped': .*{why}.*; use 'graph'"):
+            decided(executor="looped", **said)
+    with pytest.raises(ValueError, match="executor 'looped': no Triton; use 'graph'"):
+        decided(replace(H100, looped_problem="no Triton"), executor="looped")
+
+
 TWO_H100 = replace(H100, num_gpus=2)
 
 
