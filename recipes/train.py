@@ -37,12 +37,12 @@ def answer_loss(
     hidden = model.hidden(batch.ids)[:, :-1]
     targets, answer = batch.ids[:, 1:], batch.answer[:, :-1]
     at_answer = answer > 0
-    logits = model.logits(hidden[at_answer])  # [answer tokens, V]
+    logits = model.logits(hidden[at_answer]).float()  # [answer tokens, V]
     gold = targets[at_answer]
     loss = F.cross_entropy(logits, gold) if len(gold) else logits.sum()  # a lone question that did not fit: 0
     if lm_share > 0:
         sampled = (torch.rand(answer.shape, generator=generator) < lm_share) & ~at_answer & (targets > 0)
-        loss = loss + lm_weight * F.cross_entropy(model.logits(hidden[sampled]), targets[sampled])
+        loss = loss + lm_weight * F.cross_entropy(model.logits(hidden[sampled]).float(), targets[sampled])
 
     numbers = answer[at_answer]
     wrong = torch.zeros(len(batch.families) + 1, dtype=torch.bool)
@@ -83,7 +83,8 @@ def run_stage(
         warmup = min(1.0, (step + 1) / stage.get("warmup", 1))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = warmup * (stage["lr"] + (stage.get("lr_end", stage["lr"]) - stage["lr"]) * done)
-        loss, counts = answer_loss(model, batch, stage.get("lm_share", 0.0), lm_weight, generator)
+        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.get("bfloat16", False)):
+            loss, counts = answer_loss(model, batch, stage.get("lm_share", 0.0), lm_weight, generator)
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
