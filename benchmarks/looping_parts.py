@@ -11,6 +11,7 @@ import torch
 from snapstream.cache.kv_cache import KVCache
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, WeightForms
 from snapstream.kernels import int8
+from snapstream.kernels.cpu import pages
 from snapstream.kernels.cpu.looped.library import Team, load
 from snapstream.models.decoder import Decoder
 from snapstream.models.panels import make_panels
@@ -57,7 +58,7 @@ class Limits:
 
 def limits_of(threads: int) -> Limits:
     """Measured with the library's own loops, the best of seven."""
-    team, data = Team(load(), threads), torch.ones(_READ_BYTES // 4)
+    team, data = Team(load(), threads), pages.zeros((_READ_BYTES // 4,), torch.float32).fill_(1.0)
     reads, rates, code_rates = [], [], []
     for _ in range(7):
         began = perf_counter()

@@ -10,10 +10,8 @@ slots, rows lie slot by slot instead: ``head_rows.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from snapstream.cache.spec import KVSpec
 from snapstream.config.heads import HeadSlots
 from snapstream.kernels import fp8, int8
 from snapstream.kernels.bound import Kernels, bind
+from snapstream.kernels.cpu import pages
 from snapstream.kernels.rows import LayerRows
 
 _STORED_AT_ONCE = 4096  # tokens that are scaled in fp32 at a time: this takes no more memory than scoring
@@ -141,7 +140,5 @@ def _dtype_of(spec: KVSpec) -> torch.dtype:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU from the system, page by page on first use, so that untouched slots cost no memory."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    """Zeros; on a CPU untouched slots cost no memory."""
+    return pages.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)

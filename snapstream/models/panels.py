@@ -14,6 +14,7 @@ from torch import Tensor
 
 from snapstream.config import DType, WeightForm
 from snapstream.kernels import groups
+from snapstream.kernels.cpu import pages
 from snapstream.kernels.cpu.looped import code_panels, panels
 from snapstream.kernels.cpu.looped.library import PANEL, Library, Stack
 from snapstream.models.block_panels import BlockPanels
@@ -45,7 +46,7 @@ def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeWeight
         inputs: DType | Literal["int8"] = "bfloat16" if rounds_prefill else "float32"
         if is_table:
             inputs = "int8" if form.rounds_inputs else "float32"
-        storage = torch.zeros(code_panels.code_panel_shape(shape, form.bits, form.group), dtype=torch.uint8)
+        storage = pages.zeros(code_panels.code_panel_shape(shape, form.bits, form.group), torch.uint8)
         return CodePanels(library, storage, shape, inputs, form)
 
     return make

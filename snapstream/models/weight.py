@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from snapstream.kernels import fp8, groups
 from snapstream.kernels.bound import Kernels, SumNorm
+from snapstream.kernels.cpu import pages
 from snapstream.kernels.reference import widen_blocks
 
 Index = int | slice | tuple[int | slice, ...]
@@ -108,8 +109,9 @@ class Dense(Weight):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Self:
-        """Uninitialised storage."""
-        return cls(torch.empty(shape, dtype=dtype, device=device))
+        """Storage to be filled."""
+        on_cpu = torch.device(device).type == "cpu"
+        return cls(pages.zeros(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.kernels import fp8
+from snapstream.kernels.cpu import pages
 from snapstream.kernels.cpu.looped.library import ALIGN_COLS, FORMATS, PANEL, Library, Stack, address
 
 UNIT_COLS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1, fp8.DTYPE: 1}  # by the dtype of the storage
@@ -27,10 +28,8 @@ def panel_shape(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def empty_panels(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Storage for matrices ``[..., out, in]``; zeros where something must be filled up."""
-    is_even = shape[-2] % PANEL == 0 and shape[-1] % ALIGN_COLS == 0
-    make = torch.empty if is_even else torch.zeros
-    return make(panel_shape(shape, dtype), dtype=dtype)
+    """Storage for matrices ``[..., out, in]``, zeros, which must be there where something is filled up."""
+    return pages.zeros(panel_shape(shape, dtype), dtype)
 
 
 def fill_rows(panels: Tensor, first: int, numbers: Tensor) -> None:

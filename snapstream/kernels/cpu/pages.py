@@ -1,0 +1,32 @@
+"""Large memory of a CPU: in huge pages where the system has them, from a cache line's border on, zero until it is used.
+
+Weights and rows are read from end to end at every step. In pages of 4 KiB each read of a page begins with a search for
+its address and ends whatever the processor had fetched ahead; a huge page has 2 MiB.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+HUGE = 2 << 20  # bytes of a huge page, on the processors that the looped library is built for
+LEAST = 4 * HUGE  # below, pages that are used in part would weigh too much
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros ``shape``; the system hands out what is not small piece by piece on first use, so that untouched memory
+    costs nothing. The memory goes back to the system with the last tensor over it.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < LEAST or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_bytes, dtype=torch.uint8).view(dtype).view(shape)
+    memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -data.data_ptr() % HUGE
+    return data[first : first + num_bytes].view(dtype).view(shape)
