@@ -19,6 +19,8 @@ from snapstream.cache.selectors.hops import Hops
 from snapstream.cli.__main__ import main
 from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, RescoringConfig, WeightForms
 from snapstream.kernels.bound import has_triton
+from snapstream.kernels.prefill.choice import choose
+from snapstream.kernels.prefill.versions import Case
 from snapstream.layers.logprobs import prompt_logprobs
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import read_model_config
@@ -26,6 +28,7 @@ from snapstream.models.weights import DecoderWeights
 from snapstream.plan.draft_memory import draft_memory
 from snapstream.plan.memory import FRAMEWORK_BYTES, EngineMemory, engine_memory
 from snapstream.runner import model_runner
+from snapstream.spec_prefill import lookahead
 from snapstream.spec_prefill.lookahead import scores_of_passages
 from snapstream.spec_prefill.settings import ScoringSettings
 from tests.live import LiveBytes
@@ -115,7 +118,12 @@ def test_logits_of_a_prompt_stay_within_what_a_prefill_takes() -> None:
     ],
     ids=["all layers", "no look-ahead", "one layer"],
 )
-def test_a_draft_takes_what_the_plan_says(settings: ScoringSettings, tmp_path: Path) -> None:
+def test_a_draft_takes_what_the_plan_says(
+    settings: ScoringSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of the kernels that a trial chooses from the plan counts the one that takes more memory.
+    case = Case(torch.device("cpu"), torch.float32, 32)
+    monkeypatch.setattr(lookahead, "automatic", lambda *size: choose("cpu", case))
     small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 99,
              "intermediate_size": 64, "num_hidden_layers": 12}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | small))
