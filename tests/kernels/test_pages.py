@@ -19,6 +19,7 @@ def test_zeros_of_any_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype
     """They are zeros that can be written, contiguous, and begin with a cache line."""
     data = pages.zeros(shape, dtype)
     assert data.shape == shape and data.dtype == dtype and data.is_contiguous() and data.data_ptr() % 64 == 0
+    assert data.untyped_storage().nbytes() == data.nbytes
     assert not data.view(torch.uint8).any()
     data.view(torch.uint8).fill_(1)
     assert data.view(torch.uint8).all()

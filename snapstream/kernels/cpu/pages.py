@@ -27,6 +27,5 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    data = torch.frombuffer(memory, dtype=torch.uint8)
-    first = -data.data_ptr() % HUGE
-    return data[first : first + num_bytes].view(dtype).view(shape)
+    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=first).view(dtype).view(shape)
