@@ -59,6 +59,15 @@ def problem_of_looping(model: ModelConfig, *, dtype: str, device: str) -> str | 
     return None
 
 
+def problem_of_capture(model: ModelConfig, weights: WeightForms | None) -> str | None:
+    """Why a GPU cannot capture an engine's steps; None where it can. Experts in codes are multiplied one after the
+    other, by counts that the host reads.
+    """
+    if model.moe is None or weights is None or not weights.layers.is_codes or weights.layers.is_blocks:
+        return None
+    return f"weights are {weights.describe()}, and a captured step cannot choose among experts in codes"
+
+
 def problem_of_looped_kernel(model: ModelConfig, config: EngineConfig) -> str | None:
     """Why the looped kernel of a GPU cannot run an engine's steps; None where it can."""
     if FAMILIES.get(model.architecture).roles is not dense_roles or model.moe is not None or model.latent is not None:

@@ -21,7 +21,7 @@ from snapstream.config import (
 )
 from snapstream.config.heads import HeadProfile, HeadSlots
 from snapstream.models.families import kv_spec_of
-from snapstream.models.looping import problem_of_looped_ranks, problem_of_looping
+from snapstream.models.looping import problem_of_capture, problem_of_looped_ranks, problem_of_looping
 from snapstream.models.shards import check_cuts, rank_config
 from snapstream.plan.chunking import resolve_chunking
 from snapstream.plan.memory import EngineMemory, engine_memory, split_heads
@@ -32,11 +32,12 @@ MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
 
 
 def default_executor(model: ModelConfig, options: EngineOptions, device: str) -> str:
-    """On a GPU graphs, which take seconds to capture. On a CPU looped steps, whose library takes seconds to compile
-    once, where they know the model; else plain calls: what ``graph`` compiles takes a minute.
+    """On a GPU graphs, which take seconds to capture, where steps can be captured. On a CPU looped steps, whose library
+    takes seconds to compile once, where they know the model; else plain calls: what ``graph`` compiles takes a minute.
     """
     if device.startswith("cuda"):
-        return "graph"
+        forms = weight_forms(model, options, device=device, executor="graph")
+        return "eager" if problem_of_capture(model, forms) else "graph"
     if problem_of_looped_ranks(options.parallel) is not None:
         return "eager"
     return "eager" if problem_of_looping(model, dtype=options.dtype, device=device) else "looped"

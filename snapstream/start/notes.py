@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.config.sizes import format_bytes
-from snapstream.models.looping import problem_of_looped_ranks, problem_of_looping
+from snapstream.models.looping import problem_of_capture, problem_of_looped_ranks, problem_of_looping
 from snapstream.plan.memory import prefix_store_bytes
 from snapstream.start.measure import describe_prefill, latent_attention, looped_problem
 from snapstream.start.ranks import threads_of_rank
@@ -52,9 +52,11 @@ def describe_inputs(config: EngineConfig) -> str:
 
 
 def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:
-    """Why a CPU decodes by plain calls, where nobody asked for them."""
+    """Why decode is by plain calls, where nobody asked for them."""
     if options.executor is not None or config.executor != "eager":
         return ""
+    if config.device.startswith("cuda"):
+        return f"decode: plain calls, because {problem_of_capture(model, config.weights)}"
     problem = problem_of_looping(model, dtype=config.dtype, device=config.device)
     problem = problem or problem_of_looped_ranks(config.parallel) or looped_problem(config.parallel.ranks_here)
     return f"decode: plain calls, because {problem}"

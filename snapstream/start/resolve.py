@@ -24,6 +24,7 @@ from snapstream.config.sizes import format_bytes
 from snapstream.models.families import kv_spec_of
 from snapstream.models.looping import (
     MOST_LOOPED_ROWS,
+    problem_of_capture,
     problem_of_looped_kernel,
     problem_of_looped_ranks,
     problem_of_looping,
@@ -213,6 +214,8 @@ def _check_looped(model: ModelConfig, config: EngineConfig, machine: Machine) ->
 
 def _check_machine(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:
     _check_looped(model, config, machine)
+    if config.executor == "graph" and machine.is_gpu and (problem := problem_of_capture(model, config.weights)):
+        raise ValueError(f"executor 'graph': {problem}; use 'eager'")
     if config.executor == "graph" and not machine.is_gpu and not machine.has_compiler:
         raise ValueError("executor 'graph' compiles C++ on a CPU, and neither $CXX nor g++ is here; use 'eager'")
     has_fp8 = not machine.is_gpu or (machine.capability or (0, 0)) >= FP8_CAPABILITY

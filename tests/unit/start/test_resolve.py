@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published import QWEN3_30B
 from snapstream.assets import TINY_MODEL
 from snapstream.config import AutoCount, EngineConfig, EngineOptions, RescoringConfig, Settings, WeightForm
 from snapstream.config.latent import LatentConfig
@@ -263,6 +264,22 @@ def test_ranks_of_one_machine_loop_and_others_say_why_not() -> None:
             decided(machine, **given | {"executor": "looped"})
     options = EngineOptions(dtype="float32", tensor_parallel=2, local_ranks=1, leader_address="host:7690")
     assert "several machines" in describe_decode(LLAMA_1B, options, decided(LAPTOP, **apart))
+
+
+def test_a_gpu_captures_no_choice_among_experts_in_codes() -> None:
+    """Their products read counts on the host. Other widths have a kernel that reads them on the device."""
+    model = model_config_from_dict(QWEN3_30B)
+
+    def resolved(weights: str, executor: str | None) -> EngineConfig:
+        options = EngineOptions(budget=4096, dtype="bfloat16", device=H100.device, executor=executor, weights=weights)
+        return resolve(model, options, H100)
+
+    assert resolved("bfloat16", None).executor == "graph"
+    config = resolved("int4", None)
+    assert config.executor == "eager"
+    assert "experts in codes" in describe_decode(model, EngineOptions(device=H100.device, weights="int4"), config)
+    with pytest.raises(ValueError, match="executor 'graph': weights are int4 .* experts in codes; use 'eager'"):
+        resolved("int4", "graph")
 
 
 def test_a_gpu_loops_where_its_kernel_can() -> None:
