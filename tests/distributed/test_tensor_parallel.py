@@ -66,8 +66,9 @@ def check(pool: Pool, asked: Asked, tolerance: float = TOLERANCE) -> None:
     alone = cases.answered(Alone(), replace(asked, experts="tp"))
     answers = pool.run(cases.answered, asked)
     assert alone.logits.std() > 0.1, "logits too small for the tolerance to mean anything"
+    scale = max(1.0, float(alone.logits.std()))
     for rank in answers:
-        torch.testing.assert_close(rank.logits, alone.logits, rtol=0.0, atol=tolerance)
+        torch.testing.assert_close(rank.logits, alone.logits, rtol=0.0, atol=tolerance * scale)
         assert rank.tokens == alone.tokens
         assert rank.kept == alone.kept
         assert rank.row_bytes == alone.row_bytes
