@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.looping_table import equal_memory, looping, looping_rows
 from benchmarks.machine import RESULTS
+from benchmarks.ray_tables import ray_scale, ray_soak
 from figures.markdown import link, table
 
 COMMANDS = {"peers_all_100m": "peers"}  # where a result is not called as its benchmark
@@ -275,13 +276,13 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "spec_prefill": spec_prefill, "serving": serving,
     "soak": soak, "executors": executors, "grammar": grammar, "turns": turns, "agent_turns": agent_turns,
     "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
-    "ranks": ranks,
+    "ranks": ranks, "ray_scale": ray_scale, "ray_soak": ray_soak,
 }  # fmt: skip
 
 TINY = "the tiny model that ships"
 MODELS = {
     "peers_tiny": TINY, "soak": TINY, "serving": TINY, "executors": TINY, "grammar": "masks and sampling alone",
-    "bad_sockets": TINY,
+    "bad_sockets": TINY, "ray_soak": TINY,
 }  # fmt: skip  # elsewhere the result names its model
 
 
