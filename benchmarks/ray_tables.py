@@ -20,7 +20,8 @@ def ray_scale(figures: dict[str, Any]) -> str:
         f"Ray adds {figures['ray_us_per_token_alone']:,.0f} µs to a token of a stream alone, "
         f"{figures['ray_us_per_token_together']:,.0f} µs to one of {figures['streams']} streams, and "
         f"{figures['ray_first_token_ms']:.0f} ms to the first. Two replicas answer "
-        f"{figures['second_replica_throughput_ratio']:.2f} times as many requests as one: they share {figures['cores']} cores."
+        f"{figures['second_replica_throughput_ratio']:.2f} times as many requests as one: they share "
+        f"{figures['cores']} cores."
     )
     return f"{size}:\n\n{table(heads, rows)}\n\n{added}"
 
@@ -28,7 +29,7 @@ def ray_scale(figures: dict[str, Any]) -> str:
 def ray_soak(figures: dict[str, Any]) -> str:
     """What became of the requests of a soak in which engines, replicas and ingresses were killed."""
     outcomes = dict(figures["outcomes"])
-    killed = ", ".join(f"{count} {kind}" for kind, count in figures["kills"].items())
+    killed = ", ".join(f"{kind}s {count}" for kind, count in figures["kills"].items() if kind != "put off")
     rows = [
         ["right, compared with the engine alone", f"{outcomes.pop('right', 0):,}"],
         ["cancelled by the client", f"{outcomes.pop('cancelled', 0):,}"],
