@@ -122,6 +122,17 @@ INLINE float max_of(vec v) {
     return most;
 }
 
+// e^r of what is left when whole powers of two are gone: |r| <= ln(2) / 2.
+INLINE vec exponential_of_rest(vec r) {
+    vec p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return p * (r * r) + r + 1.0f;
+}
+
 // e^x within two units of the last place; 0 far below, infinity far above, NaN of NaN.
 INLINE vec exponential(vec x) {
     const vec low = all(-87.5f), high = all(88.8f);
@@ -129,32 +140,19 @@ INLINE vec exponential(vec x) {
     const vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the rounded number in the last bits
     const vec shifted = clamped * 1.44269504088896341f + magic;
     const vec n = shifted - magic;
-    const vec r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-    vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    const vec p = exponential_of_rest((clamped - n * 0.693359375f) + n * 2.12194440e-4f);
     // 2^n in two factors: n reaches 128, which no exponent holds
     const ints whole = (ints)shifted - (ints)magic, part = whole >> 1;
     const vec once = (vec)((part + 127) << 23), twice = (vec)((whole - part + 127) << 23);
     const vec out = p * once * twice;
     return x < low ? vec{} : out;
 }
+
 // The same of x up to 0; far below it, a number that is as good as 0 beside 1.
 INLINE vec falling(vec x) {
     const vec low = all(-87.0f), clamped = x < low ? low : x, magic = all(12582912.0f);
     const vec shifted = clamped * 1.44269504088896341f + magic, n = shifted - magic;
-    const vec r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-    vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    const vec p = exponential_of_rest((clamped - n * 0.693359375f) + n * 2.12194440e-4f);
     return p * (vec)((ints)(((bits)shifted - (bits)magic) << 23) + (127 << 23));
 }
 
