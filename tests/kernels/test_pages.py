@@ -43,6 +43,12 @@ def test_what_is_large_asks_for_huge_pages_and_costs_nothing_untouched() -> None
     assert not _mapping(start)
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without huge pages")
+def test_what_the_system_does_not_give_is_told() -> None:
+    with pytest.raises(OSError, match=r"the system gives no 1,152,921,504,606,846,976 bytes of memory: \w+"):
+        pages.zeros((1 << 60,), torch.uint8)
+
+
 def _mapping(address: int) -> dict[str, int | str]:
     """What the system says of the mapping with that address: sizes in kB, flags; nothing where there is none."""
     found: dict[str, int | str] = {}

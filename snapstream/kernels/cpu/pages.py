@@ -19,12 +19,15 @@ LEAST = 4 * HUGE  # below, pages that are used in part would weigh too much
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros ``shape``; the system hands out what is not small piece by piece on first use, so that untouched memory
-    costs nothing. The memory goes back to the system with the last tensor over it.
+    costs nothing. The memory goes back to the system with the last tensor over it. OSError where it gives none.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < LEAST or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes, dtype=torch.uint8).view(dtype).view(shape)
-    memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OSError(f"the system gives no {num_bytes:,} bytes of memory: {error.strerror}") from error
     with suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
