@@ -34,7 +34,7 @@ def model_of(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
 def test_rows_of_any_kind_and_length(
     heads: int, kv_heads: int, head_dim: int, capacity: int, instructions: InstructionSet
 ) -> None:
-    """Eager's logits, the same bits alone and beside others; what a row does not see (NaN, in FP8 zeros) changes none."""
+    """Eager's logits, the same bits alone and beside others; unseen slots (NaN, in FP8 zeros) change none."""
     for kv_dtype in get_args(KVDType):
         runner = runner_of(model_of(heads, kv_heads, head_dim), "float32", kv_dtype, instructions, capacity, 0)
         cache, rows = runner.cache, torch.tensor([3, 0, 4, 1, 2])
