@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=4096)
     parser.add_argument("--prompts", type=int, default=40, help="per family, and windows per kind")
     parser.add_argument("--continuation", type=int, default=129, help="tokens that follow a window")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES), help="none: perplexity only")
     args = parser.parse_args()
     corpus, chat = Corpus.load(args.corpus, "heldout"), Chat(args.model)
     longest = max(args.continuation, MAX_ANSWER)

@@ -11,6 +11,7 @@ from evals.latent_table import cells as latent_cells
 from evals.latent_table import rules_table
 from evals.long_answers import rescoring_table
 from evals.peer_table import peer_cells, peer_table
+from evals.prose_table import perplexity_table, retrieval_table
 from evals.reconstruction import reconstruction_table
 from evals.second_question import second_question_table
 from evals.uneven import uneven_table
@@ -19,7 +20,7 @@ from evals.widths import widths_table
 from figures.markdown import link
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_LATENT_MODEL, TINY_MODEL
 
-NARROW_ROWS = {"int8": "int8"}  # of a CPU, with a name for tables
+NARROW_ROWS = {"bfloat16": "bf16", "int8": "int8"}  # of a CPU, with a name for tables
 DRAFT = "draft_"  # sections of the second model (Qwen3, another tokenizer): are results one model's accident?
 LATENT = "latent_"  # of the third (DeepSeek-V3), whose rows hold latents
 
@@ -51,6 +52,7 @@ WITH_SOURCE: dict[str, Callable[[], str]] = {
     "uneven": lambda: uneven_table(TINY_MODEL), f"{DRAFT}uneven": lambda: uneven_table(TINY_DRAFT_MODEL),
     "reconstruction": lambda: reconstruction_table(TINY_MODEL),
     f"{DRAFT}reconstruction": lambda: reconstruction_table(TINY_DRAFT_MODEL),
+    "prose_retrieval": retrieval_table, "prose_perplexity": perplexity_table,
 }  # fmt: skip
 NAMES = {*TABLES, *WITH_SOURCE, *plots.PLOTS}
 
