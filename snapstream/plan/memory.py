@@ -170,7 +170,7 @@ def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     activations = (4 * model.hidden_size + 3 * heads + mlp_size(model)) * DTYPE_BYTES[config.dtype]
     batch = model.vocab_size * SAMPLING_BYTES + activations
     if config.device.startswith("cuda"):
-        return 2 * batch + (looped_kernel_bytes(model) if config.executor == "looped" else 0)
+        return 2 * batch + (looped_kernel_bytes(model, config) if config.executor == "looped" else 0)
     if config.executor == "looped":  # which reads rows as they are stored
         return model.vocab_size * SAMPLING_BYTES + looped_workspace(model, config, num_cores()).entry_bytes
     if config.kv_dtype != "auto":  # plain PyTorch widens the visible slots of one layer

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from snapstream.config import EngineConfig, ModelConfig
+from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig
 
 _NUMBER = 4  # bytes: fp32
 _PANEL, _ALIGN, _LANES, _DOTS = 32, 4, 16, 4  # the widest that a CPU has
 _PART_SLOTS = 1024  # of a row, that one task attends
-_TARGET_SPLITS, _MAX_SPLITS = 132, 64  # of a row, by the kernel of a GPU
+_TARGET_SPLITS, _MAX_SPLITS, _LEAST_SPLIT = 132, 64, 128  # of a row, and slots of one, by the kernel of a GPU
 _LATENTS_AT_ONCE = 32  # of a row, that a thread reads at a time
 
 
@@ -37,12 +37,13 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
     return Workspace(entry_bytes=_NUMBER * entry, scratch_bytes=_NUMBER * scratch)
 
 
-def looped_kernel_bytes(model: ModelConfig) -> int:
+def looped_kernel_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Of an entry of a looped step on a GPU: what its stages hand each other, and the logits."""
-    splits = min(-(-_TARGET_SPLITS // model.num_kv_heads), _MAX_SPLITS)
-    heads = model.num_heads * model.head_dim + 2 * model.num_kv_heads * model.head_dim
-    stages = model.hidden_size + heads + model.num_heads * model.head_dim + model.intermediate_size
-    return _NUMBER * (stages + model.num_heads * splits * (model.head_dim + 1) + model.vocab_size)
+    wide, heads = model.num_heads * model.head_dim, model.num_heads + 2 * model.num_kv_heads
+    splits = min(-(-_TARGET_SPLITS // model.num_kv_heads), _MAX_SPLITS, -(-config.budget.capacity // _LEAST_SPLIT))
+    attention = model.num_heads * splits * (model.head_dim + 1) + model.num_kv_heads + 2  # sums, shares, counters
+    stored = heads * model.head_dim + wide + model.intermediate_size  # in the dtype of the weights
+    return _NUMBER * (model.hidden_size + attention + model.vocab_size) + DTYPE_BYTES[config.dtype] * stored
 
 
 def _dense_entry(model: ModelConfig, slots: int) -> int:

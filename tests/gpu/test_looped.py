@@ -6,15 +6,23 @@ python -m pytest tests/gpu/test_looped.py
 from __future__ import annotations
 
 import importlib.util
+import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.config import KVBudget
 from snapstream.kernels.rows import RowPlaces
+from snapstream.llm import LLM
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.weights import DecoderWeights
+from snapstream.request import SamplingParams
 from tests.kernels.triton.checks import assert_near
+from tests.parity.checkpoints import VOCAB, make_model, save
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
@@ -72,3 +80,23 @@ def test_looped_steps_equal_the_twin_eagerly_and_captured(shape: str, batch: int
         torch.cuda.synchronize()
         assert torch.equal(looped.logits[:batch], first)
         assert not looped.counters.any()
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen2", "qwen3"])
+def test_an_engine_answers_as_eager(name: str, tmp_path: Path) -> None:
+    """Prompts above and below the budget, more of them than rows, greedy and drawn, through captured looped steps."""
+    folder = save(make_model(name), tmp_path)
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (70, 5, 120, 33, 18, 1, 90)]
+    params = [
+        SamplingParams(max_tokens=6 + 2 * index, temperature=0.8 * (index % 2), seed=index, ignore_eos=True)
+        for index in range(len(prompts))
+    ]
+    answers = []
+    for executor in ("eager", "looped"):
+        with LLM(folder, budget=KVBudget(num_sink=2, num_topk=14, num_recent=16), selector=SnapKV(observation_len=8),
+                 max_rows=5, max_model_len=160, progress=False, device="cuda", executor=executor) as llm:  # fmt: skip
+            answers.append([output.token_ids for output in llm.generate(prompts, params)])
+            runner: Any = llm.engine.runner
+            assert runner.config.executor == executor
+    assert answers[0] == answers[1]
