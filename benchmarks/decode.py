@@ -40,7 +40,7 @@ def step_seconds(llm: LLM, prompt: list[int], rows: int, steps: int) -> tuple[fl
     return median(times[2:-2]), prefill
 
 
-def run(prompt_len: int, rows: int, steps: int, parts: list[int], executor: str) -> list[dict[str, Any]]:
+def run(prompt_len: int, rows: int, steps: int, parts: list[int], executor: str | None) -> list[dict[str, Any]]:
     prompt = random_prompt(prompt_len)
     max_len = prompt_len + steps + 16
     figures: list[dict[str, Any]] = []
@@ -77,12 +77,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--parts", type=int, nargs="+", default=[4, 8], help="budgets as parts of the prompt")
-    parser.add_argument("--executor", choices=["eager", "graph", "looped"], default="eager")
+    parser.add_argument("--executor", choices=["eager", "graph", "looped"], help="default: what the engine chooses")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     ceiling = ceilings()
     figures = run(args.prompt_len, args.rows, args.steps, args.parts, args.executor)
-    name = "decode" if args.executor == "eager" else f"decode_{args.executor}"
+    name = "decode" if args.executor is None else f"decode_{args.executor}"
     report(name, ceiling, {"model": "random Llama 100M fp32", "rows": args.rows,
                                "prompt_len": args.prompt_len, "arms": figures}, save=args.save)  # fmt: skip
 

@@ -74,7 +74,7 @@ def peers_batches(figures: dict[str, Any]) -> str:
          f"{arm['speedup']:.2f}x", f"{arm['same_tokens']:.1%}"]
         for theirs, arm in zip(figures["arms"][::2], figures["arms"][1::2], strict=True)
     ]  # fmt: skip
-    size = f"{figures['prompt_len']:,} tokens of prompt, {figures['new_tokens']} new tokens, full cache, plain calls"
+    size = f"{figures['prompt_len']:,} tokens of prompt, {figures['new_tokens']} new tokens, full cache"
     heads = ["rows", "transformers generate, tokens/s", "snapstream, tokens/s", "speed-up", "same greedy tokens"]
     return f"{size}:\n\n" + table(heads, rows)
 
