@@ -17,10 +17,11 @@ from torch import Tensor
 from snapstream.kernels import plain, reference, scores
 from snapstream.kernels.cpu import attention, compiled, experts, trial
 from snapstream.kernels.cpu.norm import Norms
-from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces, SumNorm
+from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, Pairs, RowPlaces, SumNorm
 
 __all__ = [
-    "CosSin", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "RowPlaces", "SumNorm", "bind", "has_triton",
+    "CosSin", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "Pairs", "RowPlaces", "SumNorm", "bind",
+    "has_triton",
 ]  # fmt: skip
 
 KernelVersion = Literal["triton", "cpu", "compiled_cpu", "torch"]

@@ -30,6 +30,15 @@ class SumNorm(NamedTuple):
     eps: float
 
 
+class Pairs(NamedTuple):
+    """Tokens and the experts that they chose; a pair is a token and one of its experts."""
+
+    order: Tensor  # [T k] int64: token * k + which of its experts, sorted by expert; behind all, those not stored here
+    ends: Tensor  # [X'] int32: of the experts stored here, the pair before which those of each end
+    weights: Tensor  # [T, k] fp32: what an expert's output is multiplied with
+    are_elsewhere: Tensor | None  # [T k]: of those not stored here, by token; None where all are
+
+
 class RowPlaces(NamedTuple):
     """Where the tokens of a decode step go, and what they see."""
 

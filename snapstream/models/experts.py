@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config.moe import MoEConfig
-from snapstream.kernels.bound import Kernels, SumNorm
+from snapstream.kernels.bound import Kernels, Pairs, SumNorm
 from snapstream.layers.router import route
 from snapstream.models.weights import LayerWeights
 
@@ -37,18 +37,12 @@ class Experts:
         """``x [T, D]`` to the weighted sum of its experts' outputs and the shared ones' ``[T, D]``."""
         logits = self._kernels.linear(x.to(torch.float32), self._router, None)  # [T, X]
         weights, experts = route(logits, self._correction, self._moe)
-        flat, top_k = self._own(experts.flatten()), self._moe.top_k
+        flat = self._own(experts.flatten())
         order = flat.argsort(stable=True)  # [T k], pairs by expert, those of others' experts behind all
         ends = torch.searchsorted(flat[order], self._ids, right=True, out_int32=True)  # [X'], of each expert's pairs
-        gate_up = self._gate_up.multiply_grouped(x[order // top_k], ends, self._kernels)  # [T k, 2M]
-        inner = self._kernels.swiglu(gate_up)  # [T k, M]
-        del gate_up  # a chunk's are large
-        inner.mul_(weights.flatten()[order, None])  # the product is linear, and narrower before than behind it
-        out = self._down.multiply_grouped(inner, ends, self._kernels)  # [T k, D]
-        del inner
-        if self._num_own < self._moe.num_experts:  # what no expert made is any number
-            out.masked_fill_((flat == self._num_own)[order, None], 0.0)
-        routed = torch.empty_like(out).index_copy_(0, order, out).view(-1, top_k, x.shape[1]).sum(1)  # [T, D]
+        is_whole = self._num_own == self._moe.num_experts
+        pairs = Pairs(order, ends, weights, None if is_whole else flat == self._num_own)
+        routed = self._gate_up.swiglu_grouped(self._down, x, pairs, self._kernels)  # [T, D]
         return routed if self._shared is None else routed.add_(self._shared(x))
 
     def of_norm(self, given: SumNorm) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from snapstream.config import ModelConfig
 from snapstream.config.latent import LatentConfig
 from snapstream.distributed.group import Group
-from snapstream.kernels.bound import CosSin, HeadNorm, Kernels
+from snapstream.kernels.bound import CosSin, HeadNorm, Kernels, SumNorm
 from snapstream.layers.attention import ExpandingView, KVView
 from snapstream.models.mlp import mlp_of
 from snapstream.models.weights import LayerWeights
@@ -109,8 +109,7 @@ class LatentLayer:
 
     def add(self, residual: Tensor, projected: Tensor) -> Tensor:
         """Add what attention made, then the MLP: what is yet to be added to ``residual [T', D]``."""
-        normed = self._kernels.add_rms_norm(residual, projected, self._post_norm, self._eps)
-        return self.group.all_reduce(self._mlp(normed))
+        return self.group.all_reduce(self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps)))
 
     def _project(self, normed: Tensor, rope: CosSin) -> tuple[Tensor, Tensor]:
         """Queries ``[T, H, N_o + P]`` and latents ``[T, 1, R + P]``, both rotated in their last P numbers."""

@@ -40,8 +40,7 @@ class SwiGLU:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See ``Mlp``."""
-        inner = self._kernels.swiglu(self._gate_up.multiply(x, self._gate_up_bias, self._kernels))  # [T, I]
-        return self._down.multiply(inner, self._down_bias, self._kernels)
+        return self._gate_up.swiglu(self._down, x, (self._gate_up_bias, self._down_bias), self._kernels)
 
     def of_norm(self, given: SumNorm) -> Tensor:
         """See ``Mlp``."""

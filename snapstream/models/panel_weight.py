@@ -10,7 +10,7 @@ from typing import Self
 
 from torch import Tensor
 
-from snapstream.kernels.bound import Kernels, SumNorm
+from snapstream.kernels.bound import Kernels, Pairs, SumNorm
 from snapstream.kernels.cpu.looped import panels, prompt_layer
 from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack
 from snapstream.models.weight import Index, Weight
@@ -82,12 +82,18 @@ class Panels(Weight):
         return prompt_layer.normed_linear(self.library, self._prefill_stack, given, bias)
 
     def swiglu(
-        self, down: Weight, given: SumNorm, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
+        self, down: Weight, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
     ) -> Tensor:
         """See ``Weight.swiglu``: in one call, where gate and up are whole panels."""
         if not isinstance(down, Panels) or down.shape[-1] % PANEL or down._inputs == "int8":
             return super().swiglu(down, given, biases, kernels)
-        return prompt_layer.normed_swiglu(self.library, (self._prefill_stack, down._prefill_stack), given, biases)
+        return prompt_layer.swiglu(self.library, (self._prefill_stack, down._prefill_stack), given, biases)
+
+    def swiglu_grouped(self, down: Weight, x: Tensor, pairs: Pairs, kernels: Kernels) -> Tensor:
+        """See ``Weight.swiglu_grouped``: in one call, where gate and up are whole panels."""
+        if not isinstance(down, Panels) or down.shape[-1] % PANEL or down._inputs == "int8":
+            return super().swiglu_grouped(down, x, pairs, kernels)
+        return prompt_layer.swiglu_grouped(self.library, (self._prefill_stack, down._prefill_stack), x, pairs)
 
     @property
     def _prefill_stack(self) -> Stack:

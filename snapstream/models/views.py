@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -106,7 +107,12 @@ class StagingView:
             return heads.values(torch.cat(parts)) if parts else queries[:0, :, : heads.value_dim]
         for segment in self._chunk.segments:
             self._expand(segment, heads)
-        return self._attend_all(heads.expanded(queries), self._buffers.expanded)[..., : heads.value_dim]
+        return self._attend_all(heads.expanded(queries), partial(self._expanded, heads))[..., : heads.value_dim]
+
+    def _expanded(self, heads: LatentHeads, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Expanded keys and values of staged tokens; the zeros behind a value only for kernels that want them."""
+        keys, values = self._buffers.expanded(start, stop)
+        return keys, values[..., : heads.value_dim] if self._attention.takes_narrow_values else values
 
     def _expand(self, segment: Segment, heads: LatentHeads) -> None:
         """Expand what is staged and was not expanded yet: a segment, and with the first of a prompt what was restored.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.kernels import fp8, groups
-from snapstream.kernels.bound import Kernels, SumNorm
+from snapstream.kernels.bound import Kernels, Pairs, SumNorm
 from snapstream.kernels.cpu import pages
 from snapstream.kernels.reference import widen_blocks
 
@@ -74,14 +74,32 @@ class Weight(ABC):
         return self.multiply(kernels.normed(given), bias, kernels)
 
     def swiglu(
-        self, down: Weight, given: SumNorm, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
+        self, down: Weight, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
     ) -> Tensor:
         """``down(silu(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``.
 
-        x ``[T, D]`` is the norm that ``given`` means; ``biases`` are this matrix's and that of ``down``.
+        x ``[T, D]`` is the norm that ``given`` means, or ``given``; ``biases`` are this matrix's and that of ``down``.
         """
-        inner = kernels.swiglu(self.multiply_normed(given, biases[0], kernels))  # [T, I]
-        return down.multiply(inner, biases[1], kernels)
+        if isinstance(given, Tensor):
+            gate_up = self.multiply(given, biases[0], kernels)  # [T, 2I]
+        else:
+            gate_up = self.multiply_normed(given, biases[0], kernels)
+        return down.multiply(kernels.swiglu(gate_up), biases[1], kernels)
+
+    def swiglu_grouped(self, down: Weight, x: Tensor, pairs: Pairs, kernels: Kernels) -> Tensor:
+        """The weighted sum of what a token's experts make of it, ``x [T, D]`` to ``[T, D]``: matrices ``[X', 2M, D]``,
+        gate and up in one, and ``down [X', D, M]``. A token's sum is taken in the order of its own choice.
+        """
+        (num_tokens, top_k), order = pairs.weights.shape, pairs.order
+        gate_up = self.multiply_grouped(x[order // top_k], pairs.ends, kernels)  # [T k, 2M]
+        inner = kernels.swiglu(gate_up)  # [T k, M]
+        del gate_up  # a chunk's are large
+        inner.mul_(pairs.weights.flatten()[order, None])  # the product is linear, and narrower before than behind it
+        out = down.multiply_grouped(inner, pairs.ends, kernels)  # [T k, D]
+        del inner
+        if pairs.are_elsewhere is not None:
+            out.masked_fill_(pairs.are_elsewhere[order, None], 0.0)  # what no expert made is any number
+        return torch.empty_like(out).index_copy_(0, order, out).view(num_tokens, top_k, -1).sum(1)
 
     def multiply_grouped(self, x: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
         """Of a stack ``[X, out, in]``: each row of ``x [P, in]`` times the matrix of its expert: ``[P, out]``.

@@ -145,7 +145,8 @@ class DecoderWeights:
         own = self.layer(index)
         if self.wide is None:
             return own
-        return LayerWeights({**own.matrices, **self.wide.matrices(index)}, own.vectors)
+        experts = self.wide.experts(own.matrices)
+        return LayerWeights({**own.matrices, **experts, **self.wide.matrices(index)}, own.vectors)
 
     def checkpoint(self) -> dict[str, Tensor]:
         """The numbers by the names they have in a checkpoint of transformers."""

@@ -105,23 +105,20 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
         max_rows = min(max_rows, MOST_LOOPED_ROWS)
     config = config_of(max_rows, options)
     _check_looped(model, config, machine)
-    config = _with_prefill_inputs(model, config, options, machine)
+    config = _with_prefill_inputs(config, options, machine)
     _check_memory(model, config, options, machine)
     _check_store(model, config, machine)
     return config
 
 
-def _with_prefill_inputs(
-    model: ModelConfig, config: EngineConfig, options: EngineOptions, machine: Machine
-) -> EngineConfig:
+def _with_prefill_inputs(config: EngineConfig, options: EngineOptions, machine: Machine) -> EngineConfig:
     """Rounds what prefill multiplies with, where looped products of such weights gain by it and the user has not said
     what inputs are. Plain calls do it too, so that both mean the same.
     """
     forms = config.weights
     if forms is None or options.activations != "auto" or not machine.gains_by_bf16 or config.dtype != "float32":
         return config
-    has_product = forms.layers.width == "bfloat16" or (forms.layers.is_codes and not forms.layers.is_blocks)
-    if not has_product or model.moe is not None or model.latent is not None:
+    if forms.layers.width != "bfloat16" and (forms.layers.is_blocks or not forms.layers.is_codes):
         return config
     attention = "cpu_bf16" if config.prefill_attention == "auto" else config.prefill_attention
     return replace(config, weights=replace(forms, rounds_prefill=True), prefill_attention=attention)

@@ -47,9 +47,10 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"weights": "bfloat16"},
-        {"weights": "int8"},
-        {"weights": "int4"},
+        # Inputs that prefill rounds make an expert of difference here and there (test_prefill_that_rounds_its_inputs).
+        {"weights": "bfloat16", "activations": "dtype"},
+        {"weights": "int8", "activations": "dtype"},
+        {"weights": "int4", "activations": "dtype"},
         {"rescoring": RescoringConfig(every=5, num_queries=5)},
         {"max_rows": 7, "budget": "full"},
         {"kv_dtype": "fp8"},

@@ -37,6 +37,7 @@ class PrefillAttention:
     attend_packed: AttendPacked | None
     why: str
     stage_heads: StageHeads | None = None  # norms, rotates and stages heads; None: plain calls do
+    takes_narrow_values: bool = False  # values may have fewer numbers than keys
 
     def describe(self) -> str:
         """One line for the start."""
@@ -103,9 +104,9 @@ def automatic(device: torch.device, dtype: torch.dtype, head_dim: int, group_siz
 
 
 def _made(version: Version, packed: Version | None, why: str) -> PrefillAttention:
-    if packed is None:
-        return PrefillAttention(version.name, version.attend, "loop", None, why, version.stage_heads)
-    return PrefillAttention(version.name, version.attend, packed.name, packed.attend_packed, why, version.stage_heads)
+    name, together = ("loop", None) if packed is None else (packed.name, packed.attend_packed)
+    is_narrow = version.takes_narrow_values and (packed is None or packed.takes_narrow_values)
+    return PrefillAttention(version.name, version.attend, name, together, why, version.stage_heads, is_narrow)
 
 
 def problem_of(version: Version, case: Case) -> str:

@@ -69,6 +69,7 @@ class Version:
     attend_packed: AttendPacked | None = None
     why_not_packed: Callable[[], str] = lambda: ""  # beyond ``why_not``
     stage_heads: StageHeads | None = None  # norms, rotates and stages heads in one call
+    takes_narrow_values: bool = False  # values may have fewer numbers than keys
 
 
 def _needs(
@@ -127,10 +128,12 @@ VERSIONS: dict[str, Version] = {
     for version in (
         Version("reference", reference.prefill_attention, lambda case: ""),
         Version("cpu", cpu_attention.prefill_attention, _on_cpu),
-        Version("cpu_fp32", prompt_f32.prefill_attention, _on_cpu_in_fp32, _packed_in_fp32),
+        Version(
+            "cpu_fp32", prompt_f32.prefill_attention, _on_cpu_in_fp32, _packed_in_fp32, takes_narrow_values=True
+        ),
         Version(
             "cpu_bf16", prompt.prefill_attention, _on_cpu_in_bf16, prompt.packed_attention,
-            stage_heads=prompt_layer.stage_heads,
+            stage_heads=prompt_layer.stage_heads, takes_narrow_values=True,
         ),
         Version(
             "sdpa_flash", sdpa.prefill_attention, _needs(), packages.torch_varlen, packages.why_no_torch_varlen

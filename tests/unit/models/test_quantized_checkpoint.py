@@ -142,7 +142,7 @@ def test_experts_become_codes_and_routers_stay(name: str, tmp_path: Path) -> Non
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     answers = []
     for executor in ("looped", "eager"):
-        with LLM(target, max_model_len=64, executor=executor, progress=False) as llm:
+        with LLM(target, max_model_len=64, executor=executor, activations="dtype", progress=False) as llm:
             answers.append(llm.generate([5, 6, 7, 8], params)[0].token_ids)
     assert answers[0] == answers[1]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published import QWEN3_30B
-from snapstream.assets import TINY_MODEL
+from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.config import AutoCount, EngineConfig, EngineOptions, RescoringConfig, Settings, WeightForm
 from snapstream.config.latent import LatentConfig
 from snapstream.config.weights import StoredWeights
@@ -127,6 +127,9 @@ def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -
         assert rounds(fast, weights=weights, executor="eager")  # to mean the same
     assert not rounds(fast, weights="float32") and not rounds(fast, weights="float16")
     assert not rounds(fast, dtype="bfloat16")
+    options = EngineOptions(device="cpu", weights="bfloat16", max_rows=1)
+    forms = resolve(read_model_config(TINY_LATENT_MODEL), options, fast).weights  # latents and experts
+    assert forms is not None and forms.rounds_prefill
     config = decided(fast, **loops, weights="bfloat16")
     assert config.weights is not None and config.weights.describe() == "bfloat16; inputs bf16 in prefill"
     assert "products of bfloat16" in describe_inputs(config)

@@ -2,6 +2,7 @@
 #include "bf16.h"
 #include "codes.h"
 #include "engine.h"
+#include "prompt_experts.h"
 #include "prompt_f32.h"
 #include "prompt_layer.h"
 
@@ -112,6 +113,9 @@ EXPORT void looped_copy_rows(const Stack* matrix, const int64_t* rows, int64_t c
 }
 EXPORT void looped_pass_tokens(const Passing* passing, float* buffer, int64_t threads) {
     pass_tokens(*passing, buffer, threads);
+}
+EXPORT void looped_pass_experts(const Routed* routed, float* buffer, int64_t threads) {
+    pass_experts(*routed, buffer, threads);
 }
 EXPORT void looped_stage_heads(const Heads* heads, int64_t threads) { stage_heads(*heads, threads); }
 EXPORT int64_t looped_way(int64_t way) { return choose_way(way); }

@@ -113,6 +113,17 @@ class Passing(Structure):
     ]
 
 
+class Routed(Structure):
+    """Tokens, and the experts that they chose (``prompt_experts.h``)."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        *((name, Stack) for name in "gate_up down".split()),
+        *((name, c_void_p) for name in "order ends weights out".split()),
+        *((name, c_int64) for name in "tokens top_k experts".split()),
+    ]
+
+
 class Heads(Structure):
     """Heads of tokens as projected, and where they go."""
 
@@ -135,6 +146,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "linear": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64]),
     "copy_rows": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_int64]),
     "pass_tokens": (None, [POINTER(Passing), c_void_p, c_int64]),
+    "pass_experts": (None, [POINTER(Routed), c_void_p, c_int64]),
     "stage_heads": (None, [POINTER(Heads), c_int64]),
     "way": (c_int64, [c_int64]),
     "attend_prompts": (None, [POINTER(Prompt), c_void_p, c_void_p, c_int64, c_int64]),

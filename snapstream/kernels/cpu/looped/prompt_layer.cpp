@@ -8,49 +8,10 @@
 #include <cstdlib>
 #include <vector>
 
-#include "bf16.h"
-#include "codes.h"
-#include "engine.h"
+#include "prompt_input.h"
 
 namespace looped {
 namespace {
-
-constexpr int64_t NEAR_BYTES = 768 * 1024;  // of packed input, beside a panel and its sums
-
-// The input of a matrix, packed in ranges of tokens.
-class Input {
-  public:
-    Input(const Stack& matrix, int64_t tokens, float* packed) : matrix_(matrix), tokens_(tokens), packed_(packed) {
-        const int64_t bytes = tokens * matrix.cols * (takes_bf16(matrix) ? 2 : 4);
-        const int64_t ranges = std::max<int64_t>(1, (bytes + NEAR_BYTES - 1) / NEAR_BYTES);
-        size_ = std::max<int64_t>(1, ((tokens + ranges - 1) / ranges + MOST - 1) / MOST * MOST);
-    }
-
-    int64_t ranges() const { return (tokens_ + size_ - 1) / size_; }
-    int64_t begin(int64_t range) const { return range * size_; }
-    int64_t most() const { return std::min(size_, tokens_); }
-    Groups groups(int64_t range) const { return Groups(std::min(size_, tokens_ - begin(range))); }
-    float* of(int64_t range) const { return packed_ + begin(range) * padded(matrix_.cols); }
-
-    // Columns `first` and further of a token; codes in whole groups.
-    void put(int64_t token, const float* x, int64_t first, int64_t count) const {
-        const int64_t range = token / size_, own = token - begin(range);
-        if (takes_bf16(matrix_)) {
-            pack_bf16_part(x, first, count, matrix_.cols, of(range), groups(range), own);
-        } else if (takes_codes(matrix_)) {
-            PackedCodes(of(range), groups(range), own, matrix_).put(first, x, count);
-        } else {
-            const Packed to(of(range), groups(range), own, matrix_.cols);
-            for (int64_t i = 0; i < count; ++i) to.put(first + i, x[i]);
-            if (first + count == matrix_.cols) to.end(matrix_.cols);
-        }
-    }
-
-  private:
-    const Stack& matrix_;
-    int64_t tokens_, size_;
-    float* packed_;
-};
 
 // Half of a head; the other numbers of its pairs lie `other` further on.
 INLINE void rotate(const float* x, const float* cos, const float* sin, int64_t other, float* to) {
@@ -85,26 +46,6 @@ void write(const Passing& p, const Stack& matrix, const float* bias, const float
             for (int64_t i = 0; i < count; ++i) to[i] = sums[t * PANEL + i] + own[i];
     }
 }
-
-// silu(gate) * up of a panel of each.
-void activate(const Input& input, const float* bias, int64_t inner, const float* gates, const float* ups, int64_t begin,
-              int64_t tokens, int64_t first) {
-    float gate_bias[PANEL] = {}, up_bias[PANEL] = {}, active[PANEL];
-    if (bias) {
-        std::copy(bias + first, bias + first + PANEL, gate_bias);
-        std::copy(bias + inner + first, bias + inner + first + PANEL, up_bias);
-    }
-    for (int64_t t = 0; t < tokens; ++t) {
-        for (int v = 0; v < PANEL; v += W) {
-            const vec gate = load(gates + t * PANEL + v) + load(gate_bias + v);
-            const vec up = load(ups + t * PANEL + v) + load(up_bias + v);
-            store(active + v, gate / (1.0f + exponential(-gate)) * up);
-        }
-        input.put(begin + t, active, first, PANEL);
-    }
-}
-
-int64_t panels_of(const Stack& matrix) { return (matrix.rows + PANEL - 1) / PANEL; }
 
 }  // namespace
 
@@ -141,7 +82,7 @@ void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
             if (gated) {
                 float* ups = sums.data() + groups.tokens * PANEL;
                 multiply(matrix, own + panels * matrix.panel_bytes, first.of(range), groups, ups);
-                activate(second, p.bias, inner, sums.data(), ups, begin, groups.tokens, panel * PANEL);
+                activate(second, p.bias, inner, sums.data(), ups, nullptr, begin, groups.tokens, panel * PANEL);
             } else {
                 write(p, matrix, p.bias, sums.data(), begin, groups.tokens, panel * PANEL);
             }

@@ -12,8 +12,8 @@ from ctypes import addressof, byref, c_int64
 import torch
 from torch import Tensor
 
-from snapstream.kernels.cpu.looped.library import ALIGN_COLS, Heads, Library, Passing, Stack, address, load
-from snapstream.kernels.rows import CosSin, HeadNorm, SumNorm
+from snapstream.kernels.cpu.looped.library import ALIGN_COLS, Heads, Library, Passing, Routed, Stack, address, load
+from snapstream.kernels.rows import CosSin, HeadNorm, Pairs, SumNorm
 
 
 def normed_linear(library: Library, stack: Stack, given: SumNorm, bias: Tensor | None) -> Tensor:
@@ -23,16 +23,16 @@ def normed_linear(library: Library, stack: Stack, given: SumNorm, bias: Tensor |
     return out
 
 
-def normed_swiglu(
-    library: Library, matrices: tuple[Stack, Stack], given: SumNorm,
+def swiglu(
+    library: Library, matrices: tuple[Stack, Stack], given: SumNorm | Tensor,
     biases: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:  # fmt: skip
-    """``down(silu(gate x) * up x)``, ``[T, D]`` fp32: x is the norm that ``given`` means, ``[T, D]``.
+    """``down(silu(gate x) * up x)``, ``[T, D]`` fp32: x is the norm that ``given`` means, ``[T, D]``, or ``given``.
 
     ``matrices``: gate and up in one, each of whole panels, and down.
     """
     gate_up, down = matrices
-    out = torch.empty(len(given.residual), down.rows)
+    out = torch.empty(len(given if isinstance(given, Tensor) else given.residual), down.rows)
     bias, down_bias = biases
     _pass(
         library, given,
@@ -41,11 +41,29 @@ def normed_swiglu(
     return out
 
 
-def _pass(library: Library, given: SumNorm, passing: Passing) -> None:
-    tokens = len(given.residual)
-    x = None if given.x is None else given.x.contiguous()
-    passing.x, passing.residual, passing.norm = address(x), address(given.residual), address(given.weight)
-    passing.tokens, passing.eps = tokens, given.eps
+def swiglu_grouped(library: Library, matrices: tuple[Stack, Stack], x: Tensor, pairs: Pairs) -> Tensor:
+    """See ``models.weight.Weight.swiglu_grouped``: ``x [T, D]`` to ``[T, D]`` fp32; gate and up are whole panels."""
+    gate_up, down = matrices
+    x, order, ends, weights = (part.contiguous() for part in (x, pairs.order, pairs.ends, pairs.weights))
+    (tokens, top_k), out = weights.shape, torch.empty(len(x), down.rows)
+    routed = Routed(
+        x=address(x), gate_up=gate_up, down=down, order=address(order), ends=address(ends), weights=address(weights),
+        out=address(out), tokens=tokens, top_k=top_k, experts=len(ends),
+    )  # fmt: skip
+    buffer = library.scratch(tokens * top_k * (gate_up.cols + down.cols + 2 * (ALIGN_COLS - 1)))
+    library.pass_experts(byref(routed), address(buffer), torch.get_num_threads())
+    return out
+
+
+def _pass(library: Library, given: SumNorm | Tensor, passing: Passing) -> None:
+    x: Tensor | None
+    if isinstance(given, Tensor):
+        tokens, x = len(given), given
+    else:
+        tokens, x = len(given.residual), given.x
+        passing.residual, passing.norm, passing.eps = address(given.residual), address(given.weight), given.eps
+    x = None if x is None else x.contiguous()
+    passing.x, passing.tokens = address(x), tokens
     buffer = library.scratch(tokens * (passing.matrix.cols + ALIGN_COLS - 1 + passing.down.cols))
     library.pass_tokens(byref(passing), address(buffer), torch.get_num_threads())
 
