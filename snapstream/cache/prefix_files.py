@@ -1,9 +1,10 @@
 """The prefix store's disk tier: a safetensors file per block, written beside the engine, checked when it is read.
 
 A file's name is a keyed hash along the chain of blocks, so it stands for all tokens up to its own, their namespace and
-the model that computed them. What is read back must carry that name, its own tokens and the checksum of its numbers;
-any fault is a miss, the file is deleted, and the log gets a line. Files are written under another name, synced and
-renamed: a crash leaves no half block. The least recently used leave when there are more bytes than allowed.
+the model that computed them. What is read back must carry that name, its own tokens, the rank whose share it is, and
+the checksum of its numbers; any fault is a miss, the file is deleted, and the log gets a line. Files are written under
+another name, synced and renamed: a crash leaves no half block. The least recently used leave when there are more bytes
+than allowed.
 
 Nothing of a file is executed. ``engine/prefix_disk.py`` decides what is read and written.
 """
@@ -13,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -36,14 +38,26 @@ log = logging.getLogger(__name__)
 FORMAT = "1"
 SUFFIX, PARTIAL = ".safetensors", ".partial"
 _HASH_BYTES = 20
+_HEX = f"[0-9a-f]{{{2 * _HASH_BYTES}}}"
+_PLACE = re.compile(f"({_HEX}(/{_HEX})*)?")
+_NAME = re.compile(f"({_HEX}/)+{_HEX}{re.escape(SUFFIX)}")
 
 
 class PrefixFiles:
     """The ``PrefixTier`` of one runner; one thread reads, another writes."""
 
-    def __init__(self, blocks: PrefixBlocks, folder: PrefixFolder, model: bytes, max_bytes: int) -> None:
-        """``model``: what tells the model and its numbers from all others."""
-        self._blocks, self._folder, self._max_bytes = blocks, folder, max_bytes
+    def __init__(
+        self,
+        blocks: PrefixBlocks,
+        folder: PrefixFolder,
+        model: bytes,
+        max_bytes: int,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``model``: what tells the model and its numbers from all others. ``settle`` returns when the device has done
+        what blocks were given to it for; a rank whose steps nobody reads needs it.
+        """
+        self._blocks, self._folder, self._max_bytes, self._settle = blocks, folder, max_bytes, settle
         sizes = f"{FORMAT} {blocks.block_len} {blocks.spec}".encode()
         self._root = _keyed(folder.secret, b"root", sizes + model)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefix-reader")
@@ -60,7 +74,7 @@ class PrefixFiles:
 
     def names(self, namespace: str, chain: Sequence[bytes]) -> tuple[str, ...]:
         """The names of a chain's blocks in a namespace."""
-        place, digest = self._place(namespace), self._root
+        place, digest = self.place(namespace), self._root
         names = []
         for tokens in chain:
             digest = _keyed(self._folder.secret, digest, place.encode() + tokens)
@@ -72,18 +86,25 @@ class PrefixFiles:
             return name in self._sizes
 
     def load(self, wanted: Sequence[StoredBlock]) -> Future[int]:
-        """Fill blocks from their files; how many of the first ones are right."""
+        """Fill blocks from their files; how many of the first ones are right. ValueError for names that are none."""
+        for block in wanted:
+            _check(_NAME, block.name)
         return self._reader.submit(self._load, wanted)
 
     def save(self, block: StoredBlock) -> Future[int]:
-        """Write a block, which must stay as it is until that is done."""
+        """Write a block, which must stay as it is until that is done. ValueError for a name that is none."""
+        _check(_NAME, block.name)
         return self._writer.submit(self._save, block)
 
     def forget(self, namespace: str | None) -> None:
         """Delete the files of a namespace and those below it, by default all."""
-        place = "" if namespace is None else self._place(namespace)
+        self.forget_place("" if namespace is None else self.place(namespace))
+
+    def forget_place(self, place: str) -> Future[int]:
+        """The same for the folder of a namespace; empty: all. ValueError for what is none."""
+        _check(_PLACE, place)
         self._drop(place)
-        self._writer.submit(self._delete_all, place)  # behind what is being written
+        return self._writer.submit(self._delete_all, place)  # behind what is being written
 
     def close(self) -> None:
         """Finish what is being written; may be repeated."""
@@ -91,7 +112,7 @@ class PrefixFiles:
         self._writer.shutdown()
         self._folder.close()
 
-    def _place(self, namespace: str) -> str:
+    def place(self, namespace: str) -> str:
         """The folder of a namespace; those below it lie in it."""
         parts = [part.encode("utf-8", "surrogatepass") for part in namespace.split(NAMESPACE_BORDER)]
         return "/".join(_keyed(self._folder.secret, b"space", part).hex() for part in parts)
@@ -108,6 +129,7 @@ class PrefixFiles:
         self._make_room(0)
 
     def _load(self, wanted: Sequence[StoredBlock]) -> int:
+        self._settle()
         for count, block in enumerate(wanted):
             try:
                 self._read(block)
@@ -125,6 +147,8 @@ class PrefixFiles:
             said, numbers, tokens = file.metadata() or {}, file.get_tensor("kv"), file.get_tensor("tokens")
         if said.get("format") != FORMAT or said.get("name") != block.name:
             raise ValueError("it is not the block that its name says")
+        if said.get("share", "") != self._folder.part:
+            raise ValueError("it is another rank's share")
         if tokens.dtype != torch.int32 or tokens.numpy().tobytes() != block.tokens:
             raise ValueError("its tokens are others")
         if numbers.dtype != own.dtype or numbers.shape != own.shape:
@@ -140,9 +164,10 @@ class PrefixFiles:
     def _save(self, block: StoredBlock) -> int:
         if self.has(block.name):
             return 0
+        self._settle()
         numbers = self._blocks.whole(block.number)
         tokens = torch.from_numpy(np.frombuffer(block.tokens, dtype=np.int32).copy())
-        said = {"format": FORMAT, "name": block.name, "checksum": _checksum(numbers)}
+        said = {"format": FORMAT, "name": block.name, "share": self._folder.part, "checksum": _checksum(numbers)}
         data = save({"kv": numbers.contiguous(), "tokens": tokens}, said)
         path = self._folder.path / block.name
         partial = path.with_suffix(PARTIAL)
@@ -180,11 +205,12 @@ class PrefixFiles:
             for name in [name for name in self._sizes if not place or name.startswith(f"{place}/")]:
                 del self._sizes[name]
 
-    def _delete_all(self, place: str) -> None:
+    def _delete_all(self, place: str) -> int:
         tops = [self._folder.path / place] if place else [own for own in self._folder.path.iterdir() if own.is_dir()]
         for top in tops:
             shutil.rmtree(top, ignore_errors=True)
         self._drop(place)
+        return 0
 
 
 def model_fingerprint(folder: Path, settings: str) -> bytes:
@@ -199,6 +225,11 @@ def model_fingerprint(folder: Path, settings: str) -> bytes:
             header = file.read(8 + min(int.from_bytes(file.read(8), "little"), 2**26))
         found.update(f"{path.name} {info.st_size} {info.st_mtime_ns}".encode() + header)
     return found.digest()
+
+
+def _check(form: re.Pattern[str], name: str) -> None:
+    if not form.fullmatch(name):
+        raise ValueError(f"{name!r:.100} names no block of the prefix store")
 
 
 def _keyed(key: bytes, kind: bytes, value: bytes) -> bytes:

@@ -1,5 +1,7 @@
 """The folder of the prefix store's disk tier: ours, private, one engine at a time. No torch.
 
+An engine over several ranks has a folder for each rank within it (``rank_part``), with a secret and a lock of its own.
+
 It holds keys and values of prompts, which can be turned back into text, so only its owner may read it (0700). A marker
 file says that it is ours; a folder with other people's files in it is refused, never cleaned. ``secret`` keys the names
 of all files: they tell nothing about prompts, and namespaces survive a restart.
@@ -13,6 +15,8 @@ import secrets
 import stat
 from pathlib import Path
 
+from snapstream.config import ParallelConfig
+
 MARKER = "snapstream-prefixes"
 SECRET = "secret"
 SECRET_BYTES = 32
@@ -21,21 +25,40 @@ SECRET_BYTES = 32
 class PrefixFolder:
     """An open folder; ValueError for one that cannot be used."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = _prepared(path)
-        self.secret = folder_secret(path)
-        self._lock = os.open(path / MARKER, os.O_RDWR | os.O_CLOEXEC)
+    def __init__(self, path: Path, part: str = "") -> None:
+        """``part``: the folder in ``path`` that belongs to one rank; others may then have the other parts."""
+        self._locks = [_locked(path, fcntl.LOCK_SH if part else fcntl.LOCK_EX)]
+        self.part, self.path = part, path / part
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ValueError(f"prefix_dir {path} is in use by another engine") from None
+            if part:
+                self._locks.append(_locked(self.path, fcntl.LOCK_EX))
+            self.secret = folder_secret(self.path)
+        except ValueError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Let others use it; may be repeated."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        while self._locks:
+            os.close(self._locks.pop())
+
+
+def rank_part(parallel: ParallelConfig, rank: int) -> str:
+    """The name of a rank's folder: ranks that divide a model otherwise never see its files. Empty for one device."""
+    if parallel.size == 1:
+        return ""
+    return f"rank-{rank}-of-{parallel.size}-{parallel.experts}-{parallel.attention}"
+
+
+def _locked(path: Path, kind: int) -> int:
+    """The open marker of a folder that is ours now; ValueError if it is another engine's."""
+    lock = os.open(_prepared(path) / MARKER, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ValueError(f"prefix_dir {path} is in use by another engine") from None
+    return lock
 
 
 def folder_secret(path: Path) -> bytes:

@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Literal
 
 from snapstream.distributed.link import Link, LinkClosed, pair
-from snapstream.distributed.messages import TO_LEADER, Failed, Hello, Joined, Ready, Task
+from snapstream.distributed.messages import TO_LEADER, BlocksDone, Failed, Hello, Joined, Ready, Task
 from snapstream.distributed.wire import pack
 
 State = Literal["here", "joined", "ready"]
@@ -57,7 +57,8 @@ class Followers:
         self._all: list[Follower] = []
         self._change = threading.Condition()
         self._lost: Failed | None = None
-        self._on_end: Callable[[], None] = lambda: None
+        self._on_end: list[Callable[[], None]] = []
+        self._on_done: Callable[[int, BlocksDone], None] = lambda rank, done: None
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -137,9 +138,13 @@ class Followers:
     def when_lost(self, act: Callable[[], None]) -> None:
         """Call ``act`` when a rank goes, for whatever reason, on a thread, or at once if one has. It must not wait."""
         with self._change:
-            self._on_end = act
+            self._on_end.append(act)
             if self._lost is not None:
                 act()
+
+    def when_done(self, act: Callable[[int, BlocksDone], None]) -> None:
+        """Call ``act`` with a rank and its answer about the prefix store's files, on a thread. It must not wait."""
+        self._on_done = act
 
     def check(self) -> None:
         """RankLost, or the ValueError that a follower reported, if one has gone."""
@@ -188,6 +193,9 @@ class Followers:
         try:
             while True:
                 message = own.link.receive()
+                if isinstance(message, BlocksDone):
+                    self._on_done(own.rank, message)
+                    continue
                 with self._change:
                     if isinstance(message, Failed):
                         own.failure = message
@@ -210,7 +218,8 @@ class Followers:
             is_first = self._lost is None and not self._is_closed
             if is_first:
                 self._lost = end
-            self._on_end()
+            for act in self._on_end:
+                act()
             had_joined = own.state in ("joined", "ready")  # else the leader waits for it, and will be told
             self._change.notify_all()
         if is_first and had_joined and end.kind == "error":

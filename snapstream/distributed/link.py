@@ -33,11 +33,12 @@ class LinkClosed(Exception):
 
 
 class Link:
-    """One end. One thread may send while another receives."""
+    """One end. Threads may send while another receives."""
 
     def __init__(self, connection: Connection, kinds: Mapping[str, type]) -> None:
         """``kinds``: the messages that may come, by name."""
         self._connection, self._kinds = connection, kinds
+        self._sends = threading.Lock()
 
     def send(self, message: object) -> None:
         """LinkClosed if nobody can receive it."""
@@ -46,7 +47,8 @@ class Link:
     def send_packed(self, data: bytes) -> None:
         """The same for a message that is packed once for several followers."""
         try:
-            self._connection.send_bytes(data)
+            with self._sends:
+                self._connection.send_bytes(data)
         except OSError as error:
             raise LinkClosed(str(error)) from error
 

@@ -2,6 +2,9 @@
 
     follower: Hello ---> leader: Task ---> follower: Joined, later Ready ---> leader: StepPlan, StepPlan, ...
 
+Between plans the leader may ask what the prefix store's files are for (``ReadBlocks``, ``WriteBlock``,
+``ForgetBlocks``); the follower does that beside its steps and says ``BlocksDone``.
+
 A follower that cannot go on says ``Failed`` as its last word. There is no message for the end: whoever finds the link
 closed ends. ``wire.py`` makes bytes of them.
 """
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from snapstream.config import EngineConfig
-from snapstream.step import StepPlan
+from snapstream.step import StepPlan, StoredBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,38 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadBlocks:
+    """Fill blocks of the prefix store from the files of this rank."""
+
+    number: int  # of this request, for the answer
+    blocks: tuple[StoredBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBlock:
+    """Write a block, which stays as it is until the answer has come."""
+
+    number: int
+    block: StoredBlock
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetBlocks:
+    """Delete the files of a namespace; an empty place: all."""
+
+    number: int
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksDone:
+    """The answer to one of the three."""
+
+    number: int
+    count: int  # of the first blocks that could be read
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The follower's process ends. "value": the settings cannot be served there."""
 
@@ -56,5 +91,5 @@ class Failed:
     reason: str
 
 
-TO_FOLLOWER: dict[str, type] = {kind.__name__: kind for kind in (Task, StepPlan)}
-TO_LEADER: dict[str, type] = {kind.__name__: kind for kind in (Hello, Joined, Ready, Failed)}
+TO_FOLLOWER: dict[str, type] = {kind.__name__: kind for kind in (Task, StepPlan, ReadBlocks, WriteBlock, ForgetBlocks)}
+TO_LEADER: dict[str, type] = {kind.__name__: kind for kind in (Hello, Joined, Ready, BlocksDone, Failed)}

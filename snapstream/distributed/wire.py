@@ -2,10 +2,11 @@
 
     u32 length of the head | head: JSON [name, values, [bytes of each array]] | arrays of int64, one after the other
 
-A message is a dataclass whose fields are numbers, texts, ``None``, tuples, mappings, and such dataclasses again; long
-tuples of whole numbers (token ids) travel as arrays. What comes out is made by the same constructors that a caller
-uses, so it is checked as a caller's values are. Invariant: ``unpack(pack(m)) == m`` for what ``kinds`` names, and a
-ValueError, never anything else, for bytes that are none. ``messages.py`` has the messages, ``link.py`` brings them.
+A message is a dataclass whose fields are numbers, texts, bytes, ``None``, tuples, mappings, and such dataclasses again;
+long tuples of whole numbers (token ids) travel as arrays, bytes in base64. What comes out is made by the same
+constructors that a caller uses, so it is checked as a caller's values are. Invariant: ``unpack(pack(m)) == m`` for what
+``kinds`` names, and a ValueError, never anything else, for bytes that are none. ``messages.py`` has the messages,
+``link.py`` brings them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import struct
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
@@ -60,6 +62,8 @@ def _plain(value: Any, arrays: list[bytes]) -> Any:
     """``value`` in JSON's types; its long tuples of whole numbers go to ``arrays``."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
     if isinstance(value, Selector) and is_shipped(value):
         return [value.name, _values(value, arrays)]
     if is_dataclass(value) and not isinstance(value, Selector):
@@ -95,6 +99,8 @@ def reader(kind: Any) -> Read:
         return partial(_read_fields, made, names, tuple(hints[name] for name in names))
     if kind in (NoneType, bool, int, float, str):
         return partial(_read_scalar, kind)
+    if kind is bytes:
+        return _read_bytes
     if origin is Literal:
         return partial(_read_literal, args)
     if origin in (Union, UnionType):
@@ -104,6 +110,10 @@ def reader(kind: Any) -> Read:
     if origin is Mapping:
         return partial(_read_mapping, reader(args[0]), reader(args[1]))
     raise TypeError(f"no message may have a {kind}")
+
+
+def _read_bytes(value: Any, arrays: Any) -> bytes:
+    return b64decode(value, validate=True)
 
 
 def _read_fields(kind: type, names: Sequence[str], kinds: Sequence[Any], value: Any, arrays: Any) -> Any:

@@ -17,6 +17,7 @@ from snapstream.cache.deal import Deal
 from snapstream.cache.kept import packed_bits, selected
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.prefix_blocks import PrefixBlocks
+from snapstream.cache.prefix_files import PrefixFiles
 from snapstream.config import EXECUTORS, EngineConfig
 from snapstream.grammar import GrammarCompiler
 from snapstream.kernels.prefill.choice import choose
@@ -38,7 +39,7 @@ from snapstream.runner.row_parts import RowParts, hidden_bytes, read_later
 from snapstream.runner.row_writer import RowWriter, make_row_writer
 from snapstream.runner.rows import Rows
 from snapstream.runner.warm_up import warm_up_kernels
-from snapstream.step import JobSpec, PrefillEntry, PrefixTier, ReceivedRow, RowExchange, StepPlan
+from snapstream.step import JobSpec, PrefillEntry, ReceivedRow, RowExchange, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 _LOGITS_TOKENS, _LOGITS_BYTES = 256, 64 * 2**20
 
 
-MakeTier = Callable[[PrefixBlocks], PrefixTier]
+MakeTier = Callable[[PrefixBlocks], PrefixFiles]
 MakeWriter = Callable[[KVCache, EngineConfig, Rescorer | None], RowWriter]
 
 
@@ -95,11 +96,7 @@ class ModelRunner:
         if config.prefix_store is not None:
             size, pins = config.prefix_store.block_len, device.type == "cuda"
             self.prefix_blocks = PrefixBlocks(spec, config.prefix_blocks, size, pins=pins)
-        self.prefix_tier: PrefixTier | None = None
-        if make_tier is not None and decoder.group.size > 1:
-            raise ValueError(
-                f"the prefix store has no disk tier on several ranks, and this engine has {decoder.group.size}"
-            )
+        self.prefix_tier: PrefixFiles | None = None
         if self.prefix_blocks is not None and make_tier is not None:
             self.prefix_tier = make_tier(self.prefix_blocks)
         self.mover = None if self.prefix_blocks is None else make_mover(self.prefix_blocks, config.pool_tokens, device)

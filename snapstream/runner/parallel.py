@@ -2,7 +2,8 @@
 
 Every rank runs the same ``ModelRunner`` over its share of the weights and rows, meets the others in the collectives of
 the layers, and draws the same tokens: what is drawn depends on logits that are the same bits on every rank, on seeds
-and on counters. So a plan is all that is ever sent, and results are read on the leader alone.
+and on counters. So a plan is all that is ever sent, and results are read on the leader alone. (What the prefix store's
+files are asked for goes the same way: ``rank_files.py``.)
 
 Invariant: followers run exactly the plans that the leader runs, in the same order. Ctrl-C therefore waits for the end
 of a submit: a plan that one rank has run in part would leave the others waiting for it.
@@ -24,6 +25,7 @@ import torch
 from snapstream.distributed.group import Group
 from snapstream.distributed.launch import Followers
 from snapstream.runner.model_runner import ModelRunner
+from snapstream.runner.rank_files import RankFiles
 from snapstream.runner.results import SubmittedStep
 from snapstream.step import PrefixTier, RowExchange, StepPlan
 
@@ -60,12 +62,17 @@ class ParallelRunner:
     def __init__(self, leader: RankRunner, followers: Followers, leave: Callable[[], None]) -> None:
         """``leave`` is called when the ranks part: by ``close``, or when nobody holds this any more."""
         self.leader, self._followers = leader, followers
+        files = leader.runner.prefix_tier
+        self._files = None if files is None else RankFiles(files, len(followers), self._send)
+        if self._files is not None:
+            followers.when_done(self._files.note)
+            followers.when_lost(self._files.give_up)
         self._part = weakref.finalize(self, _part, followers, leave)
 
     @property
     def prefix_tier(self) -> PrefixTier | None:
-        """None: a folder holds whole blocks, and each rank has a part of every block."""
-        return None
+        """The files of all ranks; None where the engine has no folder."""
+        return self._files
 
     @property
     def follower_pids(self) -> tuple[int, ...]:
@@ -94,6 +101,11 @@ class ParallelRunner:
             except Exception:
                 self._followers.blame()
                 raise
+
+    def _send(self, message: object) -> None:
+        """RankLost if a follower has gone. Ctrl-C waits: all followers hear it, or none."""
+        with _uninterrupted():
+            self._followers.send(message)
 
     def close(self) -> None:
         """End the followers; returns when no process of them is left on this machine."""

@@ -86,7 +86,7 @@ def build_runner(
     if config.parallel.size > 1:
         raise ValueError(f"this runner is made for one device, and tensor_parallel is {config.parallel.size}")
     _check_heads(folder, config)
-    make_tier = _disk_tier(folder, config)
+    make_tier = _disk_tier(folder, config, 0)
     decoder = Decoder.load(
         folder,
         model,
@@ -129,12 +129,13 @@ def build_rank(
     from snapstream.models.loader import load_weights
     from snapstream.runner.model_runner import ModelRunner
 
+    make_tier = _disk_tier(folder, config, group.rank)
     share = Share.of(model, config.parallel, group.rank)
     dtype = getattr(torch, config.dtype)
     make = _make_weight(config, None)
     weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make, share)
     decoder = Decoder.tuned(model, weights, config.max_rows, group)
-    return ModelRunner(decoder, config, grammars, on_unit=on_unit, progress=progress)
+    return ModelRunner(decoder, config, grammars, make_tier=make_tier, on_unit=on_unit, progress=progress)
 
 
 def _check_heads(folder: Path, config: EngineConfig) -> None:
@@ -146,16 +147,26 @@ def _check_heads(folder: Path, config: EngineConfig) -> None:
         )
 
 
-def _disk_tier(folder: Path, config: EngineConfig) -> MakeTier | None:
-    """Opens the folder of the prefix store, before anything large is read; ValueError for one that cannot be used."""
+def _disk_tier(folder: Path, config: EngineConfig, rank: int) -> MakeTier | None:
+    """Opens the folder of a rank's prefix store, before anything large is read; ValueError if it cannot be used."""
     if not config.prefix_dir:
         return None
     from snapstream.cache.prefix_files import PrefixFiles, model_fingerprint
-    from snapstream.cache.prefix_folder import PrefixFolder
+    from snapstream.cache.prefix_folder import PrefixFolder, rank_part
 
     model = model_fingerprint(folder, f"{config.dtype} {config.weights}")
-    opened = PrefixFolder(Path(config.prefix_dir))
-    return lambda blocks: PrefixFiles(blocks, opened, model, config.prefix_disk)
+    opened = PrefixFolder(Path(config.prefix_dir), rank_part(config.parallel, rank))
+    max_bytes = config.prefix_disk // config.parallel.size
+    return lambda blocks: PrefixFiles(blocks, opened, model, max_bytes, _settle(config.device, rank))
+
+
+def _settle(device: str, rank: int) -> Callable[[], None]:
+    """What a follower's files wait for: its device may be behind the leader's, whose steps are read."""
+    if rank == 0 or not device.startswith("cuda"):
+        return lambda: None
+    import torch
+
+    return lambda: torch.cuda.synchronize(device)
 
 
 def _make_weight(config: EngineConfig, make_decode: MakeDecode | None) -> MakeWeight:

@@ -95,6 +95,7 @@ def _serve(link: Link, inbox: Inbox, folder: Path | None) -> None:
     from snapstream.models.fingerprint import fingerprint
     from snapstream.models.registry import read_model_config
     from snapstream.runner.parallel import RankRunner
+    from snapstream.runner.rank_files import answer
     from snapstream.start.build import build_rank
     from snapstream.start.measure import measure_machine
     from snapstream.start.ranks import JOIN_S, LOAD_S, on_network_of
@@ -117,10 +118,14 @@ def _serve(link: Link, inbox: Inbox, folder: Path | None) -> None:
     runner = build_rank(own, model, config, _grammars(own, model), False, group, lambda: None)
     rank = RankRunner(runner, group, checks=task.checks_ranks)
     link.send(Ready())
+    files = runner.prefix_tier
     while True:
-        plan = inbox.get()
-        assert isinstance(plan, StepPlan), "a leader whose ranks are ready sends plans"
-        rank.submit(plan)
+        message = inbox.get()
+        if isinstance(message, StepPlan):
+            rank.submit(message)
+        else:
+            assert files is not None, "a leader whose ranks have no files sends plans alone"
+            answer(files, message, link.send)
 
 
 def _grammars(folder: Path, model: ModelConfig) -> GrammarCompiler:

@@ -169,11 +169,6 @@ def _check_ranks(options: EngineOptions, machine: Machine) -> None:
         raise ValueError(
             f"selector is {options.selector!r}, which is not one of the package's own; {size} ranks know only those"
         )
-    if options.prefix_dir is not None:
-        raise ValueError(
-            f"prefix_dir is {options.prefix_dir!r}, a folder of whole blocks, and each of {size} ranks has a part of "
-            "every block; use prefix_store alone"
-        )
 
 
 def check_rank(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:

@@ -18,10 +18,22 @@ from snapstream.config import (
     RescoringConfig,
     WeightForms,
 )
-from snapstream.distributed.messages import TO_FOLLOWER, TO_LEADER, Failed, Hello, Joined, Ready, Task
+from snapstream.distributed.messages import (
+    TO_FOLLOWER,
+    TO_LEADER,
+    BlocksDone,
+    Failed,
+    ForgetBlocks,
+    Hello,
+    Joined,
+    ReadBlocks,
+    Ready,
+    Task,
+    WriteBlock,
+)
 from snapstream.distributed.wire import pack, unpack
 from snapstream.request import Grammar, SamplingParams
-from snapstream.step import JobSpec, PrefillEntry, PrefixMoves, StepPlan, UnitRange
+from snapstream.step import JobSpec, PrefillEntry, PrefixMoves, StepPlan, StoredBlock, UnitRange
 
 CONFIG = EngineConfig(
     budget=KVBudget.of(64),
@@ -66,6 +78,10 @@ MESSAGES = [
     Joined(),
     Ready(),
     Failed("value", "why\nnot"),
+    ReadBlocks(3, (StoredBlock(5, "a/b", bytes(range(256))), StoredBlock(6, "c", b""))),
+    WriteBlock(4, StoredBlock(1, "a", b"\xff\x00")),
+    ForgetBlocks(5, ""),
+    BlocksDone(3, 2),
     StepPlan(step_id=0),
     plan(3),
     plan(5000),
@@ -92,7 +108,7 @@ def test_what_is_not_plain_is_not_sent() -> None:
     class Own(SnapKV):
         """A selector that other processes do not know."""
 
-    for value in (Own(), object(), b"x"):
+    for value in (Own(), object(), bytearray(b"x")):
         with pytest.raises(TypeError, match="has no plain form"):
             pack(Failed("error", value))  # type: ignore[arg-type]
 

@@ -312,7 +312,6 @@ TWO_H100 = replace(H100, num_gpus=2)
         ({"tensor_parallel": 2}, H100, "tensor_parallel is 2; this process sees 1 GPUs, and each rank needs one"),
         ({"tensor_parallel": 2, "executor": "looped"}, TWO_H100, "executor is 'looped', which runs a whole step"),
         ({"tensor_parallel": 2, "executor": "graph"}, LAPTOP, "executor is 'graph', which runs a whole step"),
-        ({"tensor_parallel": 2, "prefix_store": "1GiB", "prefix_dir": "d"}, LAPTOP, "a folder of whole blocks"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused(said: dict[str, Any], machine: Machine, words: str) -> None:
