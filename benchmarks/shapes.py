@@ -34,6 +34,31 @@ def qwen3_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
     Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
 
 
+# Latents and experts of DeepSeek's kind, about 100M parameters per token: as wide and deep as the above.
+DEEPSEEK_100M: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "moe_intermediate_size": 384,
+    "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 12, "q_lora_rank": 384,
+    "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 32,
+    "num_experts_per_tok": 4, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+DEEPSEEK_TINY = DEEPSEEK_100M | {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96,
+                                 "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                                 "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32}  # fmt: skip
+
+
+@contextmanager
+def deepseek_folder(shape: dict[str, Any]) -> Iterator[Path]:
+    """A checkpoint folder of a DeepSeek-V3 of that shape, fp32; deleted at the end."""
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        DeepseekV3ForCausalLM(DeepseekV3Config(**shape)).save_pretrained(folder)
+        yield Path(folder)
+
+
 @contextmanager
 def llama_folder(**changes: Any) -> Iterator[Path]:
     """A checkpoint folder of ``LLAMA_100M`` with ``changes``; deleted at the end."""

@@ -271,7 +271,7 @@ def ranks(figures: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "looping": looping, "looping_rows": looping_rows, "equal_memory": equal_memory,
-    "decode": decode, "prefill": prefill, "memory": memory, "peers_100m": peers,
+    "decode": decode, "prefill": prefill, "prefill_latents": prefill, "memory": memory, "peers_100m": peers,
     "peers_tiny": peers, "peers_batches_100m": peers_batches, "peers_all_100m": peers_all,
     "spec_prefill": spec_prefill, "serving": serving,
     "soak": soak, "executors": executors, "grammar": grammar, "turns": turns, "agent_turns": agent_turns,

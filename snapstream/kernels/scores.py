@@ -1,7 +1,8 @@
-"""Scores by which selectors choose, in key chunks: two passes over the keys, ``O(queries x chunk)`` of memory.
+"""Scores by which selectors choose, in ``O(queries x chunk)`` of memory.
 
-The first pass finds the softmax normaliser of every query that votes, the second adds up the probabilities. Same
-meaning as ``reference.snapkv_scores``, ``hop_scores`` and ``key_diversity``; runs on any device.
+Where keys can be multiplied as they lie, some queries at a time meet all of them, once. Elsewhere chunks of keys are
+widened, in two passes: the first finds the softmax normaliser of every query that votes, the second adds up the
+probabilities. Same meaning as ``reference.snapkv_scores``, ``hop_scores`` and ``key_diversity``; runs on any device.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ def snapkv_scores(
             yield a, b, block
 
     low, high = (0, num_keys) if over_row else (start, stop)
+    if keys.dtype == torch.float32 and keys.device.type == "cpu":
+        seen, own = keys[:, low:high], slice(start - low, stop - low)
+        visible = None if high - 1 <= first_query else first_query - low  # the last key that the first query sees
+        return _votes_at_once(folded.unflatten(1, (group, -1)), seen, own, visible, group_max, chunk)
     if not over_row and high - low <= chunk:  # one block: its softmax needs no second pass
         _, _, block = next(logits(low, high))
         return _votes(block.softmax(-1).nan_to_num_(0.0), group, group_max)
@@ -101,6 +106,37 @@ def key_diversity(keys: Tensor, start: int, stop: int, *, chunk: int = CHUNK) ->
         unit = F.normalize(keys[:, a:b].float(), dim=-1)  # [G, c, E]
         scores[:, a - start : b - start] = -torch.bmm(unit, mean)[..., 0]
     return scores
+
+
+def _votes_at_once(
+    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, chunk: int
+) -> Tensor:
+    """Votes ``[G, n]`` of ``queries [G, r, w, E]``, scaled, for the keys ``own`` of ``keys [G, N, E]``.
+
+    ``visible``: query t sees the keys up to ``visible + t``; None: all. A piece - some heads, or some queries of one -
+    has as many scores as all queries have of ``chunk`` keys.
+    """
+    (num_kv_heads, group, num_queries, _), num_keys = queries.shape, keys.shape[1]
+    rows = max(group * num_queries * chunk // num_keys, 1)
+    heads, piece = max(min(rows // num_queries, group), 1), min(rows, num_queries)
+    transposed, votes = keys.transpose(1, 2), queries.new_zeros(num_kv_heads, own.stop - own.start)
+    for head in range(0, group, heads):
+        parts = []  # [G, h, n] each
+        for first in range(0, num_queries, piece):
+            some = queries[:, head : head + heads, first : first + piece]  # [G, h, p, E]
+            scores = torch.bmm(some.flatten(1, 2), transposed).unflatten(1, some.shape[1:3])  # [G, h, p, N]
+            if visible is not None:
+                seen = visible + first + torch.arange(some.shape[2])[:, None]
+                scores.masked_fill_(torch.arange(num_keys) > seen, float("-inf"))
+            weights = scores.softmax(-1)
+            # A query that sees no key, or a score that is no number, makes all of its weights NaN: no vote.
+            is_void = weights[..., 0].isnan()
+            if is_void.any():
+                weights[is_void] = 0.0
+            parts.append(weights[..., own].sum(2))
+        of_heads = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        votes = torch.maximum(votes, of_heads.amax(1)) if group_max else votes + of_heads.sum(1)
+    return votes
 
 
 def _votes(weights: Tensor, group: int, group_max: bool) -> Tensor:

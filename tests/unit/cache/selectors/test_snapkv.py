@@ -97,10 +97,13 @@ def _assert_best(selected: list[int], scores: list[float], start: int, count: in
 @pytest.mark.parametrize("group_max", [False, True])
 @pytest.mark.parametrize("chunk", [7, 64, 4096])
 @pytest.mark.parametrize("num_queries", [1, 16, 40])
-def test_chunked_scores_equal_the_reference(over_row: bool, group_max: bool, chunk: int, num_queries: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # met as they lie, and widened chunk by chunk
+def test_chunked_scores_equal_the_reference(
+    over_row: bool, group_max: bool, chunk: int, num_queries: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(num_queries + chunk)
-    queries, keys = torch.randn(num_queries, 6, 16), torch.randn(2, 200, 16)
-    for start, stop in ((0, 199), (4, 190), (30, 31)):
+    queries, keys = torch.randn(num_queries, 6, 16), torch.randn(2, 200, 16).to(dtype)
+    for start, stop in ((0, 199), (4, 190), (30, 31), (190, 198)):  # of the last some queries see nothing
         args = (queries, keys, 200 - num_queries, start, stop)
         want = reference.snapkv_scores(*args, over_row=over_row, group_max=group_max)
         got = snapkv_scores(*args, over_row=over_row, group_max=group_max, chunk=chunk)
@@ -116,6 +119,13 @@ def test_scores_are_fp32_whatever_the_storage() -> None:
         queries.bfloat16().float(), keys.bfloat16().float(), 92, 4, 90, over_row=False, group_max=False
     )
     torch.testing.assert_close(half, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_query_that_is_no_number_has_no_vote() -> None:
+    queries, keys = torch.randn(8, 4, 16), torch.randn(2, 100, 16)
+    queries[3, 2] = float("nan")
+    scores = snapkv_scores(queries, keys, 92, 4, 90, over_row=False, group_max=False)
+    torch.testing.assert_close(scores.sum(-1), torch.tensor([16.0, 15.0]))
 
 
 def test_votes_sum_to_the_number_of_queries() -> None:
