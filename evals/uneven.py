@@ -75,6 +75,13 @@ class HeadRule:
 
 
 SelectorOf = Callable[[HeadRule, int], Selector]  # of a rule and a kv head
+Rounding = Callable[[Tensor], Tensor]  # tokens [n, E] of a head, to what its row gives back of them
+RoundingOf = Callable[[Tensor], Rounding]  # of a head's whole prompt [N, E]
+
+
+def exact(prompt: Tensor) -> Rounding:
+    """Rows in the dtype of the computation."""
+    return lambda tokens: tokens
 
 
 class HeadRows:
@@ -86,10 +93,13 @@ class HeadRows:
         token_ids: Sequence[int],
         rules: Sequence[HeadRule],
         selector_of: SelectorOf = lambda rule, head: rule.selector,
+        rounding_of: RoundingOf = exact,
     ) -> None:
         self._decoder, self._rules, self._selector_of = runner.decoder, rules, selector_of
+        self._rounding_of = rounding_of
         self.num_tokens = self.prompt_len = len(token_ids)
         self._stored: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # by rule, layer, head: [C, E] each
+        self._rounding: dict[tuple[int, int], tuple[Rounding, Rounding]] = {}  # by layer, head: of keys, of values
         tokens = PassTokens(
             token_ids=torch.tensor(token_ids),
             positions=torch.arange(self.prompt_len),
@@ -126,7 +136,8 @@ class HeadRows:
             budget = self._rules[rule].budgets[layer][head]
             start = layout.ring_start(budget, self.prompt_len)
             slot = layout.slot_of(self.num_tokens, start, budget.capacity)
-            keys[slot], values[slot] = k[rule, head], v[rule, head]
+            round_keys, round_values = self._rounding[layer, head]
+            keys[slot], values[slot] = round_keys(k[rule, head, None])[0], round_values(v[rule, head, None])[0]
             seen = layout.num_visible(self.num_tokens + 1, budget.capacity)
             mine = slice(head * group, (head + 1) * group)
             weights = (q[rule, mine] @ keys[:seen].T * keys.shape[1] ** -0.5).softmax(-1)  # [H / G, n]
@@ -136,6 +147,8 @@ class HeadRows:
     def _layer_done(self, prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
         assert queries is not None
         group = queries.shape[1] // keys.shape[0]
+        for head, own in enumerate(zip(keys, values, strict=True)):
+            self._rounding[layer, head] = self._rounding_of(own[0]), self._rounding_of(own[1])
         for number, rule in enumerate(self._rules):
             for head, budget in enumerate(rule.budgets[layer]):
                 mine = slice(head, head + 1)
@@ -145,7 +158,9 @@ class HeadRows:
                     selector = self._selector_of(rule, head)
                     kept = kept_positions(asked, keys[mine], layer, budget, selector, self._decoder.kernels)[0]
                 rows = torch.zeros(2, budget.capacity, keys.shape[2])
-                rows[0, : len(kept)], rows[1, : len(kept)] = keys[head, kept], values[head, kept]
+                round_keys, round_values = self._rounding[layer, head]
+                rows[0, : len(kept)] = round_keys(keys[head, kept])
+                rows[1, : len(kept)] = round_values(values[head, kept])
                 self._stored[number, layer, head] = rows[0], rows[1]
 
 

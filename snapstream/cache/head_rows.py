@@ -19,18 +19,24 @@ from torch import Tensor
 
 from snapstream.cache import layout
 from snapstream.config.heads import HeadSlots
+from snapstream.kernels import fp8, int8
 from snapstream.kernels.rows import RowPlaces
 
 if TYPE_CHECKING:
     from snapstream.cache.kv_cache import KVCache
     from snapstream.config import Selector
 
+_STORED_AT_ONCE = 4096  # tokens that are scaled in fp32 at a time, as in ``kv_cache.py``
+
 
 def overlapping(flat: Tensor, widest: int) -> Tensor:
-    """Slots ``[n, E]`` as rows of one head that begin at every slot: ``[1, n - widest + 1, 1, widest, E]``, a view."""
-    num_slots, size = flat.shape
-    shape = (1, num_slots - widest + 1, 1, widest, size)
-    return flat.as_strided(shape, (num_slots * size, size, widest * size, size, 1))
+    """Slots ``[n, ...]`` as rows of one head that begin at every slot: ``[1, n - widest + 1, 1, widest, ...]``, a view.
+
+    What a slot has are its E numbers, or its scale.
+    """
+    (num_slots, *of_slot), size = flat.shape, flat.stride(0)
+    shape = (1, num_slots - widest + 1, 1, widest, *of_slot)
+    return flat.as_strided(shape, (num_slots * size, size, widest * size, size, *flat.stride()[1:]))
 
 
 def slots_of(ordinal: Tensor, ring_start: Tensor, capacity: Tensor) -> Tensor:
@@ -85,13 +91,46 @@ def write_heads(
     for head, budget in enumerate(slots.budgets[layer]):
         addresses = [row * slots.row_slots + slots.starts[layer][head] for row in rows]
         own_keys, own_values = keys[head : head + 1], values[head : head + 1]  # [1, N, E]
-        if not layout.is_compressed(budget, prompt_len):
-            for first in addresses:
-                cache.k[first : first + prompt_len].copy_(own_keys[0])
-                cache.v[first : first + prompt_len].copy_(own_values[0])
-            continue
-        asked = None
-        if queries is not None:
-            asked = queries[:, head * group : (head + 1) * group].contiguous()  # [w, H / G, E]
-        index = kept_positions(asked, own_keys, layer, budget, selector, cache.kernels)  # [1, C of this head]
-        cache.kernels.gather_rows(cache.layer(layer), addresses, own_keys, own_values, index)
+        index = None  # all of them, in their order
+        if layout.is_compressed(budget, prompt_len):
+            asked = None
+            if queries is not None:
+                asked = queries[:, head * group : (head + 1) * group].contiguous()  # [w, H / G, E]
+            index = kept_positions(asked, own_keys, layer, budget, selector, cache.kernels)  # [1, C of this head]
+            if cache.k_scale is None:
+                cache.kernels.gather_rows(cache.layer(layer), addresses, own_keys, own_values, index)
+                continue
+        kept = None if index is None else index[0]
+        for stored, scales, tokens in (
+            (cache.k, cache.k_scale, own_keys), (cache.v, cache.v_scale, own_values),
+        ):  # fmt: skip
+            scale = None  # of the whole head
+            if scales is not None and stored.dtype == fp8.DTYPE:
+                scale = fp8.scale_of(tokens)[0]
+                for row in rows:
+                    scales[layer, row, head] = scale
+            _store(stored, scales if scale is None else scale, addresses, tokens[0], kept)
+
+
+def _store(
+    stored: Tensor, scales: Tensor | None, addresses: Sequence[int], tokens: Tensor, kept: Tensor | None
+) -> None:
+    """Put ``tokens [N, E]`` of a head, or those that are ``kept [n]``, into the slots from each of ``addresses`` on.
+
+    ``stored [slots of all rows, E]``; ``scales`` are of all slots, which get theirs here, in FP8 the head's one.
+    """
+    count = len(tokens) if kept is None else len(kept)
+    for start in range(0, count, _STORED_AT_ONCE):
+        part = slice(start, min(start + _STORED_AT_ONCE, count))
+        block = tokens[part] if kept is None else tokens[kept[part]]  # [n, E]
+        own = None
+        if scales is not None and scales.dim():
+            own = int8.scale_of(block)  # [n]
+            block = int8.quantise(block, own)
+        elif scales is not None:
+            block = fp8.quantise(block, scales)
+        for first in addresses:
+            place = slice(first + part.start, first + part.stop)
+            stored[place].copy_(block)
+            if scales is not None and own is not None:
+                scales[place] = own

@@ -56,22 +56,23 @@ class KVCache:
             slots = ((num_rows + 1) * heads.row_slots,)  # k and v are [slots of all rows, E]
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: so rows begin as zeros.
         self.k = _zeros((*slots, spec.key_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E]
-        self.k_scale = self._scales(slots, device)  # [L, rows+1, G] fp32, of int8 [L, rows+1, G, C]
+        self.k_scale = self._scales(slots, device)  # [L, rows+1, G] fp32, of int8 [L, rows+1, G, C] or per slot
         if spec.values_are_keys:
             self.v, self.v_scale = self.k[..., : spec.value_dim], self.k_scale  # [L, rows+1, G, C, E']
         else:
             self.v = _zeros((*slots, spec.value_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E']
             self.v_scale = self._scales(slots, device)
-        self._seen = self.k, self.v  # by kernels
+        self._seen, self._seen_scales = (self.k, self.v), (self.k_scale, self.v_scale)  # by kernels
         if heads is not None:
             widest = heads.widest.capacity
             self._seen = overlapping(self.k, widest), overlapping(self.v, widest)
+            self._seen_scales = _by_slot(self.k_scale, widest), _by_slot(self.v_scale, widest)
 
     def layer(self, index: int) -> LayerRows:
         """The handle through which kernels see one layer of all rows."""
         if self.heads is not None:  # the address of a head tells its layer
-            return LayerRows(*self._seen, 0)
-        return LayerRows(*self._seen, index, self.k_scale, self.v_scale, self.spec.values_are_keys)
+            index = 0
+        return LayerRows(*self._seen, index, *self._seen_scales, self.spec.values_are_keys)
 
     def tokens(self, layer: int, row: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the keys ``[G, n, E]`` and values ``[G, n, E']`` that lie in ``slots [n]`` of a row."""
@@ -130,7 +131,13 @@ class KVCache:
     def _scales(self, slots: tuple[int, ...], device: torch.device | str) -> Tensor | None:
         if self.spec.kv_dtype == "int8":
             return _zeros(slots, torch.float32, torch.device(device))
-        return torch.ones(slots[:-1], device=device) if self.spec.kv_dtype == "fp8" else None
+        heads = self.spec.num_layers, self.num_rows + 1, self.spec.num_kv_heads
+        return torch.ones(heads, device=device) if self.spec.kv_dtype == "fp8" else None
+
+
+def _by_slot(scales: Tensor | None, widest: int) -> Tensor | None:
+    """Scales of slots as kernels see unlike heads; those of whole heads are none of their business (``HeadsView``)."""
+    return None if scales is None or scales.dim() > 1 else overlapping(scales, widest)
 
 
 def _dtype_of(spec: KVSpec) -> torch.dtype:

@@ -88,7 +88,6 @@ class EngineConfig(Settings):
                 self.parallel.size == 1, f"heads: such rows lie on one device; tensor_parallel is {self.parallel.size}"
             )
             check(self.rescoring is None, "heads: rows whose heads have unlike slots do not rescore yet")
-            check(self.kv_dtype == "auto", f"heads: such rows have kv_dtype 'auto'; it is {self.kv_dtype!r}")
             check(self.heads.budget == self.budget, "heads: their slots are of another budget than the rows'")
         check(
             self.pool_tokens > self.short_reserve,

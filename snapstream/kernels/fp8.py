@@ -29,7 +29,12 @@ def scale_of(tokens: Tensor) -> Tensor:
 
 def quantise(x: Tensor, scale: Tensor) -> Tensor:
     """``x / scale`` in FP8, rounded to nearest even and saturated; ``scale`` is broadcast."""
-    return (x.float() / scale).clamp(-MAX, MAX).to(DTYPE)
+    return saturated(x, scale).to(DTYPE)
+
+
+def saturated(x: Tensor, scale: Tensor) -> Tensor:
+    """``x / scale`` in fp32 within what FP8 holds: the cast that is left rounds and does no more."""
+    return (x.float() / scale).clamp(-MAX, MAX)
 
 
 def dequantise(x: Tensor, scale: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapstream.kernels import groups, int8
-from snapstream.kernels.fp8 import quantise
+from snapstream.kernels import fp8, groups, int8
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 
 BLOCK = 128  # rows and columns of an FP8 weight that share a scale
@@ -57,14 +56,14 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
 def write_slots(k: Tensor, v: Tensor, cache: LayerRows, rows: Tensor, slots: Tensor) -> None:
     """Store ``k [B, G, E], v [B, G, E']`` in slot ``slots[b]`` of row ``rows[b]``, in place; of latents k alone."""
     for stored, new, scale in _stored(cache, k, v):
-        if scale is None:
+        if stored.dtype == fp8.DTYPE:  # written as bytes: whether an index may be written in FP8 depends on the device
+            narrow = new.to(fp8.DTYPE) if scale is None else fp8.quantise(new, scale[rows][..., None])
+            stored.view(torch.uint8)[rows, :, slots] = narrow.view(torch.uint8)
+        elif scale is None:
             stored[rows, :, slots] = new.to(stored.dtype)
-        elif stored.dtype == int8.DTYPE:
+        else:
             scale[rows, :, slots] = own = int8.scale_of(new)
             stored[rows, :, slots] = int8.quantise(new, own)
-        else:  # written as bytes: whether an index may be written in FP8 depends on the device
-            narrow = quantise(new, scale[rows][..., None])
-            stored.view(torch.uint8)[rows, :, slots] = narrow.view(torch.uint8)
 
 
 def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
@@ -82,7 +81,7 @@ def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Ten
                 scale[place] = own = int8.scale_of(kept)
                 stored[place] = int8.quantise(kept, own)
             else:
-                stored[place] = quantise(kept, scale[row, :, None, None])
+                stored[place] = fp8.quantise(kept, scale[row, :, None, None])
 
 
 def of_slots(scale: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ class RowPlaces(NamedTuple):
 class LayerRows:
     """Stored tensors of one layer, as views of the stacks; FP8 rows have scales per head, int8 rows per slot.
 
+    FP8 rows without scales hold their numbers as they are (``models/heads_view.py`` scales them before and after).
+
     The stacks stay in the handle because an operator of a compiled graph must write to a whole tensor, not to a view.
     Where values are the first numbers of the keys (latents), ``values`` is a view of ``keys`` and nothing is written
     to it.

@@ -173,8 +173,9 @@ def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
         return 2 * batch + (looped_kernel_bytes(model, config) if config.executor == "looped" else 0)
     if config.executor == "looped":  # which reads rows as they are stored
         return model.vocab_size * SAMPLING_BYTES + looped_workspace(model, config, num_cores()).entry_bytes
-    if config.kv_dtype != "auto":  # plain PyTorch widens the visible slots of one layer
-        batch += kv_spec_of(model, "float32").layer_bytes(config.budget.capacity)
+    if config.kv_dtype != "auto":  # plain PyTorch widens the visible slots of one layer, of unlike heads one by one
+        widened = kv_spec_of(model, "float32").layer_bytes(config.row_budget.capacity)
+        batch += widened if config.heads is None else widened // model.num_kv_heads
     return batch
 
 

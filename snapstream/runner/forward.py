@@ -43,6 +43,6 @@ class RowsForward:
         kernels, state = self._decoder.kernels, self._rows
         if self._cache.heads is not None:
             places = self._cache.heads.places(rows, state.num_tokens[rows], state.ring_start[rows])
-            return HeadsView(self._cache, places, kernels)
+            return HeadsView(self._cache, rows, places, kernels)
         queries = None if self._queries is None else self._queries.of_step(rows, positions)
         return RowsView(self._cache, RowPlaces(rows, state.slots(rows), state.lengths(rows)), kernels, queries)

@@ -14,12 +14,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from evals.uneven import HeadRows, HeadRule
+from evals.uneven import HeadRows, HeadRule, RoundingOf, exact
 from snapstream.cache.selectors.diverse import Diverse
 from snapstream.cache.selectors.hops import Hops
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget, PrefixStoreConfig, RescoringConfig, Selector
-from snapstream.config.heads import HeadProfile, HeadSlots
+from snapstream.config.heads import HeadProfile
 from snapstream.kernels.bound import KernelVersion, bind
 from snapstream.kernels.cpu.native import find_compiler
 from snapstream.llm import LLM
@@ -65,12 +65,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @torch.inference_mode()
 def twin_answers(
-    llm: LLM, prompts: Sequence[Sequence[int]], slots: HeadSlots, selector: Selector = VOTES
+    llm: LLM, prompts: Sequence[Sequence[int]], selector: Selector = VOTES, rounding_of: RoundingOf = exact
 ) -> list[list[int]]:
     """Greedy tokens by the twin, from the prefill of ``llm``."""
     runner, out = cast(ModelRunner, llm.engine.runner), []
+    assert llm.config.heads is not None
+    rules = [HeadRule(name="", budgets=llm.config.heads.budgets, selector=selector)]
     for prompt in prompts:
-        rows = HeadRows(runner, prompt, [HeadRule(name="", budgets=slots.budgets, selector=selector)])
+        rows = HeadRows(runner, prompt, rules, rounding_of=rounding_of)
         tokens = [rows.first_logits.argmax().view(1)]
         while len(tokens) < 24:
             tokens.append(rows.feed(tokens[-1]).argmax(-1))
@@ -91,7 +93,7 @@ def test_answers_are_those_of_each_heads_own_budget(folder: Path, prompts: list[
         topk = [num for layer in llm.config.heads.topk for num in layer]
         assert len(set(topk)) > 2 and sum(topk) == 14 * len(topk)
         got = [output.token_ids for output in llm.generate(prompts, GREEDY)]
-        assert got == twin_answers(llm, prompts, llm.config.heads)
+        assert got == twin_answers(llm, prompts)
     with LLM(folder, **SETTINGS) as even:
         assert got != [output.token_ids for output in even.generate(prompts, GREEDY)], "the profile does something"
 
@@ -151,9 +153,8 @@ def test_captured_steps_answer_alike(
 @pytest.mark.parametrize("selector", [Diverse(observation_len=8), Hops(observation_len=8, num_hops=2)])
 def test_selectors_choose_head_by_head(qwen: Path, prompts: list[list[int]], selector: Selector) -> None:
     with LLM(qwen, heads=profile(qwen), **SETTINGS | {"selector": selector}) as llm:
-        assert llm.config.heads is not None
         got = [output.token_ids for output in llm.generate(prompts, GREEDY)]
-        assert got == twin_answers(llm, prompts, llm.config.heads, selector)
+        assert got == twin_answers(llm, prompts, selector)
 
 
 def test_equal_shares_are_equal_heads(qwen: Path, prompts: list[list[int]]) -> None:
@@ -191,8 +192,6 @@ def test_a_stored_prefix_gives_the_same_rows(qwen: Path, prompts: list[list[int]
     ("changes", "message"),
     [
         ({"rescoring": RescoringConfig(every=4, num_queries=4)}, "do not rescore"),
-        ({"kv_dtype": "fp8"}, "kv_dtype 'auto'; it is 'fp8'"),
-        ({"kv_dtype": "int8"}, "kv_dtype 'auto'; it is 'int8'"),
         ({"budget": "full"}, "num_topk 0"),
         ({"budget": KVBudget(num_sink=2, num_topk=14, num_window=4, num_recent=12)}, "num_window 4"),
     ],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapstream.kernels import plain, reference
+from snapstream.kernels import fp8, plain, reference
 from snapstream.kernels.cpu import attention, latent, native
 from snapstream.kernels.cpu.experts import GroupedLinear
 from snapstream.kernels.cpu.linear import by_native, takes_native
@@ -84,7 +84,7 @@ def _attend_rows(
         return attention.decode_attention(q, cache, rows, lengths)
     batch, num_heads, head_dim = q.shape
     keys, scales, num_kv_heads = cache.k, cache.scales, k.shape[1]
-    kernel = native.attend_rows(head_dim, num_heads // num_kv_heads, is_fp8=scales is not None)
+    kernel = native.attend_rows(head_dim, num_heads // num_kv_heads, is_fp8=keys.dtype == fp8.DTYPE)
     q, k, v = _heads_together(q), _heads_together(k), _heads_together(v)
     out = torch.empty(q.shape, dtype=q.dtype)
     kernel(
