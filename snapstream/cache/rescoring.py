@@ -134,9 +134,10 @@ def refresh_layer(
     order: Tensor,
     votes: Tensor,
     state: RowState,
+    kernels: Kernels,
 ) -> None:
     """Choose again in one layer of a full row; ``order [C]`` is ``slots_by_age``. Row and ``votes [G, C]`` in place."""
     keys, values = cache.tokens(layer, row, order)
-    kept, total = choose(queries, keys, votes[:, : state.num_selected], state, cache.kernels)
+    kept, total = choose(queries, keys, votes[:, : state.num_selected], state, kernels)
     cache.kernels.gather_rows(cache.layer(layer), [row], keys, values, kept)
     votes[:, : total.shape[1]] = total

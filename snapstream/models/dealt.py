@@ -19,15 +19,16 @@ from snapstream.distributed.group import Group
 from snapstream.kernels.bound import CosSin, Kernels
 from snapstream.layers.attention import KVView
 from snapstream.models.latent import LatentLayer
-from snapstream.models.views import RowsView
+from snapstream.models.views import QuerySink, RowsView
 from snapstream.models.weights import LayerWeights
 
 
 class DealtRowsView(RowsView):
     """Attention of a rank's own entries of a batch against its own rows."""
 
-    def __init__(self, cache: KVCache, share: BatchShare, kernels: Kernels) -> None:
-        super().__init__(cache, share.places, kernels)
+    def __init__(self, cache: KVCache, share: BatchShare, kernels: Kernels, queries: QuerySink | None = None) -> None:
+        """``queries`` keeps those of the rank's own entries, of all heads; None where rows are not rescored."""
+        super().__init__(cache, share.places, kernels, queries)
         self.share = share
 
 

@@ -78,7 +78,11 @@ class Decoder:
             )
         whole, own = (kv_spec_of(model, "float32") for model in (config, self.share))
         self._kv_heads = slice(None, None, self.group.size * own.num_kv_heads // whole.num_kv_heads)
-        self.kernels = share_votes(bind(self.device) if kernels is None else kernels, whole, own, self.group)
+        own_kernels = bind(self.device) if kernels is None else kernels
+        self.kernels = share_votes(own_kernels, whole, own, self.group)
+        # In decode a rank that has whole rows asks them with all heads, and nobody has to add votes.
+        self.decode_heads = weights.config.num_heads
+        self.decode_kernels = own_kernels if self.is_dealt else self.kernels
         if self.is_dealt:
             self.layers = self._dealt_layers()
             self._wide_layers = self._layers(lambda index: own_heads(weights.wide_layer(index), self.share, self.group))

@@ -34,8 +34,9 @@ class RowsForward:
             view = self._view(rows, positions)
         else:
             share = self._cache.deal.share(RowPlaces(rows, self._rows.slots(rows), self._rows.lengths(rows)))
-            view = DealtRowsView(self._cache, share, self._decoder.kernels)
             positions = positions[share.entries]  # only what is attended here is rotated
+            queries = None if self._queries is None else self._queries.of_step(share.places.rows, positions)
+            view = DealtRowsView(self._cache, share, self._decoder.kernels, queries)
         hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
         return self._decoder.run(hidden, self._decoder.rope(positions, positions + 1), view)
 

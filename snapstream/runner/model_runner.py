@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -87,11 +88,10 @@ class ModelRunner:
         logger.info(self.prefill_attention.describe())
         queries = None
         self.rescorer: Rescorer | None = None
-        if config.rescoring is not None and deal is not None:
-            raise ValueError("rows that are dealt out to ranks cannot be rescored; use attention 'tp'")
         if config.rescoring is not None:
-            queries = RecentQueries(spec, config.max_rows, config.rescoring.num_queries, dtype, device)
-            self.rescorer = Rescorer(self.cache, self.rows, queries, config.rescoring)
+            asking = replace(spec, num_heads=decoder.decode_heads)
+            queries = RecentQueries(asking, self.cache.num_rows, config.rescoring.num_queries, dtype, device)
+            self.rescorer = Rescorer(self.cache, self.rows, queries, config.rescoring, decoder.decode_kernels)
         self.prefix_blocks: PrefixBlocks | None = None
         if config.prefix_store is not None:
             size, pins = config.prefix_store.block_len, device.type == "cuda"

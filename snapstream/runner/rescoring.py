@@ -17,6 +17,7 @@ from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.rescoring import RowState, prompt_votes, refresh_layer, slots_by_age
 from snapstream.cache.spec import KVSpec
 from snapstream.config import RescoringConfig
+from snapstream.kernels.bound import Kernels
 from snapstream.runner.rows import Rows
 from snapstream.step import PrefillEntry
 
@@ -63,11 +64,17 @@ class RecentQueries:
 
 
 class Rescorer:
-    """Refreshes the rows that are due; knows of every row what ``RowState`` holds, and the votes of its tokens."""
+    """Refreshes the rows that are due; knows of every row what ``RowState`` holds, and the votes of its tokens.
 
-    def __init__(self, cache: KVCache, rows: Rows, queries: RecentQueries, config: RescoringConfig) -> None:
+    Of rows dealt out to ranks each rank has the queries and votes of its own; the counts are known to all.
+    """
+
+    def __init__(
+        self, cache: KVCache, rows: Rows, queries: RecentQueries, config: RescoringConfig, kernels: Kernels
+    ) -> None:
+        """``kernels`` count the votes of the queries that are kept here."""
         self._cache, self._rows, self.queries = cache, rows, queries
-        self._config = config
+        self._config, self._kernels = config, kernels
         self._states: dict[int, RowState] = {}
         # [L, rows+1, G, C]: entry i belongs to the i-th slot after the sinks; only selected tokens have one
         self.votes = torch.zeros(cache.k.shape[:-1], dtype=torch.float32, device=cache.k.device)
@@ -85,7 +92,9 @@ class Rescorer:
         if kept is not None and queries is not None:
             last = queries[-self._config.num_queries :]
             votes = prompt_votes(last, keys, kept, entry.budget, entry.selector, self._cache.kernels)  # [G, K]
-        for row in entry.rows:  # a list of rows as an index would be sent to the device, and waited for
+        for row in self._cache.own(
+            entry.rows
+        ):  # a list of rows as an index would be sent to the device, and waited for
             own = self.votes[layer, row].zero_()  # [G, C]
             if votes is not None:
                 own[:, : entry.budget.num_topk] = votes
@@ -113,8 +122,10 @@ class Rescorer:
         """Choose again what an admitted row keeps."""
         state = self._states[row]
         order = slots_by_age(state, self._cache.k.device)
-        queries = self.queries.last(row, state.position, state.config.num_queries)
-        for layer in range(self._cache.k.shape[0]):
-            refresh_layer(self._cache, layer, row, queries[layer], order, self.votes[layer, row], state)
+        for own in self._cache.own([row]):
+            queries = self.queries.last(own, state.position, state.config.num_queries)
+            for layer in range(self._cache.k.shape[0]):
+                votes = self.votes[layer, own]
+                refresh_layer(self._cache, layer, own, queries[layer], order, votes, state, self._kernels)
         state.refreshed()
         self._rows.refresh(row, state.num_tokens, state.ring_start)

@@ -152,8 +152,6 @@ def _check_ranks(options: EngineOptions, machine: Machine) -> None:
     size = options.tensor_parallel
     if size == 1:
         return
-    if options.attention == "dp" and options.rescoring is not None:
-        raise ValueError("attention is 'dp', and rescoring is on; rows that are dealt out cannot be rescored yet")
     here = options.parallel.ranks_here
     if machine.is_gpu and here > machine.num_gpus:
         raise ValueError(

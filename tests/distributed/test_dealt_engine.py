@@ -25,6 +25,7 @@ SETTINGS: dict[str, Any] = {
     "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "selector": SnapKV(observation_len=8),
     "max_model_len": 160, "chunk_len": 32, "progress": False, "max_rows": 5, "executor": "eager",
     "prefix_store": PrefixStoreConfig(num_bytes=2**22, block_len=8, min_tokens=16),
+    "rescoring": RescoringConfig(every=5, num_queries=5),
 }  # fmt: skip
 RANKS: dict[str, Any] = {"tensor_parallel": 2, "attention": "dp"}
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -66,7 +67,7 @@ def test_answers_are_those_of_one_device(
     pair: tuple[LLM, LLM], prompts: list[list[int]], params: SamplingParams
 ) -> None:
     """More prompts than rows, so that rows are given back and taken again on both ranks; asked twice, the second time
-    they begin in the prefix store.
+    they begin in the prefix store. Rows fill up and choose again.
     """
     for _ in range(2):
         wanted, found = (llm.generate(prompts, params) for llm in pair)
@@ -84,14 +85,14 @@ def test_a_rank_holds_its_own_rows(pair: tuple[LLM, LLM]) -> None:
     assert isinstance(one, ModelRunner) and isinstance(two, ParallelRunner)
     whole, own = one.cache.num_bytes, two.leader.runner.cache.num_bytes
     assert whole * 4 == own * 6
-    planned = engine_memory(pair[1].model_config, pair[1].config)
-    assert planned.dealt_to == 2 and 4 * planned.row_bytes == own
+    planned, rescorer = engine_memory(pair[1].model_config, pair[1].config), two.leader.runner.rescorer
+    assert rescorer is not None
+    assert planned.dealt_to == 2 and 4 * planned.row_bytes == own + rescorer.num_bytes
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"rescoring": RescoringConfig(every=5, num_queries=5)}, "attention is 'dp', and rescoring is on"),
         ({"executor": "graph"}, "executor is 'graph'"),
         ({"tensor_parallel": 3}, "it cannot be split over 3 ranks"),
     ],

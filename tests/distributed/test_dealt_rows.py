@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from snapstream.config import WeightForm, WeightForms
+from snapstream.config import RescoringConfig, WeightForm, WeightForms
 from snapstream.distributed.group import Alone
 from tests.distributed import cases
 from tests.distributed.cases import Asked
@@ -39,6 +40,16 @@ def test_dealt_rows_answer_as_one_device(two: Pool, folder: Path, experts: str, 
     row = alone.own_bytes[1] // 3  # two rows and a padding row
     assert [rank.own_bytes[1] for rank in split] == [3 * row] * 2
     assert [rank.own_bytes[1] for rank in dealt] == [2 * row] * 2  # one row and a padding row
+
+
+def test_dealt_rows_choose_again(two: Pool, folder: Path) -> None:
+    """Each rank refreshes its own, with the queries of all heads."""
+    asked = Asked(folder, budget=40, rescoring=RescoringConfig(every=8, num_queries=2))
+    alone, plain = cases.answered(Alone(), asked), cases.answered(Alone(), Asked(folder, budget=40))
+    assert (alone.logits - plain.logits).abs().max() > 100 * TOLERANCE, "rows keep other tokens after a refresh"
+    for rank in two.run(cases.answered, replace(asked, attention="dp")):
+        torch.testing.assert_close(rank.logits, alone.logits, rtol=0.0, atol=TOLERANCE)
+        assert rank.tokens == alone.tokens and rank.kept == alone.kept
 
 
 def test_prompts_are_read_with_parts_of_widened_matrices(two: Pool, tmp_path: Path) -> None:

@@ -307,7 +307,6 @@ TWO_H100 = replace(H100, num_gpus=2)
     ("said", "machine", "words"),
     [
         ({"tensor_parallel": 2, "attention": "dp"}, TWO_H100, "attention is 'dp', which deals out rows of latents"),
-        ({"tensor_parallel": 2, "attention": "dp", "rescoring": RescoringConfig()}, TWO_H100, "and rescoring is on"),
         ({"tensor_parallel": 3}, replace(H100, num_gpus=3), "cannot be split over 3 ranks"),
         ({"tensor_parallel": 2}, H100, "tensor_parallel is 2; this process sees 1 GPUs, and each rank needs one"),
         ({"tensor_parallel": 2, "executor": "looped"}, TWO_H100, "executor is 'looped', which runs a whole step"),
