@@ -126,6 +126,11 @@ class Decoder:
             self.weights.wide.hold(index)
         return self._wide_layers[index]
 
+    @property
+    def sums_alike(self) -> bool:
+        """Whether what a token gets from the second half of a layer is the same bits alone and beside others."""
+        return self.config.moe is None and all(weight.sums_alike for weight in self.weights.matrices.values())
+
     def with_kernels(self, kernels: Kernels) -> Decoder:
         """The same weights under other kernels."""
         return Decoder(self.config, self.weights, kernels, self.group)

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from snapstream.kernels.bound import CosSin
 from snapstream.kernels.prefill.choice import PrefillAttention
 from snapstream.kernels.prefill.packages import PackedLens
 from snapstream.layers.upload import upload
@@ -84,6 +85,7 @@ class LayerPass:
         begins = list(accumulate(tokens.prompt_lens, initial=tokens.staging_start))[:-1]
         self._staged = [slice(a, a + n) for a, n in zip(begins, tokens.prompt_lens, strict=True)]  # in the buffers
         self._lens: dict[int, PackedLens] = {}  # by chunk; the same in every layer
+        self._rope: CosSin | None = None  # of a pass of one chunk, whose angles are the same in every layer
         spec = buffers.spec
         self._queries = [  # of the current layer [w, H, E]
             torch.empty((count, spec.num_heads, spec.key_dim), dtype=buffers.keys.dtype, device=buffers.keys.device)
@@ -148,16 +150,28 @@ class LayerPass:
 
     def _run_layer(self, layer: int, residual: Tensor, own: slice, chunk: Chunk) -> None:
         """``residual [T, D]`` becomes the output of the layer, where one is needed."""
-        rope = self._decoder.rope(self._tokens.positions[own], self._tokens.seq_lens[own])
         view = StagingView(self._buffers, chunk, self._decoder.kernels, self._attention, self._keep_queries)
         block = self._decoder.wide_layer(layer)
-        attended = block.attend(residual, None, rope, view)
+        attended = block.attend(residual, None, self._angles(own), view)
         if chunk.outputs is None:
             residual.add_(block.finish(residual, attended))
             return
-        for line, place in enumerate(chunk.outputs):  # one at a time: the result of a prompt is that of any packing
-            last = residual[place : place + 1]
-            last.add_(block.finish(last, attended[line : line + 1]))
+        # The result of a prompt is that of any packing: one at a time, unless sums do not depend on the company.
+        at_once = max(1, len(chunk.outputs)) if self._decoder.sums_alike else 1
+        for first in range(0, len(chunk.outputs), at_once):
+            lines = [residual[place] for place in chunk.outputs[first : first + at_once]]
+            last = torch.stack(lines)  # [outputs, D]
+            last.add_(block.finish(last, attended[first : first + at_once]))
+            for line, found in zip(lines, last, strict=True):
+                line.copy_(found)
+
+    def _angles(self, own: slice) -> CosSin:
+        if self._rope is not None:
+            return self._rope
+        rope = self._decoder.rope(self._tokens.positions[own], self._tokens.seq_lens[own])
+        if self._num_chunks == 1:
+            self._rope = rope
+        return rope
 
     def _chunk(self, layer: int, index: int, own: slice) -> Chunk:
         segments = list(self._segments(own.start, own.stop))

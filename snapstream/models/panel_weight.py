@@ -20,6 +20,7 @@ class Panels(Weight):
     """What every form shares. A view is a layer, or a range of the rows of a matrix."""
 
     multiplies_narrow = True
+    sums_alike = True
 
     def __init__(
         self, library: Library, data: Tensor, shape: tuple[int, ...], inputs: str = "float32", rows: range | None = None

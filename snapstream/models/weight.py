@@ -30,6 +30,8 @@ class Weight(ABC):
 
     multiplies_narrow = False  # fast for many tokens, too: prefill need not widen it beforehand
 
+    sums_alike = False  # a token's product is the same bits whatever is beside it
+
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:

@@ -129,7 +129,8 @@ VERSIONS: dict[str, Version] = {
         Version("reference", reference.prefill_attention, lambda case: ""),
         Version("cpu", cpu_attention.prefill_attention, _on_cpu),
         Version(
-            "cpu_fp32", prompt_f32.prefill_attention, _on_cpu_in_fp32, _packed_in_fp32, takes_narrow_values=True
+            "cpu_fp32", prompt_f32.prefill_attention, _on_cpu_in_fp32, _packed_in_fp32,
+            stage_heads=prompt_layer.stage_heads, takes_narrow_values=True,
         ),
         Version(
             "cpu_bf16", prompt.prefill_attention, _on_cpu_in_bf16, prompt.packed_attention,

@@ -10,10 +10,14 @@ from torch import Tensor
 
 from snapstream.config import ModelConfig
 from snapstream.config.latent import LatentConfig
+from snapstream.kernels.cpu.looped.build import find_compiler
+from snapstream.kernels.cpu.looped.library import load
 from snapstream.kernels.prefill.choice import automatic
 from snapstream.kernels.prefill.versions import Case
 from snapstream.models.decoder import Decoder
+from snapstream.models.dense import DenseLayer
 from snapstream.models.layer_pass import LayerPass, Outputs, PassTokens
+from snapstream.models.panels import make_panels
 from snapstream.models.staging import StagingBuffers
 from snapstream.models.weights import DecoderWeights
 
@@ -96,3 +100,28 @@ def test_units_run_in_order(decoder: Decoder) -> None:
     _, one = read(decoder, 20)
     with pytest.raises(RuntimeError, match="unit 3 was planned, unit 9 is next"):
         one.run_unit(3)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_last_tokens_are_finished_together_where_that_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over panels, whose sums do not depend on the company; other products take a prompt at a time."""
+    plain = DecoderWeights.random(MODEL, torch.float32, "cpu", seed=2)
+    weights = DecoderWeights.empty(MODEL, torch.float32, "cpu", make=make_panels(load()))
+    for role, numbers in plain.stored().items():
+        weights.fill(role, (), numbers)
+    over_panels, over_plain = Decoder(MODEL, weights), Decoder(MODEL, plain)
+    finished: list[int] = []
+    finish = DenseLayer.finish
+
+    def counted(layer: DenseLayer, residual: Tensor, attended: Tensor) -> Tensor:
+        finished.append(len(residual))
+        return finish(layer, residual, attended)
+
+    monkeypatch.setattr(DenseLayer, "finish", counted)
+    together = read(over_panels, 100)[1].last_hidden()
+    assert finished == [44, 44, 3]
+    expected = read(over_plain, 100)[1].last_hidden()
+    assert finished[3:] == [44, 44, 1, 1, 1]
+    monkeypatch.setattr(Decoder, "sums_alike", False)
+    assert torch.equal(read(over_panels, 100)[1].last_hidden(), together)
+    torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-4)
