@@ -137,7 +137,7 @@ def measure(context: int, slots: int, rounds: int, gbits: list[float], **shape: 
     with llama_folder(**shape) as folder, LLM(folder, **settings) as llm:  # type: ignore[arg-type]
         llm.generate([random_prompt(256, seed=1)], ONE)
         own, sizes = Answering(llm, folder, secret), row_sizes(llm.model_config, llm.config)
-        part_bytes = sizes.part_bytes(context, llm.config.budget)
+        part_bytes = sizes.part_bytes(context, llm.config.budget)[0]  # of every layer
         for gbit in gbits:
             times: dict[str, list[float]] = {"here": [], "while reading": [], AT_END: []}
             with reader(folder, settings, secret, gbit) as other:

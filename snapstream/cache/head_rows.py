@@ -89,7 +89,7 @@ def write_heads(
     slots, prompt_len = cache.heads.slots, keys.shape[1]
     group = cache.spec.num_heads // cache.spec.num_kv_heads
     for head, budget in enumerate(slots.budgets[layer]):
-        addresses = [row * slots.row_slots + slots.starts[layer][head] for row in rows]
+        addresses = [slots.first(row, layer, head) for row in rows]
         own_keys, own_values = keys[head : head + 1], values[head : head + 1]  # [1, N, E]
         index = None  # all of them, in their order
         if layout.is_compressed(budget, prompt_len):

@@ -64,6 +64,10 @@ class HeadSlots:
         found = dict(zip(order, accumulate(sizes, initial=0), strict=False))
         return tuple(tuple(found[layer, head] for head in range(len(own))) for layer, own in enumerate(self.topk))
 
+    def first(self, row: int, layer: int, head: int) -> int:
+        """Address of a head: its first slot, counted over all rows."""
+        return row * self.row_slots + self.starts[layer][head]
+
     @cached_property
     def row_slots(self) -> int:
         """Slots of a row, all layers and heads."""

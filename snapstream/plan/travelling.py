@@ -17,4 +17,5 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
         vote_bytes=0 if config.rescoring is None else 4 * spec.num_kv_heads,
         hidden_bytes=model.hidden_size * DTYPE_BYTES[config.dtype],
         num_kv_heads=spec.num_kv_heads,
+        heads=config.heads,
     )

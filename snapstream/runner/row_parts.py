@@ -6,7 +6,8 @@ Scales are there for rows in FP8, and in int8, then ``[n]`` each; votes for rows
 are a part of the keys. Invariant: ``place`` after ``take`` gives the rows bit for bit what the first row had, however
 many ranks either engine has: whole rows travel. Of several ranks each has some kv heads, which they gather and spread,
 or with ``dp`` whole rows, which the owner tells the others; all must make the same calls in the same order.
-``transfer/wire.py`` knows the sizes (``RowSizes``).
+``transfer/wire.py`` knows the sizes (``RowSizes``). Kv heads with slots of their own have unlike n, votes too; such a
+layer is one run of bytes, of one device.
 """
 
 from __future__ import annotations
@@ -33,10 +34,17 @@ class RowParts:
         self._num_heads = decoder.whole_kv_spec().num_kv_heads  # G
         first = self._group.rank * self._num_heads // self._group.size
         self._own = slice(first, first + cache.spec.num_kv_heads)
+        if cache.heads is not None:
+            self._num_heads, self._own = 1, slice(0, 1)
 
     def take(self, layer: int, entry: PrefillEntry) -> Tensor:
-        """A copy of a layer of the entry's first row, ``[G, B]`` bytes; on every rank that of all kv heads."""
+        """A copy of a layer of the entry's first row, ``[G, B]`` bytes; on every rank that of all kv heads.
+
+        Of kv heads with slots of their own ``[1, B]``.
+        """
         deal = self._cache.deal
+        if self._cache.heads is not None:
+            return self._bytes(layer, entry.rows[0], entry)
         if deal is None:
             return self._decoder.all_kv_heads(self._bytes(layer, entry.rows[0], entry), 0)
         row = next(iter(deal.own(entry.rows[:1])), self._cache.padding_row)
@@ -46,7 +54,7 @@ class RowParts:
         """Put a layer into each of the entry's rows; the leader has the ``part``, of all kv heads."""
         device, some_row = self._cache.k.device, self._cache.padding_row
         num_bytes = sum(piece.nbytes for piece in self._pieces(layer, some_row, entry))  # of the rank's own heads
-        shape = (self._num_heads, num_bytes // self._cache.spec.num_kv_heads)
+        shape = (self._num_heads, num_bytes // (self._own.stop - self._own.start))
         if part is None:
             data = torch.empty(shape, dtype=torch.uint8, device=device)  # [G, B]
         else:
@@ -76,6 +84,12 @@ class RowParts:
 
     def _pieces(self, layer: int, row: int, entry: PrefillEntry) -> Iterator[Tensor]:
         """Views of the row, ``[own kv heads, ...]``, in the order of the wire."""
+        if self._cache.heads is not None:
+            for head, budget in enumerate(self._cache.heads.slots.budgets[layer]):
+                yield from self._pieces_of_head(
+                    layer, row, head, layout.num_visible(len(entry.token_ids), budget.capacity)
+                )
+            return
         cache, num_slots = self._cache, layout.num_visible(len(entry.token_ids), entry.budget.capacity)
         has_values = not cache.spec.values_are_keys
         for scale in (cache.k_scale, cache.v_scale if has_values else None):
@@ -87,6 +101,17 @@ class RowParts:
         yield cache.k[layer, row, :, :num_slots]
         if has_values:
             yield cache.v[layer, row, :, :num_slots]
+
+    def _pieces_of_head(self, layer: int, row: int, head: int, num_slots: int) -> Iterator[Tensor]:
+        """Views of a head with slots of its own, ``[1, ...]``."""
+        cache = self._cache
+        assert cache.heads is not None
+        first = cache.heads.slots.first(row, layer, head)
+        for scale in (cache.k_scale, cache.v_scale):
+            if scale is not None:
+                yield scale[None, first : first + num_slots] if scale.dim() == 1 else scale[layer, row, head, None]
+        for tokens in (cache.k, cache.v):
+            yield tokens[None, first : first + num_slots]
 
 
 def read_later(data: Tensor) -> Callable[[], memoryview]:

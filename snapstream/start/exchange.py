@@ -7,9 +7,11 @@ the fact.
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 from snapstream.config import EngineConfig, ModelConfig
+from snapstream.config.heads import HeadSlots
 from snapstream.models.fingerprint import fingerprint as checkpoint_fingerprint
 from snapstream.plan.travelling import row_sizes
 from snapstream.transfer.exchange import TcpExchange
@@ -25,8 +27,11 @@ def make_exchange(
     wake: Callable[[], None] = lambda: None,
 ) -> TcpExchange:
     """ValueError for an engine whose rows cannot travel, or cannot arrive at the address."""
-    if config.heads is not None:
-        raise ValueError("heads: rows whose kv heads have slots of their own do not travel yet")
+    if config.heads is not None and config.parallel.size > 1:
+        raise ValueError(
+            f"heads: rows whose kv heads have slots of their own travel between engines of one device; this one has "
+            f"{config.parallel.size}"
+        )
     return TcpExchange(settings, row_sizes(model, config), fingerprint(folder, config), wake)
 
 
@@ -39,4 +44,10 @@ def fingerprint(folder: Path, config: EngineConfig) -> dict[str, str]:
         "kv_dtype": config.kv_dtype,
         "width of the weights": "dtype" if config.weights is None else config.weights.describe(),
         "rescoring": "none" if config.rescoring is None else repr(config.rescoring),
+        "heads": "none" if config.heads is None else _digest(config.heads),
     }
+
+
+def _digest(heads: HeadSlots) -> str:
+    """Of the slots of every kv head: profiles of one model that share out a budget alike may speak to each other."""
+    return sha256(repr((heads.topk, heads.budget)).encode()).hexdigest()[:16]

@@ -70,7 +70,8 @@ class RowLanding:
         if not self._has_header:
             return Kind.HEADER, 0, 2, MAX_HEADER_BYTES
         if len(self.parts) < expected.num_layers:
-            return Kind.PART, len(self.parts), expected.part_bytes, expected.part_bytes
+            size = expected.part_bytes[len(self.parts)]
+            return Kind.PART, len(self.parts), size, size
         if self.hidden is None:
             return Kind.LAST, 0, expected.hidden_bytes, expected.hidden_bytes
         if self.report is None:

@@ -4,7 +4,7 @@
     receiver                                               TAKEN         or REFUSED with a reason, at any moment
 
 A part is one layer of the row, kv head after kv head: scales and votes if it has any, then keys and values of the slots
-up to ``min(N, C)``.
+up to ``min(N, C)``, C of each head its own where a profile says so.
 LAST is the last hidden state of the prompt, from which the receiver draws the first token of every sample; REPORT says
 what compression did. Invariant: the receiver knows the size of every frame but the report before it comes, because the
 header must equal the one that it expects. No torch; nothing is unpickled. Next: ``landing.py``.
@@ -20,8 +20,9 @@ from enum import IntEnum
 from typing import Any
 
 from snapstream.config import KVBudget
+from snapstream.config.heads import HeadSlots
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_HEADER_BYTES = 16 * 2**10
 MAX_REASON_BYTES = 2**10
 HEAD = struct.Struct(">BIQ")  # kind, number, bytes of the body
@@ -77,15 +78,20 @@ class RowSizes:
     vote_bytes: int = 0  # per layer and selected slot: rows that choose again
     hidden_bytes: int  # the last hidden state
     num_kv_heads: int = 1
+    heads: HeadSlots | None = None  # slots of every kv head; None: all have the budget's
 
-    def part_bytes(self, prompt_len: int, budget: KVBudget) -> int:
-        """One layer of the row of a prompt."""
-        num_slots = min(prompt_len, budget.capacity)
-        return self.scale_bytes + self.vote_bytes * budget.num_topk + self.slot_bytes * num_slots
+    def part_bytes(self, prompt_len: int, budget: KVBudget) -> tuple[int, ...]:
+        """Of the row of a prompt, layer by layer."""
+        budgets = ((budget,) * self.num_kv_heads,) * self.num_layers if self.heads is None else self.heads.budgets
+        return tuple(self.scale_bytes + sum(self._head_bytes(prompt_len, own) for own in layer) for layer in budgets)
 
     def row_bytes(self, prompt_len: int, budget: KVBudget) -> int:
         """All layers and the hidden state: host memory of the row while it is on its way, on either side."""
-        return self.num_layers * self.part_bytes(prompt_len, budget) + self.hidden_bytes
+        return sum(self.part_bytes(prompt_len, budget)) + self.hidden_bytes
+
+    def _head_bytes(self, prompt_len: int, budget: KVBudget) -> int:
+        num_slots = min(prompt_len, budget.capacity)
+        return (self.vote_bytes * budget.num_topk + self.slot_bytes * num_slots) // self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,7 @@ class RowHeader:
     next_position: int  # where the answer begins
     budget: KVBudget
     num_layers: int
-    part_bytes: int
+    part_bytes: tuple[int, ...]  # by layer
     hidden_bytes: int
 
     @classmethod
@@ -129,13 +135,16 @@ class RowHeader:
         wrong = next((name for name, value in counts.items() if not is_count(value)), None)
         if wrong is not None:
             raise WireError(f"{wrong} of the header is {counts[wrong]!r}; it must be a count")
+        parts = told.get("part_bytes")
+        if not isinstance(parts, list) or not all(map(is_count, parts)):
+            raise WireError(f"part_bytes of the header is {str(parts)[:200]}; it must be counts by layer")
         facts, regions = told.get("fingerprint"), told.get("budget")
         if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
             raise WireError("the fingerprint of the header must be texts by name")
         if not isinstance(regions, dict):
             raise WireError("the budget of the header must be counts by name")
         try:
-            return cls(fingerprint=facts, budget=KVBudget(**regions), **counts)
+            return cls(fingerprint=facts, budget=KVBudget(**regions), part_bytes=tuple(parts), **counts)
         except (TypeError, ValueError) as error:
             raise WireError(f"the budget of the header: {str(error)[:200]}") from None
 
@@ -145,9 +154,10 @@ class RowHeader:
             own, theirs = self.fingerprint.get(name), sent.fingerprint.get(name)
             if own != theirs:
                 raise WireError(f"the engines differ: {name} is {own} here and {str(theirs)[:200]} at the sender")
-        for name in (*_COUNTS, "budget"):
-            if getattr(self, name) != getattr(sent, name):
-                raise WireError(f"{name} is {getattr(sent, name)}; the row of this ticket has {getattr(self, name)}")
+        for name in (*_COUNTS, "budget", "part_bytes"):
+            own, theirs = getattr(self, name), getattr(sent, name)
+            if own != theirs:
+                raise WireError(f"{name} is {str(theirs)[:200]}; the row of this ticket has {str(own)[:200]}")
 
 
-_COUNTS = ("prompt_len", "next_position", "num_layers", "part_bytes", "hidden_bytes")
+_COUNTS = ("prompt_len", "next_position", "num_layers", "hidden_bytes")

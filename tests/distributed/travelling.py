@@ -39,7 +39,7 @@ class Row:
 
     sent: list[bytes]  # by layer
     again: list[bytes]  # the same, of the row to which it was carried
-    part_bytes: int  # as both ends of a transfer expect it
+    part_bytes: tuple[int, ...]  # by layer, as both ends of a transfer expect it
 
 
 def carried(group: Group | None, asked: Carried) -> Row:

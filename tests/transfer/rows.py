@@ -31,7 +31,7 @@ def header_of(prompt_len: int = 9, **changes: Any) -> RowHeader:
 
 
 def bodies() -> list[bytes]:
-    return [bytes([layer + 1]) * SIZES.part_bytes(9, BUDGET) for layer in range(SIZES.num_layers)]
+    return [bytes([layer]) * size for layer, size in enumerate(SIZES.part_bytes(9, BUDGET), 1)]
 
 
 @dataclass

@@ -11,7 +11,9 @@ import pytest
 
 from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget, PrefixStoreConfig, RescoringConfig
+from snapstream.config.heads import HeadProfile
 from snapstream.engine.transfers import RowMissed
+from snapstream.models.fingerprint import fingerprint as checkpoint_fingerprint
 from snapstream.plan.travelling import row_sizes
 from snapstream.request import FinishReason, Grammar, Request, RequestOutput, SamplingParams
 from tests.llm.conftest import write_checkpoint
@@ -125,6 +127,26 @@ def test_every_kind_of_row(letters: Path, more: dict[str, Any]) -> None:
         assert pair.answerer.engine.transfer_stats.num_bytes == planned
 
 
+def shares(folder: Path, *, turned: bool = False) -> HeadProfile:
+    """One head holds sinks and ring, one a prompt of 33 tokens whole."""
+    own = (0.1, 0.0), (0.4, 0.2), (0.05, 0.25)
+    return HeadProfile(shares=own[::-1] if turned else own, model=checkpoint_fingerprint(folder))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+def test_rows_whose_heads_have_slots_of_their_own(letters: Path, kv_dtype: str) -> None:
+    with joined(letters, heads=shares(letters), kv_dtype=kv_dtype, **SETTINGS) as pair:
+        config = pair.answerer.config
+        assert config.heads is not None and len({num for layer in config.heads.topk for num in layer}) == 6
+        requests = requests_of({"greedy": replace(GREEDY, max_tokens=40), "n": PARAMS["seeded, three samples"]})
+        check(pair, requests)
+        sizes = row_sizes(pair.answerer.model_config, config)
+        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
+        assert pair.answerer.engine.transfer_stats.num_bytes == planned
+        unlike = sizes.part_bytes(120, BUDGET)
+        assert len(set(unlike)) == 3 and sum(unlike) == sum(replace(sizes, heads=None).part_bytes(120, BUDGET))
+
+
 def test_rows_of_latents(latents: Path) -> None:
     with joined(latents, **SETTINGS) as pair:
         check(pair, requests_of({name: PARAMS[name] for name in ("greedy", "seeded, three samples", "kept positions")}))
@@ -163,6 +185,13 @@ def test_an_abort_while_the_row_is_on_its_way_frees_both_engines(letters: Path) 
 def test_engines_that_differ_refuse_each_other(letters: Path, reading: dict[str, Any], reason: str) -> None:
     with joined(letters, reading=reading, **SETTINGS) as pair:
         assert reason in refusal(pair)
+
+
+def test_engines_with_other_profiles_refuse_each_other(letters: Path) -> None:
+    """Also one that has none; the bytes of all layers together are the same."""
+    for heads in (None, shares(letters, turned=True)):
+        with joined(letters, reading={"heads": heads}, answering={"heads": shares(letters)}, **SETTINGS) as pair:
+            assert "heads is" in refusal(pair)
 
 
 def test_another_checkpoint_is_refused(letters: Path, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_a_slow_receiver_gets_the_row_and_a_dead_one_ends_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ticket = RowTicket(host="127.0.0.1", port=listener.getsockname()[1], key="00" * 16)
         here = sending(ticket, header)
-        body = bytes(header.part_bytes)
+        body = bytes(header.part_bytes[0])
         here.sender.put(lambda: body)
         sock, _ = listener.accept()
         with sock:
@@ -233,7 +233,7 @@ def test_a_slow_receiver_gets_the_row_and_a_dead_one_ends_it() -> None:
             session.send(Kind.ACCEPTED, proof)
             session.receive(lambda kind, number, size: bytearray(size))
             kind, _, size = HEAD.unpack(session.read(HEAD.size))
-            assert (kind, size) == (Kind.PART, header.part_bytes)
+            assert (kind, size) == (Kind.PART, header.part_bytes[0])
             session.read(size // 2)
             assert not here.ended
         assert "broke" in here.result()
