@@ -78,16 +78,17 @@ def write_heads(
     values: Tensor,
     queries: Tensor | None,
     selector: Selector,
-) -> None:
+) -> list[Tensor | None]:
     """Write one layer of a prompt into each of ``rows``, head by head; see ``compress.write_rows``.
 
-    ``keys [G, N, E], values [G, N, E]``; ``queries [w, H, E]``, needed if any head is compressed.
+    ``keys [G, N, E], values [G, N, E]``; ``queries [w, H, E]``, needed if any head is compressed. Returns the kept
+    positions of every head ``[C]``, None where it holds the prompt whole.
     """
     from snapstream.cache.compress import kept_positions
 
     assert cache.heads is not None
     slots, prompt_len = cache.heads.slots, keys.shape[1]
-    group = cache.spec.num_heads // cache.spec.num_kv_heads
+    group, all_kept = cache.spec.num_heads // cache.spec.num_kv_heads, []
     for head, budget in enumerate(slots.budgets[layer]):
         addresses = [slots.first(row, layer, head) for row in rows]
         own_keys, own_values = keys[head : head + 1], values[head : head + 1]  # [1, N, E]
@@ -97,10 +98,11 @@ def write_heads(
             if queries is not None:
                 asked = queries[:, head * group : (head + 1) * group].contiguous()  # [w, H / G, E]
             index = kept_positions(asked, own_keys, layer, budget, selector, cache.kernels)  # [1, C of this head]
-            if cache.k_scale is None:
-                cache.kernels.gather_rows(cache.layer(layer), addresses, own_keys, own_values, index)
-                continue
         kept = None if index is None else index[0]
+        all_kept.append(kept)
+        if index is not None and cache.k_scale is None:
+            cache.kernels.gather_rows(cache.layer(layer), addresses, own_keys, own_values, index)
+            continue
         for stored, scales, tokens in (
             (cache.k, cache.k_scale, own_keys), (cache.v, cache.v_scale, own_values),
         ):  # fmt: skip
@@ -110,6 +112,7 @@ def write_heads(
                 for row in rows:
                     scales[layer, row, head] = scale
             _store(stored, scales if scale is None else scale, addresses, tokens[0], kept)
+    return all_kept
 
 
 def _store(

@@ -73,9 +73,14 @@ class HeadSlots:
         """Slots of a row, all layers and heads."""
         return sum(budget.capacity for layer in self.budgets for budget in layer)
 
+    @staticmethod
+    def visible(budgets: Sequence[KVBudget], num_tokens: int) -> list[int]:
+        """Slots that attention reads of each head of a layer after ``num_tokens`` tokens."""
+        return [min(num_tokens, budget.capacity) for budget in budgets]
+
     def mean_visible(self, num_tokens: int) -> int:
         """Slots that attention reads of a head after ``num_tokens`` tokens, rounded down over all heads."""
-        seen = [min(num_tokens, budget.capacity) for layer in self.budgets for budget in layer]
+        seen = [num for layer in self.budgets for num in self.visible(layer, num_tokens)]
         return sum(seen) // len(seen)
 
     def _with(self, num_topk: int) -> KVBudget:

@@ -73,7 +73,9 @@ class Compression:
     ring_tokens: (
         int  # slots of the ring of recent tokens as the prompt left it; answer and end of the prompt share them
     )
-    # Selected prompt positions by layer and kv head, ascending; None unless asked for and something was evicted.
+    # Selected prompt positions by layer and kv head, ascending; None unless asked for and something was evicted. Where
+    # kv heads have slots of their own, lists have unlike lengths; of a head that holds the prompt whole, all but sinks
+    # and the num_recent last.
     kept_positions: tuple[tuple[tuple[int, ...], ...], ...] | None = None  # [L][G][K]
     kept_bitmap: KeptBitmap | None = None  # all that was kept; under the same conditions
 

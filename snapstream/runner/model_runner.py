@@ -15,7 +15,7 @@ import torch
 
 from snapstream.cache import layout
 from snapstream.cache.deal import Deal
-from snapstream.cache.kept import packed_bits, selected
+from snapstream.cache.kept import packed_bits, selected, selected_by_heads
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.prefix_blocks import PrefixBlocks
 from snapstream.cache.prefix_files import PrefixFiles
@@ -217,6 +217,7 @@ class ModelRunner:
                     prompt.compress_time,
                     self._kept(prompt),
                     self._prompt_logprobs(job, prompt),
+                    self.config.heads,
                 )
             )
             if prompt.entry.is_sent:
@@ -263,6 +264,11 @@ class ModelRunner:
         """What the rows of a prompt kept, if that was asked for and anything was chosen."""
         if not prompt.kept:
             return None
+        slots = self.config.heads
+        if slots is not None:
+            if prompt.entry.sampling.return_kept == "bitmap":
+                return Arriving(packed_bits(prompt.kept, prompt.prompt_len, slots))
+            return Arriving(selected_by_heads(prompt.kept, slots, prompt.prompt_len))
         kept = self.decoder.all_kv_heads(torch.stack(prompt.kept), 1).unbind()  # per layer [G, C]
         if prompt.entry.sampling.return_kept == "bitmap":
             return Arriving(packed_bits(kept, prompt.prompt_len))

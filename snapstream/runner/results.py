@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from snapstream.cache.kept import as_bitmap, as_positions
+from snapstream.cache.kept import as_bitmap, as_positions, as_positions_by_heads
+from snapstream.config.heads import HeadSlots
 from snapstream.layers.logprobs import TokenLogprobs
 from snapstream.layers.sampler import Sampled
 from snapstream.request import Compression, Logprob, SamplingParams
@@ -109,16 +110,19 @@ class FinishedPrompt:
     compress_time: Stopwatch
     kept: Arriving | None  # what was selected, or all that was kept, as ``cache/kept.py`` has it
     prompt_logprobs: PromptLogprobs | None
+    heads: HeadSlots | None = None  # slots of kv heads that have their own
 
     def result(self, tokens: tuple[Logprob, ...]) -> PrefillResult:
         """Wait for what is on its way; ``tokens`` are the first ones, of each row."""
         told = replace(self.compression, compress_ms=self.compress_time.milliseconds())
         if self.kept is not None:
             (kept,) = self.kept.read()
+            prompt_len, heads = len(self.entry.token_ids), self.heads
             if self.entry.sampling.return_kept == "bitmap":
-                told = replace(told, kept_bitmap=as_bitmap(kept, len(self.entry.token_ids)))
+                told = replace(told, kept_bitmap=as_bitmap(kept, prompt_len))
             else:
-                told = replace(told, kept_positions=as_positions(kept))
+                found = as_positions(kept) if heads is None else as_positions_by_heads(kept, heads, prompt_len)
+                told = replace(told, kept_positions=found)
         logprobs = None if self.prompt_logprobs is None else self.prompt_logprobs.read()
         return PrefillResult(tokens=tokens, compression=told, prompt_logprobs=logprobs)
 

@@ -6,6 +6,7 @@ other rows of the same pass replaces the writer and nothing else.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from snapstream.cache import layout
@@ -68,9 +69,17 @@ class HeadsWriter(RowWriter):
     def write(
         self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, values: Tensor
     ) -> Tensor | None:
-        """As above; returns nothing, because heads keep unlike numbers of tokens."""
-        write_heads(self.cache, layer, entry.rows, keys, values, queries, entry.selector)
-        return None
+        """As above. Returns the kept positions of all heads in one ``[n]`` (``cache/kept.py``), None if all were kept,
+        or nobody asked.
+        """
+        kept, prompt_len = (
+            write_heads(self.cache, layer, entry.rows, keys, values, queries, entry.selector),
+            keys.shape[1],
+        )
+        if not entry.sampling.return_kept or prompt_len <= self._slots.least:
+            return None
+        whole = torch.arange(prompt_len, device=keys.device)
+        return torch.cat([whole if own is None else own for own in kept])
 
     def counters(self, entry: PrefillEntry) -> list[Counters]:
         own = Rows.entry(len(entry.token_ids), entry.next_position, self._slots.widest)

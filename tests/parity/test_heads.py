@@ -188,6 +188,38 @@ def test_a_stored_prefix_gives_the_same_rows(qwen: Path, prompts: list[list[int]
         assert warm.cached_tokens > 0 and warm.token_ids == cold.token_ids
 
 
+def test_what_heads_keep_is_what_rows_of_their_own_budget_keep(qwen: Path, prompts: list[list[int]]) -> None:
+    """Lists by layer and head, and the same as bits; the other engine has equal heads."""
+    listed, bits = (SamplingParams(max_tokens=1, return_kept=kind) for kind in (True, "bitmap"))  # type: ignore[arg-type]
+    with LLM(qwen, heads=profile(qwen), **SETTINGS) as llm:
+        assert llm.config.heads is not None
+        budgets, widest, least = llm.config.heads.budgets, llm.config.heads.widest, llm.config.heads.least
+        told = [(output.compression, more.compression) for output, more in
+                zip(llm.generate(prompts, listed), llm.generate(prompts, bits), strict=True)]  # fmt: skip
+    with LLM(qwen, **SETTINGS | {"budget": widest}) as plain:
+        own = {budget: plain.generate(prompts, listed, budget=budget) for budget in set(sum(budgets, ()))}
+    for index, (prompt, (lists, bitmap)) in enumerate(zip(prompts, told, strict=True)):
+        assert lists is not None and bitmap is not None
+        if len(prompt) <= least:
+            assert lists.kept_positions is None and bitmap.kept_bitmap is None
+            continue
+        last = range(len(prompt) - 16, len(prompt))
+        assert lists.kept_positions is not None and bitmap.kept_bitmap is not None
+        for layer, heads in enumerate(budgets):
+            for head, budget in enumerate(heads):
+                compression = own[budget][index].compression
+                assert compression is not None
+                wanted = tuple(range(2, last.start))
+                if compression.kept_positions is not None:
+                    wanted = compression.kept_positions[layer][head]
+                assert lists.kept_positions[layer][head] == wanted
+                width = -(-len(prompt) // 8)
+                start = (layer * len(heads) + head) * width
+                own_bits = bitmap.kept_bitmap.bits[start : start + width]
+                kept = [token for token in range(8 * width) if own_bits[token // 8] >> token % 8 & 1]
+                assert kept == [0, 1, *wanted, *last]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -214,6 +246,4 @@ def test_requests_that_such_rows_cannot_serve_are_refused(qwen: Path, prompts: l
         smaller = KVBudget(num_sink=2, num_topk=6, num_recent=16)
         with pytest.raises(ValueError, match="heads of this engine's rows have slots of their own"):
             llm.generate([prompts[0]], GREEDY, budget=smaller)
-        with pytest.raises(ValueError, match="return_kept"):
-            llm.generate([prompts[0]], SamplingParams(max_tokens=4, return_kept=True))
         assert llm.generate([prompts[0]], GREEDY, budget=BUDGET)[0].token_ids

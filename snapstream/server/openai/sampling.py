@@ -137,15 +137,20 @@ def check_answer_size(requests: Sequence[Request], facts: ModelFacts, settings: 
 
 
 def _kept_positions(request: Request, facts: ModelFacts) -> int:
-    """How many positions the answer would list of this prompt."""
+    """How many positions the answer would list of this prompt, at most."""
     budget = request.budget or facts.engine.budget
-    return facts.num_heads * budget.num_topk if len(request.prompt_token_ids) > budget.capacity else 0
+    return facts.num_heads * budget.num_topk if _is_compressed(request, facts) else 0
 
 
 def _kept_bits(request: Request, facts: ModelFacts) -> int:
     """How many bits the answer would have of this prompt."""
-    num_prompt, budget = len(request.prompt_token_ids), request.budget or facts.engine.budget
-    return facts.num_heads * num_prompt if num_prompt > budget.capacity else 0
+    return facts.num_heads * len(request.prompt_token_ids) if _is_compressed(request, facts) else 0
+
+
+def _is_compressed(request: Request, facts: ModelFacts) -> bool:
+    """Whether the row keeps less than the prompt, in any of its heads."""
+    budget, heads = request.budget or facts.engine.budget, facts.engine.heads
+    return len(request.prompt_token_ids) > (budget.capacity if heads is None else heads.least)
 
 
 def _wish(
