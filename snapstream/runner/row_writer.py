@@ -72,10 +72,8 @@ class HeadsWriter(RowWriter):
         """As above. Returns the kept positions of all heads in one ``[n]`` (``cache/kept.py``), None if all were kept,
         or nobody asked.
         """
-        kept, prompt_len = (
-            write_heads(self.cache, layer, entry.rows, keys, values, queries, entry.selector),
-            keys.shape[1],
-        )
+        kept = write_heads(self.cache, layer, entry.rows, keys, values, queries, entry.selector)
+        prompt_len = keys.shape[1]
         if not entry.sampling.return_kept or prompt_len <= self._slots.least:
             return None
         whole = torch.arange(prompt_len, device=keys.device)
