@@ -1,5 +1,5 @@
 """Decode of a mixture of experts on a CPU, against transformers and llama.cpp, and against the bytes that the chosen
-experts weigh.
+experts weigh; the arm over FP8 blocks reads a checkpoint of its own.
 
 A step of B rows must read what every token passes and the experts that its rows chose: of X experts, k per token,
 X (1 - (1 - k / X)^B) if they choose evenly. The benchmark counts those that were really chosen and compares the time of
@@ -15,6 +15,7 @@ the difference of a call for all tokens and of one for the first, so that prefil
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.machine import ceilings, report
@@ -34,6 +36,7 @@ from benchmarks.shapes import LLAMA_100M
 from snapstream.config import ModelConfig, WeightForm, WeightForms
 from snapstream.kernels.bound import bind
 from snapstream.llm import LLM
+from snapstream.models.blocks import quantise
 from snapstream.models.registry import read_model_config
 from snapstream.models.shapes import decode_weight_bytes, num_parameters
 from snapstream.request import SamplingParams
@@ -52,7 +55,7 @@ ARMS = (
     Arm("snapstream eager float32", OWN, "run_snapstream", "eager float32"),
     *(
         Arm(f"snapstream looped {width}", OWN, "run_snapstream", f"looped {width}")
-        for width in ("float32", "bfloat16", "float16", "int8", "int4")
+        for width in ("float32", "bfloat16", "float16", "fp8", "int8", "int4")
     ),
 )
 _INT4 = WeightForm(width="int4", group=32)
@@ -61,14 +64,35 @@ _PEERS = {"f32": WeightForms.of("float32"), "f16": WeightForms.of("float16"), "q
           "q4_0": WeightForms(layers=_INT4, tables=_INT4)}  # fmt: skip
 
 
+_FLOATS = ("embed_tokens", "lm_head", "norm", ".mlp.gate.")  # in a checkpoint in FP8 blocks
+_BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def write_blocks(folder: Path) -> None:
+    """The checkpoint in ``folder`` once more, in FP8 blocks and bf16 as models are published, in ``folder/fp8``."""
+    settings = json.loads((folder / "config.json").read_text())
+    found = dict[str, Tensor]()
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, numbers in load_file(file).items():
+            if any(part in name for part in _FLOATS):
+                found[name] = numbers.to(torch.bfloat16)
+            else:
+                found[name], found[f"{name}_scale_inv"] = quantise(numbers)
+    (folder / "fp8").mkdir()
+    save_file(found, folder / "fp8" / "model.safetensors")
+    settings |= {"quantization_config": _BLOCKS, "dtype": "bfloat16"}
+    (folder / "fp8" / "config.json").write_text(json.dumps(settings))
+
+
 @contextmanager
 def mixture_folder(shape: dict[str, Any]) -> Iterator[Path]:
-    """A checkpoint folder of that shape; deleted at the end."""
+    """A checkpoint folder of that shape, with one in FP8 blocks in it; deleted at the end."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).save_pretrained(folder)
+        write_blocks(Path(folder))
         yield Path(folder)
 
 
@@ -76,6 +100,8 @@ def forms_of(arm: Arm) -> WeightForms:
     """How the weights of an arm lie in memory."""
     if arm.option in _PEERS:
         return _PEERS[arm.option]
+    if arm.option.endswith("fp8"):
+        return WeightForms(layers=WeightForm(width="fp8"), tables=WeightForm(width="bfloat16"))
     return WeightForms.of("float32" if arm.module == "run_transformers" else arm.option.split()[1])
 
 

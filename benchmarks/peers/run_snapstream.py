@@ -1,8 +1,12 @@
-"""This engine with a full cache. Option: ``EXECUTOR WEIGHTS``, for example ``looped int8``."""
+"""This engine with a full cache. Option: ``EXECUTOR WEIGHTS``, for example ``looped int8``.
+
+``fp8`` reads the checkpoint in the folder of that name within the job's.
+"""
 
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -15,12 +19,12 @@ def start(job: Job, most: int) -> Generate:
     torch.set_num_threads(job.threads)
     executor, weights = job.option.split()
     llm = LLM(
-        job.folder,
+        Path(job.folder) / "fp8" if weights == "fp8" else job.folder,
         budget="full",
         max_rows=most,
         max_model_len=job.prompt_len + job.new_tokens,
         executor=executor,
-        weights=weights,
+        weights="auto" if weights == "fp8" else weights,
         progress=False,
     )
 

@@ -114,11 +114,20 @@ class Decoder:
 
     @classmethod
     def tuned(
-        cls, config: ModelConfig, weights: DecoderWeights, max_tokens: int, group: Group | None = None
+        cls,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        max_tokens: int,
+        group: Group | None = None,
+        adapt: Callable[[Kernels], Kernels] | None = None,
     ) -> Decoder:
-        """Over weights that are loaded, under kernels that were chosen by trial as ``load`` chooses them."""
+        """Over weights that are loaded, under kernels that were chosen by trial as ``load`` chooses them.
+
+        ``adapt`` may put others in their place, before votes are shared over the ranks.
+        """
         group = Alone() if group is None else group
-        return cls(config, weights, bind(weights.device).tuned(weights.factors(), max_tokens, group.all_reduce), group)
+        kernels = bind(weights.device).tuned(weights.factors(), max_tokens, group.all_reduce)
+        return cls(config, weights, kernels if adapt is None else adapt(kernels), group)
 
     def wide_layer(self, index: int) -> Layer:
         """A layer for many tokens: its matrices as they are computed with, until another layer is asked for."""
@@ -132,7 +141,7 @@ class Decoder:
         return self.config.moe is None and all(weight.sums_alike for weight in self.weights.matrices.values())
 
     def with_kernels(self, kernels: Kernels) -> Decoder:
-        """The same weights under other kernels."""
+        """The same weights under other kernels, as they are bound to a device: ranks share their votes anew."""
         return Decoder(self.config, self.weights, kernels, self.group)
 
     def kv_spec(self, kv_dtype: KVDType = "auto") -> KVSpec:

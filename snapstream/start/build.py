@@ -6,6 +6,7 @@ torch and transformers are imported by the functions that need them, so that imp
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -124,6 +125,7 @@ def build_rank(
     """Load one rank's share of the weights and put a runner around it, at the same time as all other ranks."""
     import torch
 
+    from snapstream.kernels.latents.choice import with_latents
     from snapstream.models.cuts import Share
     from snapstream.models.decoder import Decoder
     from snapstream.models.loader import load_weights
@@ -134,7 +136,9 @@ def build_rank(
     dtype = getattr(torch, config.dtype)
     make = _make_weight(config, None)
     weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make, share)
-    decoder = Decoder.tuned(model, weights, config.max_rows, group)
+    latents = latent_attention(model, config)
+    adapt = None if latents is None or latents.is_ours else partial(with_latents, attention=latents)
+    decoder = Decoder.tuned(model, weights, config.max_rows, group, adapt)
     return ModelRunner(decoder, config, grammars, make_tier=make_tier, on_unit=on_unit, progress=progress)
 
 

@@ -116,16 +116,17 @@ def gains_by_bf16() -> bool:
 
 
 def latent_attention(model: ModelConfig, config: EngineConfig) -> LatentAttention | None:
-    """The kernel that will attend over rows of latents; None where there is nothing to choose."""
-    if config.parallel.size > 1:  # ranks attend by the kernels of their device
-        return None
+    """The kernel that will attend over rows of latents, on this rank of several; None where there is nothing to choose.
+
+    Ranks may have different ones: what attention gives is summed or gathered before any of them reads it.
+    """
     import torch
 
     from snapstream.kernels.latents.choice import choose
     from snapstream.kernels.latents.versions import Case
 
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    case = Case.of(device, dtype, model, config.budget.capacity)
+    case = Case.of(device, dtype, rank_config(model, config.parallel), config.budget.capacity)
     return None if case is None else choose(case)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from snapstream.config import (
 )
 from snapstream.distributed.group import Group, Pretend, ReduceOp
 from snapstream.kernels.cpu.looped.library import load, num_cores
+from snapstream.kernels.latents import plain
+from snapstream.kernels.latents.choice import LatentAttention
 from snapstream.models.cuts import Share
 from snapstream.models.decoder import Decoder
 from snapstream.models.loader import load_weights
@@ -34,6 +37,7 @@ from snapstream.models.registry import read_model_config
 from snapstream.request import SamplingParams
 from snapstream.runner.decode_looped import LoopedDecode
 from snapstream.runner.model_runner import ModelRunner
+from snapstream.start.build import build_rank
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 
 
@@ -113,6 +117,7 @@ class Asked:
     executor: str = "eager"
     forms: WeightForms | None = None
     rescoring: RescoringConfig | None = None
+    has_package: bool = False  # attends over latents by a stand-in for a package that was chosen at the start
     selector: Selector = field(default_factory=lambda: SnapKV(observation_len=8))
 
 
@@ -126,6 +131,7 @@ class Answered:
     logprobs: list[float]  # of the second prompt
     row_bytes: list[int]
     own_bytes: tuple[int, int]  # of weights and rows on this rank
+    package_heads: list[int]  # query heads of each call of the stand-in
 
 
 @torch.inference_mode()
@@ -140,7 +146,18 @@ def answered(group: Group, asked: Asked) -> Answered:
     config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, chunking=Chunking(chunk_len=16),
                           executor=asked.executor, weights=asked.forms, rescoring=asked.rescoring,
                           selector=asked.selector, parallel=parallel)  # fmt: skip
-    runner = ModelRunner(Decoder.tuned(model, weights, 2, group), config)
+    calls: list[int] = []
+
+    def attend(q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:
+        calls.append(q.shape[1])
+        return plain.attend(q, latents, rank, rows, lengths)
+
+    if asked.has_package:
+        found = LatentAttention("other", attend, "for a test")
+        with patch("snapstream.start.build.latent_attention", lambda model, config: found):
+            runner = build_rank(asked.folder, model, config, None, False, group)
+    else:
+        runner = ModelRunner(Decoder.tuned(model, weights, 2, group), config)
     params = [SamplingParams(temperature=0.0, ignore_eos=True, return_kept=kept, prompt_logprobs=logprobs, max_tokens=9)
               for kept, logprobs in ((True, None), ("bitmap", 2))]  # fmt: skip
     entries = tuple(
@@ -164,4 +181,5 @@ def answered(group: Group, asked: Asked) -> Answered:
         logprobs=[one.logprob for one in (prefilled["1"].prompt_logprobs or []) if one is not None],
         row_bytes=[c.row_bytes for c in compressions],
         own_bytes=(weights.num_bytes, runner.cache.num_bytes),
+        package_heads=calls,
     )

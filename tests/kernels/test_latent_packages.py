@@ -12,13 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from snapstream.assets import TINY_LATENT_MODEL
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.spec import KVSpec
+from snapstream.config import EngineConfig, KVBudget, ModelConfig, ParallelConfig, SplitAttention
 from snapstream.kernels.bound import HeadNorm, RowPlaces, bind
 from snapstream.kernels.latents import packages, plain, versions
 from snapstream.kernels.latents.choice import FILE, LatentAttention, choose_from, random_rows, with_latents
 from snapstream.kernels.latents.versions import VERSIONS, Attend, Case, Version
 from snapstream.kernels.prefill.table import Entry, find, read
+from snapstream.models.registry import read_model_config
+from snapstream.start.measure import latent_attention
 
 CASE = Case(torch.device("cpu"), torch.bfloat16, 4, 512, 64, 128, 256, (9, 0))
 SMALL = replace(CASE, dtype=torch.float32, rank=24, rope_dim=8)
@@ -189,3 +193,19 @@ def test_a_step_through_another_kernel() -> None:
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
     assert torch.equal(found[1][1][1, 2, 0, 3], heads[0, -1])
+
+
+@pytest.mark.parametrize(("attention", "num_heads"), [("tp", 2), ("dp", 4)])
+def test_a_rank_chooses_for_its_own_heads(
+    attention: SplitAttention, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def note(device: torch.device, dtype: torch.dtype, model: ModelConfig, slots: int) -> None:
+        asked.append((model.num_heads, slots))
+
+    monkeypatch.setattr(Case, "of", note)
+    model = read_model_config(TINY_LATENT_MODEL)
+    parallel = ParallelConfig(size=2, attention=attention)
+    config = EngineConfig(budget=KVBudget.full(100), max_model_len=100, max_rows=2, parallel=parallel)
+    assert latent_attention(model, config) is None and asked == [(num_heads, 100)]
