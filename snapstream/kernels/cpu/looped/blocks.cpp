@@ -49,12 +49,12 @@ INLINE void widen(const char* column, vec* numbers) {
 
 INLINE void add_block(float* sum, vec block, float scale) { store(sum, load(sum) + block * all(scale * MISSING)); }
 
-// P panels, which lie one after the other, times T tokens: added to sums [P][T][32]. A block asks for the next one, the
-// last for the beginning of what comes next.
+// P panels, so many bytes apart, times T tokens: added to sums [P][T][32]. A block asks for the next one, the last for the
+// beginning of what comes next.
 template <int T, int P>
-void tile(const Stack& stack, const char* panel, const float* x, const char* next, float* sums) {
+void tile(const Stack& stack, const char* panel, const float* x, const char* next, int64_t apart, float* sums) {
     const float* scales[P];
-    UNROLL for (int p = 0; p < P; ++p) scales[p] = scales_of(stack, panel + p * stack.panel_bytes);
+    UNROLL for (int p = 0; p < P; ++p) scales[p] = scales_of(stack, panel + p * apart);
     const char* column = panel;
     const int64_t cols = padded(stack.cols);
     for (int64_t first = 0; first < cols; first += SIDE) {
@@ -63,13 +63,13 @@ void tile(const Stack& stack, const char* panel, const float* x, const char* nex
         for (int64_t left = std::min(SIDE, cols - first); left > 0; left -= 2) {
             UNROLL for (int c = 0; c < 2; ++c, column += PANEL, x += T) {
                 vec w[P * VECS];
-                UNROLL for (int p = 0; p < P; ++p) widen(column + p * stack.panel_bytes, w + p * VECS);
+                UNROLL for (int p = 0; p < P; ++p) widen(column + p * apart, w + p * VECS);
                 UNROLL for (int t = 0; t < T; ++t) {
                     const vec own = all(x[t]);
                     UNROLL for (int i = 0; i < P * VECS; ++i) acc[t][i] += w[i] * own;
                 }
             }
-            UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(fetch + p * stack.panel_bytes);
+            UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(fetch + p * apart);
             fetch += 2 * PANEL;
         }
         UNROLL for (int t = 0; t < T; ++t)
@@ -79,7 +79,7 @@ void tile(const Stack& stack, const char* panel, const float* x, const char* nex
 }
 
 using UpToFew = std::make_integer_sequence<int, FEW>;
-using BlockTile = void (*)(const Stack&, const char*, const float*, const char*, float*);
+using BlockTile = void (*)(const Stack&, const char*, const float*, const char*, int64_t, float*);
 
 template <int... T>
 INLINE BlockTile block_tile_of(int64_t tokens, std::integer_sequence<int, T...>) {
@@ -118,7 +118,7 @@ void in_blocks(const Stack& stack, const char* panel, const float* x, const Grou
 void of_one(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     std::fill(sums, sums + groups.tokens * PANEL, 0.0f);
     const char* next = groups.next ? groups.next : panel + stack.panel_bytes;
-    if (groups.tokens <= FEW) block_tile_of(groups.tokens, UpToFew{})(stack, panel, x, next, sums);
+    if (groups.tokens <= FEW) block_tile_of(groups.tokens, UpToFew{})(stack, panel, x, next, 0, sums);
     else in_blocks(stack, panel, x, groups, sums);
 }
 
@@ -126,9 +126,10 @@ void of_one(const Stack& stack, const char* panel, const float* x, const Groups&
 void of_two(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     std::fill(sums, sums + 2 * groups.tokens * PANEL, 0.0f);
     const char* next = groups.next ? groups.next : panel + 2 * stack.panel_bytes;
-    if (groups.tokens == 1) tile<1, 2>(stack, panel, x, next, sums);
+    const int64_t apart = groups.apart ? groups.apart : stack.panel_bytes;
+    if (groups.tokens == 1) tile<1, 2>(stack, panel, x, next, apart, sums);
     if constexpr (PAIR_TOKENS > 1)
-        if (groups.tokens == 2) tile<2, 2>(stack, panel, x, next, sums);
+        if (groups.tokens == 2) tile<2, 2>(stack, panel, x, next, apart, sums);
 }
 
 }  // namespace

@@ -1,20 +1,24 @@
-// A mixture of experts in the place of a layer's MLP, in six stages: norm; the router's scores, and gate and up of the
-// shared experts; the choice; gate and up of the chosen; activation; down and the weighted sum.
+// A mixture of experts in the place of a layer's MLP: norm; the router's scores beside gate and up of the shared experts; the
+// choice, which with few tokens is made by whoever scores last; gate and up of the chosen; activation, which is made with
+// them where both are whole panels; down and the weighted sum.
 //
 // The chosen matrices are read where they lie, once for all tokens that chose them. Invariant: what a token gets does not
-// depend on its neighbours: its experts are summed in the order of its own choice, the shared ones behind them. The
-// router is ../../../layers/router.py in C++.
+// depend on its neighbours: its experts are summed in the order of its own choice, the shared ones behind them.
 #pragma once
-#include "latent.h"
+#include "choice.h"
 
 namespace looped {
 
-class MixtureWorker : protected LatentWorker {
+class MixtureWorker : protected ChoiceWorker {
   protected:
-    MixtureWorker(Engine& engine, const Step& step, int index)
-        : LatentWorker(engine, step, index), x_(engine.model.mixture), r_(engine.routed), pairs_(step.batch * x_.top_k) {}
+    MixtureWorker(Engine& engine, const Step& step, int index) : ChoiceWorker(engine, step, index) {}
 
     bool is_mixture(int64_t layer) const { return x_.experts && layer >= x_.first_layer; }
+
+    // Whether a stage of a layer has nothing to do in a step: then nobody waits for it.
+    bool is_mixture_stage_empty(int64_t stage) const {
+        return (stage == 2 && chooses_at_once()) || (stage == 4 && activates_at_once());
+    }
 
     void mixture_stage(int64_t layer, int64_t stage) {
         const int64_t own = layer - x_.first_layer;
@@ -29,10 +33,6 @@ class MixtureWorker : protected LatentWorker {
     }
 
   private:
-    static constexpr int64_t ELSEWHERE = -1;  // the span of a pair whose expert lies on another rank
-
-    bool is_held(int64_t expert) const { return expert >= x_.first_held && expert < x_.first_held + x_.held; }
-
     void norm_tokens(const float* weight) {
         const int64_t wide = padded(m_.hidden);
         share(s_.batch, 1, [&](int64_t b) {
@@ -85,131 +85,104 @@ class MixtureWorker : protected LatentWorker {
         });
     }
 
+    // -- gate and up that are made with their activation
+
+    bool activates_at_once() const { return x_.inner % PANEL == 0 && x_.shared_inner % PANEL == 0; }
+
+    // The i-th panels of gate and of up of a matrix, activated, times shares where there are any: columns of packed `out`.
+    void active_gate_up(const Stack& stack, int64_t matrix, int64_t i, const float* x, int64_t tokens, const char* next,
+                        const float* shares, float* out) {
+        const int64_t inner = stack.rows / 2, apart = inner / PANEL * stack.panel_bytes;
+        const char* gate = panels_at(stack, matrix, i);
+        const Products products = products_with(stack);
+        const Groups groups(tokens, next, apart);
+        float* ups = scratch_ + tokens * PANEL;
+        if (tokens <= PAIR_TOKENS) {
+            products.of_two(stack, gate, x, groups, scratch_);
+        } else {
+            products.of_one(stack, gate, x, Groups(tokens, gate + apart), scratch_);
+            products.of_one(stack, gate + apart, x, groups, ups);
+        }
+        for (int64_t t = 0; t < tokens; ++t) {
+            const Packed to(out, groups, t, inner);
+            for (int v = 0; v < PANEL; v += W) {
+                const vec own = load(scratch_ + t * PANEL + v);
+                float lanes[W];
+                store(lanes, own / (1.0f + exponential(-own)) * load(ups + t * PANEL + v) * (shares ? shares[t] : 1.0f));
+                for (int64_t lane = 0; lane < W; ++lane) to.put(i * PANEL + v + lane, lanes[lane]);
+            }
+        }
+    }
+
+    // -- the router
+
+    bool chooses_at_once() const { return s_.batch <= 4; }  // more choices than that are worth a stage of their own
+
     void score(int64_t layer) {
-        const int64_t blocks = (x_.experts + W - 1) / W, wide = padded(m_.hidden), line = x_.experts + W;
+        const int64_t blocks = (x_.experts + W - 1) / W;
         const int64_t shared = x_.shared_inner ? (panels_of(x_.shared_gate_up) + 1) / 2 : 0;
         share(blocks + shared, 1, [&](int64_t task) {
-            if (task >= blocks)
-                return raw_gate_up(x_.shared_gate_up, layer, (task - blocks) * 2, r_.packed, groups_, r_.shared_gate_up);
-            const int64_t first = task * W, count = std::min<int64_t>(W, x_.experts - first);
-            const float* router = x_.router + (layer * x_.experts + first) * m_.hidden;
-            for (int64_t b = 0; b < s_.batch; b += MOST_DOTS) {
-                const int64_t tokens = std::min<int64_t>(MOST_DOTS, s_.batch - b);
-                dots(tokens, r_.normed + b * wide, wide, router, count, m_.hidden, scratch_, W);
-                for (int64_t t = 0; t < tokens; ++t)
-                    std::memcpy(r_.scores + (b + t) * line + first, scratch_ + t * W, count * 4);
-            }
+            const int64_t own = task - blocks;
+            if (own >= 0 && activates_at_once())
+                return active_gate_up(x_.shared_gate_up, layer, own, r_.packed, s_.batch,
+                                      panels_at(x_.shared_gate_up, layer, own + 1), nullptr, r_.shared_inner);
+            if (own >= 0)
+                return raw_gate_up(x_.shared_gate_up, layer, own * 2, r_.packed, groups_, r_.shared_gate_up);
+            score_block(layer, task * W);
+            if (!chooses_at_once() || r_.left.fetch_add(1, std::memory_order_acq_rel) + 1 < blocks) return;
+            r_.left.store(0, std::memory_order_relaxed);
+            for (int64_t b = 0; b < s_.batch; ++b) choose_of(layer, b);
+            sort_pairs();
         });
     }
 
-    // -- the choice
+    void score_block(int64_t layer, int64_t first) {
+        const int64_t wide = padded(m_.hidden), line = x_.experts + W, count = std::min<int64_t>(W, x_.experts - first);
+        const float* router = x_.router + (layer * x_.experts + first) * m_.hidden;
+        for (int64_t b = 0; b < s_.batch; b += MOST_DOTS) {
+            const int64_t tokens = std::min<int64_t>(MOST_DOTS, s_.batch - b);
+            dots(tokens, r_.normed + b * wide, wide, router, count, m_.hidden, scratch_, W);
+            for (int64_t t = 0; t < tokens; ++t)
+                std::memcpy(r_.scores + (b + t) * line + first, scratch_ + t * W, count * 4);
+        }
+    }
 
     void choose(int64_t layer) {
-        const float* correction = x_.correction ? x_.correction + layer * x_.experts : nullptr;
         share(s_.batch, 1, [&](int64_t b) {
-            choose_of(r_.scores + b * (x_.experts + W), correction, b);
+            choose_of(layer, b);
             if (r_.left.fetch_add(1, std::memory_order_acq_rel) + 1 < s_.batch) return;
             r_.left.store(0, std::memory_order_relaxed);
             sort_pairs();
         });
     }
 
-    void weigh_scores(float* scores) const {
-        const int64_t count = x_.experts;
-        const float lowest = -std::numeric_limits<float>::infinity();
-        float most = x_.is_sigmoid ? 0.0f : lowest, total = 0.0f;
-        if (!x_.is_sigmoid)
-            for (int64_t i = 0; i < count; ++i) most = scores[i] > most ? scores[i] : most;
-        for (int64_t i = 0; i < count; i += W) {
-            const vec own = load(scores + i);  // a line has room for a vector behind the last score
-            store(scores + i, x_.is_sigmoid ? 1.0f / (1.0f + exponential(-own)) : exponential(own - most));
-        }
-        if (x_.is_sigmoid) return;
-        for (int64_t i = 0; i < count; ++i) total += scores[i];
-        for (int64_t i = 0; i < count; ++i) scores[i] /= total;
-    }
-
-    // `count` of the numbers, greatest first and the first among equals; each goes to take(index) and is then out.
-    template <class Take>
-    static void take_best(float* numbers, char* is_taken, int64_t size, int64_t count, Take take) {
-        std::fill(is_taken, is_taken + size, 0);
-        for (int64_t j = 0; j < count; ++j) {
-            int64_t best = -1;
-            for (int64_t i = 0; i < size; ++i)
-                if (!is_taken[i] && (best < 0 || numbers[i] > numbers[best])) best = i;
-            is_taken[best] = 1;
-            take(best);
-        }
-    }
-
-    void choose_of(float* scores, const float* correction, int64_t b) {
-        constexpr float TINY = 1e-20f;
-        const int64_t count = x_.experts;
-        float *choice = scratch_, *group_scores = scratch_ + count;
-        char *is_taken = reinterpret_cast<char*>(scratch_ + 2 * count), *is_inside = is_taken + count;
-        weigh_scores(scores);
-        for (int64_t i = 0; i < count; ++i) choice[i] = scores[i] + (correction ? correction[i] : 0.0f);
-        if (x_.groups > 1) {
-            const int64_t size = count / x_.groups;
-            for (int64_t g = 0; g < x_.groups; ++g) {
-                float sum = 0.0f;
-                float* own = choice + g * size;
-                take_best(own, is_taken, size, x_.best_of_group, [&](int64_t i) { sum += own[i]; });
-                group_scores[g] = sum;
-            }
-            std::fill(is_inside, is_inside + x_.groups, 0);
-            take_best(group_scores, is_taken, x_.groups, x_.top_groups, [&](int64_t g) { is_inside[g] = 1; });
-            for (int64_t i = 0; i < count; ++i)
-                if (!is_inside[i / size]) choice[i] = -std::numeric_limits<float>::infinity();
-        }
-        int64_t* chosen = r_.chosen.data() + b * x_.top_k;
-        float *shares = r_.shares + b * x_.top_k, total = 0.0f;
-        int64_t next = 0;
-        take_best(choice, is_taken, count, x_.top_k, [&](int64_t expert) { chosen[next++] = expert; });
-        for (int64_t j = 0; j < x_.top_k; ++j) total += scores[chosen[j]];
-        for (int64_t j = 0; j < x_.top_k; ++j)
-            shares[j] = (x_.normalises ? scores[chosen[j]] / (total + TINY) : scores[chosen[j]]) * x_.scale;
-    }
-
-    void sort_pairs() {
-        std::fill(r_.ends.begin(), r_.ends.end(), 0);
-        for (int64_t i = 0; i < pairs_; ++i) ++r_.ends[r_.chosen[i] + 1];
-        r_.num_spans = 0;
-        for (int64_t expert = 0; expert < x_.experts; ++expert) {
-            const int64_t count = r_.ends[expert + 1], begin = r_.ends[expert];
-            r_.ends[expert + 1] += begin;
-            if (count && is_held(expert)) r_.spans[r_.num_spans++] = {expert - x_.first_held, begin, count};
-        }
-        for (int64_t i = 0; i < pairs_; ++i) {  // by token: those of an expert keep that order
-            const int64_t pair = r_.ends[r_.chosen[i]]++;
-            r_.pair_of[i] = pair;
-            r_.token[pair] = i / x_.top_k;
-            r_.share_of[pair] = r_.shares[i];
-            r_.span_of[pair] = ELSEWHERE;
-        }
-        for (int64_t span = 0; span < r_.num_spans; ++span)
-            for (int64_t i = 0; i < r_.spans[span].count; ++i) r_.span_of[r_.spans[span].begin + i] = span;
-    }
-
     // -- the chosen experts
 
     void expand(int64_t layer) {
-        const int64_t tasks = (panels_of(x_.gate_up) + 1) / 2, wide = padded(m_.hidden);
+        const int64_t tasks = (panels_of(x_.gate_up) + 1) / 2, all = r_.num_spans * tasks, wide = padded(m_.hidden);
+        const bool is_whole = activates_at_once();
+        const int64_t own_last = all * (me_ + 1) / e_.team.size() - 1, panel = first_down(me_);
         int64_t held = -1;  // the span whose tokens this member has packed
-        share(r_.num_spans * tasks, 1, [&](int64_t task) {
-            const Span& span = r_.spans[task / tasks];
-            const bool goes_on = (task + 1) % tasks || task + 1 == r_.num_spans * tasks;  // behind its own panels
-            const int64_t next = layer * x_.held + r_.spans[goes_on ? 0 : task / tasks + 1].expert;
-            const Groups groups(span.count, goes_on ? nullptr : panels_at(x_.gate_up, next, 0));
+        share(all, 1, [&](int64_t task) {
+            const int64_t place = task / tasks, i = task % tasks;
+            const Span& span = r_.spans[place];
+            const char* next = panels_at(x_.gate_up, layer * x_.held + span.expert, is_whole ? i + 1 : 2 * i + 2);
+            if (task == own_last) next = panels_at(x_.down, layer * x_.held + r_.spans[0].expert, panel);
+            else if (i + 1 == tasks && task + 1 < all)
+                next = panels_at(x_.gate_up, layer * x_.held + r_.spans[place + 1].expert, 0);
             const float* x = r_.normed + r_.token[span.begin] * wide;  // one token is packed as it lies
             if (span.count > 1) {
                 x = r_.own[me_];
-                for (int64_t i = 0; i < span.count && held != task / tasks; ++i)
-                    pack(r_.normed + r_.token[span.begin + i] * wide, r_.own[me_], groups, i, m_.hidden);
-                held = task / tasks;
+                const Groups groups(span.count);
+                for (int64_t t = 0; t < span.count && held != place; ++t)
+                    pack(r_.normed + r_.token[span.begin + t] * wide, r_.own[me_], groups, t, m_.hidden);
+                held = place;
             }
-            float* out = r_.gate_up + span.begin * 2 * x_.inner;
-            raw_gate_up(x_.gate_up, layer * x_.held + span.expert, task % tasks * 2, x, groups, out);
+            const int64_t matrix = layer * x_.held + span.expert;
+            if (is_whole)
+                return active_gate_up(x_.gate_up, matrix, i, x, span.count, next, r_.share_of.data() + span.begin,
+                                      r_.inner + span.begin * padded(x_.inner));
+            raw_gate_up(x_.gate_up, matrix, i * 2, x, Groups(span.count, next), r_.gate_up + span.begin * 2 * x_.inner);
         });
     }
 
@@ -246,8 +219,15 @@ class MixtureWorker : protected LatentWorker {
         if (last == inner) to.end(inner);
     }
 
+    // Panels of a task that adds up, and the first one of a member's own tasks.
+    int64_t down_at_once() const { return panels_of(x_.down) >= 4 * e_.team.size() ? 2 : 1; }
+    int64_t first_down(int64_t member) const {
+        const int64_t tasks = (panels_of(x_.down) + down_at_once() - 1) / down_at_once();
+        return tasks * member / e_.team.size() * down_at_once();
+    }
+
     void add_up_experts(int64_t layer) {
-        const int64_t panels = panels_of(x_.down), at_once = panels >= 4 * e_.team.size() ? 2 : 1;
+        const int64_t panels = panels_of(x_.down), at_once = down_at_once();
         const int64_t lines = pairs_ + s_.batch;  // of a panel: those of the pairs, then those of the shared experts
         float* own = r_.sums[me_];
         share((panels + at_once - 1) / at_once, 1, [&](int64_t task) {
@@ -290,10 +270,6 @@ class MixtureWorker : protected LatentWorker {
             else std::copy(total, total + rows, own_part(AFTER_MLP) + at);
         }
     }
-
-    const Mixture& x_;
-    MixtureBuffers& r_;
-    const int64_t pairs_;  // of this step
 };
 
 }  // namespace looped

@@ -22,8 +22,8 @@ constexpr int64_t AHEAD = 4096;   // bytes
 
 // Tokens are packed in groups of nearly equal size: [group][column][token of the group].
 struct Groups {
-    explicit Groups(int64_t tokens, const char* next = nullptr)
-        : tokens(tokens), count((tokens + MOST - 1) / MOST), next(next) {}
+    explicit Groups(int64_t tokens, const char* next = nullptr, int64_t apart = 0)
+        : tokens(tokens), count((tokens + MOST - 1) / MOST), next(next), apart(apart) {}
     int64_t begin(int64_t group) const { return tokens * group / count; }
     int64_t size(int64_t group) const { return begin(group + 1) - begin(group); }
     int64_t of(int64_t token) const {
@@ -34,6 +34,7 @@ struct Groups {
     }
     const int64_t tokens, count;
     const char* const next;  // the panels that are multiplied after these ones; null: those behind them
+    const int64_t apart;     // bytes from one panel to the other that is multiplied with it; 0: they lie side by side
 };
 
 // Where the numbers of a token lie in packed activations: one every `stride`.
@@ -54,15 +55,15 @@ struct Packed {
 // What of the memory behind the weights in work is asked for meanwhile: `step` bytes per unit from `from` on.
 struct Prefetch {
     const char* from;
-    int64_t step;
+    int64_t step, apart = 0;  // apart: from one panel to the other that is multiplied with it
 };
 
 // `cols` columns of so many vectors of rows, from vector v on, times T tokens, added to sums [P][T][32]; of P panels at
-// once, which lie one after the other: with few tokens one gives too few sums to keep the units for them busy.
+// once: with few tokens one gives too few sums to keep the units for them busy.
 template <class Form, int T, int P = 1>
 void tile(const Stack& stack, const char* weight, const float* x, int64_t cols, int v, float* sums, Prefetch fetch) {
     constexpr int WIDE = wide(T), VECTORS = P * WIDE;  // vector i is i % WIDE of panel i / WIDE
-    const auto place = [&](int i) { return weight + i / WIDE * stack.panel_bytes; };
+    const auto place = [&](int i) { return weight + i / WIDE * fetch.apart; };
     const auto sum = [&](int t, int i) { return sums + (i / WIDE * T + t) * PANEL + (v + i % WIDE) * W; };
     vec acc[T][VECTORS];
     UNROLL for (int t = 0; t < T; ++t)
@@ -84,15 +85,15 @@ void tile(const Stack& stack, const char* weight, const float* x, int64_t cols, 
                 }
             }
             UNROLL for (int p = 0; p < P; ++p) {
-                __builtin_prefetch(fetch.from + p * stack.panel_bytes);
-                if constexpr (Form::BYTES > 64) __builtin_prefetch(fetch.from + p * stack.panel_bytes + 64);
+                __builtin_prefetch(fetch.from + p * fetch.apart);
+                if constexpr (Form::BYTES > 64) __builtin_prefetch(fetch.from + p * fetch.apart + 64);
             }
             fetch.from += fetch.step;
             weight += Form::BYTES;
             x += Form::COLS * T;
         }
         if constexpr (Form::HEAD > 0) {
-            UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(fetch.from + p * stack.panel_bytes + 64);
+            UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(fetch.from + p * fetch.apart + 64);
             fetch.from += Form::HEAD;
         }
     }
@@ -117,9 +118,10 @@ INLINE void whole_panels(const Stack& stack, const char* panel, const float* x, 
     const int64_t cols = padded(stack.cols), bytes = offset<Form>(stack, cols);
     const int64_t unit = Form::HEAD ? stack.group : Form::COLS;
     const int64_t near = std::min(cols, (AHEAD * cols / bytes + unit - 1) / unit * unit), split = cols - near;
-    if (split) own(stack, panel, x, split, 0, sums, {panel + offset<Form>(stack, near), Form::BYTES});
+    const int64_t apart = groups.apart ? groups.apart : stack.panel_bytes;
+    if (split) own(stack, panel, x, split, 0, sums, {panel + offset<Form>(stack, near), Form::BYTES, apart});
     const char* next = groups.next ? groups.next : panel + P * stack.panel_bytes;
-    own(stack, panel + offset<Form>(stack, split), x + split * groups.tokens, near, 0, sums, {next, Form::BYTES});
+    own(stack, panel + offset<Form>(stack, split), x + split * groups.tokens, near, 0, sums, {next, Form::BYTES, apart});
 }
 
 // Few tokens: every weight is read by one tile, as it lies.

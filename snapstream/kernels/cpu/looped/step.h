@@ -14,7 +14,7 @@ class Member : private MixtureWorker {
 
     void run() {
         for (int64_t stage = s_.first; stage < s_.last; ++stage) {
-            turn_ = stage - s_.first;
+            if (is_empty(stage)) continue;
             if (stage == 0) embed();
             else if (stage <= m_.layers * layer_stages(m_))
                 layer_stage((stage - 1) / layer_stages(m_), (stage - 1) % layer_stages(m_));
@@ -24,11 +24,19 @@ class Member : private MixtureWorker {
             if (s_.touch_bytes) touch(stage + 1);
             wait(stage);
             if (e_.meeting.has_failed) return;
+            ++turn_;
         }
         if (me_ == 0 && s_.tokens && s_.last == num_stages(m_)) choose();
     }
 
   private:
+    // Whether a stage has no task, for any member: then nobody waits for it.
+    bool is_empty(int64_t stage) const {
+        if (stage == 0 || stage > m_.layers * layer_stages(m_)) return false;
+        const int64_t layer = (stage - 1) / layer_stages(m_), own = (stage - 1) % layer_stages(m_) - attention_stages(m_);
+        return is_mixture(layer) ? is_mixture_stage_empty(own) : own > 3;
+    }
+
     void layer_stage(int64_t layer, int64_t stage) {
         const int64_t attention = attention_stages(m_);
         if (stage < attention) return m_.latent.rank ? latent_stage(layer, stage) : attention_stage(layer, stage);
@@ -66,8 +74,7 @@ class Member : private MixtureWorker {
             case 0: return norm(m_.post_norm + layer * m_.hidden, m_.gate_up, AFTER_ATTENTION);
             case 1: return project(m_.gate_up, layer, m_.gate_up_bias, e_.gate_up);
             case 2: return activate();
-            case 3: return add(m_.down, layer, m_.down_bias, AFTER_MLP);
-            default: return;  // a dense layer among those with experts
+            default: return add(m_.down, layer, m_.down_bias, AFTER_MLP);
         }
     }
 
