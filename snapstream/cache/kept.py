@@ -17,6 +17,7 @@ from torch import Tensor
 from snapstream.cache import layout
 from snapstream.config import KVBudget
 from snapstream.config.heads import HeadSlots
+from snapstream.distributed.group import Group
 from snapstream.request import KeptBitmap
 
 Positions = tuple[tuple[tuple[int, ...], ...], ...]  # [L][G][K]
@@ -43,6 +44,21 @@ def selected_by_heads(kept: Sequence[Tensor], slots: HeadSlots, prompt_len: int)
         for own, budget in zip(layer.split(slots.visible(budgets, prompt_len)), budgets, strict=True):
             parts.append(own[budget.num_sink : budget.num_sink + layout.valid_topk(budget, prompt_len)])
     return torch.cat(parts)
+
+
+def of_all_heads(kept: Sequence[Tensor], slots: HeadSlots, prompt_len: int, group: Group) -> Sequence[Tensor]:
+    """Per layer ``[n]`` of all kv heads, from what each rank has of its own; a collective."""
+    if group.size == 1:
+        return kept
+    ranks = [slots.of_rank(rank, group.size) for rank in range(group.size)]
+    copies = max(group.size // len(slots.topk[0]), 1)  # ranks that have the same head
+    found = []
+    for layer, own in enumerate(kept):
+        counts = [sum(slots.visible(rank.budgets[layer], prompt_len)) for rank in ranks]
+        padded = torch.nn.functional.pad(own, (0, max(counts) - len(own)))
+        whole = group.all_gather(padded[None], 0)  # [W, n]
+        found.append(torch.cat([whole[rank, : counts[rank]] for rank in range(0, group.size, copies)]))
+    return found
 
 
 def as_positions_by_heads(chosen: Tensor, slots: HeadSlots, prompt_len: int) -> Positions:

@@ -84,9 +84,6 @@ class EngineConfig(Settings):
         )
         if self.heads is not None:
             as_kind("heads", self.heads, HeadSlots)
-            check(
-                self.parallel.size == 1, f"heads: such rows lie on one device; tensor_parallel is {self.parallel.size}"
-            )
             check(self.rescoring is None, "heads: rows whose heads have unlike slots do not rescore yet")
             check(self.heads.budget == self.budget, "heads: their slots are of another budget than the rows'")
         check(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -77,6 +77,17 @@ class HeadSlots:
     def visible(budgets: Sequence[KVBudget], num_tokens: int) -> list[int]:
         """Slots that attention reads of each head of a layer after ``num_tokens`` tokens."""
         return [min(num_tokens, budget.capacity) for budget in budgets]
+
+    def of_rank(self, rank: int, num_ranks: int) -> HeadSlots:
+        """Of the heads that one of several ranks has; heads fewer than ranks are had by several."""
+        heads = len(self.topk[0])
+        first, own = rank * heads // num_ranks, max(heads // num_ranks, 1)
+        return replace(self, topk=tuple(layer[first : first + own] for layer in self.topk))
+
+    def mean_capacity(self, num_ranks: int) -> int:
+        """Slots of a mean head, rounded up, on the rank whose heads have most."""
+        ranks = [self.of_rank(rank, num_ranks) for rank in range(num_ranks)]
+        return max(-(-own.row_slots // sum(map(len, own.topk))) for own in ranks)
 
     def mean_visible(self, num_tokens: int) -> int:
         """Slots that attention reads of a head after ``num_tokens`` tokens, rounded down over all heads."""

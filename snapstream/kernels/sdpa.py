@@ -2,10 +2,11 @@
 
 The T queries of a chunk are the last of N tokens. A GPU's flash kernel aligns its causal mask with the last key. It is
 called by its own name: PyTorch's choice among its kernels may prefer cuDNN, which plans every new pair of lengths on
-the host. Elsewhere a chunk that is the whole prompt is plainly causal, one query sees every key, and between
-``causal_lower_right`` aligns the mask. ``split`` is the other way: keys before the chunk unmasked, the chunk as one
-causal square, merged by their log-sum-exp; it works with kernels that know only the plain causal mask, cuDNN's among
-them. Extra memory is ``O(T)``, where the reference holds ``[H, T, N]`` fp32 scores.
+the host. Elsewhere a chunk that is the whole prompt is plainly causal, one query sees every key, and between a mask of
+bits is aligned with the last key; ``torch.nn.attention.bias`` would make the same one, and import the compiler for it.
+``split`` is the other way: keys before the chunk unmasked, the chunk as one causal square, merged by their log-sum-exp;
+it works with kernels that know only the plain causal mask, cuDNN's among them. Extra memory is ``O(T)`` and the
+mask, where the reference holds ``[H, T, N]`` fp32 scores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 # q, k, v [1, heads, tokens, E] and whether causal -> output and log-sum-exp [1, H, T]
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -38,7 +38,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     elif num_queries == 1:
         out = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=grouped)
     else:
-        mask = causal_lower_right(num_queries, num_keys)
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril_(num_keys - num_queries)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
     return out.squeeze(0).transpose(0, 1)
 

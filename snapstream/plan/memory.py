@@ -184,7 +184,9 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     stored, model = rank_config(model, config.parallel), rank_config(model, split_heads(config.parallel))
     is_dealt = config.parallel.attention == "dp"
     spec = kv_spec_of(stored if is_dealt else model, config.dtype, config.kv_dtype)
-    capacity = config.budget.capacity
+    capacity = slots = config.budget.capacity
+    if config.heads is not None:  # of the rank whose heads have most
+        slots = config.heads.mean_capacity(config.parallel.size)
     prefill = prefill_memory(
         model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector
     )
@@ -203,7 +205,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         else looped_workspace(model, config, num_cores()).scratch_bytes
         if is_looped
         else 0,
-        row_bytes=spec.row_bytes(capacity) + spec.rescoring_bytes(config.rescoring, capacity),
+        row_bytes=spec.row_bytes(slots) + spec.rescoring_bytes(config.rescoring, capacity),
         state_bytes=row_state_bytes(model.vocab_size),
         batch_bytes=batch_bytes(model, config),
         max_rows=config.max_rows,

@@ -15,7 +15,7 @@ import torch
 
 from snapstream.cache import layout
 from snapstream.cache.deal import Deal
-from snapstream.cache.kept import packed_bits, selected, selected_by_heads
+from snapstream.cache.kept import of_all_heads, packed_bits, selected, selected_by_heads
 from snapstream.cache.kv_cache import KVCache
 from snapstream.cache.prefix_blocks import PrefixBlocks
 from snapstream.cache.prefix_files import PrefixFiles
@@ -79,7 +79,8 @@ class ModelRunner:
         spec = decoder.kv_spec(config.kv_dtype)
         deal = Deal(config.max_rows, decoder.group.rank, decoder.group.size) if decoder.is_dealt else None
         capacity = config.budget.capacity
-        self.cache = KVCache(spec, config.max_rows, capacity, device, decoder.kernels, deal, config.heads)
+        heads = None if config.heads is None else config.heads.of_rank(decoder.group.rank, decoder.group.size)
+        self.cache = KVCache(spec, config.max_rows, capacity, device, decoder.kernels, deal, heads)
         self.rows = Rows(config.max_rows, device)
         self.buffers = StagingBuffers(spec, model.hidden_size, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
@@ -266,9 +267,10 @@ class ModelRunner:
             return None
         slots = self.config.heads
         if slots is not None:
+            by_head = of_all_heads(prompt.kept, slots, prompt.prompt_len, self.decoder.group)
             if prompt.entry.sampling.return_kept == "bitmap":
-                return Arriving(packed_bits(prompt.kept, prompt.prompt_len, slots))
-            return Arriving(selected_by_heads(prompt.kept, slots, prompt.prompt_len))
+                return Arriving(packed_bits(by_head, prompt.prompt_len, slots))
+            return Arriving(selected_by_heads(by_head, slots, prompt.prompt_len))
         kept = self.decoder.all_kv_heads(torch.stack(prompt.kept), 1).unbind()  # per layer [G, C]
         if prompt.entry.sampling.return_kept == "bitmap":
             return Arriving(packed_bits(kept, prompt.prompt_len))

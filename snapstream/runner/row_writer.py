@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from snapstream.cache import layout
-from snapstream.cache.compress import write_rows
+from snapstream.cache.compress import kept_positions, write_rows
 from snapstream.cache.head_rows import write_heads
 from snapstream.cache.kv_cache import KVCache
-from snapstream.config import EngineConfig
+from snapstream.config import EngineConfig, KVBudget
 from snapstream.config.heads import HeadSlots
 from snapstream.runner.rescoring import Rescorer
 from snapstream.runner.rows import Counters, Rows
@@ -74,10 +74,23 @@ class HeadsWriter(RowWriter):
         """
         kept = write_heads(self.cache, layer, entry.rows, keys, values, queries, entry.selector)
         prompt_len = keys.shape[1]
+        asked = self._asked_elsewhere(layer, prompt_len)
+        if asked is not None:
+            kept_positions(queries, keys, layer, asked, entry.selector, self.cache.kernels)
         if not entry.sampling.return_kept or prompt_len <= self._slots.least:
             return None
         whole = torch.arange(prompt_len, device=keys.device)
         return torch.cat([whole if own is None else own for own in kept])
+
+    def _asked_elsewhere(self, layer: int, prompt_len: int) -> KVBudget | None:
+        """Ranks that share kv heads add up their votes, all at once: the budget of a head that other ranks choose for,
+        where the one here has nothing to choose.
+        """
+        assert self.cache.heads is not None
+        [own, *more] = self.cache.heads.slots.budgets[layer]
+        if more or self.config.parallel.size <= len(self._slots.topk[0]) or _chooses(own, prompt_len):
+            return None  # kv heads are whole on a rank, or this one asks as the others do
+        return next((budget for budget in self._slots.budgets[layer] if _chooses(budget, prompt_len)), None)
 
     def counters(self, entry: PrefillEntry) -> list[Counters]:
         own = Rows.entry(len(entry.token_ids), entry.next_position, self._slots.widest)
@@ -87,6 +100,11 @@ class HeadsWriter(RowWriter):
     def _slots(self) -> HeadSlots:
         assert self.config.heads is not None
         return self.config.heads
+
+
+def _chooses(budget: KVBudget, prompt_len: int) -> bool:
+    """Whether a head of this budget has its votes counted for a prompt."""
+    return budget.num_topk > 0 and layout.is_compressed(budget, prompt_len)
 
 
 def make_row_writer(cache: KVCache, config: EngineConfig, rescorer: Rescorer | None = None) -> RowWriter:

@@ -23,6 +23,7 @@ from snapstream.config import (
     SplitExperts,
     WeightForms,
 )
+from snapstream.config.heads import HeadProfile
 from snapstream.distributed.group import Group, Pretend, ReduceOp
 from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.kernels.latents import plain
@@ -104,6 +105,8 @@ def _looped_runner(folder: Path, parallel: ParallelConfig, group: Group) -> Mode
 
 PROMPTS = (tuple((7 * i) % 190 + 3 for i in range(70)), tuple((11 * i) % 150 + 5 for i in range(23)))
 STEPS = 6
+# By layer and kv head. The first prompt is longer than any head, the second fits into some heads and not into others.
+UNLIKE = HeadProfile(shares=((0.30, 0.02), (0.0, 0.28), (0.25, 0.15)), model="")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class Asked:
     forms: WeightForms | None = None
     rescoring: RescoringConfig | None = None
     has_package: bool = False  # attends over latents by a stand-in for a package that was chosen at the start
+    heads: HeadProfile | None = None
     selector: Selector = field(default_factory=lambda: SnapKV(observation_len=8))
 
 
@@ -145,7 +149,8 @@ def answered(group: Group, asked: Asked) -> Answered:
     budget = KVBudget.full(100) if asked.budget is None else KVBudget.of(asked.budget, observation_len=8)
     config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, chunking=Chunking(chunk_len=16),
                           executor=asked.executor, weights=asked.forms, rescoring=asked.rescoring,
-                          selector=asked.selector, parallel=parallel)  # fmt: skip
+                          selector=asked.selector, parallel=parallel,
+                          heads=None if asked.heads is None else asked.heads.slots(budget, 100))  # fmt: skip
     calls: list[int] = []
 
     def attend(q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:

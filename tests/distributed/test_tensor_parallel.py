@@ -11,6 +11,7 @@ import torch
 
 from snapstream.cache.selectors.diverse import Diverse
 from snapstream.cache.selectors.hops import Hops
+from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import (
     ParallelConfig,
     RescoringConfig,
@@ -147,8 +148,13 @@ def test_codes_in_groups(two: Pool, checkpoint: Checkpoint, tmp_path: Path) -> N
 
 
 def test_four_ranks(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """A head of queries each; two ranks share a kv head, all share the latents; the last has 49 of 199 token ids."""
+    """A head of queries each; two ranks share a kv head, all share the latents; the last has 49 of 199 token ids.
+
+    Of kv heads with unlike slots one keeps a prompt that another compresses: no rank waits for votes that do not come.
+    """
     with ranks(4, tmp_path) as pool:
+        for selector in (SnapKV(observation_len=8), Hops(observation_len=8, num_hops=2)):
+            check(pool, Asked(checkpoint("llama-gqa-tied"), budget=24, heads=cases.UNLIKE, selector=selector))
         check(pool, Asked(checkpoint("llama-gqa-tied"), budget=40))
         check(pool, Asked(checkpoint("deepseek-v3"), experts="ep", budget=40))
 
