@@ -138,6 +138,7 @@ def _cpu() -> Kernels:
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         norm_rope=norms.norm_rope,
+        gather_rows=plain.gather_rows,
         attend_rows=plain.rows_attention(norms.norm_rope, attention.decode_attention),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,6 +49,19 @@ def each_expert(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -
             matrix = own if scale is None else reference.widen_blocks(own, scale[expert])
             out[start:end] = F.linear(x[start:end], matrix.to(x.dtype))
         start = end
+    return out
+
+
+def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
+    """See ``reference.gather_rows``; token by token, where ``gather`` would go number by number."""
+    reference.gather_rows(cache, rows, keys, values, index, take=whole_tokens)
+
+
+def whole_tokens(tokens: Tensor, index: Tensor) -> Tensor:
+    """See ``reference.taken``: a call per kv head, so for a CPU."""
+    out = tokens.new_empty(*index.shape, tokens.shape[-1])  # [G, n, E]
+    for head, own in enumerate(index):
+        torch.index_select(tokens[head], 0, own, out=out[head])
     return out
 
 

@@ -7,7 +7,7 @@ w observation queries, H query heads, G kv heads, E head dim, C capacity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -66,13 +66,21 @@ def write_slots(k: Tensor, v: Tensor, cache: LayerRows, rows: Tensor, slots: Ten
             stored[rows, :, slots] = int8.quantise(new, own)
 
 
-def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
+def taken(tokens: Tensor, index: Tensor) -> Tensor:
+    """Of ``tokens [G, N, E]`` those that ``index [G, n]`` names: ``[G, n, E]``, a copy."""
+    return tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))
+
+
+def gather_rows(
+    cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
+    take: Callable[[Tensor, Tensor], Tensor] = taken,
+) -> None:  # fmt: skip
     """Fill the first ``n`` slots of each of ``rows`` with tokens of a prompt, in place.
 
-    ``keys [G, N, E], values [G, N, E']``; ``index [G, n]`` is the token of each slot.
+    ``keys [G, N, E], values [G, N, E']``; ``index [G, n]`` is the token of each slot. ``take`` stands for ``taken``.
     """
     for stored, tokens, scale in _stored(cache, keys, values):
-        kept = tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))
+        kept = take(tokens, index)
         for row in rows:
             place = row, slice(None), slice(index.shape[1])
             if scale is None:

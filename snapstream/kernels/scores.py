@@ -113,11 +113,25 @@ def _votes_at_once(
 ) -> Tensor:
     """Votes ``[G, n]`` of ``queries [G, r, w, E]``, scaled, for the keys ``own`` of ``keys [G, N, E]``.
 
-    ``visible``: query t sees the keys up to ``visible + t``; None: all. A piece - some heads, or some queries of one -
-    has as many scores as all queries have of ``chunk`` keys.
+    ``visible``: query t sees the keys up to ``visible + t``; None: all. A piece - some kv heads, some query heads of
+    one, or some queries of one - has as many scores as all queries have of ``chunk`` keys.
     """
     (num_kv_heads, group, num_queries, _), num_keys = queries.shape, keys.shape[1]
-    rows = max(group * num_queries * chunk // num_keys, 1)
+    rows = num_kv_heads * group * num_queries * chunk // num_keys
+    at_once = min(max(rows // (group * num_queries), 1), num_kv_heads)
+    rows = max(rows // at_once, 1)  # of a kv head
+    parts = [
+        _votes_of_heads(queries[first : first + at_once], keys[first : first + at_once], own, visible, group_max, rows)
+        for first in range(0, num_kv_heads, at_once)
+    ]
+    return torch.cat(parts)
+
+
+def _votes_of_heads(
+    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, rows: int
+) -> Tensor:
+    """The same, all kv heads at once, with ``rows`` queries of each at a time."""
+    (num_kv_heads, group, num_queries, _), num_keys = queries.shape, keys.shape[1]
     heads, piece = max(min(rows // num_queries, group), 1), min(rows, num_queries)
     transposed, votes = keys.transpose(1, 2), queries.new_zeros(num_kv_heads, own.stop - own.start)
     for head in range(0, group, heads):

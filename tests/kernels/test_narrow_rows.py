@@ -87,6 +87,21 @@ def test_attention_over_what_was_written(kv_dtype: KVDType, lengths: list[int], 
     torch.testing.assert_close(attention.decode_attention(q, handle, rows, ends), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", *KINDS])
+def test_tokens_are_gathered_whole_as_the_reference_does(kv_dtype: KVDType) -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2, 30, 12)[:, :, 2:25]  # a range of staging
+    index = torch.stack([torch.randperm(23)[:7] for _ in range(2)])
+    native, plain = cache_of(kv_dtype, 9), cache_of(kv_dtype, 9)
+    for cache, gather in ((native, native.kernels.gather_rows), (plain, reference.gather_rows)):
+        cache.begin_rows(1, [0, 2], keys, values)
+        gather(cache.layer(1), [0, 2], keys, values, index)
+    assert native.kernels.gather_rows is not reference.gather_rows
+    for own, want in ((native.k, plain.k), (native.v, plain.v), (native.k_scale, plain.k_scale)):
+        assert (own is None and want is None) or torch.equal(own.float(), want.float())
+    assert native.k[1, 2].float().abs().sum() > 0 and not native.k[1, 1].float().any()
+
+
 @pytest.mark.parametrize(("kv_dtype", "token_bytes"), [("bfloat16", 2 * 2 * 16), ("int8", 2 * (16 + 4))])
 def test_an_engine_counts_them(kv_dtype: KVDType, token_bytes: int, tmp_path: Path) -> None:
     folder = save(make_model("qwen3", head_dim=16), tmp_path)

@@ -49,16 +49,18 @@ void panel(const Stack& stack, const char* panel, const float* x, const Groups& 
     for (int64_t first = 0; first < cols; first += BLOCK) {
         const int64_t count = std::min(BLOCK, cols - first);
         const char *weight = panel + offset<Form>(stack, first), *next = panel + offset<Form>(stack, first + count);
-        Pairs block{weight, nullptr, count};
-        if constexpr (SCALED) {
-            widen<32 / Form::COLS>(stack, weight, count, widened, scales);
-            block = {reinterpret_cast<const char*>(widened), scales, stack.group};
-        }
+        if constexpr (SCALED) widen<32 / Form::COLS>(stack, weight, count, widened, scales);
+        const CodePairs block{reinterpret_cast<const char*>(widened), scales, stack.group};
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group), bytes = next - weight;
             const Prefetch fetch{next + bytes * group / groups.count, bytes / (count / 2 * groups.count)};
-            const PairTile own = pair_tile_of<SCALED ? GROUPS : ON>(size, UpToMost{});
-            own(block, packed + begin * (cols / 2) + first / 2 * size, count, sums + begin * PANEL, fetch);
+            const uint32_t* from = packed + begin * (cols / 2) + first / 2 * size;
+            if constexpr (SCALED) {
+                add_groups(block, from, size, count, sums + begin * PANEL, fetch,
+                           std::make_integer_sequence<int, MOST_IN_GROUPS>{});
+            } else {
+                pair_tile_of<ON>(size, UpToMost{})(weight, from, count, sums + begin * PANEL, fetch);
+            }
         }
     }
 }

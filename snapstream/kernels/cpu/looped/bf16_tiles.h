@@ -44,59 +44,96 @@ inline void pack_row(const float* x, int64_t cols, int64_t padded, uint32_t* to,
     }
 }
 
-// Columns of a panel as pairs: [cols / 2][32], and of codes the scales [groups][32] that their numbers lack.
-struct Pairs {
-    const char* pairs;
-    const float* scales;  // null: none
-    int64_t group;        // columns that share a scale, or all
-};
-
 enum Sums {
-    NEW,     // sums are written
-    ON,      // added to
-    GROUPS,  // added to, of codes each group summed for itself
+    NEW,  // sums are written
+    ON,   // added to
 };
 
 // `cols` columns of a panel times T tokens: sums [T][32]. The tokens' pairs lie as [cols / 2][T], or with a STRIDE as
 // [T][STRIDE].
 template <int T, Sums HOW, int STRIDE>
-void pair_tile(const Pairs& block, const uint32_t* x, int64_t cols, float* sums, Prefetch fetch) {
-    const char* weight = block.pairs;
-    const float* scale = block.scales;
+void pair_tile(const char* weight, const uint32_t* x, int64_t cols, float* sums, Prefetch fetch) {
     const auto sum = [&](int t, int v) { return sums + t * PANEL + v * W; };
-    for (int64_t left = cols; left > 0; left -= block.group) {
-        vec acc[T][VECS];
-        UNROLL for (int t = 0; t < T; ++t)
-            UNROLL for (int v = 0; v < VECS; ++v) acc[t][v] = HOW == ON ? load(sum(t, v)) : vec{};
-        for (int64_t unit = 0; unit < block.group / 2; ++unit) {
-            bits own[VECS];
-            UNROLL for (int v = 0; v < VECS; ++v) own[v] = load_bits(weight + v * W * 4);
-            UNROLL for (int t = 0; t < T; ++t) {
-                const bits token = all_bits(x[STRIDE ? t * STRIDE : t]);
-                UNROLL for (int v = 0; v < VECS; ++v) add_pairs(acc[t][v], own[v], token);
-            }
-            __builtin_prefetch(fetch.from);
-            fetch.from += fetch.step;
-            weight += PairsBF16::BYTES;
-            x += STRIDE ? 1 : T;
+    vec acc[T][VECS];
+    UNROLL for (int t = 0; t < T; ++t)
+        UNROLL for (int v = 0; v < VECS; ++v) acc[t][v] = HOW == ON ? load(sum(t, v)) : vec{};
+    for (int64_t unit = 0; unit < cols / 2; ++unit) {
+        bits own[VECS];
+        UNROLL for (int v = 0; v < VECS; ++v) own[v] = load_bits(weight + v * W * 4);
+        UNROLL for (int t = 0; t < T; ++t) {
+            const bits token = all_bits(x[STRIDE ? t * STRIDE : t]);
+            UNROLL for (int v = 0; v < VECS; ++v) add_pairs(acc[t][v], own[v], token);
         }
-        UNROLL for (int v = 0; v < VECS; ++v) {
-            if constexpr (HOW == GROUPS) {
-                const vec factor = load(scale + v * W);
-                UNROLL for (int t = 0; t < T; ++t) acc[t][v] = load(sum(t, v)) + acc[t][v] * factor;
-            }
-            UNROLL for (int t = 0; t < T; ++t) store(sum(t, v), acc[t][v]);
-        }
-        scale += HOW == GROUPS ? PANEL : 0;
+        __builtin_prefetch(fetch.from);
+        fetch.from += fetch.step;
+        weight += PairsBF16::BYTES;
+        x += STRIDE ? 1 : T;
     }
+    UNROLL for (int t = 0; t < T; ++t)
+        UNROLL for (int v = 0; v < VECS; ++v) store(sum(t, v), acc[t][v]);
 }
 
-using PairTile = void (*)(const Pairs&, const uint32_t*, int64_t, float*, Prefetch);
+using PairTile = void (*)(const char*, const uint32_t*, int64_t, float*, Prefetch);
 
 template <Sums HOW, int STRIDE = 0, int... T>
 INLINE PairTile pair_tile_of(int64_t tokens, std::integer_sequence<int, T...>) {
     static constexpr PairTile tiles[] = {pair_tile<T + 1, HOW, STRIDE>...};
     return tiles[tokens - 1];
+}
+
+// Columns of codes as pairs [cols / 2][32], and the scales [groups][32] that their numbers lack.
+struct CodePairs {
+    const char* pairs;
+    const float* scales;
+    int64_t group;  // columns that share a scale
+};
+
+// The same of codes, added: a group's sum begins at zero and is added, times its scale, to those before. Tokens' pairs lie
+// as [cols / 2][stride], of which these are T; there are registers for the sums of a group and for those of all groups.
+template <int T>
+void group_tile(const CodePairs& block, const uint32_t* x, int64_t stride, int64_t cols, float* sums, Prefetch fetch) {
+    const char* weight = block.pairs;
+    const float* scale = block.scales;
+    vec all_groups[T][VECS];
+    UNROLL for (int t = 0; t < T; ++t)
+        UNROLL for (int v = 0; v < VECS; ++v) all_groups[t][v] = load(sums + t * PANEL + v * W);
+    for (int64_t left = cols; left > 0; left -= block.group) {
+        vec acc[T][VECS] = {};
+        for (int64_t unit = 0; unit < block.group / 2; ++unit) {
+            bits own[VECS];
+            UNROLL for (int v = 0; v < VECS; ++v) own[v] = load_bits(weight + v * W * 4);
+            UNROLL for (int t = 0; t < T; ++t) {
+                const bits token = all_bits(x[t]);
+                UNROLL for (int v = 0; v < VECS; ++v) add_pairs(acc[t][v], own[v], token);
+            }
+            __builtin_prefetch(fetch.from);
+            fetch.from += fetch.step;
+            weight += PairsBF16::BYTES;
+            x += stride;
+        }
+        UNROLL for (int v = 0; v < VECS; ++v) {
+            const vec factor = load(scale + v * W);
+            UNROLL for (int t = 0; t < T; ++t) all_groups[t][v] = all_groups[t][v] + acc[t][v] * factor;
+        }
+        scale += PANEL;
+    }
+    UNROLL for (int t = 0; t < T; ++t)
+        UNROLL for (int v = 0; v < VECS; ++v) store(sums + t * PANEL + v * W, all_groups[t][v]);
+}
+
+constexpr int MOST_IN_GROUPS = 6;  // tokens of such a tile
+
+// Of any number of tokens.
+template <int... T>
+INLINE void add_groups(const CodePairs& block, const uint32_t* x, int64_t tokens, int64_t cols, float* sums,
+                       Prefetch fetch, std::integer_sequence<int, T...>) {
+    using GroupTile = void (*)(const CodePairs&, const uint32_t*, int64_t, int64_t, float*, Prefetch);
+    static constexpr GroupTile tiles[] = {group_tile<T + 1>...};
+    const int64_t most = sizeof...(T), parts = (tokens + most - 1) / most;
+    for (int64_t part = 0; part < parts; ++part) {
+        const int64_t first = tokens * part / parts, count = tokens * (part + 1) / parts - first;
+        tiles[count - 1](block, x + first, tokens, cols, sums + first * PANEL, part ? Prefetch{block.pairs, 0} : fetch);
+    }
 }
 
 #endif

@@ -126,12 +126,12 @@ class Task {
         const PairTile score = pair_tile_of<NEW>(T, UpToMost{}), mix = pair_tile_of<ON, SHARES>(T, UpToMost{});
         for (int64_t panel = 0; panel < panels; ++panel) {
             const char* own = reinterpret_cast<const char*>(keys_.data() + panel * units * PANEL);
-            score({own, nullptr, 2 * units}, some.packed, 2 * units, scores_ + panel * T * PANEL, {own, 0});
+            score(own, some.packed, 2 * units, scores_ + panel * T * PANEL, {own, 0});
         }
         for (int64_t t = 0; t < T; ++t) soften(some, t, first, count, panels);
         for (int64_t panel = 0; panel < panels_of(p_.value_size); ++panel) {
             const char* own = reinterpret_cast<const char*>(values_.data() + panel * pairs * PANEL);
-            mix({own, nullptr, even(count)}, shares_, even(count), some.mixed + panel * T * PANEL, {own, 0});
+            mix(own, shares_, even(count), some.mixed + panel * T * PANEL, {own, 0});
         }
     }
 
