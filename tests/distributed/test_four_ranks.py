@@ -1,7 +1,8 @@
 """Whole engines over four ranks answer as one device does: heads split, experts dealt out, rows dealt out.
 
-Processes over gloo, which compare their drawn tokens after every step. What else engines can do is tested with two
-ranks, which start sooner; here two ranks share a kv head, and neither of the model's sizes is a rank's own.
+Processes over gloo, which compare their drawn tokens after every step. Most of the time is their start, so there are
+two engines; what else engines can do is tested with two ranks, and other splits over four without an engine
+(``test_tensor_parallel.py``). Here two ranks share a kv head, and neither of the model's sizes is a rank's own.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ REQUESTS = [
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    [("llama-gqa-tied", {}), ("deepseek-v3", {"experts": "ep"}), ("deepseek-v3", {"attention": "dp"})],
-    ids=["llama", "latents, experts dealt out", "latents, rows dealt out"],
+    [("llama-gqa-tied", {}), ("deepseek-v3", {"experts": "ep", "attention": "dp"})],
+    ids=["llama", "latents, experts and rows dealt out"],
 )
 def test_answers_are_those_of_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, split: dict[str, Any]

@@ -52,6 +52,12 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = snapstream.VLLM
 
 
+def test_a_runner_does_not_load_the_compiler() -> None:
+    """It would double what the start of an engine, and of each of its ranks, imports."""
+    modules = loaded("import snapstream.runner.parallel, snapstream.start.follow, snapstream.models.loader")
+    assert "torch" in modules and "torch._dynamo" not in modules
+
+
 @pytest.mark.parametrize(
     "statement",
     [
