@@ -6,7 +6,8 @@ index, so one kernel serves both kinds of rows. The tensors that they see overla
 own length are ever read or written.
 
 Invariant: what a head holds is what a row of its own budget would hold (``layout.py``, ``compress.py``). A row's
-counters are those of its widest head; of any other, the ring begins no later than its own top-k region ends.
+counters are those of its widest head; of any other, the ring begins no later than its own top-k region ends. Heads that
+choose again do so each in its own time (``rescoring.py``): by how many tokens that set a head back is counted beside.
 """
 
 from __future__ import annotations
@@ -59,11 +60,23 @@ class HeadTable:
         self.starts = table(slots.starts)
         self.ends = table([[own.num_sink + own.num_topk for own in layer] for layer in slots.budgets])
         self.capacities = table([[own.capacity for own in layer] for layer in slots.budgets])
+        # [L, rows+1, G]: tokens by which refreshes have set a head back behind its row; None where no row chooses again
+        self.behind: Tensor | None = None
+
+    def count_refreshes(self, num_rows: int) -> Tensor:
+        """From now on heads may choose again: ``behind``, of ``num_rows`` and the padding row."""
+        (num_layers, _, num_heads), device = self.ends.shape, self.ends.device
+        self.behind = torch.zeros(num_layers, num_rows + 1, num_heads, dtype=torch.int64, device=device)
+        return self.behind
 
     def places(self, rows: Tensor, num_tokens: Tensor, ring_start: Tensor) -> list[RowPlaces]:
         """Of the next token of ``rows [B]`` in every layer, head by head: ``[B * G]`` each. Counters are ``[B]``."""
         ordinal = num_tokens[:, None]  # [B, 1]
         start = torch.minimum(ring_start[:, None], self.ends)  # [L, B, G]
+        if self.behind is not None:
+            behind = self.behind[:, rows]  # [L, B, G]
+            ordinal = ordinal - behind
+            start = torch.where(behind > 0, self.ends, start)  # a head that chose again is full but for its ring
         slots = slots_of(ordinal, start, self.capacities).flatten(1)  # [L, B * G]
         lengths = torch.minimum(ordinal + 1, self.capacities).flatten(1)
         heads = (rows[:, None] * self.slots.row_slots + self.starts).flatten(1)

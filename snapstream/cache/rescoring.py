@@ -141,3 +141,17 @@ def refresh_layer(
     kept, total = choose(queries, keys, votes[:, : state.num_selected], state, kernels)
     cache.kernels.gather_rows(cache.layer(layer), [row], keys, values, kept)
     votes[:, : total.shape[1]] = total
+
+
+def refresh_head(
+    cache: KVCache, first: int, queries: Tensor, order: Tensor, votes: Tensor, state: RowState, kernels: Kernels
+) -> None:
+    """The same for a kv head with slots of its own, the first of which is ``first``.
+
+    ``queries [w, H / G, E]``, ``votes [C]``.
+    """
+    places = order + first
+    keys, values = cache.k[places][None], cache.v[places][None]  # [1, C, E]
+    kept, total = choose(queries, keys, votes[None, : state.num_selected], state, kernels)
+    cache.kernels.gather_rows(cache.layer(0), [first], keys, values, kept)
+    votes[: total.shape[1]] = total[0]

@@ -69,7 +69,6 @@ ENGINE = Flags(
     },
     without=(
         "budget",
-        "heads",  # rows take as much with them
         "executor",
         "max_rows",
         "prefill_quantum",

@@ -84,7 +84,11 @@ class EngineConfig(Settings):
         )
         if self.heads is not None:
             as_kind("heads", self.heads, HeadSlots)
-            check(self.rescoring is None, "heads: rows whose heads have unlike slots do not rescore yet")
+            check(
+                self.rescoring is None or self.parallel.size == 1,
+                "heads: rows whose heads have unlike slots rescore on one device; tensor_parallel is "
+                f"{self.parallel.size}",
+            )
             check(self.heads.budget == self.budget, "heads: their slots are of another budget than the rows'")
         check(
             self.pool_tokens > self.short_reserve,

@@ -16,14 +16,23 @@ from torch import Tensor
 from snapstream.cache.kv_cache import KVCache
 from snapstream.kernels import fp8
 from snapstream.kernels.bound import CosSin, HeadNorm, Kernels, RowPlaces
+from snapstream.models.views import QuerySink
 
 
 class HeadsView:
     """Attention of one new token per row, kv head by kv head."""
 
-    def __init__(self, cache: KVCache, rows: Tensor, places: Sequence[RowPlaces], kernels: Kernels) -> None:
-        """``rows [B]``; ``places``: of every layer, ``[B * G]`` entries each."""
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: Tensor,
+        places: Sequence[RowPlaces],
+        kernels: Kernels,
+        queries: QuerySink | None = None,
+    ) -> None:
+        """``rows [B]``; ``places``: of every layer, ``[B * G]`` entries each; ``queries`` as in ``RowsView``."""
         self._cache, self._rows, self._places, self._kernels = cache, rows, places, kernels
+        self._queries = queries
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         """Write a slot per kv head, then attend: ``heads [B, H+2G, E]`` -> ``[B, H, E]``."""
@@ -31,6 +40,8 @@ class HeadsView:
         batch, _, size = heads.shape
         groups = self._cache.spec.num_kv_heads
         qk = self._kernels.norm_rope(heads, norm, rope, groups)  # [B, H+G, E]
+        if self._queries is not None:
+            self._queries.put(layer, qk[:, :-groups])
         q = qk[:, :-groups].reshape(batch, groups, -1, size)
         k, v = qk[:, -groups:, None], heads[:, -groups:, None]  # [B, G, 1, E]
         scales = self._head_scales(layer)

@@ -29,6 +29,7 @@ SCORING_KEYS = 4096  # keys that are scored at a time
 # Of one batch entry and token of the vocabulary, where top-p looks for its threshold: fp32 logits and scores, keys,
 # integer weights, and the buckets of a histogram.
 SAMPLING_BYTES = 52
+_COUNTER_BYTES = 8  # int64
 FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: workspaces of the matrix library, kernels, what the allocator cannot fill
 
 
@@ -187,6 +188,10 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     capacity = slots = config.budget.capacity
     if config.heads is not None:  # of the rank whose heads have most
         slots = config.heads.mean_capacity(config.parallel.size)
+    refreshed, counted = spec.refresh_bytes(config.rescoring, capacity), 0
+    if config.heads is not None and config.rescoring is not None:  # which choose again head by head, and are counted so
+        refreshed = spec.refresh_bytes(config.rescoring, config.heads.widest.capacity) // spec.num_kv_heads
+        counted = _COUNTER_BYTES * spec.num_layers * spec.num_kv_heads
     prefill = prefill_memory(
         model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector
     )
@@ -197,7 +202,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         staging_bytes=prefill.hidden_bytes + prefill.staging_bytes,
         transient_bytes=max(
             prefill.transient_bytes,
-            spec.refresh_bytes(config.rescoring, capacity),
+            refreshed,
             0 if is_looped else widening_bytes(stored, config.dtype, config.weights, config.device.split(":")[0]),
         ),
         framework_bytes=FRAMEWORK_BYTES
@@ -205,7 +210,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         else looped_workspace(model, config, num_cores()).scratch_bytes
         if is_looped
         else 0,
-        row_bytes=spec.row_bytes(slots) + spec.rescoring_bytes(config.rescoring, capacity),
+        row_bytes=spec.row_bytes(slots) + spec.rescoring_bytes(config.rescoring, capacity) + counted,
         state_bytes=row_state_bytes(model.vocab_size),
         batch_bytes=batch_bytes(model, config),
         max_rows=config.max_rows,

@@ -173,8 +173,8 @@ class _Planner:
         return budgets
 
     def config(self, budget: KVBudget, device: str = "cuda") -> EngineConfig:
-        """Of an engine with such rows, on a GPU by default. Full rows have nothing to rescore."""
-        options = self.options if budget.num_topk else replace(self.options, rescoring=None)
+        """Of an engine with such rows, on a GPU by default. Full rows have nothing to rescore or to share out."""
+        options = self.options if budget.num_topk else replace(self.options, rescoring=None, heads=None)
         return engine_config(
             self.model, options, budget, self.max_model_len, device=device, reserved_bytes=self._reserved_bytes
         )
@@ -189,8 +189,8 @@ class _Planner:
 
     def row(self, name: str, budget: KVBudget) -> RowPlan:
         """A line of the table."""
-        memory, here = self.memory(budget), self.here
-        visible = num_visible(self.prompt_len, budget.capacity)
+        memory, here, heads = self.memory(budget), self.here, self.config(budget).heads
+        visible = heads.mean_visible(self.prompt_len) if heads else num_visible(self.prompt_len, budget.capacity)
         read = self.spec.row_bytes(visible)
         max_rows, bandwidth = max(0, memory.rows_that_fit(self.gpu.memory_bytes)), self.gpu.bandwidth_bytes_per_s
         one, all_rows = (self.decode_bytes(rows) for rows in (1, max_rows))
@@ -266,7 +266,7 @@ def make_plan(
         here = None  # it has as many devices as it has, and nobody asked which
     planner = _Planner(model, options, prompt_len, max_model_len, gpu, here, draft)
     full = KVBudget.full(max_model_len)
-    chunking = engine_config(model, replace(options, rescoring=None), full, max_model_len, device="cuda").chunking
+    chunking = planner.config(full).chunking
     chunk_len = job_chunk_len(chunking, prompt_len)
     selector = make_selector(options.selector)
     prefill = prefill_memory(planner.own, prompt_len, chunk_len=chunk_len, dtype=options.dtype, selector=selector)

@@ -155,6 +155,7 @@ def _rows(parts: StepParts) -> Rows:
         queries=address(queries), kept_queries=0 if queries is None else queries.shape[2],
         head_starts=address(None if heads is None else heads.starts),
         head_ends=address(None if heads is None else heads.ends),
+        head_behind=address(None if heads is None else heads.behind),
         row_slots=0 if slots is None else slots.row_slots, ring=parts.config.budget.num_recent,
         num_rows=cache.num_rows + 1, slots=cache.capacity if slots is None else slots.widest.capacity,
         format=FORMATS[str(cache.k.dtype).removeprefix("torch.")],

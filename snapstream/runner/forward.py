@@ -42,8 +42,8 @@ class RowsForward:
 
     def _view(self, rows: Tensor, positions: Tensor) -> KVView:
         kernels, state = self._decoder.kernels, self._rows
+        queries = None if self._queries is None else self._queries.of_step(rows, positions)
         if self._cache.heads is not None:
             places = self._cache.heads.places(rows, state.num_tokens[rows], state.ring_start[rows])
-            return HeadsView(self._cache, rows, places, kernels)
-        queries = None if self._queries is None else self._queries.of_step(rows, positions)
+            return HeadsView(self._cache, rows, places, kernels, queries)
         return RowsView(self._cache, RowPlaces(rows, state.slots(rows), state.lengths(rows)), kernels, queries)

@@ -35,6 +35,7 @@ from snapstream.runner.grammars import RowGrammars
 from snapstream.runner.prefill import PrefillJob, PromptProgress
 from snapstream.runner.prefix_device import make_mover
 from snapstream.runner.rescoring import RecentQueries, Rescorer
+from snapstream.runner.rescoring_heads import make_rescorer
 from snapstream.runner.results import Arriving, FinishedPrompt, PromptLogprobs, ReceivedPrompt, SubmittedStep
 from snapstream.runner.row_parts import RowParts, hidden_bytes, read_later
 from snapstream.runner.row_writer import RowWriter, make_row_writer
@@ -92,7 +93,7 @@ class ModelRunner:
         if config.rescoring is not None:
             asking = replace(spec, num_heads=decoder.decode_heads)
             queries = RecentQueries(asking, self.cache.num_rows, config.rescoring.num_queries, dtype, device)
-            self.rescorer = Rescorer(self.cache, self.rows, queries, config.rescoring, decoder.decode_kernels)
+            self.rescorer = make_rescorer(self.cache, self.rows, queries, config.rescoring, decoder.decode_kernels)
         self.prefix_blocks: PrefixBlocks | None = None
         if config.prefix_store is not None:
             size, pins = config.prefix_store.block_len, device.type == "cuda"

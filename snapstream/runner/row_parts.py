@@ -62,8 +62,8 @@ class RowParts:
         data = self._group.broadcast(data, 0)[self._own]
         for row in self._cache.own(entry.rows):
             start = 0
-            if self._votes is not None:
-                self._votes[layer, row].zero_()
+            for votes in self._votes_of(layer, row):
+                votes.zero_()
             for piece in self._pieces(layer, row, entry):
                 stop = start + piece[0].numel() * piece.element_size()
                 piece.copy_(data[:, start:stop].contiguous().view(piece.dtype).view(piece.shape))
@@ -110,8 +110,19 @@ class RowParts:
         for scale in (cache.k_scale, cache.v_scale):
             if scale is not None:
                 yield scale[None, first : first + num_slots] if scale.dim() == 1 else scale[layer, row, head, None]
+        if self._votes is not None:
+            yield self._votes[None, first : first + cache.heads.slots.topk[layer][head]]
         for tokens in (cache.k, cache.v):
             yield tokens[None, first : first + num_slots]
+
+    def _votes_of(self, layer: int, row: int) -> list[Tensor]:
+        """Views of all votes in a layer of a row."""
+        votes, heads = self._votes, self._cache.heads
+        if votes is None or heads is None:
+            return [] if votes is None else [votes[layer, row]]
+        firsts = [heads.slots.first(row, layer, head) for head in range(len(heads.slots.topk[layer]))]
+        sizes = [budget.capacity for budget in heads.slots.budgets[layer]]
+        return [votes[first : first + size] for first, size in zip(firsts, sizes, strict=True)]
 
 
 def read_later(data: Tensor) -> Callable[[], memoryview]:

@@ -16,6 +16,7 @@ from snapstream.cache.kv_cache import KVCache
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.config.heads import HeadSlots
 from snapstream.runner.rescoring import Rescorer
+from snapstream.runner.rescoring_heads import HeadsRescorer
 from snapstream.runner.rows import Counters, Rows
 from snapstream.step import PrefillEntry
 
@@ -77,6 +78,8 @@ class HeadsWriter(RowWriter):
         asked = self._asked_elsewhere(layer, prompt_len)
         if asked is not None:
             kept_positions(queries, keys, layer, asked, entry.selector, self.cache.kernels)
+        if isinstance(self.rescorer, HeadsRescorer):
+            self.rescorer.keep_head_votes(layer, entry, queries, keys, kept)
         if not entry.sampling.return_kept or prompt_len <= self._slots.least:
             return None
         whole = torch.arange(prompt_len, device=keys.device)

@@ -7,6 +7,8 @@ full. Only the decoder's layers, which have a parity test of their own, are shar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,13 +66,20 @@ class ListsEngine:
     """Greedy generation for one prompt under a budget."""
 
     def __init__(
-        self, decoder: Decoder, budget: KVBudget, selector: Selector, rescoring: RescoringConfig | None = None
+        self,
+        decoder: Decoder,
+        budget: KVBudget,
+        selector: Selector,
+        rescoring: RescoringConfig | None = None,
+        budgets: Sequence[Sequence[KVBudget]] | None = None,
     ) -> None:
+        """``budgets``: of every layer and kv head, where they differ in their top-k slots from ``budget``."""
         self.decoder, self.budget, self.is_random = decoder, budget, isinstance(selector, Random)
         self.rule = Variant() if self.is_random else as_variant(selector)
         layers, heads = range(decoder.config.num_layers), range(decoder.config.num_kv_heads)
         self.cells: list[list[list[Cell]]] = [[[] for _ in heads] for _ in layers]
         self.frozen: list[list[set[int]]] = [[set() for _ in heads] for _ in layers]
+        self.budgets = budgets or [[budget for _ in heads] for _ in layers]
         self.rescoring = rescoring
         self.votes: list[list[dict[int, float]]] = [[{} for _ in heads] for _ in layers]  # by position
         self.queries: list[list[Tensor]] = [[] for _ in layers]  # of decoded tokens
@@ -98,12 +107,13 @@ class ListsEngine:
     def _compress(self, layer: int, q: Tensor, k: Tensor, prompt_len: int) -> None:
         budget, rule = self.budget, self.rule
         start, stop = budget.num_sink, prompt_len - budget.num_window - budget.num_recent
-        spare = max(0, min(stop - start, budget.num_topk))  # top-k slots that this prompt fills
+        num_topk = [own.num_topk for own in self.budgets[layer]]
+        spare = [max(0, min(stop - start, own)) for own in num_topk]  # top-k slots that this prompt fills
         window = set(range(prompt_len - budget.num_window, prompt_len))
         heads = range(len(self.cells[layer]))
         for head in heads:
-            self.frozen[layer][head] = set(range(start + spare)) | window
-        if prompt_len <= budget.capacity:
+            self.frozen[layer][head] = set(range(start + spare[head])) | window
+        if prompt_len <= min(own.capacity for own in self.budgets[layer]):
             return
         queries = q[-rule.observation_len :].tolist()
         keys = k.transpose(0, 1).tolist()
@@ -116,6 +126,8 @@ class ListsEngine:
             latest = row_by_lists.hop(latest, q.tolist(), keys, start, rule.observation_len)
             total = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(total, latest, strict=True)]
         for head in heads:
+            if prompt_len <= self.budgets[layer][head].capacity:
+                continue
             own_votes = row_by_lists.pooled(scores[head], rule.pool_width, rule.pooling, rule.pool_half_life)
             smooth = row_by_lists.pooled(total[head], rule.pool_width, rule.pooling, 0)
             if rule.num_hops == 0:
@@ -123,7 +135,7 @@ class ListsEngine:
             if self.is_random:
                 smooth = [row_by_lists.chance(layer, head, p) for p in range(start, stop)]
                 own_votes = smooth
-            chosen = {start + i for i in row_by_lists.best_with_hops(own_votes, smooth, budget.num_topk)}
+            chosen = {start + i for i in row_by_lists.best_with_hops(own_votes, smooth, num_topk[head])}
             kept = set(range(start)) | chosen | window
             self.votes[layer][head] = {p: remembered[head][p - start] / len(recent) for p in chosen}
             self.frozen[layer][head] = kept
@@ -143,16 +155,17 @@ class ListsEngine:
     def store(self, layer: int, position: int, k: Tensor, v: Tensor) -> None:
         """A decoded token's ``k, v [G, E]``; of what may move the oldest goes when the row is full."""
         for head, own in enumerate(self.cells[layer]):
-            if len(own) == self.budget.capacity:
+            if len(own) == self.budgets[layer][head].capacity:
                 movable = [cell for cell in own if cell[0] not in self.frozen[layer][head]]
                 own.remove(min(movable, key=lambda cell: cell[0]))
             own.append((position, k[head], v[head]))
 
     def _rescore(self, layer: int, rescoring: RescoringConfig) -> None:
         """A full row: what is neither sink, window nor among the newest is voted on, and ``every`` of it go."""
-        budget, rule = self.budget, self.rule
+        rule = self.rule
         for head, own in enumerate(self.cells[layer]):
-            if len(own) < budget.capacity:
+            budget = self.budgets[layer][head]
+            if len(own) < budget.capacity or not budget.num_topk:
                 continue
             self.num_refreshes += 1
             first = self.prompt_len - budget.num_window

@@ -18,7 +18,7 @@ from evals.uneven import HeadRows, HeadRule, RoundingOf, exact
 from snapstream.cache.selectors.diverse import Diverse
 from snapstream.cache.selectors.hops import Hops
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import KVBudget, PrefixStoreConfig, RescoringConfig, Selector
+from snapstream.config import KVBudget, PrefixStoreConfig, Selector
 from snapstream.config.heads import HeadProfile
 from snapstream.kernels.bound import KernelVersion, bind
 from snapstream.kernels.cpu.native import find_compiler
@@ -223,7 +223,6 @@ def test_what_heads_keep_is_what_rows_of_their_own_budget_keep(qwen: Path, promp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rescoring": RescoringConfig(every=4, num_queries=4)}, "do not rescore"),
         ({"budget": "full"}, "num_topk 0"),
         ({"budget": KVBudget(num_sink=2, num_topk=14, num_window=4, num_recent=12)}, "num_window 4"),
     ],

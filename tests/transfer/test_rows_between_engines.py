@@ -133,9 +133,13 @@ def shares(folder: Path, *, turned: bool = False) -> HeadProfile:
     return HeadProfile(shares=own[::-1] if turned else own, model=checkpoint_fingerprint(folder))
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
-def test_rows_whose_heads_have_slots_of_their_own(letters: Path, kv_dtype: str) -> None:
-    with joined(letters, heads=shares(letters), kv_dtype=kv_dtype, **SETTINGS) as pair:
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"kv_dtype": "fp8"}, {"kv_dtype": "int8"}, {"rescoring": RescoringConfig(every=4, num_queries=8)}],
+    ids=str,
+)
+def test_rows_whose_heads_have_slots_of_their_own(letters: Path, more: dict[str, Any]) -> None:
+    with joined(letters, heads=shares(letters), **SETTINGS, **more) as pair:
         config = pair.answerer.config
         assert config.heads is not None and len({num for layer in config.heads.topk for num in layer}) == 6
         requests = requests_of({"greedy": replace(GREEDY, max_tokens=40), "n": PARAMS["seeded, three samples"]})

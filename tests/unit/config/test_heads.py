@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstream.config import EngineOptions, KVBudget
+from snapstream.config import EngineConfig, EngineOptions, KVBudget, RescoringConfig
 from snapstream.config.heads import LEAST_PART, HeadProfile, Shares
+from snapstream.config.parallel import ParallelConfig
 
 PROFILE = HeadProfile(shares=((0.1, 0.4), (0.0, 0.5)), model="of this", made_by="hand")
 weights = st.lists(st.integers(0, 1000), min_size=6, max_size=6).filter(any)
@@ -97,3 +98,13 @@ def test_missing_and_huge_files_are_refused(tmp_path: Path) -> None:
         EngineOptions(heads=str(tmp_path / "huge"))
     with pytest.raises(TypeError, match="must be a path"):
         EngineOptions(heads=3)  # type: ignore[arg-type]
+
+
+def test_such_rows_do_not_choose_again_over_ranks() -> None:
+    """Ranks that share a kv head would have to meet at moments that differ from head to head."""
+    budget = KVBudget(num_topk=40, num_recent=40)
+    settings: dict[str, Any] = {"budget": budget, "heads": PROFILE.slots(budget, 5000), "max_model_len": 5000}
+    rescoring = RescoringConfig(every=4, num_queries=4)
+    assert EngineConfig(rescoring=rescoring, **settings).heads is not None
+    with pytest.raises(ValueError, match="rescore on one device; tensor_parallel is 2"):
+        EngineConfig(rescoring=rescoring, parallel=ParallelConfig(size=2), **settings)

@@ -18,6 +18,7 @@ from benchmarks.published import DEEPSEEK_V2_LITE
 from snapstream.cache.selectors.hops import Hops
 from snapstream.cli.__main__ import main
 from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, RescoringConfig, WeightForms
+from snapstream.config.heads import HeadProfile
 from snapstream.kernels.bound import has_triton
 from snapstream.kernels.prefill.choice import choose
 from snapstream.kernels.prefill.versions import Case
@@ -41,12 +42,20 @@ LLAMA_8B = {
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14_336, "tie_word_embeddings": False,
 }  # fmt: skip
 CHUNK, ROWS, SLOTS, LENGTH = 2048, 12, 16_384, 32_768
+_EVEN = (1 / 64,) * 8
+PROFILE = HeadProfile(
+    shares=((1 / 8, 1 / 8, *_EVEN[2:]), *(_EVEN,) * 4, (1 / 32, 1 / 32, *_EVEN[2:])), model="", made_by="hand"
+)
+HEADS = PROFILE.slots(KVBudget.of(SLOTS), LENGTH)
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32": {"dtype": "float32"},
     "fp8": {"kv_dtype": "fp8"},
     "rescoring": {"rescoring": RescoringConfig(every=40)},
     "hops": {"selector": Hops()},
+    "heads": {"heads": HEADS},
+    "heads, fp8": {"heads": HEADS, "kv_dtype": "fp8"},
+    "heads, rescoring": {"heads": HEADS, "rescoring": RescoringConfig(every=40)},
     "latents": {},
     "latents, hops": {"selector": Hops()},
     "latents, fp8": {"kv_dtype": "fp8"},
@@ -88,9 +97,14 @@ def test_plan_and_engine_agree(
 
 def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """``snapstream plan`` for a device that holds just what the engine needs."""
+    PROFILE.write(folder / "heads.json")
+    heads = str(folder / "heads.json")
     options = {"fp32": ["--dtype", "float32"], "fp8": ["--kv-dtype", "fp8"], "hops": ["--selector", "hops"],
                "latents, hops": ["--selector", "hops"], "latents, fp8": ["--kv-dtype", "fp8"],
-               "rescoring": ["--rescore-every", "40"], "int8": ["--weights", "int8"], "int4": ["--weights", "int4"],
+               "rescoring": ["--rescore-every", "40"], "heads": ["--heads", heads],
+               "heads, fp8": ["--heads", heads, "--kv-dtype", "fp8"],
+               "heads, rescoring": ["--heads", heads, "--rescore-every", "40"],
+               "int8": ["--weights", "int8"], "int4": ["--weights", "int4"],
                "bf16 under fp32": ["--dtype", "float32", "--weights", "bfloat16"]}  # fmt: skip
     arguments = ["plan", str(folder), "--json", "--budget", str(SLOTS), "--max-model-len", str(LENGTH)]
     arguments += ["--chunk-len", str(CHUNK), "--memory", f"{planned.total_bytes}B", *options.get(case, [])]

@@ -65,8 +65,9 @@ struct Rows {  // the persistent state of rows, [rows + 1] each, and their keys 
     float *key_scales, *value_scales;  // [L, rows + 1, G], of FP8; [L, rows + 1, G, C], of int8
     float* queries;                    // [L, rows + 1, kept, H, E], or null
     // Where kv heads have slots of their own: keys and values are [rows + 1, row_slots, E]; of a head [L, G] its first
-    // slot in a row and the end of its top-k region, behind which a ring of `ring` slots ends it. Else null.
-    const int64_t *head_starts, *head_ends;
+    // slot in a row and the end of its top-k region, behind which a ring of `ring` slots ends it. Else null. Where such
+    // rows choose again: of a head [L, rows + 1, G] the tokens that refreshes have set it back; else null.
+    const int64_t *head_starts, *head_ends, *head_behind;
     int64_t num_rows, slots, kept_queries, row_slots, ring;  // slots: of the largest head
     int64_t format;
 };

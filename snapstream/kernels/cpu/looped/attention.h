@@ -79,12 +79,15 @@ class Attention : protected Worker {
 
     Region region(int64_t layer, int64_t b, int64_t kv_head) const {  // ../../../cache/layout.py, head_rows.py
         const Rows& rows = e_.rows;
-        const int64_t row = s_.rows[b], token = rows.num_tokens[row], head = layer * m_.kv_heads + kv_head;
-        int64_t start = rows.ring_start[row], capacity = rows.capacity[row];
+        const int64_t row = s_.rows[b], head = layer * m_.kv_heads + kv_head;
+        int64_t token = rows.num_tokens[row], start = rows.ring_start[row], capacity = rows.capacity[row];
         int64_t first = ((layer * rows.num_rows + row) * m_.kv_heads + kv_head) * rows.slots;
         if (rows.head_starts) {
             first = row * rows.row_slots + rows.head_starts[head];
-            start = std::min(start, rows.head_ends[head]);
+            const int64_t place = (layer * rows.num_rows + row) * m_.kv_heads + kv_head;
+            const int64_t behind = rows.head_behind ? rows.head_behind[place] : 0;
+            start = behind ? rows.head_ends[head] : std::min(start, rows.head_ends[head]);
+            token -= behind;
             capacity = rows.head_ends[head] + rows.ring;
         }
         const int64_t turn = token < start ? 0 : (token - start) % std::max<int64_t>(capacity - start, 1);

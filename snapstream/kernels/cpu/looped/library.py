@@ -78,7 +78,8 @@ class Model(Structure):
 class Rows(Structure):
     _fields_ = [
         *((name, c_void_p) for name in "last_token num_tokens next_position ring_start capacity num_sampled".split()),
-        *((name, c_void_p) for name in "keys values key_scales value_scales queries head_starts head_ends".split()),
+        *((name, c_void_p) for name in "keys values key_scales value_scales queries".split()),
+        *((name, c_void_p) for name in "head_starts head_ends head_behind".split()),
         *((name, c_int64) for name in "num_rows slots kept_queries row_slots ring format".split()),
     ]
 
