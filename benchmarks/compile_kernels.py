@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -131,7 +132,6 @@ def compiled(launch: Launch, arch: int) -> Any:
     """The kernel for ``sm_<arch>``, specialised as Triton would on a launch with aligned tensors."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
@@ -149,8 +149,12 @@ def compiled(launch: Launch, arch: int) -> Any:
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    target = GPUTarget("cuda", arch, 32)
+    device = SimpleNamespace(get_current_target=lambda: target)
+    with mock.patch.object(type(triton.runtime.driver), "active", device):
+        launch.kernel.create_binder()  # from here on the kernel knows whether its source is Triton or Gluon
+    source = launch.kernel.ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=launch.options)
 
 
 def resources(kernel: Any) -> dict[str, int]:

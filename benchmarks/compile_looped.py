@@ -51,8 +51,8 @@ def sources() -> str:
 
 
 def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
-    """One entry per model, batch and architecture; at a batch of 1 also a layer alone, and without loads ahead."""
-    from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch, default_launch
+    """Two entries per model, batch and architecture; at a batch of 1 also a layer alone, and without loads ahead."""
+    from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch, default_launch, ring_launch
 
     shapes = (LLAMA_1B,) if quick else (QWEN_06B, LLAMA_1B, LLAMA_8B)
     for shape in shapes:
@@ -61,7 +61,8 @@ def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
                 model, keys = _model(shape), _rows(shape, batch)
                 launch = default_launch(model, NUM_PROGRAMS[arch], batch)
                 looped = Looped(model, keys, keys, batch, launch)
-                forms: dict[str, tuple[Looped, bool]] = {"looped": (looped, True)}
+                ring = Looped(model, keys, keys, batch, ring_launch(model, NUM_PROGRAMS[arch], batch))
+                forms: dict[str, tuple[Looped, bool]] = {"looped": (looped, True), "ring": (ring, True)}
                 if batch == 1 and not quick:
                     forms |= {"a call per layer": (looped, False),
                               "no loads ahead": (looped.without_loads_ahead(), True)}  # fmt: skip
@@ -72,15 +73,17 @@ def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
                     kernel = compiled(made, arch)
                     yield {
                         "form": name, "shape": shape.name, "batch": batch, "dtype": "bf16", "arch": f"sm_{arch}",
-                        "block_rows": cut.block_rows, "block_cols": cut.block_cols,
-                        "barriers_with_loads": barriers_with_loads(kernel), **resources(kernel),
+                        "block_rows": cut.block_rows, "block_cols": cut.block_cols, "stages": cut.stages,
+                        **of_machine_code(kernel), **resources(kernel),
                     }  # fmt: skip
 
 
-def barriers_with_loads(kernel: Any) -> int:
-    """Barriers at which weights are on their way between the arrival and the first look at the counter.
+def of_machine_code(kernel: Any) -> dict[str, Any]:
+    """What the order of instructions shows.
 
-    Read from the machine code: loads that are evicted first stand between the reduction and the next strong load.
+    ``barriers_with_loads``: barriers at which weights are on their way between the arrival and the first look at the
+    counter: loads that are evicted first, or asynchronous copies, stand between the reduction and the next strong load.
+    ``copies_left``: how many groups of asynchronous copies each wait for copies leaves under way, in order.
     """
     import triton
 
@@ -97,9 +100,11 @@ def barriers_with_loads(kernel: Any) -> int:
         elif "STRONG" in name:
             count += is_open and has_loads
             is_open = False
-        elif ".EF" in name:
+        elif ".EF" in name or name.startswith("LDGSTS"):
             has_loads = True
-    return count
+    left = [int(number, 16) for number in re.findall(r"DEPBAR\.LE SB0, (0x[0-9a-f]+)", text)]
+    copies = [name for name in names if name.startswith("LDGSTS")]
+    return {"barriers_with_loads": count, "copies_left": left, "copies": sorted(set(copies))}
 
 
 def _launcher(looped: Any, batch: int, *, is_whole: bool) -> Callable[[], object]:

@@ -1,8 +1,8 @@
 """Section on kernel looping: what is left of a decode step's time when calls become one call (arXiv 2410.23668).
 
-The same weights and rows four times, each captured, by CUDA events: B0 the graph of kernels, B1 a call of one kernel
-per layer, B2 the kernel that loops over the layers, B3 the same with loads of weights under way across its barriers.
-B1 against B3 is the paper's quantity.
+The same weights and rows five times, each captured, by CUDA events: B0 the graph of kernels, B1 a call of one kernel
+per layer, B2 the kernel that loops over the layers, B3 the same with loads of weights under way across its barriers,
+and B3 in its second form, a ring of asynchronous copies written in Gluon. B1 against B3 is the paper's quantity.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def ladder(models: tuple[str, ...]) -> Callable[[Bench], Figures]:
 
 
 def _ways(runner: ModelRunner, decoder: Decoder, batch: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    from snapstream.kernels.triton.looped.launch import Looped
+    from snapstream.kernels.triton.looped.launch import Looped, ring_launch
     from snapstream.runner.looped_kernel import looped_model
 
     rows = torch.arange(batch, device=decoder.device)
@@ -63,6 +63,8 @@ def _ways(runner: ModelRunner, decoder: Decoder, batch: int) -> Iterator[tuple[s
     cache = runner.cache
     looped = Looped(looped_model(decoder), cache.k, cache.v, batch)
     plain = looped.without_loads_ahead()
+    cut = ring_launch(looped.model, looped.launch.num_programs, batch)
+    ring = Looped(looped.model, cache.k, cache.v, batch, cut)
 
     def by_kernels() -> Tensor:
         from snapstream.models.views import RowsView
@@ -73,6 +75,7 @@ def _ways(runner: ModelRunner, decoder: Decoder, batch: int) -> Iterator[tuple[s
     yield "B1 a call per layer", lambda: plain.run_layers(token_ids, places, rope)
     yield "B2 looped", lambda: plain.run(token_ids, places, rope)
     yield "B3 looped, loads ahead", lambda: looped.run(token_ids, places, rope)
+    yield "B3 gluon, ring", lambda: ring.run(token_ids, places, rope)
 
 
 def _seconds(bench: Bench, call: Callable[[], object]) -> float:

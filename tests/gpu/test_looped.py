@@ -38,12 +38,15 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("form", ["first", "ring"])
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("batch", [1, 3, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_looped_steps_equal_the_twin_eagerly_and_captured(shape: str, batch: int, dtype: torch.dtype) -> None:
+def test_looped_steps_equal_the_twin_eagerly_and_captured(
+    form: str, shape: str, batch: int, dtype: torch.dtype
+) -> None:
     from snapstream.kernels.triton.looped import twin
-    from snapstream.kernels.triton.looped.launch import Looped
+    from snapstream.kernels.triton.looped.launch import Looped, num_multiprocessors, ring_launch
     from snapstream.runner.looped_kernel import looped_model
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -65,7 +68,12 @@ def test_looped_steps_equal_the_twin_eagerly_and_captured(shape: str, batch: int
     want = twin.step(model, keys.clone(), values.clone(), token_ids, places, rope).logits
     assert want is not None
     factor = 8.0 if dtype == torch.bfloat16 else 4.0
-    for looped in (Looped(model, keys, values, batch), Looped(model, keys, values, batch).without_loads_ahead()):
+    if form == "ring":
+        launch = ring_launch(model, num_multiprocessors(keys.device), batch)
+        forms = [Looped(model, keys, values, batch, launch)]
+    else:
+        forms = [Looped(model, keys, values, batch), Looped(model, keys, values, batch).without_loads_ahead()]
+    for looped in forms:
         first = looped.run(token_ids, places, rope).clone()
         assert_near(first, want, dtype, factor)
         for _ in range(STEPS):  # a barrier that opens too early shows as another sum

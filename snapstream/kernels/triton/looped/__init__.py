@@ -2,5 +2,6 @@
 
 ``kernel.py`` is the loop; ``parts.py`` what its stages share; ``attend.py`` the stage between the products;
 ``barrier.py`` what stands between stages; ``launch.py`` cuts and launches it; ``twin.py`` is every stage in plain
-PyTorch. Nothing here has run on a GPU yet (docs/gpu.md).
+PyTorch. ``ring_kernel.py`` is a second form in Gluon, whose weights come through a ring in shared memory (``ring.py``,
+``stream.py``). Nothing here has run on a GPU yet (docs/gpu.md).
 """

@@ -11,12 +11,11 @@ import triton.language as tl
 
 @triton.jit
 def rotated(
-    heads_ptr, norm_ptr, cos_ptr, sin_ptr, at, is_head, eps,
-    HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, HAS_NORM: tl.constexpr,
-):  # fmt: skip
-    """Both halves ``[n, E/2]`` of the projected heads at ``at [n]``, normed, rotated, rounded as they are stored."""
+    heads_ptr, norm_ptr, cos_ptr, sin_ptr, at, is_head, pair, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Both halves ``[n, E/2]`` of the projected heads at ``at [n]``, normed, rotated, rounded as they are stored; a
+    half's numbers are ``pair``."""
     half: tl.constexpr = HEAD_DIM // 2
-    pair = tl.arange(0, HALF_PAD)
     mask = is_head[:, None] & (pair < half)[None, :]
     low_at = heads_ptr + at[:, None] + pair[None, :]
     low = tl.load(low_at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -52,15 +51,11 @@ def attend_split(
     own = heads_ptr + entry * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     cos, sin = cos_ptr + entry * HEAD_DIM, sin_ptr + entry * HEAD_DIM
     query = kv_head * group + head
-    q_low, q_high = rotated(
-        own, q_norm_ptr, cos, sin, query * HEAD_DIM, head < group, eps, HEAD_DIM, HALF_PAD, HAS_NORM
-    )
+    q_low, q_high = rotated(own, q_norm_ptr, cos, sin, query * HEAD_DIM, head < group, pair, eps, HEAD_DIM, HAS_NORM)
 
     one = tl.arange(0, 1)
     key_at = (NUM_HEADS + kv_head + one) * HEAD_DIM
-    new_low, new_high = rotated(
-        own, k_norm_ptr, cos, sin, key_at, one < 1, eps, HEAD_DIM, HALF_PAD, HAS_NORM
-    )  # [1, E/2]
+    new_low, new_high = rotated(own, k_norm_ptr, cos, sin, key_at, one < 1, pair, eps, HEAD_DIM, HAS_NORM)  # [1, E/2]
     value_at = own + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + dim
     new_value = tl.load(value_at, mask=dim < HEAD_DIM, other=0.0, cache_modifier=".cg")
     first = split * SPLIT_SLOTS
@@ -102,29 +97,32 @@ def attend_split(
 
 
 @triton.jit
+def split_result(partial_ptr, lse_ptr, at, is_head, dim, HEAD_DIM: tl.constexpr):
+    """What a split found, ``[H/G, E]``, and the logarithm of its sum."""
+    lse = tl.load(lse_ptr + at, mask=is_head, other=0.0, cache_modifier=".cg")
+    mask = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+    from_ = partial_ptr + at[:, None] * HEAD_DIM + dim[None, :]
+    return tl.load(from_, mask=mask, other=0.0, cache_modifier=".cg"), lse
+
+
+@triton.jit
 def merge_splits(
-    partial_ptr, lse_ptr, out_ptr, entry, kv_head, num_used,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    GROUP_PAD: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, entry, kv_head, num_used, head, dim,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of the splits that the row reaches, in slot order, to ``out [B, H, E]``."""
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    head, dim = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
-    is_out = (head < group)[:, None] & (dim < HEAD_DIM)[None, :]
+    is_head = head < group
     query = entry * NUM_HEADS + kv_head * group + head
-    best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
-    for split in range(0, num_used):
-        at = query * NUM_SPLITS + split
-        lse = tl.load(lse_ptr + at, mask=head < group, other=0.0, cache_modifier=".cg")
-        part = tl.load(
-            partial_ptr + at[:, None] * HEAD_DIM + dim[None, :], mask=is_out, other=0.0, cache_modifier=".cg"
-        )
+    acc, best = split_result(partial_ptr, lse_ptr, query * NUM_SPLITS, is_head, dim, HEAD_DIM)
+    total = tl.exp2(best - best)
+    for split in range(1, num_used):
+        part, lse = split_result(partial_ptr, lse_ptr, query * NUM_SPLITS + split, is_head, dim, HEAD_DIM)
         new_best = tl.maximum(best, lse)
         shrink, share = tl.exp2(best - new_best), tl.exp2(lse - new_best)
         total = total * shrink + share
         acc = acc * shrink[:, None] + part * share[:, None]
         best = new_best
     to = out_ptr + query[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_out)
+    mask = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

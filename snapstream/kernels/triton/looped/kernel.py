@@ -41,6 +41,7 @@ def looped_kernel(
     program = tl.program_id(0)
     line = tl.arange(0, BLOCK_ROWS)
     entry = tl.arange(0, BATCH_PAD)
+    cols = tl.arange(0, BLOCK_COLS)
     is_entry = entry < BATCH
     none = tl.zeros([BATCH_PAD], tl.float32)
     QKV: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
@@ -50,7 +51,7 @@ def looped_kernel(
 
     if BEGINS:
         for begin in range(program * BLOCK_COLS, HIDDEN, NUM_PROGRAMS * BLOCK_COLS):
-            col = begin + tl.arange(0, BLOCK_COLS)
+            col = begin + cols
             token = tl.load(tokens_ptr + entry, mask=is_entry, other=0)
             mask = is_entry[:, None] & (col < HIDDEN)[None, :]
             x = tl.load(embed_ptr + token[:, None] * HIDDEN + col[None, :], mask=mask, other=0.0)
@@ -69,7 +70,7 @@ def looped_kernel(
         first = weight_block(qkv, qkv_row, 0, QKV, HIDDEN, BLOCK_COLS)
         if passed > 0:
             wait(counters_ptr, passed, NUM_PROGRAMS)
-        inverse = inverse_norms(residual_ptr, entry, eps, BATCH, HIDDEN, BLOCK_COLS)
+        inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
         norm = input_norm_ptr + step * HIDDEN
         for tile in range(program, tl.cdiv(QKV, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
@@ -106,7 +107,8 @@ def looped_kernel(
                 if before == num_used - 1:
                     tl.debug_barrier()
                     merge_splits(partial_ptr, lse_ptr, attended_ptr, own, kv_head, num_used,
-                                 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, GROUP_PAD, NUM_SPLITS)  # fmt: skip
+                                 tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD),
+                                 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SPLITS)  # fmt: skip
                     tl.store(ended, 0)  # nobody comes here again before the next layer's barrier
         arrive(counters_ptr)
         passed += NUM_PROGRAMS
@@ -135,7 +137,7 @@ def looped_kernel(
         # 4: norm, gate and up, SwiGLU
         if not LOADS_AHEAD:
             first = weight_block(gate, qkv_row, 0, INNER, HIDDEN, BLOCK_COLS)
-        inverse = inverse_norms(residual_ptr, entry, eps, BATCH, HIDDEN, BLOCK_COLS)
+        inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
         norm = post_norm_ptr + step * HIDDEN
         for tile in range(program, tl.cdiv(INNER, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
@@ -177,7 +179,7 @@ def looped_kernel(
     if ENDS:
         first = weight_block(head_ptr, qkv_row, 0, VOCAB, HIDDEN, BLOCK_COLS)
         wait(counters_ptr, passed, NUM_PROGRAMS)
-        inverse = inverse_norms(residual_ptr, entry, eps, BATCH, HIDDEN, BLOCK_COLS)
+        inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
         for tile in range(program, tl.cdiv(VOCAB, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
             acc = product(head_ptr, row, first, residual_ptr, final_norm_ptr, inverse, entry,

@@ -7,6 +7,7 @@ is the same kernel called once per layer, which is what the loop is measured aga
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class LoopedLaunch:
     block_cols: int
     num_warps: int
     loads_ahead: bool = True
+    stages: int = 0  # blocks in the ring of the second form, in Gluon; 0 is the first form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +78,27 @@ def default_launch(model: LoopedModel, num_programs: int, max_batch: int) -> Loo
     return LoopedLaunch(num_programs=num_programs, block_rows=rows, block_cols=max(cols, 16), num_warps=8)
 
 
+def ring_launch(model: LoopedModel, num_programs: int, max_batch: int) -> LoopedLaunch:
+    """The second form's cut, reasoned, not measured: 96 KB on their way, in blocks of up to 16.
+
+    Warps stand side by side along up to 2,048 columns in 16 bits, so that each number of an input is read once a block;
+    entries that tensor cores multiply take 16 rows. fp32 has none at full precision.
+    """
+    num_bytes = model.qkv.element_size()
+    is_dot = _uses_dot(max_batch, num_bytes, is_ring=True)
+    cols = min((1024 if is_dot else 4096) // num_bytes, configs.power_of_two(model.hidden_size, 8 * LEAST_DOT))
+    rows = LEAST_DOT if is_dot else min(16384 // (cols * num_bytes), 16)
+    while not is_dot and rows > 1 and model.hidden_size < rows * num_programs:
+        rows //= 2  # or some programs would have no tile of a matrix
+    stages = 6 * 16384 // (rows * cols * num_bytes)
+    return LoopedLaunch(num_programs=num_programs, block_rows=rows, block_cols=cols, num_warps=8, stages=stages)
+
+
 class Looped:
     """A model over rows ``keys, values [L, rows+1, G, C, E]`` for steps of up to ``max_batch`` entries.
 
-    ValueError for what the kernel cannot read: rows in another dtype than the weights, tensors that are not contiguous.
+    ValueError for what the kernel cannot read: rows in another dtype than the weights, tensors that are not contiguous,
+    and for the ring columns that are not whole copies of 16 bytes.
     """
 
     def __init__(
@@ -93,6 +112,8 @@ class Looped:
         self.model, self.keys, self.values, self.max_batch = model, keys, values, max_batch
         self.launch = launch or default_launch(model, num_multiprocessors(keys.device), max_batch)
         kind, device, wide = model.qkv.dtype, keys.device, model.num_heads * model.head_dim
+        if self.launch.stages:
+            _check_ring(model, self.launch)
         self._splits = _splits(self.launch, keys.shape[3], model.num_kv_heads)
         num_splits = self._splits.num_splits
 
@@ -130,12 +151,13 @@ class Looped:
         if not 1 <= batch <= self.max_batch:
             raise ValueError(f"{batch} entries in a step; this one has buffers for 1 to {self.max_batch}")
         cos, sin = rope
-        uses_dot = self.max_batch > MOST_BY_NUMBER
+        uses_dot = _uses_dot(self.max_batch, model.qkv.element_size(), is_ring=launch.stages > 0)
 
         def given(tensor: Tensor | None) -> Tensor:
             return self.residual if tensor is None else tensor  # never read
 
-        looped_kernel[(launch.num_programs,)](
+        kernel, of_ring = _form(launch)
+        kernel[(launch.num_programs,)](
             token_ids, places.rows, places.slots, places.lengths, cos.contiguous(), sin.contiguous(),
             model.embed, model.qkv, model.o, model.gate_up, model.down, model.head,
             model.input_norm, model.post_norm, model.final_norm, given(model.q_norm), given(model.k_norm),
@@ -154,13 +176,37 @@ class Looped:
             BEGINS=begins, ENDS=ends, LOADS_AHEAD=launch.loads_ahead, USES_DOT=uses_dot,
             NUM_PROGRAMS=launch.num_programs, BLOCK_ROWS=launch.block_rows, BLOCK_COLS=launch.block_cols,
             BLOCK_SLOTS=splits.block, SPLIT_SLOTS=splits.split_slots, NUM_SPLITS=splits.num_splits,
-            num_warps=launch.num_warps, launch_cooperative_grid=launch.num_programs > 1,
+            **of_ring, num_warps=launch.num_warps, launch_cooperative_grid=launch.num_programs > 1,
         )  # fmt: skip
 
     def without_loads_ahead(self) -> Looped:
         """The same model and rows, for the comparison: loads begin behind the barrier."""
         launch = replace(self.launch, loads_ahead=False)
         return Looped(self.model, self.keys, self.values, self.max_batch, launch)
+
+
+def _form(launch: LoopedLaunch) -> tuple[Any, dict[str, int]]:
+    """The kernel, and what it takes beside the arguments of both."""
+    if not launch.stages:
+        return looped_kernel, {}
+    from snapstream.kernels.triton.looped import ring_kernel  # Gluon is experimental: only who asks for it imports it
+
+    return ring_kernel.ring_kernel, {"STAGES": launch.stages}
+
+
+def _uses_dot(max_batch: int, num_bytes: int, *, is_ring: bool) -> bool:
+    return max_batch > MOST_BY_NUMBER and not (is_ring and num_bytes == 4)
+
+
+def _check_ring(model: LoopedModel, launch: LoopedLaunch) -> None:
+    widths, copied = (
+        {model.hidden_size, model.num_heads * model.head_dim, model.inner_size},
+        16 // model.qkv.element_size(),
+    )
+    if any(cols % copied for cols in widths):
+        raise ValueError(f"matrices have {sorted(widths)} columns; the ring copies {copied} numbers at a time")
+    if launch.stages < 2 or not launch.loads_ahead:
+        raise ValueError(f"a ring of {launch.stages} blocks; it takes 2 or more, and always loads ahead")
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -2,7 +2,8 @@
 
 A program owns tiles of ``BLOCK_ROWS`` weight rows, the same in every step, and sums a row's products in one order, so
 results are the same bits from run to run. Activations are read past L1, which other programs' stores do not reach;
-weights are read once and leave the caches first.
+weights are read once and leave the caches first. What takes its index vectors from the caller, both forms of the kernel
+use: Gluon wants to know how they lie over threads.
 """
 
 import triton
@@ -19,25 +20,27 @@ def weight_block(matrix_ptr, row, begin, ROWS: tl.constexpr, COLS: tl.constexpr,
 
 
 @triton.jit
-def inverse_norms(residual_ptr, entry, eps, BATCH: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def residual_block(residual_ptr, entry, col, BATCH: tl.constexpr, COLS: tl.constexpr):
+    """Columns ``col`` of the residual stream ``[B, COLS]``, fp32 ``[B', C]``."""
+    at = residual_ptr + entry[:, None] * COLS + col[None, :]
+    return tl.load(at, mask=(entry < BATCH)[:, None] & (col < COLS)[None, :], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def inverse_norms(residual_ptr, entry, col, eps, BATCH: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr):
     """``1 / rms`` of the residual stream of each entry ``[B']``; every program computes all of them."""
-    total = tl.zeros(entry.shape, tl.float32)
-    for begin in range(0, COLS, BLOCK_COLS):
-        col = begin + tl.arange(0, BLOCK_COLS)
-        at = residual_ptr + entry[:, None] * COLS + col[None, :]
-        x = tl.load(at, mask=(entry < BATCH)[:, None] & (col < COLS)[None, :], other=0.0, cache_modifier=".cg")
+    x = residual_block(residual_ptr, entry, col, BATCH, COLS)
+    total = tl.sum(x * x, 1)
+    for begin in range(BLOCK_COLS, COLS, BLOCK_COLS):
+        x = residual_block(residual_ptr, entry, begin + col, BATCH, COLS)
         total += tl.sum(x * x, 1)
     return 1.0 / tl.sqrt(total / COLS + eps)
 
 
 @triton.jit
-def activations(
-    x_ptr, norm_ptr, inverse, entry, begin,
-    BATCH: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, IS_NORMED: tl.constexpr,
-):  # fmt: skip
-    """Columns ``begin ..`` of ``x [B, COLS]``, fp32 ``[B', BLOCK_COLS]``; with ``IS_NORMED`` times norm and inverse,
-    rounded as the norm alone would be."""
-    col = begin + tl.arange(0, BLOCK_COLS)
+def activations(x_ptr, norm_ptr, inverse, entry, col, BATCH: tl.constexpr, COLS: tl.constexpr, IS_NORMED: tl.constexpr):
+    """Columns ``col`` of ``x [B, COLS]``, fp32 ``[B', C]``; with ``IS_NORMED`` times norm and inverse, rounded as the
+    norm alone would be."""
     is_col = col < COLS
     at = x_ptr + entry[:, None] * COLS + col[None, :]
     x = tl.load(at, mask=(entry < BATCH)[:, None] & is_col[None, :], other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -60,7 +63,8 @@ def product(
     acc = tl.zeros((row.shape[0], entry.shape[0]), tl.float32)
     block = first
     for begin in range(0, COLS, BLOCK_COLS):
-        x = activations(x_ptr, norm_ptr, inverse, entry, begin, BATCH, COLS, BLOCK_COLS, IS_NORMED)
+        col = begin + tl.arange(0, BLOCK_COLS)
+        x = activations(x_ptr, norm_ptr, inverse, entry, col, BATCH, COLS, IS_NORMED)
         if USES_DOT:
             acc = tl.dot(block, tl.trans(x.to(block.dtype)), acc, input_precision="ieee")
         else:
