@@ -11,13 +11,13 @@ from benchmarks.machine import RESULTS
 from tests.kernels.triton.test_tools import SHARED_LIMIT, pytestmark, run_module
 
 __all__ = ["pytestmark"]
-FEW_BYTES = 16  # of a thread; two shapes at the limit of 255 registers spill so much
+FEW_BYTES = {"ring": 40}  # of a thread, that shapes at the limit of 255 registers spill; else 16
 THREADS_REGISTERS = 65536  # of a multiprocessor: the program must fit, or the cooperative launch fails
 
 
 def check(kernels: list[dict[str, Any]]) -> None:
     for entry in kernels:
-        assert entry["spill_bytes"] <= FEW_BYTES, entry
+        assert entry["spill_bytes"] <= FEW_BYTES.get(entry["form"], 16), entry
         assert entry["shared_bytes"] <= SHARED_LIMIT[entry["arch"]], entry
         assert entry["registers"] * 32 * entry["num_warps"] <= THREADS_REGISTERS, entry
         if entry["form"] in ("looped", "ring"):  # before O, gate and up, down, the next QKV or the output embedding
