@@ -6,8 +6,9 @@
 Held-out files of the machine's own Python packages (``recipes/corpus.py``), which no training sequence was made of.
 *Retrieval*: a question about a fact that stands among real lines (``recipes/planted.py``), held-out names and values.
 *Perplexity*: a window of one file is the prompt, and the tokens after it are fed as they stand; the first of them comes
-out of the prefill and is left out. Every arm of ``arms.py``, 1/2 to 1/16 of the slots, on one prefill of each prompt
-(``uneven.HeadRows``); truncation has a prefill of its own. Stored in ``results/prose.jsonl``.
+out of the prefill and is left out. A kind of text that has no file of that length is left out, too. Every arm of
+``arms.py``, 1/2 to 1/16 of the slots, on one prefill of each prompt (``uneven.HeadRows``); truncation has a prefill of
+its own. Stored in ``results/prose.jsonl``.
 """
 
 from __future__ import annotations
@@ -177,7 +178,11 @@ def main() -> None:
             result[family] = retrieval(runner, chat, items, make_rules(runner, args.prompt_len, MAX_ANSWER), eos)
             print(f"{family}: {result[family]}", flush=True)
         for kind in KINDS:
-            texts = list(windows(chat, corpus, kind, args.prompts, args.prompt_len + args.continuation))
+            try:
+                texts = list(windows(chat, corpus, kind, args.prompts, args.prompt_len + args.continuation))
+            except ValueError as error:  # what was measured before it is kept
+                print(f"left out: {error}", flush=True)
+                continue
             rules = make_rules(runner, args.prompt_len, args.continuation)
             result[f"perplexity, {kind}"] = perplexities(runner, texts, args.prompt_len, rules)
             print(f"perplexity, {kind}: {result[f'perplexity, {kind}']}", flush=True)
