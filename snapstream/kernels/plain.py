@@ -54,7 +54,7 @@ def each_expert(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -
 
 def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
     """See ``reference.gather_rows``; token by token, where ``gather`` would go number by number."""
-    reference.gather_rows(cache, rows, keys, values, index, take=whole_tokens)
+    reference.fill_rows(cache, rows, keys, values, index, whole_tokens)
 
 
 def whole_tokens(tokens: Tensor, index: Tensor) -> Tensor:

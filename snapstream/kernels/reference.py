@@ -71,14 +71,19 @@ def taken(tokens: Tensor, index: Tensor) -> Tensor:
     return tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))
 
 
-def gather_rows(
-    cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
-    take: Callable[[Tensor, Tensor], Tensor] = taken,
-) -> None:  # fmt: skip
+def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
     """Fill the first ``n`` slots of each of ``rows`` with tokens of a prompt, in place.
 
-    ``keys [G, N, E], values [G, N, E']``; ``index [G, n]`` is the token of each slot. ``take`` stands for ``taken``.
+    ``keys [G, N, E], values [G, N, E']``; ``index [G, n]`` is the token of each slot.
     """
+    fill_rows(cache, rows, keys, values, index, taken)
+
+
+def fill_rows(
+    cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
+    take: Callable[[Tensor, Tensor], Tensor],
+) -> None:  # fmt: skip
+    """``gather_rows`` by another ``take``, which means what ``taken`` does."""
     for stored, tokens, scale in _stored(cache, keys, values):
         kept = take(tokens, index)
         for row in rows:

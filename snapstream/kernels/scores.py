@@ -146,7 +146,7 @@ def _votes_of_heads(
             # A query that sees no key, or a score that is no number, makes all of its weights NaN: no vote.
             is_void = weights[..., 0].isnan()
             if is_void.any():
-                weights[is_void] = 0.0
+                weights.masked_fill_(is_void[..., None], 0.0)
             parts.append(weights[..., own].sum(2))
         of_heads = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         votes = torch.maximum(votes, of_heads.amax(1)) if group_max else votes + of_heads.sum(1)

@@ -52,6 +52,7 @@ def runner_on(device: str, kv_dtype: KVDType = "auto", rescoring: RescoringConfi
     config = EngineConfig(
         budget=BUDGET, max_model_len=64, max_rows=6, chunking=Chunking(chunk_len=64, short_len=64), short_reserve=64,
         selector=SnapKV(observation_len=4), kv_dtype=kv_dtype, rescoring=rescoring,
+        prefill_attention="cpu" if device == "cpu" else "auto",  # by no trial
     )  # fmt: skip
     return ModelRunner(Decoder(MODEL, DecoderWeights.empty(MODEL, torch.float32, device)), config)
 
