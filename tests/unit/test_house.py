@@ -24,7 +24,7 @@ CODE_SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 MAX_FILE_LINES = 300
 MAX_PARAMETERS = 8
 MAX_ROOT_MODULES = 6
-MAX_RESULT_FILES = 30
+MAX_RESULT_FILES = 32
 MAX_README_LINES = 130
 
 # Private names of other people's packages, as their dotted access is written, each with why there is no public way.
