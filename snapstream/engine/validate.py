@@ -38,10 +38,6 @@ def check_request(request: Request, config: EngineConfig, *, vocab_size: int, ha
     as_count("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.selector is not None:
         _check_selector(request.selector, config)
-    if config.heads is not None and config.parallel.size > 1 and sampling.return_kept:
-        raise InvalidValue(
-            "return_kept: the heads of this engine's rows have slots of their own, on several ranks", "return_kept"
-        )
     if request.budget is not None or request.selector is not None:
         try:
             config.check_budget(request.budget or config.budget, request.selector)

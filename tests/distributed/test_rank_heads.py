@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from snapstream import LLM, SamplingParams
+from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import EngineConfig, KVBudget, ParallelConfig
 from snapstream.config.heads import HeadProfile
 from snapstream.distributed.group import Alone
 from snapstream.kernels.cpu.looped.build import find_compiler
+from snapstream.models.fingerprint import fingerprint
 from snapstream.models.registry import read_model_config
 from snapstream.plan.memory import engine_memory
 from tests.distributed import cases
 from tests.distributed.cases import PROMPTS, UNLIKE, Asked
+from tests.distributed.pairs import Pair
 from tests.distributed.pool import Pool
 from tests.distributed.test_tensor_parallel import Checkpoint, check, checkpoint
 
@@ -53,3 +57,18 @@ def check_rows(pool: Pool, given: Asked) -> None:
     assert rows == [3 * heads.of_rank(rank, size).row_slots * token for rank in range(size)]
     planned = 3 * engine_memory(model, config).row_bytes
     assert max(rows) <= planned <= max(rows) + 3 * model.num_layers * model.num_kv_heads * token
+
+
+def test_a_whole_engine_tells_what_each_head_kept(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("qwen3")
+    heads = HeadProfile(shares=UNLIKE.shares, model=fingerprint(folder))
+    settings = {"budget": KVBudget.of(24, observation_len=8), "selector": SnapKV(observation_len=8), "heads": heads,
+                "max_rows": 2, "max_model_len": 128, "executor": "eager", "progress": False}  # fmt: skip
+    with LLM(folder, **settings) as one, LLM(folder, **settings, tensor_parallel=2) as two:
+        for way in (True, "bitmap"):
+            params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, return_kept=way)
+            [output, _] = Pair(one, two).same([[7 * i % 190 + 3 for i in range(70)], list(range(5, 25))], params)
+            assert output.compression is not None
+            kept = output.compression.kept_positions
+            assert (kept is None) == (way == "bitmap")
+            assert kept is None or len({len(head) for layer in kept for head in layer}) > 1, "heads keep unlike numbers"
