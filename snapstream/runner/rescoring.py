@@ -92,9 +92,7 @@ class Rescorer:
         if kept is not None and queries is not None:
             last = queries[-self._config.num_queries :]
             votes = prompt_votes(last, keys, kept, entry.budget, entry.selector, self._cache.kernels)  # [G, K]
-        for row in self._cache.own(
-            entry.rows
-        ):  # a list of rows as an index would be sent to the device, and waited for
+        for row in self._cache.own(entry.rows):  # one by one: a list as an index would be sent to the device
             own = self.votes[layer, row].zero_()  # [G, C]
             if votes is not None:
                 own[:, : entry.budget.num_topk] = votes
