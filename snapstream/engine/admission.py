@@ -61,12 +61,15 @@ class Admission:
     def __init__(self, config: EngineConfig, *, num_layers: int, tier: PrefixTier | None = None) -> None:
         self._config = config
         self._num_layers = num_layers
-        self._waiting = WaitingQueue()
-        self._num_short = 0  # of those waiting
-        self._free_rows = FreeRows(config.max_rows, config.parallel)
-        self._pool = StagingPool(config.pool_tokens, short_reserve=config.short_reserve)
         self._job_ids = count()
         self.prefixes = None if config.prefix_store is None else PrefixLookup(config.prefix_store, config, tier)
+        self._empty()
+
+    def _empty(self) -> None:
+        self._waiting = WaitingQueue()
+        self._num_short = 0  # of those waiting
+        self._free_rows = FreeRows(self._config.max_rows, self._config.parallel)
+        self._pool = StagingPool(self._config.pool_tokens, short_reserve=self._config.short_reserve)
 
     @property
     def num_waiting(self) -> int:
@@ -104,6 +107,12 @@ class Admission:
     def _take_out(self, live: LiveRequest) -> None:
         self._waiting.remove(live)
         self._num_short -= self._is_short(live)
+
+    def start_over(self) -> None:
+        """Nobody waits, and all rows and all staging are free; see ``interrupts.py``."""
+        self._empty()
+        if self.prefixes is not None:
+            self.prefixes.start_over()
 
     def free_row(self, row: int) -> None:
         self._free_rows.give(row)

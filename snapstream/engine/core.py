@@ -8,7 +8,8 @@ Invariant: a result is handled one step late, so the device never waits for the 
 whose end can only be seen in its tokens decodes once too often; that surplus token belongs to a sample that
 is over and is discarded. ``scheduler.py`` makes the plans, ``live.py`` ends the samples.
 
-One thread at a time: calls must not overlap. An error raised by the runner leaves the engine unusable.
+One thread at a time: calls must not overlap. An error raised by the runner leaves the engine unusable. Ctrl-C amid a
+call ends every open request, and nothing else (``interrupts.py``).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from random import Random
 from time import perf_counter
 
 from snapstream.config import EngineConfig
-from snapstream.engine.detokenizer import TextStream, Tokenizer
-from snapstream.engine.live import LiveRequest, LiveSample
+from snapstream.engine.detokenizer import Tokenizer
+from snapstream.engine.interrupts import whole
+from snapstream.engine.live import LiveRequest, LiveSample, live_request
 from snapstream.engine.prefix_lookup import PrefixStats
 from snapstream.engine.scheduler import PlannedStep, Scheduler
-from snapstream.engine.seeds import sample_seed
 from snapstream.engine.transfers import RowMissed, TicketIssued, Transfers, TransferStats, travels
 from snapstream.engine.validate import QueueFull, check_request
-from snapstream.request import FinishReason, Logprob, Request, RequestOutput, SampleOutput
+from snapstream.request import FinishReason, Logprob, Request, RequestOutput
 from snapstream.step import PendingStep, RowExchange, Runner, StepResult
 
 
@@ -57,6 +58,7 @@ class Engine:
         self._changed: dict[str, LiveRequest] = {}  # for this or the next step to return, in order of change
         self._pending: tuple[PlannedStep, PendingStep] | None = None
         self._transfers: Transfers | None = None
+        self.is_half_done = False  # an interrupted call has left it so: interrupts.py
 
     def connect(self, exchange: RowExchange) -> None:
         """From here on rows may go to other engines, and come from them."""
@@ -113,6 +115,7 @@ class Engine:
         lookup = self._scheduler.prefixes
         return 0 if lookup is None else lookup.probe(token_ids, namespace)
 
+    @whole
     def reset_prefix_store(self, namespace: str | None = None) -> int:
         """Forget what the prefix store holds of a namespace, by default of all; the number of blocks."""
         lookup = self._scheduler.prefixes
@@ -135,6 +138,7 @@ class Engine:
         if travels(request) and self._transfers is None:
             raise ValueError("the row of this request would travel, and this engine is connected to no other")
 
+    @whole
     def add_request(self, request: Request) -> RequestOutput:
         """Queue a request; the output returned is the one that later steps update.
 
@@ -148,28 +152,29 @@ class Engine:
         # A row waits for a request with a ticket elsewhere: that bounds their number.
         if limit and num_queued >= limit and request.ticket is None:
             raise QueueFull(f"{num_queued} requests wait for a row; the limit is {limit}")
-        live = self._make_live(request)
+        live = live_request(request, self._config, self._tokenizer, self._random, self._clock())
         if self._transfers is not None and travels(request):
             self._transfers.add(live)
         self._live[request.request_id] = live
         self._scheduler.add(live)
         return live.output
 
+    @whole
     def abort(self, request_id: str) -> bool:
         """Give a request up, at any moment; the next step returns its output. False if there is none such."""
         live = self._live.get(request_id)
         if live is None or live.is_over:
             return False
-        self._changed[request_id] = live  # first: see _settle
+        self._changed[request_id] = live
         for sample in live.samples:
             if not sample.is_over:
                 sample.end(FinishReason.ABORT)
         self._let_go(live)
         return True
 
+    @whole
     def step(self) -> list[RequestOutput]:
         """Plan and submit a step, then handle the result of the one before; the outputs that changed."""
-        self._settle()
         self._hear()
         planned = self._scheduler.plan(self.runner.is_ready)
         previous, self._pending = self._pending, None
@@ -177,7 +182,7 @@ class Engine:
             now = self._clock() if planned.started else 0.0
             for live in planned.started:
                 live.start(now)
-            self._pending = planned, self._submit(planned)
+            self._pending = planned, self.runner.submit(planned.plan)
         elif previous is None and self._scheduler.prefixes is not None:
             self._scheduler.prefixes.rest()
         self._issue(planned)
@@ -188,7 +193,7 @@ class Engine:
     def _hear(self) -> None:
         """Take rows that came, and end requests whose row has gone out, or could not."""
         for live, problem in [] if self._transfers is None else self._transfers.poll():
-            self._changed[live.request_id] = live  # first: see _settle
+            self._changed[live.request_id] = live
             for sample in live.samples:
                 sample.end(FinishReason.ERROR if problem else FinishReason.STOP, problem or None)
             self._let_go(live)
@@ -208,53 +213,20 @@ class Engine:
             self._transfers.end(live)
         self._scheduler.abort(live)
 
-    def _submit(self, planned: PlannedStep) -> PendingStep:
-        try:
-            return self.runner.submit(planned.plan)
-        except BaseException:  # Ctrl-C too: blocks that this plan was to fill may hold anything
-            if self._scheduler.prefixes is not None:
-                self._scheduler.prefixes.distrust()
-            raise
-
-    def _settle(self) -> None:
-        """Ctrl-C may have come between the end of a request and the return of what it held: give it back again, which
-        does nothing the second time. Requests are noted as changed before they end, and forgotten last.
+    def start_over(self) -> None:
+        """Forget every open request, whose output ends here: an interrupted method may have left anything half done.
+        What is in flight is read by the next step, and belongs to nobody.
         """
-        for live in self._changed.values():
-            if live.is_over:
-                self._scheduler.abort(live)
-
-    def _make_live(self, request: Request) -> LiveRequest:
-        sampling = request.sampling
-        seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
-        samples = tuple(self._make_sample(request, seed, index) for index in range(sampling.n))
-        return LiveRequest(
-            request=request,
-            budget=request.budget or self._config.budget,
-            selector=request.selector or self._config.selector,
-            samples=samples,
-            output=RequestOutput(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                samples=[sample.output for sample in samples],
-                prompt=request.prompt,
-                trim=request.trim,
-            ),
-            arrived=self._clock(),
-        )
-
-    def _make_sample(self, request: Request, seed: int, index: int) -> LiveSample:
-        sampling = request.sampling
-        text = None
-        if self._tokenizer is not None:
-            text = TextStream(
-                self._tokenizer,
-                stop=tuple(sampling.stop),
-                include_stop=sampling.include_stop,
-                skip_special_tokens=sampling.skip_special_tokens,
-            )
-        output = SampleOutput(index=index, logprobs=None if sampling.logprobs is None else [])
-        return LiveSample(sampling=sampling, seed=sample_seed(seed, index), output=output, text=text)
+        now = self._clock()
+        for request_id, live in self._live.items():
+            self._changed[request_id] = live
+            for sample in live.samples:
+                if not sample.is_over:
+                    sample.end(FinishReason.ABORT)
+            live.mark(now)
+            if self._transfers is not None:
+                self._transfers.end(live)
+        self._scheduler.start_over()
 
     def _handle(self, planned: PlannedStep, result: StepResult) -> None:
         if result.step_id != planned.plan.step_id:
@@ -277,7 +249,7 @@ class Engine:
                 self._take(sample, token, now, result)
 
     def _take(self, sample: LiveSample, token: Logprob, now: float, result: StepResult) -> None:
-        self._changed[sample.request.request_id] = sample.request  # first: see _settle
+        self._changed[sample.request.request_id] = sample.request
         sample.take(token, self._eos_token_ids, result.grammar_ends.get(sample.row))
         if sample.is_over:
             self._scheduler.release(sample)

@@ -9,9 +9,11 @@ Invariant: once ``is_over``, a sample's output does not change: results that sti
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 
-from snapstream.config import KVBudget, Selector
-from snapstream.engine.detokenizer import TextStream
+from snapstream.config import EngineConfig, KVBudget, Selector
+from snapstream.engine.detokenizer import TextStream, Tokenizer
+from snapstream.engine.seeds import sample_seed
 from snapstream.request import NOT_FINITE, FinishReason, Logprob, Request, RequestOutput, SampleOutput, SamplingParams
 from snapstream.step import PrefillResult
 
@@ -142,3 +144,39 @@ class LiveRequest:
             timings.decode_ms = (now - self.first_token) * 1e3
             longest = max(len(sample.token_ids) for sample in self.output.samples)
             timings.per_token_ms = timings.decode_ms / (longest - 1) if longest > 1 else 0.0
+
+
+def live_request(
+    request: Request, config: EngineConfig, tokenizer: Tokenizer | None, random: Random, now: float
+) -> LiveRequest:
+    """A request that has arrived, with its samples; ``random`` draws its seed where it brings none."""
+    sampling = request.sampling
+    seed = sampling.seed if sampling.seed is not None else random.getrandbits(63)
+    samples = tuple(_sample(sampling, tokenizer, seed, index) for index in range(sampling.n))
+    return LiveRequest(
+        request=request,
+        budget=request.budget or config.budget,
+        selector=request.selector or config.selector,
+        samples=samples,
+        output=RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            samples=[sample.output for sample in samples],
+            prompt=request.prompt,
+            trim=request.trim,
+        ),
+        arrived=now,
+    )
+
+
+def _sample(sampling: SamplingParams, tokenizer: Tokenizer | None, seed: int, index: int) -> LiveSample:
+    text = None
+    if tokenizer is not None:
+        text = TextStream(
+            tokenizer,
+            stop=tuple(sampling.stop),
+            include_stop=sampling.include_stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+    output = SampleOutput(index=index, logprobs=None if sampling.logprobs is None else [])
+    return LiveSample(sampling=sampling, seed=sample_seed(seed, index), output=output, text=text)

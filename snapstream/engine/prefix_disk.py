@@ -8,6 +8,7 @@ until they are written. ``cache/prefix_files.py`` has the files.
 from __future__ import annotations
 
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 
 from snapstream.engine.prefix_index import Chain, Node, PrefixIndex, Reservation
 from snapstream.step import PrefixTier, StoredBlock
@@ -16,13 +17,39 @@ REST_S = 0.05  # longest wait for the disk of an engine that has nothing else to
 MOST_PINNED = 0.5  # of all blocks may wait to be written; what is filled meanwhile stays in memory only
 
 
+@dataclass(slots=True, eq=False)
+class _Read:
+    """Blocks that come from the disk."""
+
+    wanted: tuple[StoredBlock, ...]
+    reservation: Reservation
+    done: Future[int] | None = None  # None: nobody knows whether the disk was asked
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """A block that goes there."""
+
+    block: StoredBlock
+    node: Node
+    done: Future[int] | None = None
+
+
 class PrefixDisk:
-    """Reads and writes under way."""
+    """Reads and writes under way.
+
+    They are noted before the disk is asked, so that Ctrl-C cannot lose one that it then does. Where it came before the
+    answer the disk is asked again: it does what it is asked in order, and the second time changes nothing.
+    """
 
     def __init__(self, index: PrefixIndex, tier: PrefixTier) -> None:
         self._index, self._tier = index, tier
-        self._reads: list[tuple[Future[int], Reservation]] = []
-        self._writes: list[tuple[Future[int], Node]] = []
+        self._reads: list[_Read] = []
+        self._writes: list[_Write] = []
+
+    def in_use(self) -> tuple[list[Reservation], list[Node]]:
+        """What the disk fills even now, and what it reads."""
+        return [read.reservation for read in self._reads], [write.node for write in self._writes]
 
     def fetch(self, namespace: str, chain: Chain, num_known: int, least: int) -> Node | None:
         """Begin to read the blocks that follow the ``num_known`` ones in memory, if that makes at least ``least``
@@ -36,11 +63,13 @@ class PrefixDisk:
         reservation = self._index.reserve(namespace, chain[:end])
         if not reservation.nodes:
             return None
-        wanted = [
+        wanted = tuple(
             StoredBlock(node.number, names[reservation.first + place], node.tokens)
             for place, node in enumerate(reservation.nodes)
-        ]
-        self._reads.append((self._tier.load(wanted), reservation))
+        )
+        read = _Read(wanted, reservation)
+        self._reads.append(read)
+        read.done = self._tier.load(wanted)
         return reservation.nodes[-1]
 
     def write(self, namespace: str, chain: Chain, reservation: Reservation) -> None:
@@ -49,30 +78,33 @@ class PrefixDisk:
         for name, node in zip(names[reservation.first :], reservation.nodes, strict=True):
             if node.is_lost or len(self._writes) >= MOST_PINNED * self._index.num_blocks:
                 return
+            write = _Write(StoredBlock(node.number, name, node.tokens), node)
             node.num_users += 1
-            self._writes.append((self._tier.save(StoredBlock(node.number, name, node.tokens)), node))
+            self._writes.append(write)
+            write.done = self._tier.save(write.block)
 
     def poll(self) -> None:
         """Take note of what has ended."""
-        reads, self._reads = self._reads, []
-        for future, reservation in reads:
-            if not future.done():
-                self._reads.append((future, reservation))
-                continue
-            first, nodes, num_right = reservation.first, reservation.nodes, future.result()
-            self._index.commit(Reservation(first, nodes[:num_right]))
-            self._index.drop(Reservation(first + num_right, nodes[num_right:]))
-        writes, self._writes = self._writes, []
-        for future, node in writes:
-            if future.done():
-                self._index.release([node])
-            else:
-                self._writes.append((future, node))
+        for read in list(self._reads):
+            if read.done is None:
+                read.done = self._tier.load(read.wanted)
+            if read.done.done():
+                self._reads.remove(read)
+                first, nodes, num_right = read.reservation.first, read.reservation.nodes, read.done.result()
+                self._index.commit(Reservation(first, nodes[:num_right]))
+                self._index.drop(Reservation(first + num_right, nodes[num_right:]))
+        for write in list(self._writes):
+            if write.done is None:
+                write.done = self._tier.save(write.block)
+            if write.done.done():
+                self._writes.remove(write)
+                self._index.release([write.node])
 
     def rest(self) -> None:
         """Wait a little for a read, if there is one."""
-        if self._reads:
-            wait([future for future, _ in self._reads], REST_S, FIRST_COMPLETED)
+        asked = [read.done for read in self._reads if read.done is not None]
+        if asked:
+            wait(asked, REST_S, FIRST_COMPLETED)
 
     def forget(self, namespace: str | None) -> None:
         """Delete what the disk has of a namespace and those below it, by default all."""

@@ -165,6 +165,22 @@ class PrefixIndex:
         roots = [self._roots.pop(name) for name in names]
         return sum(self._lose(child) for root in roots for child in list(root.children.values()))
 
+    def start_over(self, filled: Sequence[Reservation], read: Sequence[Node]) -> None:
+        """Forget all, however much of it is noted, but who has which number: that of a block which is filled or read
+        even now comes back with its ``commit``, ``drop`` or ``release``.
+        """
+        written = [node for reservation in filled for node in reservation.nodes]
+        for node in (*written, *read):
+            node.is_lost, node.num_users = True, 0
+        for node in written:
+            node.is_ready = False
+        for node in read:
+            node.num_users += 1
+        in_use = {node.number for node in (*written, *read)}
+        self._free = [number for number in range(self.num_blocks) if number not in in_use]
+        self._roots, self._probation, self._protected = {}, OrderedDict(), OrderedDict()
+        self.num_written = len(written)
+
     def _lose(self, top: Node) -> int:
         """Take a node and all below it out of the tree; those in use give their numbers back later."""
         if top.parent is not None:

@@ -166,10 +166,11 @@ class PrefixLookup:
         if self._disk is not None:
             self._disk.rest()
 
-    def distrust(self) -> None:
-        """Blocks that were to be filled may hold anything: forget all that is in memory."""
-        self._filled.clear()
-        self.index.reset()
+    def start_over(self) -> None:
+        """Nobody waits, and no job is open; blocks in memory may hold anything (``interrupts.py``)."""
+        self._asks, self._held, self._filled = {}, {}, {}
+        filled, read = ((), ()) if self._disk is None else self._disk.in_use()
+        self.index.start_over(filled, read)
 
     def reset(self, namespace: str | None) -> int:
         """Forget a namespace and those below it, by default all, on the disk too; the number of blocks in memory."""

@@ -66,6 +66,7 @@ class Scheduler:
         self._sending: dict[int, LiveSample] = {}  # by row: read, and not yet with the engine that answers
         self._arriving = ArrivingRows()
         self._dropped: list[int] = []
+        self._told: set[int] = set()  # jobs that the runner may have open since the last plan, or was to drop with it
         # On a GPU restored blocks come over a link, a layer ahead of the computation.
         self._streams_prefixes = config.prefix_store is not None and config.device.startswith("cuda")
         self._next_step_id = 0
@@ -137,8 +138,15 @@ class Scheduler:
         for sample in live.samples:
             self.release(sample)
 
+    def start_over(self) -> None:
+        """Forget every request, wherever it is and however much of its way is noted; the runner drops its jobs."""
+        self._dropped = sorted({*self._told, *self._jobs, *self._dropped})
+        self._jobs, self._decoding, self._sending, self._arriving = {}, {}, {}, ArrivingRows()
+        self._admission.start_over()
+
     def plan(self, is_ready: Callable[[int], bool] = lambda job_id: True) -> PlannedStep:
         """The next step. It may be empty; then it must not be submitted. ``is_ready`` is the runner's."""
+        self._told = {*self._jobs, *self._dropped}
         decoding = tuple(self._decoding[row] for row in sorted(self._decoding))
         dropped, self._dropped = tuple(self._dropped), []
         if self.prefixes is not None:

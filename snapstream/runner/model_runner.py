@@ -175,7 +175,7 @@ class ModelRunner:
                 self._on_unit()
             if job.is_done:
                 if self.mover is not None:
-                    self.mover.close(job.spec, is_done=True)
+                    self.mover.close(job.spec.job_id, is_done=True)
                 self._finish_job(job, step)
                 del self._jobs[units.job_id]
         if plan.decode_rows:
@@ -188,9 +188,9 @@ class ModelRunner:
         return step
 
     def _drop(self, job_id: int) -> None:
-        job = self._jobs.pop(job_id, None)
-        if job is not None and self.mover is not None:
-            self.mover.close(job.spec, is_done=False)
+        self._jobs.pop(job_id, None)
+        if self.mover is not None:  # which may have begun before the job was noted
+            self.mover.close(job_id, is_done=False)
 
     def _open_job(self, spec: JobSpec) -> PrefillJob:
         if self.mover is not None:

@@ -28,8 +28,8 @@ class PrefixMover:
         """Whether the next layer of a job has all that it restores."""
         return True
 
-    def close(self, job: JobSpec, *, is_done: bool) -> None:
-        """A job has run its last unit, or was given up."""
+    def close(self, job_id: int, *, is_done: bool) -> None:
+        """A job has run its last unit, or was given up, perhaps before it was opened here."""
 
     def place(self, job: JobSpec, entry: PrefillEntry, layer: int, keys: Tensor, values: Tensor) -> None:
         """Restore what a layer of a prompt of the job begins with."""

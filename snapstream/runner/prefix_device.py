@@ -46,15 +46,14 @@ class DeviceMover(PrefixMover):
 
     def open(self, job: JobSpec) -> None:
         """Begin to load the first layer of a job's prompts."""
-        start, own = job.staging_start, {}
+        start = job.staging_start
         for entry in job.entries:
             if entry.prefix is not None:
-                traffic = own[entry.request_id] = _Traffic(-(-start // self.blocks.block_len))
+                traffic = _Traffic(-(-start // self.blocks.block_len))
+                self._traffic.setdefault(job.job_id, {})[entry.request_id] = traffic  # noted before anything is copied
                 if entry.prefix.restored:
                     traffic.loaded = self._load(entry.prefix, traffic, 0)
             start += len(entry.token_ids)
-        if own:
-            self._traffic[job.job_id] = own
 
     def is_ready(self, job_id: int) -> bool:
         """Whether no copy that the job's next layer needs is under way; a job that is not open yet is not."""
@@ -89,11 +88,11 @@ class DeviceMover(PrefixMover):
 
         traffic.saved = self._side.run(copy_out, self._side.now())
 
-    def close(self, job: JobSpec, *, is_done: bool) -> None:
-        """The job has run its last unit, or was given up: afterwards nothing of it is under way, for the compute stream
-        or, where its blocks may go to somebody else at once, for the host.
+    def close(self, job_id: int, *, is_done: bool) -> None:
+        """The job, if it is known here, has run its last unit or was given up: nothing of it is under way afterwards,
+        for the compute stream or, where its blocks may go to somebody else at once, for the host.
         """
-        for traffic in self._traffic.pop(job.job_id, {}).values():
+        for traffic in self._traffic.pop(job_id, {}).values():
             for mark in (traffic.loaded, traffic.saved):
                 if mark is not None:
                     self._side.hold(mark) if is_done else self._side.wait(mark)

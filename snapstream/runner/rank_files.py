@@ -92,11 +92,11 @@ class RankFiles:
         asked = _Asked()
         with self._lock:
             number, self._next = self._next, self._next + 1
-            self._asked[number] = asked
-        own().add_done_callback(lambda done: self.note(0, BlocksDone(number, _count(done))))
         try:
+            self._asked[number] = asked
+            own().add_done_callback(lambda done: self.note(0, BlocksDone(number, _count(done))))
             self._send(message(number))
-        except Exception:  # a rank went before anybody could wait for it
+        except BaseException:  # a rank went, or Ctrl-C came: whoever asked does not wait, and ``close`` must not
             with self._lock:
                 self._asked.pop(number, None)
             raise

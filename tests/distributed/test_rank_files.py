@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -163,6 +164,39 @@ def test_nobody_waits_for_a_rank_that_has_gone(files: PrefixFiles) -> None:
     with pytest.raises(RankLost, match="gone"):
         late.load([stored(files, 0)])
     late.close()
+
+
+class Interrupting(list[object]):
+    """What was sent; Ctrl-C comes before the first message, or right behind it."""
+
+    def __init__(self, *, is_after: bool) -> None:
+        self.is_after, self.is_done = is_after, False
+
+    def append(self, message: object) -> None:
+        is_first, self.is_done = not self.is_done, True
+        if self.is_after or not is_first:
+            super().append(message)
+        if is_first:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_nobody_waits_for_what_ctrl_c_kept_from_the_others(files: PrefixFiles, is_after: bool) -> None:
+    """Whoever is interrupted asks again, and what the ranks did of the first time is no answer to the second."""
+    block, sent = stored(files, 0), Interrupting(is_after=is_after)
+    ranks = RankFiles(files, 1, sent.append)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.load([block])
+    if is_after:
+        ranks.note(1, BlocksDone(0, 0))
+    again = ranks.load([block])
+    assert sent[-1] == ReadBlocks(1, (block,)) and not again.done()
+    ranks.note(1, BlocksDone(1, 0))
+    assert again.result(10) == 0
+    ended = Thread(target=ranks.close, daemon=True)
+    ended.start()
+    ended.join(10)
+    assert not ended.is_alive(), "it waits for an answer to what nobody was asked"
 
 
 def test_a_follower_does_what_it_is_asked_for_and_nothing_else(files: PrefixFiles) -> None:

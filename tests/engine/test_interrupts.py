@@ -60,16 +60,29 @@ def test_an_interrupted_end_leaves_nothing_over(
         engine.add_request(request)  # the ids are free again
 
 
-def test_an_interrupted_abort_is_taken_up_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_an_interrupted_abort_ends_every_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = engine_of(config_of(max_rows=1))
-    engine.add_request(request_of("a", max_tokens=50))
-    engine.add_request(request_of("b", max_tokens=50))  # waits
-    engine.step()
-    for name in ("a", "b"):
-        monkeypatch.setattr(Scheduler, "abort", Once(Scheduler.abort, is_after=False))
-        with pytest.raises(KeyboardInterrupt):
-            abort(engine, runner, name)
-        monkeypatch.undo()
-    while engine.has_work:
-        engine.step()
+    outputs = [engine.add_request(request_of("a", max_tokens=50)), engine.add_request(request_of("b", max_tokens=50))]
+    engine.step()  # "b" waits
+    monkeypatch.setattr(Scheduler, "abort", Once(Scheduler.abort, is_after=False))
+    with pytest.raises(KeyboardInterrupt):
+        abort(engine, runner, name)
+    assert [output.is_finished for output in outputs] == [True, True]
+    told = [output.request_id for _ in range(9) if engine.has_work for output in engine.step()]
+    assert sorted(told) == ["a", "b"] and not engine.has_work, "whoever waits for them hears of it"
     assert (engine.rows_free, engine.num_running, engine.num_waiting) == (1, 0, 0)
+
+
+def test_a_second_ctrl_c_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the first is being dealt with; the next call does that again."""
+    engine, _ = engine_of(config_of(max_rows=1))
+    engine.add_request(request_of("a", max_tokens=50))
+    engine.step()
+    monkeypatch.setattr(Scheduler, "plan", Once(Scheduler.plan, is_after=True))
+    monkeypatch.setattr(Scheduler, "start_over", Once(Scheduler.start_over, is_after=False))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.rows_free == 0, "it was kept from it"
+    engine.step()
+    assert engine.rows_free == 1 and not engine.has_work

@@ -38,6 +38,11 @@ class LateStream:
         self._num_run = 0
         self.num_holds = self.num_asked = 0
 
+    @property
+    def num_left(self) -> int:
+        """Copies that have not run."""
+        return len(self._queue)
+
     def now(self) -> Mark:
         return 0
 
@@ -94,6 +99,31 @@ def test_answers_are_those_of_plain_copies(seed: int, tmp_path: Path) -> None:
         same(one, third, exact=False)
 
 
+def test_ctrl_c_leaves_no_copy_of_a_job_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the mover has begun and the runner has not noted the job. The blocks may be another's at once."""
+    document, question = ids(100), ids(20, seed=3)
+    with engine(save(make_model("llama-gqa-tied"), tmp_path)) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner) and runner.prefix_blocks is not None
+        side = LateStream(random.Random(0))
+        runner.mover = mover = DeviceMover(runner.prefix_blocks, llm.config.pool_tokens, "cpu", side)
+        answer(llm, document)
+        wanted = answer(llm, document + question)
+        began: list[int] = []
+
+        def interrupted(job: JobSpec) -> None:
+            monkeypatch.undo()
+            mover.open(job)
+            began.append(side.num_left)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(mover, "open", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answer(llm, document + question)
+        assert began == [1] and side.num_left == 0
+        same(wanted, answer(llm, document + question), exact=False)
+
+
 @pytest.mark.parametrize("is_latent", [False, True])
 def test_saved_blocks_are_those_of_plain_copies(is_latent: bool) -> None:
     """Every number of every layer; keys and values of unlike sizes, or values that are part of the keys."""
@@ -124,7 +154,7 @@ def test_saved_blocks_are_those_of_plain_copies(is_latent: bool) -> None:
         mover.open(job)
         for layer, (keys, values) in enumerate(layers(1)):
             mover.save(job, saving, layer, keys.clone(), values.clone())
-        mover.close(job, is_done=True)
+        mover.close(job.job_id, is_done=True)
         restoring = entry_of(PrefixMoves(block_len=4, restored=(7, 2, 5)))
         job = JobSpec(job_id=1, staging_start=17, entries=(restoring,))
         mover.open(job)
@@ -136,7 +166,7 @@ def test_saved_blocks_are_those_of_plain_copies(is_latent: bool) -> None:
             mover.place(job, restoring, layer, *own)
             placed.append(torch.cat([part.flatten() for part in own]))
         assert mover.is_ready(1)
-        mover.close(job, is_done=False)
+        mover.close(job.job_id, is_done=False)
         left.append((torch.stack([blocks.whole(n) for n in (7, 2, 5)]), torch.stack(placed)))
     for one, other in zip(*left, strict=True):
         assert torch.equal(one, other)
