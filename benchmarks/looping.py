@@ -25,7 +25,7 @@ from benchmarks.looping_parts import SHAPES, Ladder, Limits, ladder_of, limits_o
 from benchmarks.machine import report
 from snapstream.kernels.cpu.looped.library import Team, load
 
-WIDTHS = ("float32", "bfloat16", "int8", "int4", "int8-wide", "int4-wide")
+WIDTHS = ("float32", "bfloat16", "int8", "int4", "bfloat16-wide", "int8-wide", "int4-wide")
 TOUCHED = 64 * 1024  # bytes of the next stage's weights that a thread asks for in B3
 ROWS_BYTES = 3 * 2**30  # arms whose rows need more are left out
 QUICK: dict[str, Any] = {"shapes": ["tiny", "100m"], "batches": [1, 8, 32], "contexts": [512], "seconds": 1.0}
@@ -96,7 +96,7 @@ def arms(args: argparse.Namespace) -> list[dict[str, Any]]:
                     figure: dict[str, Any] = {
                         "shape": shape, "width": width, "batch": batch, "context": context, "steps": len(times["B2"]),
                         "mb": ladder.num_bytes / 1e6,
-                        "gflop": (ladder.num_operations + ladder.num_code_operations) / 1e9,
+                        "gflop": ladder.all_operations / 1e9,
                         "read_gb_per_s": limits.read_bytes_per_s / 1e9,
                         **{name: figure_of(own, ladder, limits) for name, own in times.items()},
                     }  # fmt: skip

@@ -43,12 +43,16 @@ class Limits:
 
     read_bytes_per_s: float
     operations_per_s: float  # of fp32
+    bf16_operations_per_s: float
     code_operations_per_s: float  # of int8, four to 32 bits
 
     def seconds(self, ladder: Ladder) -> float:
         """Nothing is faster than the slower of reading and computing."""
-        of_codes = ladder.num_code_operations / self.code_operations_per_s
-        computing = ladder.num_operations / self.operations_per_s + of_codes
+        computing = (
+            ladder.num_operations / self.operations_per_s
+            + ladder.num_bf16_operations / self.bf16_operations_per_s
+            + ladder.num_code_operations / self.code_operations_per_s
+        )
         return max(ladder.num_bytes / self.read_bytes_per_s, computing)
 
     def best(self, other: Limits) -> Limits:
@@ -59,24 +63,25 @@ class Limits:
 def limits_of(threads: int) -> Limits:
     """Measured with the library's own loops, the best of seven."""
     team, data = Team(load(), threads), pages.zeros((_READ_BYTES // 4,), torch.float32).fill_(1.0)
-    reads, rates, code_rates = [], [], []
+    reads: list[float] = []
+    rates: dict[str, list[float]] = {"multiply": [], "multiply_bf16": [], "multiply_codes": []}
     for _ in range(7):
         began = perf_counter()
         team.library.read(team.handle, data.data_ptr(), data.nbytes)
         reads.append(data.nbytes / (perf_counter() - began))
-        began = perf_counter()
-        operations = team.library.multiply(team.handle, 2_000_000)
-        rates.append(operations / (perf_counter() - began))
-        began = perf_counter()
-        operations = team.library.multiply_codes(team.handle, 2_000_000)
-        code_rates.append(operations / (perf_counter() - began))
+        for name, found in rates.items():
+            began = perf_counter()
+            operations = getattr(team.library, name)(team.handle, 2_000_000)
+            found.append(operations / (perf_counter() - began))
     team.close()
-    return Limits(max(reads), max(rates), max(code_rates))
+    return Limits(max(reads), *(max(found) for found in rates.values()))
 
 
 def forms_of(width: str) -> WeightForms:
-    """``int8`` and ``int4`` as engines decode with them by default, ``int8-wide`` with inputs in fp32."""
+    """Narrow ones as engines decode with them by default, ``int8-wide`` and the like with inputs in fp32."""
     forms = WeightForms.of(width.removesuffix("-wide"))
+    if width == "bfloat16" and load().gains_by_bf16():
+        return forms.rounding_to_bf16()
     return forms.rounding_inputs() if width in ("int8", "int4") else forms
 
 
@@ -137,7 +142,13 @@ class Ladder:
     num_layers: int
     num_bytes: float
     num_operations: float  # in fp32
+    num_bf16_operations: float
     num_code_operations: float  # in int8
+
+    @property
+    def all_operations(self) -> float:
+        """Whatever in."""
+        return self.num_operations + self.num_bf16_operations + self.num_code_operations
 
     @property
     def num_stages(self) -> int:
@@ -179,12 +190,14 @@ def ladder_of(runner: ModelRunner, batch: int, context: int, threads: int) -> La
     runner.occupy(range(batch), context - 1, SamplingParams(temperature=0.0))
     parameters = layer_parameters(model) * model.num_layers + model.vocab_size * model.hidden_size
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * context
-    rounds = runner.config.weights is not None and runner.config.weights.layers.rounds_inputs
+    layers = None if runner.config.weights is None else runner.config.weights.layers
+    inputs = "fp32" if layers is None or not layers.rounds_inputs else "int8" if layers.is_codes else "bf16"
     return Ladder(
         looped=LoopedDecode(runner.step_parts, threads),
         rows=rows,
         num_layers=model.num_layers,
         num_bytes=decode_weight_bytes(model, "float32", runner.config.weights) + batch * spec.row_bytes(context),
-        num_operations=2.0 * batch * (attention + (0 if rounds else parameters)),
-        num_code_operations=2.0 * batch * parameters if rounds else 0.0,
+        num_operations=2.0 * batch * (attention + parameters * (inputs == "fp32")),
+        num_bf16_operations=2.0 * batch * parameters * (inputs == "bf16"),
+        num_code_operations=2.0 * batch * parameters * (inputs == "int8"),
     )

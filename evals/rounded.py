@@ -2,7 +2,8 @@
 
 By plain calls: prefill computes with the widened weights, decode too, and with ``-a8`` every product of decode with a
 layer or the head sees its input after a trip through int8, which is what looped steps multiply with. ``-auto`` is what
-an engine does by itself on a processor that multiplies bf16: prefill sees its inputs after a trip through bf16, too.
+an engine does by itself on a processor that multiplies bf16: prefill sees its inputs after a trip through bf16, and beside
+weights of bf16 decode does; with ``-prefill`` it does not, which is what models of experts or latents do by themselves.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Width:
     weights: WidthOption = "auto"
     activations: ActivationOption = "dtype"
     is_everywhere: bool = False  # of int4: attention too
-    rounds_prefill: bool = False  # what auto does where a processor gains by it
+    rounds_prefill: bool = False  # to bf16: what auto does where a processor gains by it
+    rounds_decode: bool = False  # to bf16
 
     @property
     def make_runner(self) -> MakeRunner:
@@ -52,18 +54,28 @@ class Width:
             found["attention_width"] = "int8"
         if self.weights in CODE_BITS and self.activations != "dtype":
             found["activations"] = "int8"
+        if self.rounds_decode:
+            found["activations"] = "bfloat16"
         return found | ({"prefill_inputs": "bfloat16"} if self.rounds_prefill else {})
 
     def check(self, config: EngineConfig) -> None:
         """ValueError where this machine does not round as the name says."""
-        if config.weights is not None and config.weights.rounds_prefill != self.rounds_prefill:
+        if config.weights is None:
+            return
+        if config.weights.rounds_prefill != self.rounds_prefill:
             raise ValueError(f"prefill of {self.words} weights rounds its inputs on other processors, not on this one")
+        layers = config.weights.layers
+        if not layers.is_codes and layers.rounds_inputs != self.rounds_decode:
+            raise ValueError(f"decode of {self.words} weights rounds its inputs in dense models, and not in others")
 
 
 WIDTHS = {
     "auto": Width(words="fp32"),
     "bfloat16": Width(words="bf16", weights="bfloat16"),
-    "bfloat16-auto": Width(words="bf16", weights="bfloat16", activations="auto", rounds_prefill=True),
+    "bfloat16-prefill": Width(words="bf16", weights="bfloat16", activations="auto", rounds_prefill=True),
+    "bfloat16-auto": Width(
+        words="bf16", weights="bfloat16", activations="auto", rounds_prefill=True, rounds_decode=True
+    ),
     "int8": Width(words="int8", weights="int8"),
     "int8-a8": Width(words="int8", weights="int8", activations="int8"),
     "int8-auto": Width(words="int8", weights="int8", activations="auto", rounds_prefill=True),

@@ -42,7 +42,7 @@ def widths_table(model: Path) -> str:
                 cell = line[name][0] if name in line else None
                 values.append("" if cell is None else _value(cell, own.get(_prompts(cell))))
             part = tables.part_of(slots, found[0]["settings"]["prompt_len"])
-            inputs = "int8" if "activations" in own_width.settings else "fp32"
+            inputs = {"int8": "int8", "bfloat16": "bf16"}.get(own_width.settings.get("activations", ""), "fp32")
             read = "bf16" if own_width.rounds_prefill else "fp32"
             rows.append([own_width.words, read, inputs, tables.ARM_NAMES[arm], part, *values])
     heads = ["weights", "inputs in prefill", "in decode", "cache", "slots", *names]

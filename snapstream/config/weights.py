@@ -6,6 +6,7 @@ A ``WeightForm`` is the form of one matrix, ``WeightForms`` those of a model. ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, cast, get_args
@@ -32,7 +33,8 @@ class WeightForm:
 
     width: Width
     group: int = 0  # of codes: numbers along the input that share a scale; floats and blocks have none
-    # Whether decode rounds what a matrix of codes is multiplied with to int8 too, per token and group.
+    # Whether decode rounds what the matrix is multiplied with: beside codes to int8 too, per token and group, beside
+    # bf16 to bf16.
     rounds_inputs: bool = False
 
     def __post_init__(self) -> None:
@@ -41,7 +43,8 @@ class WeightForm:
             check(self.group in GROUPS, f"group is {self.group}; it must be one of {', '.join(map(str, GROUPS))}")
         else:
             check(self.group == 0, f"group is {self.group}; {self.width} weights have no groups")
-            check(not self.rounds_inputs, f"{self.width} weights are not multiplied with codes")
+            rounds = self.rounds_inputs and self.width != "bfloat16"
+            check(not rounds, f"{self.width} weights are not multiplied with rounded inputs")
 
     @property
     def is_codes(self) -> bool:
@@ -104,21 +107,22 @@ class WeightForms:
             if form is not None and form.describe() != self.layers.describe():
                 others.setdefault(form.describe(), []).append(name)
         words = ", ".join([self.layers.describe(), *(f"{', '.join(names)} {form}" for form, names in others.items())])
+        if self.rounds_prefill and self.layers.rounds_inputs and not self.layers.is_codes:
+            return f"{words}; inputs bf16"
         words += "; inputs int8 in decode" * self.layers.rounds_inputs
         return words + "; inputs bf16 in prefill" * self.rounds_prefill
 
     def rounding_inputs(self) -> WeightForms:
         """The same, of which all that are codes see their inputs in int8."""
-        return replace(
-            self,
-            layers=_rounding(self.layers),
-            tables=_rounding(self.tables),
-            attention=self.attention and _rounding(self.attention),
-        )
+        return self._each(lambda form: replace(form, rounds_inputs=form.rounds_inputs or form.is_codes))
 
+    def rounding_to_bf16(self) -> WeightForms:
+        """The same, of which all that are bf16 see their inputs in bf16."""
+        return self._each(lambda form: replace(form, rounds_inputs=form.rounds_inputs or form.width == "bfloat16"))
 
-def _rounding(form: WeightForm) -> WeightForm:
-    return replace(form, rounds_inputs=form.is_codes)
+    def _each(self, change: Callable[[WeightForm], WeightForm]) -> WeightForms:
+        attention = None if self.attention is None else change(self.attention)
+        return replace(self, layers=change(self.layers), tables=change(self.tables), attention=attention)
 
 
 def _form(width: str, group: int) -> WeightForm:

@@ -25,6 +25,11 @@ def problem_of_rounded_inputs(model: ModelConfig, forms: WeightForms, *, dtype: 
     """
     if not forms.layers.is_codes or forms.layers.is_blocks:
         return f"weights are {forms.describe()}; products of whole numbers need int8 or int4"
+    return problem_of_bf16_inputs(model, dtype=dtype, device=device)
+
+
+def problem_of_bf16_inputs(model: ModelConfig, *, dtype: str, device: str) -> str | None:
+    """The same of weights of bf16."""
     if model.moe is not None:
         return f"{model.architecture} has experts, whose products take inputs in dtype"
     if model.latent is not None:

@@ -35,21 +35,25 @@ def make_weight(form: WeightForm, shape: tuple[int, ...], dtype: torch.dtype, de
     stored = getattr(torch, form.width)
     if stored == dtype:
         return Dense.empty(shape, dtype, device)
-    return Narrow(torch.empty(shape, dtype=stored, device=device), dtype)
+    return Narrow(torch.empty(shape, dtype=stored, device=device), dtype, form.rounds_inputs)
 
 
 class Narrow(RowMajor):
     """Floats of 16 bits, computed with in fp32. Widening them is exact."""
 
-    def __init__(self, data: Tensor, dtype: torch.dtype) -> None:
-        self.data, self.dtype = data, dtype
+    def __init__(self, data: Tensor, dtype: torch.dtype, rounds_inputs: bool = False) -> None:
+        self.data, self.dtype, self._rounds_inputs = data, dtype, rounds_inputs
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.data.shape)
 
     def __getitem__(self, index: Index) -> Narrow:
-        return Narrow(self.data[index], self.dtype)
+        return Narrow(self.data[index], self.dtype, self._rounds_inputs)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """See ``Weight.multiply``; a form that rounds inputs sees ``x`` in the dtype of the storage."""
+        return super().multiply(x.to(self.data.dtype).to(x.dtype) if self._rounds_inputs else x, bias, kernels)
 
     def fill(self, numbers: Tensor) -> None:
         """See ``Weight.fill``; the numbers are rounded to the dtype of the storage."""

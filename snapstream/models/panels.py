@@ -16,7 +16,7 @@ from snapstream.config import DType, WeightForm
 from snapstream.kernels import groups
 from snapstream.kernels.cpu import pages
 from snapstream.kernels.cpu.looped import code_panels, panels
-from snapstream.kernels.cpu.looped.library import PANEL, Library, Stack
+from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack
 from snapstream.models.block_panels import BlockPanels
 from snapstream.models.narrow import MakeWeight
 from snapstream.models.panel_weight import Panels
@@ -32,17 +32,19 @@ def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeWeight
     sees a few tokens of a prompt at most, in prefill too, and rounds as in decode. ValueError where this processor does
     not multiply bf16: of ranks, the leader's decides.
     """
-    if rounds_prefill and not library.multiplies_bf16():
-        raise ValueError("prefill is to multiply in bfloat16, and this processor cannot; use activations 'dtype'")
+    if rounds_prefill:
+        _need_bf16(library)
 
     def make(form: WeightForm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Weight:
+        if form.rounds_inputs and not form.is_codes:
+            _need_bf16(library)
         if form.is_blocks:
             return BlockPanels.empty(library, shape)
         is_table = len(shape) == 2
         if not form.is_codes:
-            has_product = rounds_prefill and not is_table and form.width == "bfloat16"
+            rounds = form.rounds_inputs if is_table else rounds_prefill and form.width == "bfloat16"
             storage = panels.empty_panels(shape, getattr(torch, form.width))
-            return FloatPanels(library, storage, shape, "bfloat16" if has_product else "float32")
+            return FloatPanels(library, storage, shape, "bfloat16" if rounds else "float32", form)
         inputs: DType | Literal["int8"] = "bfloat16" if rounds_prefill else "float32"
         if is_table:
             inputs = "int8" if form.rounds_inputs else "float32"
@@ -52,29 +54,13 @@ def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeWeight
     return make
 
 
-class FloatPanels(Panels):
-    """Floats of 32 or 16 bits."""
-
-    def _view(self, data: Tensor, shape: tuple[int, ...], rows: range) -> Self:
-        return type(self)(self.library, data, shape, self._inputs, rows)
-
-    def _fill_rows(self, first: int, numbers: Tensor) -> None:
-        panels.fill_rows(self.data, first, numbers)
-
-    @property
-    def stack(self) -> Stack:
-        """See ``Panels.stack``."""
-        self._need_whole()
-        return panels.stack_of(self.data, self._matrix[-2], self._matrix[-1])
-
-    def dense(self) -> Tensor:
-        """See ``Weight.dense``: a copy in fp32."""
-        self._need_whole()
-        return panels.rows_of(self.data, self._matrix[-2], self._matrix[-1]).to(torch.float32)
+def _need_bf16(library: Library) -> None:
+    if not library.multiplies_bf16():
+        raise ValueError("inputs are to be rounded to bfloat16, and this processor cannot; use activations 'dtype'")
 
 
-class CodePanels(Panels):
-    """Codes of 8 or 4 bits and a scale per group (``kernels/groups.py``)."""
+class _Formed(Panels):
+    """What has a form."""
 
     def __init__(
         self, library: Library, data: Tensor, shape: tuple[int, ...], inputs: str, form: WeightForm,
@@ -85,6 +71,30 @@ class CodePanels(Panels):
 
     def _view(self, data: Tensor, shape: tuple[int, ...], rows: range) -> Self:
         return type(self)(self.library, data, shape, self._inputs, self.form, rows)
+
+
+class FloatPanels(_Formed):
+    """Floats of 32 or 16 bits."""
+
+    def _fill_rows(self, first: int, numbers: Tensor) -> None:
+        panels.fill_rows(self.data, first, numbers)
+
+    @property
+    def stack(self) -> Stack:
+        """See ``Panels.stack``."""
+        self._need_whole()
+        stack = panels.stack_of(self.data, self._matrix[-2], self._matrix[-1])
+        stack.inputs = FORMATS["bfloat16" if self.form.rounds_inputs else "float32"]
+        return stack
+
+    def dense(self) -> Tensor:
+        """See ``Weight.dense``: a copy in fp32."""
+        self._need_whole()
+        return panels.rows_of(self.data, self._matrix[-2], self._matrix[-1]).to(torch.float32)
+
+
+class CodePanels(_Formed):
+    """Codes of 8 or 4 bits and a scale per group (``kernels/groups.py``)."""
 
     def _fill_rows(self, first: int, numbers: Tensor) -> None:
         for start in range(0, len(numbers), _ROWS_AT_ONCE):

@@ -30,7 +30,8 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
     """``model``: as the device stores it."""
     slots = config.budget.capacity if config.heads is None else config.heads.widest.capacity
     entry = _dense_entry(model, slots) + _latent_entry(model) + _mixture_entry(model, num_threads)
-    if config.weights is not None and (config.weights.attention or config.weights.layers).rounds_inputs:
+    around = config.weights and (config.weights.attention or config.weights.layers)
+    if around and around.is_codes and around.rounds_inputs:
         entry += model.num_heads * model.head_dim  # what was attended, to be rounded
     entry += num_threads * _PANEL
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES

@@ -45,10 +45,12 @@ def describe_ranks(config: EngineConfig) -> str:
 
 
 def describe_inputs(config: EngineConfig) -> str:
-    """Whether prefill rounds what it multiplies with."""
+    """Whether prefill, and decode beside weights of bf16, round what they multiply with to bf16."""
     if config.weights is None or not config.weights.rounds_prefill:
         return ""
-    return "prefill: products of bfloat16, faster here (activations 'dtype': of float32)"
+    layers = config.weights.layers
+    who = "prefill and decode" if layers.rounds_inputs and not layers.is_codes else "prefill"
+    return f"{who}: products of bfloat16, faster here (activations 'dtype': of float32)"
 
 
 def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:

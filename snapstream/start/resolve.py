@@ -24,6 +24,7 @@ from snapstream.config.sizes import format_bytes
 from snapstream.models.families import kv_spec_of
 from snapstream.models.looping import (
     MOST_LOOPED_ROWS,
+    problem_of_bf16_inputs,
     problem_of_capture,
     problem_of_looped_kernel,
     problem_of_looped_ranks,
@@ -105,15 +106,17 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
         max_rows = min(max_rows, MOST_LOOPED_ROWS)
     config = config_of(max_rows, options)
     _check_looped(model, config, machine)
-    config = _with_prefill_inputs(config, options, machine)
+    config = _with_bf16_inputs(model, config, options, machine)
     _check_memory(model, config, options, machine)
     _check_store(model, config, machine)
     return config
 
 
-def _with_prefill_inputs(config: EngineConfig, options: EngineOptions, machine: Machine) -> EngineConfig:
-    """Rounds what prefill multiplies with, where looped products of such weights gain by it and the user has not said
-    what inputs are. Plain calls do it too, so that both mean the same.
+def _with_bf16_inputs(
+    model: ModelConfig, config: EngineConfig, options: EngineOptions, machine: Machine
+) -> EngineConfig:
+    """Rounds what prefill multiplies with, and decode beside weights of bf16, where looped products of such weights
+    gain by it and the user has not said what inputs are. Plain calls do it too, so that both mean the same.
     """
     forms = config.weights
     if forms is None or options.activations != "auto" or not machine.gains_by_bf16 or config.dtype != "float32":
@@ -121,6 +124,8 @@ def _with_prefill_inputs(config: EngineConfig, options: EngineOptions, machine: 
     if forms.layers.width != "bfloat16" and (forms.layers.is_blocks or not forms.layers.is_codes):
         return config
     attention = "cpu_bf16" if config.prefill_attention == "auto" else config.prefill_attention
+    if problem_of_bf16_inputs(model, dtype=config.dtype, device=config.device) is None:
+        forms = forms.rounding_to_bf16()
     return replace(config, weights=replace(forms, rounds_prefill=True), prefill_attention=attention)
 
 

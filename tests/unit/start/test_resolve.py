@@ -129,9 +129,10 @@ def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -
     assert not rounds(fast, dtype="bfloat16")
     options = EngineOptions(device="cpu", weights="bfloat16", max_rows=1)
     forms = resolve(read_model_config(TINY_LATENT_MODEL), options, fast).weights  # latents and experts
-    assert forms is not None and forms.rounds_prefill
+    assert forms is not None and forms.rounds_prefill and not forms.layers.rounds_inputs
     config = decided(fast, **loops, weights="bfloat16")
-    assert config.weights is not None and config.weights.describe() == "bfloat16; inputs bf16 in prefill"
+    assert config.weights is not None and config.weights.describe() == "bfloat16; inputs bf16"
+    assert config.weights.layers.rounds_inputs and config.weights.tables.rounds_inputs
     assert "products of bfloat16" in describe_inputs(config)
     assert not describe_inputs(decided(LAPTOP, **loops, weights="bfloat16"))
 

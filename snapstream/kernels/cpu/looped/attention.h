@@ -170,12 +170,9 @@ class Attention : protected Worker {
             std::memcpy(row + first, found, count * 4);
             if (e_.heads_done[b].fetch_add(1, std::memory_order_acq_rel) + 1 < m_.kv_heads) return;
             e_.heads_done[b].store(0, std::memory_order_relaxed);
-            PackedCodes(e_.packed, groups_, b, m_.o).put(0, row, cols);
-            return;
+            return put_input(m_.o, e_.packed, groups_, b, row, 0, cols);
         }
-        const Packed to(e_.packed, groups_, b, cols);
-        for (int64_t i = 0; i < count; ++i) to.put(first + i, found[i]);
-        if (kv_head == m_.kv_heads - 1) to.end(cols);
+        put_input(m_.o, e_.packed, groups_, b, found, first, count);
     }
 };
 

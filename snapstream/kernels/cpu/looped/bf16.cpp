@@ -65,6 +65,29 @@ void panel(const Stack& stack, const char* panel, const float* x, const Groups& 
     }
 }
 
+// P panels of a decode step, whose few tokens read every weight as it lies: as `whole_panels` of panels.h.
+template <int P>
+void whole_pairs(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums, PairTile own) {
+    const auto* packed = reinterpret_cast<const uint32_t*>(x);
+    const int64_t cols = padded(stack.cols), near = std::min(cols, AHEAD / PairsBF16::BYTES * PairsBF16::COLS);
+    const int64_t split = cols - near, apart = groups.apart ? groups.apart : stack.panel_bytes;
+    if (split) own(panel, packed, split, sums, {panel + offset<PairsBF16>(stack, near), PairsBF16::BYTES, apart});
+    const char* next = groups.next ? groups.next : panel + P * stack.panel_bytes;
+    own(panel + offset<PairsBF16>(stack, split), packed + split / 2 * groups.tokens, near, sums,
+        {next, PairsBF16::BYTES, apart});
+}
+
+void few_or_many(const Stack& stack, const char* own, const float* x, const Groups& groups, float* sums) {
+    if (groups.count > 1) return panel<PairsBF16>(stack, own, x, groups, sums);
+    std::fill(sums, sums + groups.tokens * PANEL, 0.0f);
+    whole_pairs<1>(stack, own, x, groups, sums, pair_tile_of<ON>(groups.tokens, UpToMost{}));
+}
+
+void two_panels(const Stack& stack, const char* own, const float* x, const Groups& groups, float* sums) {
+    std::fill(sums, sums + 2 * groups.tokens * PANEL, 0.0f);
+    whole_pairs<2>(stack, own, x, groups, sums, groups.tokens == 1 ? pair_tile<1, ON, 0, 2> : pair_tile<2, ON, 0, 2>);
+}
+
 // The least time of one panel that lies in a cache, times a few groups of tokens.
 double seconds_of(Product product) {
     constexpr int64_t COLS = 1024, TOKENS = 48;
@@ -97,6 +120,8 @@ Product bf16_product(int64_t format) {
     return format == I8 ? panel<Codes<8>> : format == I4 ? panel<Codes<4>> : panel<PairsBF16>;
 }
 
+Products bf16_products() { return {few_or_many, two_panels}; }
+
 void pack_bf16(const float* x, int64_t cols, float* packed, const Groups& groups, int64_t token) {
     pack_bf16_part(x, 0, cols, cols, packed, groups, token);
 }
@@ -112,6 +137,7 @@ void pack_bf16_part(const float* x, int64_t first, int64_t count, int64_t cols, 
 bool multiplies_bf16() { return false; }
 bool gains_by_bf16() { return false; }
 Product bf16_product(int64_t) { return nullptr; }
+Products bf16_products() { return {nullptr, nullptr}; }
 void pack_bf16(const float*, int64_t, float*, const Groups&, int64_t) {}
 void pack_bf16_part(const float*, int64_t, int64_t, int64_t, float*, const Groups&, int64_t) {}
 

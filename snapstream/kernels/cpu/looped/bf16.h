@@ -15,6 +15,8 @@ bool gains_by_bf16();
 inline bool takes_bf16(const Stack& matrix) { return matrix.inputs == BF16; }
 // Of a matrix whose inputs are bf16: x is what pack_bf16 wrote.
 Product bf16_product(int64_t format);
+// Of a matrix of bf16, for decode: few tokens, or many.
+Products bf16_products();
 // x [cols] as one token of `packed`.
 void pack_bf16(const float* x, int64_t cols, float* packed, const Groups& groups, int64_t token);
 // The same of `count` columns from `first` on, both even unless they are the last.

@@ -49,28 +49,32 @@ enum Sums {
     ON,   // added to
 };
 
-// `cols` columns of a panel times T tokens: sums [T][32]. The tokens' pairs lie as [cols / 2][T], or with a STRIDE as
+// `cols` columns of P panels times T tokens: sums [P][T][32]. The tokens' pairs lie as [cols / 2][T], or with a STRIDE as
 // [T][STRIDE].
-template <int T, Sums HOW, int STRIDE>
+template <int T, Sums HOW, int STRIDE, int P = 1>
 void pair_tile(const char* weight, const uint32_t* x, int64_t cols, float* sums, Prefetch fetch) {
-    const auto sum = [&](int t, int v) { return sums + t * PANEL + v * W; };
-    vec acc[T][VECS];
+    constexpr int VECTORS = P * VECS;  // vector i is i % VECS of panel i / VECS
+    const auto sum = [&](int t, int i) { return sums + (i / VECS * T + t) * PANEL + i % VECS * W; };
+    vec acc[T][VECTORS];
     UNROLL for (int t = 0; t < T; ++t)
-        UNROLL for (int v = 0; v < VECS; ++v) acc[t][v] = HOW == ON ? load(sum(t, v)) : vec{};
+        UNROLL for (int i = 0; i < VECTORS; ++i) acc[t][i] = HOW == ON ? load(sum(t, i)) : vec{};
     for (int64_t unit = 0; unit < cols / 2; ++unit) {
-        bits own[VECS];
-        UNROLL for (int v = 0; v < VECS; ++v) own[v] = load_bits(weight + v * W * 4);
+        bits own[VECTORS];
+        UNROLL for (int i = 0; i < VECTORS; ++i) own[i] = load_bits(weight + i / VECS * fetch.apart + i % VECS * W * 4);
         UNROLL for (int t = 0; t < T; ++t) {
             const bits token = all_bits(x[STRIDE ? t * STRIDE : t]);
-            UNROLL for (int v = 0; v < VECS; ++v) add_pairs(acc[t][v], own[v], token);
+            UNROLL for (int i = 0; i < VECTORS; ++i) add_pairs(acc[t][i], own[i], token);
         }
-        __builtin_prefetch(fetch.from);
+        UNROLL for (int p = 0; p < P; ++p) {
+            __builtin_prefetch(fetch.from + p * fetch.apart);
+            if constexpr (!STRIDE) __builtin_prefetch(fetch.from + p * fetch.apart + 64);
+        }
         fetch.from += fetch.step;
         weight += PairsBF16::BYTES;
         x += STRIDE ? 1 : T;
     }
     UNROLL for (int t = 0; t < T; ++t)
-        UNROLL for (int v = 0; v < VECS; ++v) store(sum(t, v), acc[t][v]);
+        UNROLL for (int i = 0; i < VECTORS; ++i) store(sum(t, i), acc[t][i]);
 }
 
 using PairTile = void (*)(const char*, const uint32_t*, int64_t, float*, Prefetch);

@@ -1,6 +1,7 @@
 // What a machine can do at most, for benchmarks: reading memory, multiply-adds in registers, and waiting. By the team.
 #include <vector>
 
+#include "bf16_tiles.h"
 #include "codes.h"
 #include "team.h"
 
@@ -52,6 +53,29 @@ double multiply(int64_t rounds, Team& team) {
         ends[member] = end;
     });
     return ends[0] != ends[0] ? 0.0 : 2.0 * CHAINS * W * rounds * team.size();
+}
+
+double multiply_bf16(int64_t rounds, Team& team) {
+    if (!multiplies_bf16()) return multiply(rounds, team);  // of fp32, as products of bf16 are then made
+#if HAS_BF16
+    constexpr int CHAINS = 24;
+    std::vector<float> ends(team.size());
+    team.run([&](int member) {
+        vec sums[CHAINS];
+        UNROLL for (int j = 0; j < CHAINS; ++j) sums[j] = all(static_cast<float>(j + member));
+        const bits token = all_bits(0x3f803f80u);
+        for (int64_t i = 0; i < rounds; ++i) {
+            const bits weight = all_bits(static_cast<uint32_t>(i) & 0x00ff00ffu);
+            UNROLL for (int j = 0; j < CHAINS; ++j) add_pairs(sums[j], weight, token);
+        }
+        float end = 0.0f;
+        UNROLL for (int j = 0; j < CHAINS; ++j) end += sum_of(sums[j]);
+        ends[member] = end;
+    });
+    return ends[0] != ends[0] ? 0.0 : 2.0 * 2 * CHAINS * W * rounds * team.size();
+#else
+    return 0.0;
+#endif
 }
 
 double multiply_codes(int64_t rounds, Team& team) {

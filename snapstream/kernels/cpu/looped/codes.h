@@ -9,7 +9,7 @@
 #pragma once
 #include <limits>
 
-#include "panels.h"
+#include "bf16.h"
 
 namespace looped {
 
@@ -85,7 +85,19 @@ int32_t add_codes(int64_t rounds, int32_t from);
 
 // Of any matrix.
 inline Products products_of(const Stack& matrix) {
-    return takes_codes(matrix) ? code_products(matrix.format) : products_of(matrix.format);
+    if (takes_codes(matrix)) return code_products(matrix.format);
+    return takes_bf16(matrix) && matrix.format == BF16 ? bf16_products() : products_of(matrix.format);
+}
+
+// Columns `first` and further of a token to where a product with that matrix takes its input: codes in whole groups, other
+// numbers an even count, unless they are the last.
+inline void put_input(const Stack& matrix, float* packed, const Groups& groups, int64_t token, const float* x,
+                      int64_t first, int64_t count) {
+    if (takes_bf16(matrix)) return pack_bf16_part(x, first, count, matrix.cols, packed, groups, token);
+    if (takes_codes(matrix)) return PackedCodes(packed, groups, token, matrix).put(first, x, count);
+    const Packed to(packed, groups, token, matrix.cols);
+    for (int64_t i = 0; i < count; ++i) to.put(first + i, x[i]);
+    if (first + count == matrix.cols) to.end(matrix.cols);
 }
 
 }  // namespace looped

@@ -10,6 +10,7 @@ namespace looped {
 
 double read(const char* from, int64_t bytes, Team& team);  // bounds.cpp
 double multiply(int64_t rounds, Team& team);
+double multiply_bf16(int64_t rounds, Team& team);
 double multiply_codes(int64_t rounds, Team& team);
 int64_t choose_way(int64_t way);  // codes.cpp
 void wait_for_all(int64_t rounds, Team& team);
@@ -130,6 +131,7 @@ EXPORT int64_t looped_multiplies_bf16() { return multiplies_bf16(); }
 EXPORT int64_t looped_gains_by_bf16() { return gains_by_bf16(); }
 EXPORT double looped_read(Team* team, const char* from, int64_t bytes) { return looped::read(from, bytes, *team); }
 EXPORT void looped_wait_for_all(Team* team, int64_t rounds) { looped::wait_for_all(rounds, *team); }
+EXPORT double looped_multiply_bf16(Team* team, int64_t rounds) { return looped::multiply_bf16(rounds, *team); }
 EXPORT double looped_multiply_codes(Team* team, int64_t rounds) { return looped::multiply_codes(rounds, *team); }
 EXPORT double looped_multiply(Team* team, int64_t rounds) { return looped::multiply(rounds, *team); }
 }

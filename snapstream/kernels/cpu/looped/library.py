@@ -156,6 +156,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gains_by_bf16": (c_int64, []),
     "read": (c_double, [c_void_p, c_void_p, c_int64]),
     "multiply": (c_double, [c_void_p, c_int64]),
+    "multiply_bf16": (c_double, [c_void_p, c_int64]),
     "multiply_codes": (c_double, [c_void_p, c_int64]),
     "wait_for_all": (None, [c_void_p, c_int64]),
 }

@@ -26,16 +26,8 @@ class Input {
 
     // Columns `first` and further of a token; codes in whole groups.
     void put(int64_t token, const float* x, int64_t first, int64_t count) const {
-        const int64_t range = token / size_, own = token - begin(range);
-        if (takes_bf16(matrix_)) {
-            pack_bf16_part(x, first, count, matrix_.cols, of(range), groups(range), own);
-        } else if (takes_codes(matrix_)) {
-            PackedCodes(of(range), groups(range), own, matrix_).put(first, x, count);
-        } else {
-            const Packed to(of(range), groups(range), own, matrix_.cols);
-            for (int64_t i = 0; i < count; ++i) to.put(first + i, x[i]);
-            if (first + count == matrix_.cols) to.end(matrix_.cols);
-        }
+        const int64_t range = token / size_;
+        put_input(matrix_, of(range), groups(range), token - begin(range), x, first, count);
     }
 
   private:

@@ -262,18 +262,12 @@ class Member : private MixtureWorker {
             settle(added, b);
             const float* x = e_.residual + b * m_.hidden;
             const float factor = norm_factor(x, m_.hidden, m_.eps);
-            if (takes_codes(next)) {
-                const PackedCodes to(e_.packed, groups_, b, next);
-                float group[MOST_GROUP];
-                for (int64_t first = 0; first < m_.hidden; first += next.group) {
-                    for (int64_t i = 0; i < next.group; ++i) group[i] = x[first + i] * factor * weight[first + i];
-                    to.put(first, group, next.group);
-                }
-                return;
+            float normed[MOST_GROUP];  // whole groups of codes
+            for (int64_t first = 0; first < m_.hidden; first += MOST_GROUP) {
+                const int64_t count = std::min<int64_t>(MOST_GROUP, m_.hidden - first);
+                for (int64_t i = 0; i < count; ++i) normed[i] = x[first + i] * factor * weight[first + i];
+                put_input(next, e_.packed, groups_, b, normed, first, count);
             }
-            const Packed to(e_.packed, groups_, b, m_.hidden);
-            for (int64_t i = 0; i < m_.hidden; ++i) to.put(i, x[i] * factor * weight[i]);
-            to.end(m_.hidden);
         });
     }
 
@@ -289,10 +283,7 @@ class Member : private MixtureWorker {
                 const vec own = load_some(gate + i, count);
                 store(active + i - first, own / (1.0f + exponential(-own)) * load_some(up + i, count));
             }
-            if (takes_codes(m_.down)) return PackedCodes(e_.packed, groups_, b, m_.down).put(first, active, last - first);
-            const Packed to(e_.packed, groups_, b, m_.inner);
-            for (int64_t i = first; i < last; ++i) to.put(i, active[i - first]);
-            if (last == m_.inner) to.end(m_.inner);
+            put_input(m_.down, e_.packed, groups_, b, active, first, last - first);
         });
     }
 };
