@@ -2,8 +2,8 @@
 
 By plain calls: prefill computes with the widened weights, decode too, and with ``-a8`` every product of decode with a
 layer or the head sees its input after a trip through int8, which is what looped steps multiply with. ``-auto`` is what
-an engine does by itself on a processor that multiplies bf16: prefill sees its inputs after a trip through bf16, and beside
-weights of bf16 decode does; with ``-prefill`` it does not, which is what models of experts or latents do by themselves.
+an engine does by itself on a processor that multiplies bf16: prefill sees its inputs after a trip through bf16, and
+beside weights of bf16 decode does too; with ``-prefill`` it does not, as in models of experts or latents.
 """
 
 from __future__ import annotations
