@@ -1,4 +1,4 @@
-"""Markdown of stored results of ``looping.py``, ``looping_rows.py`` and ``equal_memory.py``."""
+"""Markdown of stored results of ``looping.py``, ``looping_rows.py``, ``equal_memory.py`` and ``sampling.py``."""
 
 from __future__ import annotations
 
@@ -57,3 +57,15 @@ def equal_memory(figures: dict[str, Any]) -> str:
     ]  # fmt: skip
     heads = ["row", "rows", "a row", "all rows", "step", "tokens/s", "against full rows"]
     return f"Decode after {figures['prompt_len']:,}-token prompts, the same bytes of rows:\n\n{table(heads, rows)}"
+
+
+def sampling(figures: dict[str, Any]) -> str:
+    rows = [
+        [f"{arm['vocabulary']:,}", str(arm["rows"]), arm["sampling"], f"{arm['torch']['median_ms']:.3g} ms",
+         f"{arm['native']['median_ms']:.2g} ms", f"{arm['speedup']:.0f}x"]
+        for arm in figures["arms"]
+    ]  # fmt: skip
+    heads = ["vocabulary", "rows", "sampling", "PyTorch", "native", "faster"]
+    return f"The draw of a step alone, {figures['threads']} threads, {figures['instructions']} (medians):\n\n" + table(
+        heads, rows
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.looping_table import equal_memory, looping, looping_rows
+from benchmarks.looping_table import equal_memory, looping, looping_rows, sampling
 from benchmarks.machine import RESULTS
 from benchmarks.ray_tables import ray_scale, ray_soak
 from figures.markdown import link, table
@@ -276,7 +276,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "spec_prefill": spec_prefill, "serving": serving,
     "soak": soak, "executors": executors, "grammar": grammar, "turns": turns, "agent_turns": agent_turns,
     "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
-    "ranks": ranks, "ray_scale": ray_scale, "ray_soak": ray_soak,
+    "ranks": ranks, "sampling": sampling, "ray_scale": ray_scale, "ray_soak": ray_soak,
 }  # fmt: skip
 
 TINY = "the tiny model that ships"

@@ -1,8 +1,9 @@
 """Bytes that looped decode sets aside between its stages, by the rule of ``kernels/cpu/looped``. No torch.
 
 A batch entry has the numbers of every stage, and each thread some more for a mixture of experts; beside them each
-thread has a scratch of its own, whatever the batch. Invariant: never less than ``library.cpp`` asks for, and a few
-percent more at most (a thread's scratch serves one stage at a time, here the largest and a panel's sums are added).
+thread has a scratch of its own, whatever the batch, and room to draw a token in. Invariant: never less than
+``library.cpp`` and ``sample.cpp`` ask for, and a few percent more at most (a thread's scratch serves one stage at a
+time, here the largest and a panel's sums are added).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ _NUMBER = 4  # bytes: fp32
 _PANEL, _ALIGN, _LANES, _DOTS = 32, 4, 16, 4  # the widest that a CPU has
 _PART_SLOTS = 1024  # of a row, that one task attends
 _TARGET_SPLITS, _MAX_SPLITS, _LEAST_SPLIT = 132, 64, 128  # of a row, and slots of one, by the kernel of a GPU
+_DRAWN_BYTES, _TOKENS_OF_MAXIMUM = 20, 64  # of a token of the vocabulary: its score, a candidate, its weight
 _LATENTS_AT_ONCE = 32  # of a row, that a thread reads at a time
 
 
@@ -35,7 +37,8 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
         entry += model.num_heads * model.head_dim  # what was attended, to be rounded
     entry += num_threads * _PANEL
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
-    return Workspace(entry_bytes=_NUMBER * entry, scratch_bytes=_NUMBER * scratch)
+    drawing = min(num_threads, config.max_rows) * _drawing_bytes(model.vocab_size)
+    return Workspace(entry_bytes=_NUMBER * entry, scratch_bytes=_NUMBER * scratch + drawing)
 
 
 def looped_kernel_bytes(model: ModelConfig, config: EngineConfig) -> int:
@@ -83,6 +86,12 @@ def _scratch(model: ModelConfig) -> int:
     else:
         attention = max(_LATENTS_AT_ONCE * (latent.kv_rank + latent.rope_dim + _DOTS), _DOTS * latent.nope_dim)
     return max(attention, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)
+
+
+def _drawing_bytes(vocab_size: int) -> int:
+    """Of a thread that draws tokens: five arrays that begin on lines of a cache, three of them with a vector more."""
+    maxima = _NUMBER * (vocab_size // _TOKENS_OF_MAXIMUM + _LANES)
+    return _DRAWN_BYTES * vocab_size + maxima + (_DRAWN_BYTES - _NUMBER) * _LANES + 5 * _NUMBER * _LANES
 
 
 def _padded(columns: int) -> int:

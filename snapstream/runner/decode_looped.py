@@ -1,15 +1,12 @@
 """The decode step as one native call: from row indices to logits, and for greedy rows to the next tokens.
 
 The library (``kernels/cpu/looped``) gets the addresses of weights, rows and state once. A step hands it row indices;
-whatever sampling needs more than the likeliest token is done by eager's second half on the same logits. Ranks of one
-machine call it together, each over its share, and meet within it in memory that all of them see. Invariant: a row's
+where sampling needs more than the likeliest token, a second call draws from the logits (``looped_draw.py``). Ranks of
+one machine call it together, each over its share, and meet within it in memory that all of them see. Invariant: a row's
 logits are the same bits alone and in any batch and on every rank, and equal to eager's but for rounding.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -31,8 +28,8 @@ from snapstream.kernels.cpu.looped.library import (
 from snapstream.layers.sampler import Sampled
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.models.looping import problem_of_looped_ranks, problem_of_looping
-from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_step import StepParts
+from snapstream.runner.looped_draw import NativeDraw
 from snapstream.runner.looped_model import model_of, panels_of
 
 _GREEDY = SamplingNeeds()
@@ -51,7 +48,6 @@ class LoopedDecode:
         problem = problem or problem_of_looped_ranks(config.parallel)
         if problem is not None:
             raise ValueError(f"executor 'looped': {problem}")
-        self._eager = EagerDecode(parts)
         self._max_rows, vocab_size = parts.config.max_rows, parts.decoder.config.vocab_size
         library = panels_of(parts.decoder, "o").library
         self.team = Team(library, num_threads or torch.get_num_threads())
@@ -67,6 +63,7 @@ class LoopedDecode:
         num_logits = self._max_rows * vocab_size
         logits = torch.empty(num_logits) if shared is None else shared[-4 * num_logits :].view(torch.float32)
         self._logits = logits.view(self._max_rows, vocab_size)
+        self._sampler = NativeDraw(self.team, parts.sampling, parts.rows, self._max_rows)
         self._step = Step(logits=address(self._logits), first=0, last=self.num_stages)
 
     @property
@@ -76,8 +73,8 @@ class LoopedDecode:
 
     @property
     def workspace_bytes(self) -> int:
-        """What stages hand each other."""
-        return self._engine.workspace_bytes
+        """What stages hand each other, and what draws need."""
+        return self._engine.workspace_bytes + self._sampler.workspace_bytes
 
     def warm_up(self, progress: bool) -> None:
         """Nothing is left to be made."""
@@ -89,9 +86,7 @@ class LoopedDecode:
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """See ``EagerDecode.step``; ``rows [B]`` int64, distinct, B at most ``max_rows``."""
         if needs != _GREEDY:
-            logits = self.logits(rows)
-            with _one_torch_thread():
-                return self._eager.draw(logits, rows, needs)
+            return self._sampler.draw(self.logits(rows), rows, needs)
         tokens = torch.empty_like(rows)
         self._run(rows, tokens)
         return Sampled(tokens)
@@ -119,17 +114,6 @@ class LoopedDecode:
         step.rows, step.batch = address(rows), len(rows)
         step.tokens = address(tokens)
         self._engine.run(step)
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """OpenMP's threads spin on for milliseconds after each of their regions, and would keep the team from its cores."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
 
 
 def _meeting(group: Group, library: Library, model: Model, max_rows: int) -> tuple[Ranks, Tensor]:

@@ -22,7 +22,10 @@ InstructionSet = Literal["avx512", "avx2", "portable"]  # the best first
 
 SOURCES = Path(__file__).parent
 # The slowest to compile first.
-_UNITS = tuple("step codes blocks bf16 prompt prompt_layer prompt_experts prompt_f32 library bounds team ranks".split())
+_UNITS = (
+    *"step codes blocks bf16 prompt prompt_layer prompt_experts prompt_f32 library bounds".split(),
+    *"sample candidates masses adjust team ranks".split(),
+)
 # Sums keep their order and infinities and NaN their meaning, so -ffast-math is not among them; a multiplication and an
 # addition may become one instruction.
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")

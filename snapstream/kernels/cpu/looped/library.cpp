@@ -5,6 +5,7 @@
 #include "prompt_experts.h"
 #include "prompt_f32.h"
 #include "prompt_layer.h"
+#include "sample.h"
 
 namespace looped {
 
@@ -102,6 +103,10 @@ EXPORT Engine* looped_engine(const Model* model, const Rows* rows, const Ranks* 
 EXPORT void looped_end_engine(Engine* engine) { delete engine; }
 
 EXPORT int64_t looped_step(Engine* engine, const Step* step) { return looped::step(*engine, *step); }
+EXPORT int64_t looped_sampling_bytes(int64_t vocab) { return sampling_bytes(vocab); }
+EXPORT void looped_draw(Team* team, const Sampling* sampling, const Draw* call, char* workspace, int64_t places) {
+    draw(*sampling, *call, *team, workspace, places);
+}
 EXPORT int64_t looped_stages(const Model* model) { return num_stages(*model); }
 
 EXPORT void looped_linear(const Stack* matrix, const float* x, int64_t tokens, const float* bias, float* out,

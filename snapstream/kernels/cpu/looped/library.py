@@ -91,6 +91,25 @@ class Step(Structure):
     ]
 
 
+class Sampling(Structure):
+    """What is kept of rows for their draws (``sample.h``)."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "is_greedy temperature top_p min_p presence frequency repetition".split()),
+        *((name, c_void_p) for name in "top_k min_tokens stream stop_ids bias_ids bias_values prompt_seen".split()),
+        *((name, c_void_p) for name in "output_counts allowed num_sampled".split()),
+        *((name, c_void_p) for name in "last_token num_tokens next_position".split()),
+        *((name, c_int64) for name in "vocab num_stop_ids num_bias".split()),
+    ]
+
+
+class Draw(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in "rows logits tokens".split()),
+        *((name, c_int64) for name in "batch bias min_tokens penalties grammar".split()),
+    ]
+
+
 class Prompt(Structure):
     """A chunk of a prompt; strides in numbers."""
 
@@ -143,6 +162,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "engine": (c_void_p, [POINTER(Model), POINTER(Rows), POINTER(Ranks), c_void_p, c_int64, c_void_p]),
     "end_engine": (None, [c_void_p]),
     "step": (c_int64, [c_void_p, POINTER(Step)]),
+    "sampling_bytes": (c_int64, [c_int64]),
+    "draw": (None, [c_void_p, POINTER(Sampling), POINTER(Draw), c_void_p, c_int64]),
     "stages": (c_int64, [POINTER(Model)]),
     "linear": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64]),
     "copy_rows": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_int64]),

@@ -122,6 +122,19 @@ INLINE float max_of(vec v) {
     return most;
 }
 
+// Bit i tells whether lane i of a comparison holds.
+INLINE uint32_t lanes_of(ints found) {
+#if ISA == 512
+    return _mm512_movepi32_mask((__m512i)found);
+#elif ISA == 256
+    return _mm256_movemask_ps((__m256)found);
+#else
+    uint32_t lanes = 0;
+    for (int i = 0; i < W; ++i) lanes |= (static_cast<uint32_t>(found[i]) & 1) << i;
+    return lanes;
+#endif
+}
+
 // e^r of what is left when whole powers of two are gone: |r| <= ln(2) / 2.
 INLINE vec exponential_of_rest(vec r) {
     vec p = all(1.9875691500e-4f);

@@ -1,0 +1,94 @@
+"""What the draw of a decode step takes, apart from the step: by the looped library and by PyTorch, as plain calls draw.
+
+Logits are random normals, so most tokens of a large vocabulary weigh something; those of a trained model are more
+peaked, which helps the native draw and does not change PyTorch's.
+
+    python -m benchmarks.sampling --save
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import ceilings, report, timed_seconds
+from snapstream.config.cores import num_cores
+from snapstream.kernels.cpu.looped.library import Team, load
+from snapstream.layers.sampler import sample
+from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
+from snapstream.request import SamplingParams
+from snapstream.runner.looped_draw import NativeDraw
+from snapstream.runner.rows import Rows
+
+PARAMS = {
+    "temperature": SamplingParams(temperature=0.6),
+    "top-k and top-p": SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    "top-p": SamplingParams(temperature=0.6, top_p=0.9),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.05),
+    "frequency penalty": SamplingParams(temperature=0.6, frequency_penalty=0.5),
+}
+SPREAD = 3.0  # standard deviation of the logits
+
+
+def draw_ms(draw: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Median and least milliseconds."""
+    times = [1e3 * seconds for seconds in timed_seconds(draw, repeats)]
+    return {"median_ms": median(times), "least_ms": min(times)}
+
+
+def state_of(params: SamplingParams, rows: int, vocab_size: int) -> SamplingState:
+    state = SamplingState(rows, vocab_size, "cpu")
+    for row in range(rows):
+        state.set_row(row, params, row, range(0, vocab_size, 97), [])
+    return state
+
+
+def arm(team: Team, logits: Tensor, params: SamplingParams, repeats: int) -> dict[str, Any]:
+    """Both programs one after the other: OpenMP's threads would take the team its cores."""
+    count, vocab_size = logits.shape
+    rows, needs = torch.arange(count), SamplingNeeds.of([params])
+    native = NativeDraw(team, state_of(params, count, vocab_size), Rows(count, "cpu"), count)
+    found = {"native": draw_ms(lambda: native.draw(logits, rows, needs), repeats)}
+    state, counters = state_of(params, count, vocab_size), Rows(count, "cpu")
+    found["torch"] = draw_ms(
+        lambda: counters.advance(rows, sample(logits, state, rows, needs).token_ids), max(repeats // 4, 2)
+    )
+    return {**found, "speedup": found["torch"]["median_ms"] / found["native"]["median_ms"]}
+
+
+def run(vocabularies: list[int], batches: list[int], threads: int, repeats: int) -> dict[str, Any]:
+    library = load()
+    team, arms = Team(library, threads), []
+    torch.set_num_threads(threads)
+    for vocab_size in vocabularies:
+        generator = torch.Generator().manual_seed(0)
+        for count in batches:
+            logits = torch.randn(count, vocab_size, generator=generator) * SPREAD
+            for name, params in PARAMS.items():
+                figure = {"vocabulary": vocab_size, "rows": count, "sampling": name,
+                          **arm(team, logits, params, repeats)}  # fmt: skip
+                arms.append(figure)
+                print(figure, flush=True)
+    team.close()
+    return {"model": "random logits", "threads": threads, "instructions": library.instructions, "arms": arms}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 151936])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--threads", type=int, default=num_cores())
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
+    args = parser.parse_args()
+    ceiling = ceilings()
+    report("sampling", ceiling, run(args.vocabularies, args.rows, args.threads, args.repeats), save=args.save)
+
+
+if __name__ == "__main__":
+    main()

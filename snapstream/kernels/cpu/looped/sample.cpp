@@ -1,0 +1,170 @@
+// See sample.h. A row is a task of its own: its scores, then a cut of them, then the draw.
+//
+// Without top-k and top-p nothing is sorted or gathered: weights are summed group by group, and only the group that holds
+// the drawn number is weighed again. Otherwise candidates are gathered first - what weighs nothing is none - and the
+// thresholds are found among them.
+#include "sample.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include "adjust.h"
+#include "candidates.h"
+#include "masses.h"
+
+namespace looped {
+
+namespace {
+
+constexpr int64_t NO_TOKEN = -1, ALIGN = 64;
+
+// SplitMix64's finaliser over stream and counter, as ../../../layers/splitmix.py has it: a number in [0, 1).
+double uniform(int64_t stream, int64_t counter) {
+    uint64_t word = static_cast<uint64_t>(stream) + (static_cast<uint64_t>(counter) + 1) * 0x9E3779B97F4A7C15u;
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9u;
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EBu;
+    return static_cast<double>((word ^ (word >> 31)) >> 11) * 0x1p-53;
+}
+
+int64_t sum(const int64_t* weights, int64_t count) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i) total += weights[i];
+    return total;
+}
+
+// What of a total a uniform number falls on: less than the total even after rounding, where there is any.
+int64_t target_of(double at, int64_t total) { return static_cast<int64_t>(at * static_cast<double>(total)); }
+
+// The first whose cumulative weight is more than `target`.
+int64_t first_beyond(const int64_t* weights, int64_t count, int64_t target) {
+    constexpr int64_t BLOCK = 64;
+    int64_t i = 0;
+    for (; i + BLOCK <= count; i += BLOCK) {
+        const int64_t own = sum(weights + i, BLOCK);
+        if (own > target) break;
+        target -= own;
+    }
+    while (i < count - 1 && weights[i] <= target) target -= weights[i++];
+    return i;
+}
+
+struct Place {  // where one member draws
+    float *line, *maxima, *scores;
+    int32_t* ids;
+    int64_t* weights;
+
+    Place(char* base, int64_t vocab) {
+        const auto take = [&](int64_t bytes) {
+            char* own = base ? base + bytes_ : nullptr;
+            bytes_ += (bytes + ALIGN - 1) / ALIGN * ALIGN;
+            return own;
+        };
+        line = reinterpret_cast<float*>(take(4 * vocab));
+        maxima = reinterpret_cast<float*>(take(4 * num_maxima(vocab)));
+        scores = reinterpret_cast<float*>(take(4 * (vocab + W)));
+        ids = reinterpret_cast<int32_t*>(take(4 * (vocab + W)));
+        weights = reinterpret_cast<int64_t*>(take(8 * (vocab + W)));
+    }
+    int64_t bytes() const { return bytes_; }
+
+  private:
+    int64_t bytes_ = 0;
+};
+
+class Drawer {
+  public:
+    Drawer(const Sampling& sampling, const Draw& call, char* workspace)
+        : s_(sampling), call_(call), own_(workspace, sampling.vocab) {}
+
+    void draw(int64_t b) {
+        const int64_t row = call_.rows[b];
+        const float* line = call_.logits + b * s_.vocab;
+        Peak peak = find_peak(line, s_.vocab, own_.maxima);
+        int64_t token = NO_TOKEN;
+        if (peak.is_finite) {
+            if (adjust(s_, call_, b, own_.line)) peak = find_peak(line = own_.line, s_.vocab, own_.maxima);
+            token = s_.is_greedy[row] ? first_with(peak.score, line, s_.vocab, own_.maxima) : drawn(row, line, peak.score);
+            if (call_.penalties && has_penalties(s_, row)) ++s_.output_counts[row * s_.vocab + token];
+        }
+        call_.tokens[b] = token;
+        s_.last_token[row] = std::max<int64_t>(token, 0);  // a row that draws none goes on until its end is noticed
+        ++s_.num_tokens[row];
+        ++s_.next_position[row];
+        ++s_.num_sampled[row];
+    }
+
+  private:
+    int64_t drawn(int64_t row, const float* line, float peak) {
+        // Where nothing may be drawn, the last token is, as by the reference; penalties may make a score infinite.
+        if (!std::isfinite(peak)) return peak < 0.0f ? s_.vocab - 1 : first_with(peak, line, s_.vocab, own_.maxima);
+        const double at = uniform(s_.stream[row], s_.num_sampled[row]);
+        const Scale scale = scale_of(peak, s_.temperature[row]);
+        const int64_t lowest = static_cast<int64_t>(s_.min_p[row] * WEIGHT_ONE), top_k = s_.top_k[row];
+        const double top_p = s_.top_p[row];
+        if (top_k >= s_.vocab && top_p >= 1.0) return drawn_from_all(line, scale, lowest, at);
+        Candidates found = candidates(line, scale, top_k);
+        weigh(found.scores, found.count, scale, top_p < 1.0 ? 0 : lowest, own_.weights);
+        if (top_p < 1.0) {
+            const double total = static_cast<double>(sum(own_.weights, found.count));
+            const int64_t limit = std::max<int64_t>(static_cast<int64_t>(std::ceil(total * top_p)), 1);
+            auto* places = reinterpret_cast<int32_t*>(own_.line);  // whose scores are candidates by now
+            const float least = nucleus_score(found.scores, own_.weights, found.count, limit, places);
+            for (int64_t i = 0; i < found.count; ++i)
+                if (found.scores[i] < least || own_.weights[i] < lowest) own_.weights[i] = 0;
+        }
+        const int64_t total = sum(own_.weights, found.count);  // the likeliest is never left out
+        return found.ids[first_beyond(own_.weights, found.count, target_of(at, total))];
+    }
+
+    // All that weigh anything, but for what top-k leaves out.
+    Candidates candidates(const float* line, const Scale& scale, int64_t top_k) {
+        auto* copy = reinterpret_cast<float*>(own_.weights);  // which are made later
+        float least = scale.least;
+        const int64_t maxima = num_maxima(s_.vocab);
+        if (top_k <= maxima) least = std::max(least, kth_largest(own_.maxima, maxima, top_k, copy));
+        Candidates found{own_.ids, own_.scores, 0};
+        found.take(line, s_.vocab, own_.maxima, least);
+        if (top_k < found.count) found.keep(kth_largest(found.scores, found.count, top_k, copy));
+        return found;
+    }
+
+    int64_t drawn_from_all(const float* line, const Scale& scale, int64_t lowest, double at) {
+        int64_t group_weights[GROUP];
+        const auto weigh_group = [&](int64_t group) {
+            const int64_t first = group * GROUP, count = std::min(GROUP, s_.vocab - first);
+            weigh(line + first, count, scale, lowest, group_weights);
+            return count;
+        };
+        int64_t *sums = own_.weights, total = 0;
+        const int64_t groups = (s_.vocab + GROUP - 1) / GROUP;
+        for (int64_t group = 0; group < groups; ++group) {
+            sums[group] = may_hold(own_.maxima, group, scale.least) ? sum(group_weights, weigh_group(group)) : 0;
+            total += sums[group];
+        }
+        int64_t target = target_of(at, total), group = 0;
+        while (group < groups - 1 && sums[group] <= target) target -= sums[group++];
+        return group * GROUP + first_beyond(group_weights, weigh_group(group), target);
+    }
+
+    const Sampling& s_;
+    const Draw& call_;
+    Place own_;
+};
+
+}  // namespace
+
+int64_t sampling_bytes(int64_t vocab) { return Place(nullptr, vocab).bytes(); }
+
+void draw(const Sampling& sampling, const Draw& call, Team& team, char* workspace, int64_t places) {
+    std::atomic<int64_t> next{0};
+    const auto work = [&](int member) {
+        if (member >= places) return;
+        Drawer drawer(sampling, call, workspace + member * sampling_bytes(sampling.vocab));
+        for (int64_t b = next++; b < call.batch; b = next++) drawer.draw(b);
+    };
+    if (call.batch == 1 || places == 1) return work(0);  // nobody else needs to be woken
+    team.run(work);
+}
+
+}  // namespace looped

@@ -1,0 +1,35 @@
+// Draws one token per row from logits, as ../../../layers/sampler.py defines it, and lets rows go on. It knows no model: a
+// call takes logits from anywhere, after a step or in a test.
+#pragma once
+#include <cstdint>
+
+#include "team.h"
+
+namespace looped {
+
+struct Sampling {  // what is kept of rows, [rows + 1] or [rows + 1, a number of each] (../../../layers/row_state.py)
+    const bool* is_greedy;
+    const double *temperature, *top_p, *min_p;
+    const float *presence, *frequency, *repetition;
+    const int64_t *top_k, *min_tokens, *stream, *stop_ids, *bias_ids;
+    const float* bias_values;
+    const bool* prompt_seen;
+    int32_t* output_counts;
+    const int32_t* allowed;
+    int64_t *num_sampled, *last_token, *num_tokens, *next_position;
+    int64_t vocab, num_stop_ids, num_bias;
+};
+
+struct Draw {  // one call; whether any row may need each of these is told, so that nobody looks in vain
+    const int64_t* rows;  // [batch], distinct
+    const float* logits;  // [batch, vocab]
+    int64_t* tokens;      // [batch]; -1 where the logits are not finite
+    int64_t batch, bias, min_tokens, penalties, grammar;
+};
+
+int64_t sampling_bytes(int64_t vocab);  // of the workspace of a place; a member of the team that draws needs one
+
+// By as many members of the team as there are places in `workspace`. A row's token depends on neither.
+void draw(const Sampling& sampling, const Draw& call, Team& team, char* workspace, int64_t places);
+
+}  // namespace looped

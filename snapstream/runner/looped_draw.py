@@ -1,0 +1,65 @@
+"""The draw of a looped step: a token for each row from its logits, by the engine's own team (``looped/sample.h``).
+
+``layers/sampler.py`` is its definition, and says what a token depends on; this is the same in C++, row by row, over the
+same state. Only log-probabilities are PyTorch's. Next: ``decode_looped.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels.cpu.looped.library import Draw, Sampling, Team, address
+from snapstream.layers.logprobs import token_logprobs
+from snapstream.layers.sampler import Sampled
+from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
+from snapstream.runner.rows import Rows
+
+
+class NativeDraw:
+    """``sampler.sample`` and ``Rows.advance`` in one call. Rows of a call are distinct."""
+
+    def __init__(self, team: Team, state: SamplingState, rows: Rows, max_batch: int) -> None:
+        """``state`` and ``rows`` lie on the CPU and keep their addresses."""
+        self._team, self._kept = team, (state, rows)
+        self._places = min(team.num_threads, max_batch)
+        self._workspace = torch.empty(self._places * team.library.sampling_bytes(state.vocab_size), dtype=torch.uint8)
+        counters = {name: getattr(rows, name) for name in ("last_token", "num_tokens", "next_position")}
+        addresses = {name: address(tensor) for name, tensor in (state.tensors() | counters).items()}
+        self._sampling = Sampling(
+            vocab=state.vocab_size, num_stop_ids=state.stop_ids.shape[1], num_bias=state.bias_ids.shape[1], **addresses
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of all members of the team that draw."""
+        return self._workspace.nbytes
+
+    def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """A token for each of ``rows [B]`` int64 from ``logits [B, V]`` fp32; the rows go on."""
+        tokens = torch.empty_like(rows)
+        call = Draw(
+            rows=address(rows), logits=address(logits), tokens=address(tokens), batch=len(rows), bias=needs.bias,
+            min_tokens=needs.min_tokens, penalties=needs.penalties, grammar=needs.grammar,
+        )  # fmt: skip
+        team = self._team
+        team.library.draw(team.handle, byref(self._sampling), byref(call), address(self._workspace), self._places)
+        if needs.num_logprobs is None:
+            return Sampled(tokens)
+        with _one_torch_thread():  # a row without a token reports those of token 0, which nobody reads
+            return Sampled(tokens, *token_logprobs(logits, tokens.clamp(min=0), needs.num_logprobs))
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """OpenMP's threads spin on for milliseconds after each of their regions, and would keep the team from its cores."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
