@@ -35,7 +35,7 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
     around = config.weights and (config.weights.attention or config.weights.layers)
     if around and around.is_codes and around.rounds_inputs:
         entry += model.num_heads * model.head_dim  # what was attended, to be rounded
-    entry += num_threads * _PANEL
+    entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
     drawing = min(num_threads, config.max_rows) * _drawing_bytes(model.vocab_size)
     return Workspace(entry_bytes=_NUMBER * entry, scratch_bytes=_NUMBER * scratch + drawing)

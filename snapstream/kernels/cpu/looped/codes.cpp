@@ -33,7 +33,7 @@ void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t
                Prefetch fetch) {
     using Form = Codes<BITS>;
     constexpr int WIDE = wide(T), VECTORS = P * WIDE;
-    const auto place = [&](int i) { return weight + i / WIDE * stack.panel_bytes; };
+    const auto place = [&](int i) { return weight + i / WIDE * fetch.apart; };
     const auto half = [&](int i) { return reinterpret_cast<const uint16_t*>(place(i)) + (v + i % WIDE) * W; };
     const auto sum = [&](int t, int i) { return sums + (i / WIDE * T + t) * PANEL + (v + i % WIDE) * W; };
     for (int64_t left = cols; left > 0; left -= stack.group) {
@@ -56,14 +56,14 @@ void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t
                 }
             }
             UNROLL for (int p = 0; p < P; ++p) {
-                __builtin_prefetch(fetch.from + p * stack.panel_bytes);
-                __builtin_prefetch(fetch.from + p * stack.panel_bytes + 64);
+                __builtin_prefetch(fetch.from + p * fetch.apart);
+                __builtin_prefetch(fetch.from + p * fetch.apart + 64);
             }
             fetch.from += fetch.step;
             weight += Form::BYTES;
             codes += Quads<BITS>::COUNT * T;
         }
-        UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(fetch.from + p * stack.panel_bytes);
+        UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(fetch.from + p * fetch.apart);
         fetch.from += fetch.step ? Form::HEAD : 0;
         UNROLL for (int t = 0; t < T; ++t) {
             float own;
@@ -114,7 +114,7 @@ template <int BITS, class Dot>
 void code_pair(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     std::fill(sums, sums + 2 * groups.tokens * PANEL, 0.0f);
     const auto* codes = reinterpret_cast<const int32_t*>(x);
-    const Prefetch fetch{panel + AHEAD, Codes<BITS>::BYTES};
+    const Prefetch fetch{panel + AHEAD, Codes<BITS>::BYTES, groups.apart ? groups.apart : stack.panel_bytes};
     if (groups.tokens == 1) code_tile<BITS, Dot, 1, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
     if constexpr (PAIR_TOKENS > 1)
         if (groups.tokens == 2) code_tile<BITS, Dot, 2, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);

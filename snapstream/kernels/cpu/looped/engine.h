@@ -29,6 +29,7 @@ struct Engine {
     std::vector<float*> scratch;  // of each member
     std::vector<Likeliest> likeliest;                // [threads, max_batch]: what each member has seen
     std::unique_ptr<std::atomic<int>[]> parts_left;  // [max_batch, G]: the last to finish merges
+    std::vector<float> factors;  // [max_batch]: of the norm in work
     std::unique_ptr<std::atomic<int>[]> heads_done;  // [max_batch]: of kv heads; the last rounds what all found
     Cut more;  // of the workspace: what stands behind the above
     float* attended;  // [B, H * E], where the next product takes codes

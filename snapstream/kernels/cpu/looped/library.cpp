@@ -48,7 +48,7 @@ Engine::Engine(const Model& model, const Rows& rows, const Ranks& ranks, Team& t
                float* workspace)
     : model(model), rows(rows), meeting(ranks, model, max_batch), team(team), tasks(team.size()), max_batch(max_batch), max_parts(parts_of(rows)),
       likeliest(team.size() * max_batch), parts_left(new std::atomic<int>[max_batch * model.kv_heads]()),
-      heads_done(new std::atomic<int>[max_batch]()),
+      factors(max_batch), heads_done(new std::atomic<int>[max_batch]()),
       more{workspace + own_floats(model, rows, max_batch, team.size())},
       attended(more(attended_floats(model, max_batch))), routed(model, max_batch, team.size(), more),
       absorbed(model, max_batch, more) {

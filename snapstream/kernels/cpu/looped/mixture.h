@@ -17,7 +17,7 @@ class MixtureWorker : protected ChoiceWorker {
 
     // Whether a stage of a layer has nothing to do in a step: then nobody waits for it.
     bool is_mixture_stage_empty(int64_t stage) const {
-        return (stage == 2 && chooses_at_once()) || (stage == 4 && activates_at_once());
+        return (stage == 2 && chooses_at_once()) || (stage == 4 && activates_experts_at_once());
     }
 
     void mixture_stage(int64_t layer, int64_t stage) {
@@ -87,31 +87,15 @@ class MixtureWorker : protected ChoiceWorker {
 
     // -- gate and up that are made with their activation
 
-    bool activates_at_once() const { return x_.inner % PANEL == 0 && x_.shared_inner % PANEL == 0; }
+    bool activates_experts_at_once() const { return x_.inner % PANEL == 0 && x_.shared_inner % PANEL == 0; }
 
-    // The i-th panels of gate and of up of a matrix, activated, times shares where there are any: columns of packed `out`.
+    // The i-th panels of gate and of up of a matrix, activated, times shares where there are any: columns of packed `out`,
+    // the input of `down`.
     void active_gate_up(const Stack& stack, int64_t matrix, int64_t i, const float* x, int64_t tokens, const char* next,
-                        const float* shares, float* out) {
-        const int64_t inner = stack.rows / 2, apart = inner / PANEL * stack.panel_bytes;
-        const char* gate = panels_at(stack, matrix, i);
-        const Products products = products_with(stack);
-        const Groups groups(tokens, next, apart);
-        float* ups = scratch_ + tokens * PANEL;
-        if (tokens <= PAIR_TOKENS) {
-            products.of_two(stack, gate, x, groups, scratch_);
-        } else {
-            products.of_one(stack, gate, x, Groups(tokens, gate + apart), scratch_);
-            products.of_one(stack, gate + apart, x, groups, ups);
-        }
-        for (int64_t t = 0; t < tokens; ++t) {
-            const Packed to(out, groups, t, inner);
-            for (int v = 0; v < PANEL; v += W) {
-                const vec own = load(scratch_ + t * PANEL + v);
-                float lanes[W];
-                store(lanes, own / (1.0f + exponential(-own)) * load(ups + t * PANEL + v) * (shares ? shares[t] : 1.0f));
-                for (int64_t lane = 0; lane < W; ++lane) to.put(i * PANEL + v + lane, lanes[lane]);
-            }
-        }
+                        const float* shares, const Stack& down, float* out) {
+        const int64_t apart = stack.rows / 2 / PANEL * stack.panel_bytes;
+        gate_and_up(stack, panels_at(stack, matrix, i), x, Groups(tokens, next, apart));
+        activate_panel(down, nullptr, i * PANEL, tokens, shares, out);
     }
 
     // -- the router
@@ -123,9 +107,10 @@ class MixtureWorker : protected ChoiceWorker {
         const int64_t shared = x_.shared_inner ? (panels_of(x_.shared_gate_up) + 1) / 2 : 0;
         share(blocks + shared, 1, [&](int64_t task) {
             const int64_t own = task - blocks;
-            if (own >= 0 && activates_at_once())
+            if (own >= 0 && activates_experts_at_once())
                 return active_gate_up(x_.shared_gate_up, layer, own, r_.packed, s_.batch,
-                                      panels_at(x_.shared_gate_up, layer, own + 1), nullptr, r_.shared_inner);
+                                      panels_at(x_.shared_gate_up, layer, own + 1), nullptr, x_.shared_down,
+                                      r_.shared_inner);
             if (own >= 0)
                 return raw_gate_up(x_.shared_gate_up, layer, own * 2, r_.packed, groups_, r_.shared_gate_up);
             score_block(layer, task * W);
@@ -160,7 +145,7 @@ class MixtureWorker : protected ChoiceWorker {
 
     void expand(int64_t layer) {
         const int64_t tasks = (panels_of(x_.gate_up) + 1) / 2, all = r_.num_spans * tasks, wide = padded(m_.hidden);
-        const bool is_whole = activates_at_once();
+        const bool is_whole = activates_experts_at_once();
         const int64_t own_last = all * (me_ + 1) / e_.team.size() - 1, panel = first_down(me_);
         int64_t held = -1;  // the span whose tokens this member has packed
         share(all, 1, [&](int64_t task) {
@@ -181,7 +166,7 @@ class MixtureWorker : protected ChoiceWorker {
             const int64_t matrix = layer * x_.held + span.expert;
             if (is_whole)
                 return active_gate_up(x_.gate_up, matrix, i, x, span.count, next, r_.share_of.data() + span.begin,
-                                      r_.inner + span.begin * padded(x_.inner));
+                                      x_.down, r_.inner + span.begin * padded(x_.inner));
             raw_gate_up(x_.gate_up, matrix, i * 2, x, Groups(span.count, next), r_.gate_up + span.begin * 2 * x_.inner);
         });
     }

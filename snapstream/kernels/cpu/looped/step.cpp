@@ -22,8 +22,7 @@ void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* o
 
 int64_t scratch_floats(const Model& model, int64_t max_batch) {
     const int64_t group = model.heads / model.kv_heads * model.head_dim;
-    const int64_t panels = model.mixture.experts ? 2 : 1;  // gate and up of a pair of panels
-    const int64_t products = std::max(panels * max_batch, 2 * PAIR_TOKENS) * PANEL;
+    const int64_t products = 2 * std::max(max_batch, PAIR_TOKENS) * PANEL;  // a panel of gate and one of up
     const int64_t attention = model.latent.rank ? 0 : group + std::max(group, attend_scratch(model.heads / model.kv_heads));
     return std::max({products, attention, latent_scratch(model), mixture_scratch(model)});
 }

@@ -1,6 +1,6 @@
 // A decode step, stage by stage, on every member of the team. A stage hands out tasks whose results do not depend on
-// who does them; a barrier ends it. engine.h has the buffers, panels.h and rows.h the two
-// large parts of the work, mixture.h and latent.h what layers with experts and with latents do instead.
+// who does them; a barrier ends it. engine.h has the buffers; worker.h, products.h and attention.h the stages of a dense
+// layer, over panels.h and rows.h; mixture.h and latent.h what layers with experts and with latents do instead.
 #pragma once
 #include <limits>
 
@@ -20,7 +20,7 @@ class Member : private MixtureWorker {
                 layer_stage((stage - 1) / layer_stages(m_), (stage - 1) % layer_stages(m_));
             else if (stage == num_stages(m_) - 2) norm(m_.final_norm, m_.head, AFTER_MLP);
             else head();
-            e_.tasks.clear_next(turn_, me_);
+            clear_next();
             if (s_.touch_bytes) touch(stage + 1);
             wait(stage);
             if (e_.meeting.has_failed) return;
@@ -34,7 +34,7 @@ class Member : private MixtureWorker {
     bool is_empty(int64_t stage) const {
         if (stage == 0 || stage > m_.layers * layer_stages(m_)) return false;
         const int64_t layer = (stage - 1) / layer_stages(m_), own = (stage - 1) % layer_stages(m_) - attention_stages(m_);
-        return is_mixture(layer) ? is_mixture_stage_empty(own) : own > 3;
+        return is_mixture(layer) ? is_mixture_stage_empty(own) : own > 3 || (own == 2 && activates_at_once());
     }
 
     void layer_stage(int64_t layer, int64_t stage) {
@@ -72,9 +72,9 @@ class Member : private MixtureWorker {
     void mlp_stage(int64_t layer, int64_t stage) {
         switch (stage) {
             case 0: return norm(m_.post_norm + layer * m_.hidden, m_.gate_up, AFTER_ATTENTION);
-            case 1: return project(m_.gate_up, layer, m_.gate_up_bias, e_.gate_up);
+            case 1: return expand_tokens(layer);
             case 2: return activate();
-            default: return add(m_.down, layer, m_.down_bias, AFTER_MLP);
+            default: return add(m_.down, layer, m_.down_bias, AFTER_MLP, activates_at_once() ? e_.gate_up : e_.packed);
         }
     }
 
@@ -119,47 +119,11 @@ class Member : private MixtureWorker {
         for (int64_t i = begin; i < std::min(end, begin + s_.touch_bytes); i += 64) __builtin_prefetch(data + i);
     }
 
-    template <class Emit>  // emit(first row, rows, sums [B][32])
-    void product(const Stack& stack, int64_t layer, Emit emit) {
-        const char* data = stack.data + layer * stack.layer_bytes;
-        const Products multiply = products_with(stack);
-        const int64_t panels = (stack.rows + PANEL - 1) / PANEL, at_once = s_.batch <= PAIR_TOKENS ? 2 : 1;
-        const int64_t grain = std::max<int64_t>(1, (1 << 15) / (at_once * stack.panel_bytes));
-        share((panels + at_once - 1) / at_once, grain, [&](int64_t task) {
-            const int64_t panel = task * at_once, count = std::min(at_once, panels - panel);
-            (count == 2 ? multiply.of_two : multiply.of_one)(
-                stack, data + panel * stack.panel_bytes, e_.packed, groups_, scratch_);
-            for (int64_t i = 0; i < count; ++i) {
-                const int64_t first = (panel + i) * PANEL;
-                emit(first, std::min<int64_t>(PANEL, stack.rows - first), scratch_ + i * s_.batch * PANEL);
-            }
-        });
-    }
-
-    void project(const Stack& stack, int64_t layer, const float* bias, float* out) {
-        const float* own = bias ? bias + layer * stack.rows : nullptr;
-        product(stack, layer, [&](int64_t first, int64_t count, const float* sums) {
-            for (int64_t b = 0; b < s_.batch; ++b)
-                for (int64_t i = 0; i < count; ++i)
-                    out[b * stack.rows + first + i] = sums[b * PANEL + i] + (own ? own[first + i] : 0.0f);
-        });
-    }
-
-    void add(const Stack& stack, int64_t layer, const float* bias, Turn turn) {
-        if (!e_.meeting.is_alone()) return project(stack, layer, bias, own_part(turn));
-        const float* own = bias ? bias + layer * stack.rows : nullptr;
-        product(stack, layer, [&](int64_t first, int64_t count, const float* sums) {
-            for (int64_t b = 0; b < s_.batch; ++b)
-                for (int64_t i = 0; i < count; ++i)
-                    e_.residual[b * stack.rows + first + i] += sums[b * PANEL + i] + (own ? own[first + i] : 0.0f);
-        });
-    }
-
     void head() {
         Likeliest* best = &e_.likeliest[me_ * e_.max_batch];
         const int64_t before = e_.meeting.rank * m_.head.rows;  // tokens of the ranks before this one
         for (int64_t b = 0; b < s_.batch; ++b) best[b] = {-std::numeric_limits<float>::infinity(), true, 0};
-        product(m_.head, 0, [&](int64_t line, int64_t lines, const float* sums) {
+        product(m_.head, 0, e_.packed, [&](int64_t line, int64_t lines, const float* sums) {
             const int64_t first = before + line, count = std::min(lines, m_.vocab - first);  // then come lines of no token
             if (count <= 0) return;
             for (int64_t b = 0; b < s_.batch; ++b) {
@@ -255,36 +219,6 @@ class Member : private MixtureWorker {
             out[i] = std::cos(angle) * m_.rope_scale;
             out[half + i] = std::sin(angle) * m_.rope_scale;
         }
-    }
-
-    void norm(const float* weight, const Stack& next, Turn added) {
-        share(s_.batch, 1, [&](int64_t b) {
-            settle(added, b);
-            const float* x = e_.residual + b * m_.hidden;
-            const float factor = norm_factor(x, m_.hidden, m_.eps);
-            float normed[MOST_GROUP];  // whole groups of codes
-            for (int64_t first = 0; first < m_.hidden; first += MOST_GROUP) {
-                const int64_t count = std::min<int64_t>(MOST_GROUP, m_.hidden - first);
-                for (int64_t i = 0; i < count; ++i) normed[i] = x[first + i] * factor * weight[first + i];
-                put_input(next, e_.packed, groups_, b, normed, first, count);
-            }
-        });
-    }
-
-    void activate() {  // silu(gate) * up, in pieces of some vectors
-        constexpr int64_t PIECE = std::max<int64_t>(16 * W, MOST_GROUP);  // whole groups of codes
-        const int64_t pieces = (m_.inner + PIECE - 1) / PIECE;
-        share(s_.batch * pieces, 4, [&](int64_t task) {
-            const int64_t b = task / pieces, first = task % pieces * PIECE, last = std::min(first + PIECE, m_.inner);
-            const float *gate = e_.gate_up + b * 2 * m_.inner, *up = gate + m_.inner;
-            float active[PIECE];
-            for (int64_t i = first; i < last; i += W) {
-                const int64_t count = std::min<int64_t>(W, last - i);
-                const vec own = load_some(gate + i, count);
-                store(active + i - first, own / (1.0f + exponential(-own)) * load_some(up + i, count));
-            }
-            put_input(m_.down, e_.packed, groups_, b, active, first, last - first);
-        });
     }
 };
 
