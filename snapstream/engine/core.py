@@ -19,11 +19,12 @@ from random import Random
 from time import perf_counter
 
 from snapstream.config import EngineConfig
-from snapstream.engine.detokenizer import Tokenizer
+from snapstream.engine.detokenizer import RememberingTokenizer, Tokenizer
 from snapstream.engine.interrupts import whole
 from snapstream.engine.live import LiveRequest, LiveSample, live_request
+from snapstream.engine.planned_step import PlannedStep
 from snapstream.engine.prefix_lookup import PrefixStats
-from snapstream.engine.scheduler import PlannedStep, Scheduler
+from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.transfers import RowMissed, TicketIssued, Transfers, TransferStats, travels
 from snapstream.engine.validate import QueueFull, check_request
 from snapstream.request import FinishReason, Logprob, Request, RequestOutput
@@ -50,7 +51,7 @@ class Engine:
         self._config = config
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._tokenizer = tokenizer
+        self._tokenizer = None if tokenizer is None else RememberingTokenizer(tokenizer)
         self._random = random or Random()
         self._clock = clock
         self._scheduler = Scheduler(config, num_layers=num_layers, tier=runner.prefix_tier)

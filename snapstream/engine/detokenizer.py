@@ -13,6 +13,7 @@ sample is shown (unless it was asked for). ``TextStream`` joins the two; ``live.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"  # what decoders put where bytes are not (yet) a character
@@ -20,12 +21,28 @@ REPLACEMENT = "\ufffd"  # what decoders put where bytes are not (yet) a characte
 # tokens without text; giving up on it bounds both the silence and the cost of decoding the run again at each
 # token.
 MAX_HELD_TOKENS = 16
+MOST_REMEMBERED = 2**14  # runs of tokens whose text an engine keeps: some megabytes
 
 
 class Tokenizer(Protocol):
     """All that the engine needs of a tokenizer."""
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
+
+
+class RememberingTokenizer:
+    """A tokenizer that is asked once for the text of a run of tokens, as long as the run is among the last ones.
+
+    Most runs are of one token or two, and text repeats itself.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._texts = lru_cache(MOST_REMEMBERED)(
+            lambda ids, skips: tokenizer.decode(list(ids), skip_special_tokens=skips)
+        )
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        return self._texts(tuple(ids), skip_special_tokens)
 
 
 class Detokenizer:

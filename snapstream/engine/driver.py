@@ -59,19 +59,19 @@ class Driver:
 
     def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
-        num_finished = 0
+        left = {request.request_id for request in requests}
         bar = _progress_bar(len(requests), self._shows_progress)
         try:
-            while num_finished < len(requests):
+            while left:
                 while len(outputs) < len(requests):
                     try:
                         outputs.append(self._open(requests[len(outputs)]))
                     except QueueFull:
                         break
-                self._step()
-                num_now = sum(output.is_finished for output in outputs)
-                bar.update(num_now - num_finished)
-                num_finished = num_now
+                ended = left.intersection([output.request_id for output in self._step() if output.is_finished])
+                if ended:
+                    left -= ended
+                    bar.update(len(ended))
         finally:
             bar.close()
             self._release(requests)
@@ -128,8 +128,8 @@ class Driver:
         self._changed[request.request_id] = False
         return output
 
-    def _step(self) -> None:
-        """One step for everybody; notes whose outputs have grown."""
+    def _step(self) -> list[RequestOutput]:
+        """One step for everybody; the outputs that have grown, which is noted too."""
         try:
             grown = self.engine.step()
         except Exception:
@@ -141,6 +141,7 @@ class Driver:
         for output in grown:
             if output.request_id in self._changed:
                 self._changed[output.request_id] = True
+        return grown
 
     def _abort_all(self) -> None:
         """End every open request; what its reader has so far is right, and there is no more of it."""

@@ -22,35 +22,20 @@ freed while a plan that holds it is in flight may be given away by the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from snapstream.config import EngineConfig
 from snapstream.engine.admission import Admission, Job
 from snapstream.engine.arriving import ArrivingRows
 from snapstream.engine.live import LiveRequest, LiveSample
 from snapstream.engine.pace import unit_work
+from snapstream.engine.planned_step import PlannedStep
 from snapstream.engine.prefix_lookup import PrefixLookup
 from snapstream.step import JobSpec, PrefillEntry, PrefixTier, RowArrived, StepPlan, UnitRange
 
 PATIENCE_STEPS = 4
 # Chunks through the whole model in a step without decode: few enough that arrivals and aborts are still seen.
 IDLE_PASSES = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStep:
-    """A plan and whom it concerns. Results are matched to these samples, never to rows: rows change hands."""
-
-    plan: StepPlan
-    started: tuple[LiveRequest, ...]  # their first unit is in this plan
-    prefilled: tuple[LiveRequest, ...]  # their last unit is in this plan, or their row came with it
-    reserved: tuple[LiveRequest, ...] = ()  # have rows now, and wait for what these hold
-    decoding: tuple[LiveSample, ...]  # aligned with plan.decode_rows
-
-
-def _requests_of(jobs: Iterable[Job]) -> tuple[LiveRequest, ...]:
-    return tuple(live for job in jobs for live in job.requests)
 
 
 class Scheduler:
@@ -63,6 +48,7 @@ class Scheduler:
         self._idle_quantum = max(self._quantum, IDLE_PASSES * num_layers)
         self._jobs: dict[int, Job] = {}
         self._decoding: dict[int, LiveSample] = {}  # by row
+        self._batch: tuple[tuple[int, ...], tuple[LiveSample, ...]] | None = None  # these in order; None: they changed
         self._sending: dict[int, LiveSample] = {}  # by row: read, and not yet with the engine that answers
         self._arriving = ArrivingRows()
         self._dropped: list[int] = []
@@ -109,6 +95,7 @@ class Scheduler:
         for owners in (self._decoding, self._sending):
             if owners.get(sample.row) is sample:
                 del owners[sample.row]
+                self._batch = None
                 self._admission.free_row(sample.row)
 
     def arrive(self, live: LiveRequest, row: RowArrived) -> bool:
@@ -142,15 +129,24 @@ class Scheduler:
         """Forget every request, wherever it is and however much of its way is noted; the runner drops its jobs."""
         self._dropped = sorted({*self._told, *self._jobs, *self._dropped})
         self._jobs, self._decoding, self._sending, self._arriving = {}, {}, {}, ArrivingRows()
+        self._batch = None
         self._admission.start_over()
 
     def plan(self, is_ready: Callable[[int], bool] = lambda job_id: True) -> PlannedStep:
         """The next step. It may be empty; then it must not be submitted. ``is_ready`` is the runner's."""
-        self._told = {*self._jobs, *self._dropped}
-        decoding = tuple(self._decoding[row] for row in sorted(self._decoding))
-        dropped, self._dropped = tuple(self._dropped), []
+        if self._batch is None:
+            rows = tuple(sorted(self._decoding))
+            self._batch = rows, tuple(self._decoding[row] for row in rows)
+        decode_rows, decoding = self._batch
         if self.prefixes is not None:
             self.prefixes.poll()
+        self._told = {*self._jobs, *self._dropped}
+        if not (self._told or self.num_waiting or self._arriving.has_whole):  # most steps: rows go on
+            self._count_decoded(decoding)
+            plan = StepPlan(step_id=self._next_step_id, decode_rows=decode_rows)
+            self._next_step_id += not plan.is_empty
+            return PlannedStep(plan=plan, decoding=decoding)
+        dropped, self._dropped = tuple(self._dropped), []
         reserved = self._reserve()
         received = self._arriving.take()
         opened, units = self._plan_units(is_ready, is_decoding=bool(decoding))
@@ -169,13 +165,14 @@ class Scheduler:
             prepared=tuple(entry for entry in reserved.values() if entry.sampling.grammar is not None),
             received=tuple(received.values()),
             units=tuple(units),
-            decode_rows=tuple(sample.row for sample in decoding),
+            decode_rows=decode_rows,
         )
         self._next_step_id += not plan.is_empty
+        begun = [job for job, unit in zip(jobs, units, strict=True) if unit.first == 0]
         return PlannedStep(
             plan=plan,
-            started=_requests_of(job for job, unit in zip(jobs, units, strict=True) if unit.first == 0),
-            prefilled=(*received, *_requests_of(ended)),
+            started=tuple(live for job in begun for live in job.requests),
+            prefilled=(*received, *(live for job in ended for live in job.requests)),
             reserved=tuple(reserved),
             decoding=decoding,
         )
@@ -288,6 +285,7 @@ class Scheduler:
                 self._admission.free_row(sample.row)
             else:
                 self._decoding[sample.row] = sample
+                self._batch = None
 
     def _drop(self, job: Job) -> None:
         del self._jobs[job.job_id]

@@ -139,7 +139,7 @@ class RequestOutput:
 
     @property
     def is_finished(self) -> bool:
-        return all(sample.finish_reason is not None for sample in self.samples)
+        return all([sample.finish_reason is not None for sample in self.samples])
 
     @property
     def has_outgrown_ring(self) -> bool:

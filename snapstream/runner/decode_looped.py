@@ -64,6 +64,7 @@ class LoopedDecode:
         logits = torch.empty(num_logits) if shared is None else shared[-4 * num_logits :].view(torch.float32)
         self._logits = logits.view(self._max_rows, vocab_size)
         self._sampler = NativeDraw(self.team, parts.sampling, parts.rows, self._max_rows)
+        self._fed: Tensor | None = None  # whose address the step has
         self._step = Step(logits=address(self._logits), first=0, last=self.num_stages)
 
     @property
@@ -108,10 +109,11 @@ class LoopedDecode:
         self._engine.run(step)
 
     def _run(self, rows: Tensor, tokens: Tensor | None) -> None:
-        if len(rows) > self._max_rows:
-            raise ValueError(f"{len(rows)} rows in a step; this engine has {self._max_rows}")
         step = self._step
-        step.rows, step.batch = address(rows), len(rows)
+        if rows is not self._fed:  # most steps feed the rows of the one before
+            if len(rows) > self._max_rows:
+                raise ValueError(f"{len(rows)} rows in a step; this engine has {self._max_rows}")
+            step.rows, step.batch, self._fed = address(rows), len(rows), rows
         step.tokens = address(tokens)
         self._engine.run(step)
 

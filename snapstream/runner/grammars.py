@@ -65,16 +65,22 @@ class RowGrammars:
 
     def follow(self, rows: Sequence[int], tokens: HostCopy, step: SubmittedStep) -> None:
         """Tokens were drawn for ``rows``; ``step`` will tell whose grammar ends with them."""
+        if not self._matchers and not self._faults:
+            return
         followed = self._matchers.keys() | self._faults.keys()
-        places = [(index, row) for index, row in enumerate(rows) if row in followed] if followed else []
+        places = [(index, row) for index, row in enumerate(rows) if row in followed]
         if places:
             drawn = _Drawn(tokens, places)
             self._drawn.append(drawn)
             step.add_grammar_ends(lambda: self._ends(drawn))
 
-    @torch.inference_mode()
     def catch_up(self) -> None:
         """Read what was drawn, let the matchers go on, and set the masks of the next draw."""
+        if self._drawn:
+            self._catch_up()
+
+    @torch.inference_mode()
+    def _catch_up(self) -> None:
         waiting, self._drawn = self._drawn, []
         for drawn in waiting:
             ids = drawn.tokens.token_ids()

@@ -24,11 +24,12 @@ from snapstream.grammar import GrammarCompiler
 from snapstream.kernels.prefill.choice import choose
 from snapstream.kernels.prefill.versions import Case
 from snapstream.layers.logprobs import prompt_logprobs
-from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
+from snapstream.layers.sampling_state import SamplingState
 from snapstream.layers.upload import upload
 from snapstream.models.decoder import Decoder
 from snapstream.models.staging import StagingBuffers
 from snapstream.request import Compression, SamplingParams
+from snapstream.runner.decode_batch import DecodeBatches
 from snapstream.runner.decode_step import MakeDecode, StepParts
 from snapstream.runner.first_tokens import FirstTokens
 from snapstream.runner.grammars import RowGrammars
@@ -109,6 +110,7 @@ class ModelRunner:
         )
         self._grammars = RowGrammars(grammars, self.sampling)
         self._first = FirstTokens(decoder, self.rows, self.sampling, self._grammars, self._writer)
+        self._batches = DecodeBatches(device)
         self._parts = RowParts(self.cache, self.rescorer, decoder)
         self._exchange: RowExchange | None = None
         self._jobs: dict[int, PrefillJob] = {}
@@ -179,11 +181,10 @@ class ModelRunner:
                 self._finish_job(job, step)
                 del self._jobs[units.job_id]
         if plan.decode_rows:
-            params = [self._first.params[row] for row in plan.decode_rows]
+            batch = self._batches.of(plan.decode_rows, self._first.params)
             if self.rescorer is not None:
                 self.rescorer.before_step(plan.decode_rows)
-            rows = upload(plan.decode_rows, torch.int64, self.decoder.device)
-            copy = step.add_decoded(self.decode.step(rows, SamplingNeeds.of(params)), params)
+            copy = step.add_decoded(self.decode.step(batch.rows, batch.needs), batch.params)
             self._grammars.follow(plan.decode_rows, copy, step)
         return step
 

@@ -25,12 +25,12 @@ _NAN = float("nan")
 
 
 class Arriving:
-    """Tensors on their way to the host, waited for only when they are read."""
+    """Tensors of one device on their way to the host, waited for only when they are read."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._tensors = [_to_host(tensor) for tensor in tensors]
+        self._tensors = [_to_host(tensor) if tensor.is_cuda else tensor for tensor in tensors]
         self._event: torch.cuda.Event | None = None
-        if any(tensor.device.type == "cuda" for tensor in tensors):
+        if tensors[0].is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -45,7 +45,7 @@ class HostCopy:
     """Sampled tokens on their way to the host."""
 
     def __init__(self, sampled: Sampled) -> None:
-        self._fields = Arriving(*(field for field in sampled if field is not None))
+        self._fields = Arriving(*[field for field in sampled if field is not None])
 
     def token_ids(self) -> list[int]:
         """The drawn tokens, as soon as they are there."""
@@ -53,10 +53,11 @@ class HostCopy:
 
     def read(self, params: list[SamplingParams]) -> tuple[Logprob, ...]:
         """One ``Logprob`` per entry, with as many of the likeliest as ``params`` of that entry asks for."""
-        ids, *others = (field.tolist() for field in self._fields.read())
-        if not others:
-            return tuple(Logprob(token, _NAN) for token in ids[: len(params)])
-        logprobs, top_ids, top_logprobs = others
+        fields = self._fields.read()
+        ids = fields[0].tolist()
+        if len(fields) == 1:
+            return tuple([Logprob(token, _NAN) for token in ids[: len(params)]])
+        logprobs, top_ids, top_logprobs = (field.tolist() for field in fields[1:])
         out = []
         for i, wanted in enumerate(params):
             num_top = wanted.logprobs or 0
@@ -66,8 +67,6 @@ class HostCopy:
 
 
 def _to_host(field: Tensor) -> Tensor:
-    if field.device.type != "cuda":
-        return field
     pinned = torch.empty(field.shape, dtype=field.dtype, pin_memory=True)
     return pinned.copy_(field, non_blocking=True)
 
@@ -184,5 +183,7 @@ class SubmittedStep:
                 prefilled[prompt.entry.request_id] = prompt.result(tokens[:num_rows])
                 tokens = tokens[num_rows:]
         decoded = self._decoded[0].read(self._decoded[1]) if self._decoded else ()
-        ends = {row: end for read in self._grammar_ends for row, end in read().items()}
+        ends: dict[int, str] = {}
+        for read in self._grammar_ends:
+            ends.update(read())
         return StepResult(step_id=self._step_id, prefilled=prefilled, decoded=decoded, grammar_ends=ends)

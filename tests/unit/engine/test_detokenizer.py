@@ -6,7 +6,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from snapstream.engine.detokenizer import MAX_HELD_TOKENS, Detokenizer, StopMatcher, TextStream
+from snapstream.engine.detokenizer import (
+    MAX_HELD_TOKENS,
+    MOST_REMEMBERED,
+    Detokenizer,
+    RememberingTokenizer,
+    StopMatcher,
+    TextStream,
+)
 
 SPECIAL = 0  # id of the toy tokenizer's special token
 
@@ -172,3 +179,35 @@ def test_no_more_is_held_back_than_a_stop_string_could_need(text: str, stops: li
         held = text[len(shown) : end]
         assert text[:end] == shown + held
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+class Asked(PieceTokenizer):
+    """Counts what it is asked."""
+
+    num_asked = 0
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        self.num_asked += 1
+        return super().decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_text_that_repeats_itself_is_decoded_once() -> None:
+    tokenizer = Asked([b"a", b"b"])
+    remembering = RememberingTokenizer(tokenizer)
+    first, second = (TextStream(remembering, stop=(), include_stop=False, skip_special_tokens=True) for _ in range(2))
+    assert "".join(first.push(token)[0] for token in [1, 2] * 8) == "ab" * 8
+    asked = tokenizer.num_asked
+    assert asked == 4  # a, b, ab, ba
+    assert "".join(second.push(token)[0] for token in [1, 2] * 8) == "ab" * 8 and tokenizer.num_asked == asked
+    texts = [remembering.decode([SPECIAL, 1], skip_special_tokens=skips) for skips in (True, False)]
+    assert texts == ["a", "<s>a"], "what is skipped is part of the question"
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    tokenizer = Asked([b"a"] * (MOST_REMEMBERED + 1))
+    remembering = RememberingTokenizer(tokenizer)
+    for token in range(1, MOST_REMEMBERED + 2):
+        remembering.decode([token], skip_special_tokens=True)
+    for token in (MOST_REMEMBERED + 1, 1):  # the last is there, the first has left
+        remembering.decode([token], skip_special_tokens=True)
+    assert tokenizer.num_asked == MOST_REMEMBERED + 2
