@@ -1,9 +1,10 @@
 """Engines over narrow weights, by name: the width of weights, and of the inputs of products in decode.
 
 By plain calls: prefill computes with the widened weights, decode too, and with ``-a8`` every product of decode with a
-layer or the head sees its input after a trip through int8, which is what looped steps multiply with. ``-auto`` is what
-an engine does by itself on a processor that multiplies bf16: prefill sees its inputs after a trip through bf16, and
-beside weights of bf16 decode does too; with ``-prefill`` it does not, as in models of experts or latents.
+layer or the head sees its input after a trip through int8, which is what looped steps multiply with. On a processor
+that multiplies bf16 an engine rounds what prefill multiplies to bf16 by itself. ``-auto`` is what it then does in dense
+models, whose decode rounds too: to int8 beside codes, to bf16 beside weights of bf16. ``-prefill`` is what it does in
+models with experts or latents, whose decode does not.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Width:
     activations: ActivationOption = "dtype"
     is_everywhere: bool = False  # of int4: attention too
     rounds_prefill: bool = False  # to bf16: what auto does where a processor gains by it
-    rounds_decode: bool = False  # to bf16
+    rounds_decode: bool = False  # to int8 beside codes, else to bf16
 
     @property
     def make_runner(self) -> MakeRunner:
@@ -52,10 +53,8 @@ class Width:
         found = {} if self.weights == "auto" else {"weight_width": str(self.weights)}
         if self.weights == "int4" and not self.is_everywhere:
             found["attention_width"] = "int8"
-        if self.weights in CODE_BITS and self.activations != "dtype":
-            found["activations"] = "int8"
         if self.rounds_decode:
-            found["activations"] = "bfloat16"
+            found["activations"] = "int8" if self.weights in CODE_BITS else "bfloat16"
         return found | ({"prefill_inputs": "bfloat16"} if self.rounds_prefill else {})
 
     def check(self, config: EngineConfig) -> None:
@@ -64,9 +63,12 @@ class Width:
             return
         if config.weights.rounds_prefill != self.rounds_prefill:
             raise ValueError(f"prefill of {self.words} weights rounds its inputs on other processors, not on this one")
-        layers = config.weights.layers
-        if not layers.is_codes and layers.rounds_inputs != self.rounds_decode:
-            raise ValueError(f"decode of {self.words} weights rounds its inputs in dense models, and not in others")
+        if config.weights.layers.rounds_inputs != self.rounds_decode:
+            width = next(name for name, own in WIDTHS.items() if own is self)
+            raise ValueError(
+                f"decode of {self.words} weights rounds its inputs in dense models and in no others; "
+                f"this width is for {'the former' if self.rounds_decode else 'the latter'}: {width!r}"
+            )
 
 
 WIDTHS = {
@@ -77,11 +79,15 @@ WIDTHS = {
         words="bf16", weights="bfloat16", activations="auto", rounds_prefill=True, rounds_decode=True
     ),
     "int8": Width(words="int8", weights="int8"),
-    "int8-a8": Width(words="int8", weights="int8", activations="int8"),
-    "int8-auto": Width(words="int8", weights="int8", activations="auto", rounds_prefill=True),
+    "int8-a8": Width(words="int8", weights="int8", activations="int8", rounds_decode=True),
+    "int8-prefill": Width(words="int8", weights="int8", activations="auto", rounds_prefill=True),
+    "int8-auto": Width(words="int8", weights="int8", activations="auto", rounds_prefill=True, rounds_decode=True),
     "int4": Width(words="int4", weights="int4"),
-    "int4-a8": Width(words="int4", weights="int4", activations="int8"),
-    "int4-auto": Width(words="int4", weights="int4", activations="auto", rounds_prefill=True),
+    "int4-a8": Width(words="int4", weights="int4", activations="int8", rounds_decode=True),
+    "int4-prefill": Width(words="int4", weights="int4", activations="auto", rounds_prefill=True),
+    "int4-auto": Width(words="int4", weights="int4", activations="auto", rounds_prefill=True, rounds_decode=True),
     "int4-everywhere": Width(words="int4, attention too", weights="int4", is_everywhere=True),
-    "int4-everywhere-a8": Width(words="int4, attention too", weights="int4", activations="int8", is_everywhere=True),
+    "int4-everywhere-a8": Width(
+        words="int4, attention too", weights="int4", activations="int8", is_everywhere=True, rounds_decode=True
+    ),
 }

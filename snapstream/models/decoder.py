@@ -137,7 +137,9 @@ class Decoder:
 
     @property
     def sums_alike(self) -> bool:
-        """Whether what a token gets from the second half of a layer is the same bits alone and beside others."""
+        """Whether what a token gets from the second half of a layer is the same bits alone and beside others. Not so
+        among experts, whose products over panels would be: a router's product is a plain one.
+        """
         return self.config.moe is None and all(weight.sums_alike for weight in self.weights.matrices.values())
 
     def with_kernels(self, kernels: Kernels) -> Decoder:

@@ -145,8 +145,8 @@ class DeployConfig:
         """What rows that travel rule out, before any engine is loaded."""
         if self.engine.heads is not None:
             raise ValueError(
-                "engine: heads is given; rows whose kv heads have slots of their own do not travel yet, so there can "
-                "be no prefill replicas"
+                "engine: heads is given; a deployment sends no rows whose kv heads have slots of their own, so there "
+                "can be no prefill replicas"
             )
         if self.decode.queued_tokens != QUEUED_TOKENS:
             raise ValueError("decode: queued_tokens is for replicas that read prompts; give it to prefill")
