@@ -31,6 +31,7 @@ PARAMS = {
     "top-p": SamplingParams(temperature=0.6, top_p=0.9),
     "min-p": SamplingParams(temperature=1.0, min_p=0.05),
     "frequency penalty": SamplingParams(temperature=0.6, frequency_penalty=0.5),
+    "greedy, 5 log-probabilities": SamplingParams(temperature=0.0, logprobs=5),
 }
 SPREAD = 3.0  # standard deviation of the logits
 

@@ -1,20 +1,17 @@
 """The draw of a looped step: a token for each row from its logits, by the engine's own team (``looped/sample.h``).
 
 ``layers/sampler.py`` is its definition, and says what a token depends on; this is the same in C++, row by row, over the
-same state. Only log-probabilities are PyTorch's. Next: ``decode_looped.py``.
+same state; log-probabilities equal the definition's to rounding. Next: ``decode_looped.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import byref
 
 import torch
 from torch import Tensor
 
 from snapstream.kernels.cpu.looped.library import Draw, Sampling, Team, address
-from snapstream.layers.logprobs import token_logprobs
 from snapstream.layers.sampler import Sampled
 from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
 from snapstream.runner.rows import Rows
@@ -41,25 +38,21 @@ class NativeDraw:
 
     def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """A token for each of ``rows [B]`` int64 from ``logits [B, V]`` fp32; the rows go on."""
-        tokens = torch.empty_like(rows)
+        tokens, reported = torch.empty_like(rows), self._room(len(rows), needs)
+        logprobs, top_ids, top_logprobs = reported or (None, None, None)
         call = Draw(
-            rows=address(rows), logits=address(logits), tokens=address(tokens), batch=len(rows), bias=needs.bias,
-            min_tokens=needs.min_tokens, penalties=needs.penalties, grammar=needs.grammar,
+            rows=address(rows), logits=address(logits), tokens=address(tokens), logprobs=address(logprobs),
+            top_ids=address(top_ids), top_logprobs=address(top_logprobs), batch=len(rows),
+            num_top=0 if top_ids is None else top_ids.shape[1], bias=needs.bias, min_tokens=needs.min_tokens,
+            penalties=needs.penalties, grammar=needs.grammar,
         )  # fmt: skip
         team = self._team
         team.library.draw(team.handle, byref(self._sampling), byref(call), address(self._workspace), self._places)
+        return Sampled(tokens, logprobs, top_ids, top_logprobs)
+
+    def _room(self, batch: int, needs: SamplingNeeds) -> tuple[Tensor, Tensor, Tensor] | None:
+        """For log-probabilities, where any are asked for."""
         if needs.num_logprobs is None:
-            return Sampled(tokens)
-        with _one_torch_thread():  # a row without a token reports those of token 0, which nobody reads
-            return Sampled(tokens, *token_logprobs(logits, tokens.clamp(min=0), needs.num_logprobs))
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """OpenMP's threads spin on for milliseconds after each of their regions, and would keep the team from its cores."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
+            return None
+        num_top = min(needs.num_logprobs, self._sampling.vocab)
+        return torch.empty(batch), torch.empty(batch, num_top, dtype=torch.int64), torch.empty(batch, num_top)

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 
 #include "adjust.h"
 #include "candidates.h"
@@ -81,6 +82,7 @@ class Drawer {
         const int64_t row = call_.rows[b];
         const float* line = call_.logits + b * s_.vocab;
         Peak peak = find_peak(line, s_.vocab, own_.maxima);
+        const Peak raw = peak;
         int64_t token = NO_TOKEN;
         if (peak.is_finite) {
             if (adjust(s_, call_, b, own_.line)) peak = find_peak(line = own_.line, s_.vocab, own_.maxima);
@@ -88,6 +90,7 @@ class Drawer {
             if (call_.penalties && has_penalties(s_, row)) ++s_.output_counts[row * s_.vocab + token];
         }
         call_.tokens[b] = token;
+        if (call_.logprobs) report(b, raw);
         s_.last_token[row] = std::max<int64_t>(token, 0);  // a row that draws none goes on until its end is noticed
         ++s_.num_tokens[row];
         ++s_.next_position[row];
@@ -130,21 +133,72 @@ class Drawer {
     }
 
     int64_t drawn_from_all(const float* line, const Scale& scale, int64_t lowest, double at) {
-        int64_t group_weights[GROUP];
-        const auto weigh_group = [&](int64_t group) {
-            const int64_t first = group * GROUP, count = std::min(GROUP, s_.vocab - first);
-            weigh(line + first, count, scale, lowest, group_weights);
-            return count;
-        };
-        int64_t *sums = own_.weights, total = 0;
-        const int64_t groups = (s_.vocab + GROUP - 1) / GROUP;
-        for (int64_t group = 0; group < groups; ++group) {
-            sums[group] = may_hold(own_.maxima, group, scale.least) ? sum(group_weights, weigh_group(group)) : 0;
-            total += sums[group];
-        }
+        const int64_t total = sum_groups(line, scale, lowest), *sums = own_.weights;
         int64_t target = target_of(at, total), group = 0;
-        while (group < groups - 1 && sums[group] <= target) target -= sums[group++];
-        return group * GROUP + first_beyond(group_weights, weigh_group(group), target);
+        while (group < num_groups() - 1 && sums[group] <= target) target -= sums[group++];
+        int64_t weights[GROUP];
+        return group * GROUP + first_beyond(weights, weigh_group(line, group, scale, lowest, weights), target);
+    }
+
+    int64_t num_groups() const { return (s_.vocab + GROUP - 1) / GROUP; }
+
+    // Weights of all tokens; those of each group are added up in `weights`.
+    int64_t sum_groups(const float* line, const Scale& scale, int64_t lowest) {
+        int64_t weights[GROUP], total = 0;
+        for (int64_t group = 0; group < num_groups(); ++group) {
+            int64_t& own = own_.weights[group] = 0;
+            if (may_hold(own_.maxima, group, scale.least))
+                own = sum(weights, weigh_group(line, group, scale, lowest, weights));
+            total += own;
+        }
+        return total;
+    }
+
+    int64_t weigh_group(const float* line, int64_t group, const Scale& scale, int64_t lowest, int64_t* out) const {
+        const int64_t first = group * GROUP, count = std::min(GROUP, s_.vocab - first);
+        weigh(line + first, count, scale, lowest, out);
+        return count;
+    }
+
+    // Log-probabilities by the logits as the model made them, of the token and of the likeliest. What weights leave out
+    // is less than 2^-42 of the likeliest for each token: nothing beside the rounding of fp32.
+    void report(int64_t b, const Peak& raw) {
+        constexpr double LOG_2 = 0.69314718055994530942;
+        const float* line = call_.logits + b * s_.vocab;
+        float* top_logprobs = call_.top_logprobs + b * call_.num_top;
+        int64_t* top_ids = call_.top_ids + b * call_.num_top;
+        if (!raw.is_finite) {  // its request has ended
+            call_.logprobs[b] = std::numeric_limits<float>::quiet_NaN();
+            std::fill(top_logprobs, top_logprobs + call_.num_top, call_.logprobs[b]);
+            return std::fill(top_ids, top_ids + call_.num_top, 0);
+        }
+        find_peak(line, s_.vocab, own_.maxima);
+        const double total = static_cast<double>(sum_groups(line, scale_of(raw.score, 1.0), 0));
+        const double all = raw.score + std::log(total) - 42 * LOG_2;
+        const auto logprob = [&](int64_t token) { return static_cast<float>(line[token] - all); };
+        call_.logprobs[b] = logprob(call_.tokens[b]);
+        find_top(line, top_ids);
+        for (int64_t i = 0; i < call_.num_top; ++i) top_logprobs[i] = logprob(top_ids[i]);
+    }
+
+    // The ids of the `num_top` largest scores.
+    void find_top(const float* line, int64_t* top_ids) {
+        const int64_t wanted = call_.num_top, maxima = num_maxima(s_.vocab);
+        if (!wanted) return;
+        float least = std::numeric_limits<float>::lowest();
+        if (wanted <= maxima)
+            least = std::max(least, kth_largest(own_.maxima, maxima, wanted, reinterpret_cast<float*>(own_.weights)));
+        Candidates found{own_.ids, own_.scores, 0};
+        found.take(line, s_.vocab, own_.maxima, least);
+        auto* places = reinterpret_cast<int32_t*>(own_.line);
+        const int64_t count = std::min(wanted, found.count);
+        for (int64_t i = 0; i < found.count; ++i) places[i] = static_cast<int32_t>(i);
+        std::partial_sort(places, places + count, places + found.count, [&](int32_t a, int32_t b) {
+            return found.scores[a] != found.scores[b] ? found.scores[a] > found.scores[b] : a < b;
+        });
+        for (int64_t i = 0; i < count; ++i) top_ids[i] = found.ids[places[i]];
+        for (int64_t id = 0, i = count; i < wanted; ++id)  // behind them those that cannot be drawn
+            if (line[id] < least) top_ids[i++] = id;
     }
 
     const Sampling& s_;

@@ -20,11 +20,14 @@ struct Sampling {  // what is kept of rows, [rows + 1] or [rows + 1, a number of
     int64_t vocab, num_stop_ids, num_bias;
 };
 
-struct Draw {  // one call; whether any row may need each of these is told, so that nobody looks in vain
+struct Draw {  // one call; it is told whether any row may need a bias and so on, so that nobody looks in vain
     const int64_t* rows;  // [batch], distinct
     const float* logits;  // [batch, vocab]
     int64_t* tokens;      // [batch]; -1 where the logits are not finite
-    int64_t batch, bias, min_tokens, penalties, grammar;
+    float* logprobs;      // [batch]: of the tokens, by the logits as they are; or null. Then also those of the likeliest:
+    int64_t* top_ids;     // [batch, num_top], falling, the lowest id first among equals
+    float* top_logprobs;  // [batch, num_top]
+    int64_t batch, num_top, bias, min_tokens, penalties, grammar;  // num_top: at most vocab
 };
 
 int64_t sampling_bytes(int64_t vocab);  // of the workspace of a place; a member of the team that draws needs one
