@@ -118,9 +118,9 @@ class Attention : protected ProductWorker {
             std::memcpy(row + first, found, count * 4);
             if (e_.heads_done[b].fetch_add(1, std::memory_order_acq_rel) + 1 < m_.kv_heads) return;
             e_.heads_done[b].store(0, std::memory_order_relaxed);
-            return put_input(m_.o, e_.packed, groups_, b, row, 0, cols);
+            return put_input(m_.o, e_.packed, Place(groups_, b), row, 0, cols);
         }
-        put_input(m_.o, e_.packed, groups_, b, found, first, count);
+        put_input(m_.o, e_.packed, Place(groups_, b), found, first, count);
     }
 };
 

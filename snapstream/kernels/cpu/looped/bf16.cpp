@@ -15,7 +15,7 @@ namespace looped {
 namespace {
 
 constexpr int64_t LEAST_GROUP = 32;  // columns of a group of codes
-constexpr int64_t BLOCK = 512;  // columns, whole groups, after which a tile lets the next tokens have the same weights
+constexpr int64_t BLOCK = 256;  // columns, whole groups, after which a tile lets the next tokens have the same weights
 
 // Codes as whole numbers in bf16, times a power of two that is missing in the scales (forms.h).
 template <int BITS>
@@ -122,14 +122,9 @@ Product bf16_product(int64_t format) {
 
 Products bf16_products() { return {few_or_many, two_panels}; }
 
-void pack_bf16(const float* x, int64_t cols, float* packed, const Groups& groups, int64_t token) {
-    pack_bf16_part(x, 0, cols, cols, packed, groups, token);
-}
-void pack_bf16_part(const float* x, int64_t first, int64_t count, int64_t cols, float* packed, const Groups& groups,
-                    int64_t token) {
-    const int64_t group = groups.of(token), begin = groups.begin(group), stride = groups.size(group);
-    auto* to = reinterpret_cast<uint32_t*>(packed) + begin * (padded(cols) / 2) + first / 2 * stride + (token - begin);
-    pack_row(x, count, first + count == cols ? padded(cols) - first : count, to, stride);
+void pack_bf16(const float* x, int64_t first, int64_t count, int64_t cols, float* packed, const Place& place) {
+    auto* to = reinterpret_cast<uint32_t*>(packed) + place.begin * (padded(cols) / 2) + first / 2 * place.size + place.at;
+    pack_row(x, count, first + count == cols ? padded(cols) - first : count, to, place.size);
 }
 
 #else
@@ -138,8 +133,7 @@ bool multiplies_bf16() { return false; }
 bool gains_by_bf16() { return false; }
 Product bf16_product(int64_t) { return nullptr; }
 Products bf16_products() { return {nullptr, nullptr}; }
-void pack_bf16(const float*, int64_t, float*, const Groups&, int64_t) {}
-void pack_bf16_part(const float*, int64_t, int64_t, int64_t, float*, const Groups&, int64_t) {}
+void pack_bf16(const float*, int64_t, int64_t, int64_t, float*, const Place&) {}
 
 #endif
 

@@ -17,10 +17,7 @@ inline bool takes_bf16(const Stack& matrix) { return matrix.inputs == BF16; }
 Product bf16_product(int64_t format);
 // Of a matrix of bf16, for decode: few tokens, or many.
 Products bf16_products();
-// x [cols] as one token of `packed`.
-void pack_bf16(const float* x, int64_t cols, float* packed, const Groups& groups, int64_t token);
-// The same of `count` columns from `first` on, both even unless they are the last.
-void pack_bf16_part(const float* x, int64_t first, int64_t count, int64_t cols, float* packed, const Groups& groups,
-                    int64_t token);
+// x [count]: columns `first` and further of a token, of `cols`; both even unless they are the last.
+void pack_bf16(const float* x, int64_t first, int64_t count, int64_t cols, float* packed, const Place& place);
 
 }  // namespace looped

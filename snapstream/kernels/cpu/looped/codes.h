@@ -21,11 +21,9 @@ inline int64_t packed_ints(const Stack& matrix) { return matrix.cols / matrix.gr
 // Where the codes of one token go.
 class PackedCodes {
   public:
-    PackedCodes(float* base, const Groups& groups, int64_t token, const Stack& matrix)
-        : group_(matrix.group), offset_(matrix.format == I8 ? 128 : 8) {
-        const int64_t own = groups.of(token), first = groups.begin(own);
-        stride_ = groups.size(own);
-        to_ = reinterpret_cast<int32_t*>(base) + first * packed_ints(matrix) + (token - first);
+    PackedCodes(float* base, const Place& place, const Stack& matrix)
+        : group_(matrix.group), offset_(matrix.format == I8 ? 128 : 8), stride_(place.size) {
+        to_ = reinterpret_cast<int32_t*>(base) + place.begin * packed_ints(matrix) + place.at;
     }
 
     // x [count]: whole groups from column `col` on.
@@ -71,8 +69,8 @@ class PackedCodes {
 
     const int64_t group_;
     const int32_t offset_;
+    const int64_t stride_;
     int32_t* to_;
-    int64_t stride_;
 };
 
 // Of a matrix of codes whose inputs are codes: x is what PackedCodes wrote.
@@ -91,11 +89,11 @@ inline Products products_of(const Stack& matrix) {
 
 // Columns `first` and further of a token to where a product with that matrix takes its input: codes in whole groups, other
 // numbers an even count, unless they are the last.
-inline void put_input(const Stack& matrix, float* packed, const Groups& groups, int64_t token, const float* x,
-                      int64_t first, int64_t count) {
-    if (takes_bf16(matrix)) return pack_bf16_part(x, first, count, matrix.cols, packed, groups, token);
-    if (takes_codes(matrix)) return PackedCodes(packed, groups, token, matrix).put(first, x, count);
-    const Packed to(packed, groups, token, matrix.cols);
+inline void put_input(const Stack& matrix, float* packed, const Place& place, const float* x, int64_t first,
+                      int64_t count) {
+    if (takes_bf16(matrix)) return pack_bf16(x, first, count, matrix.cols, packed, place);
+    if (takes_codes(matrix)) return PackedCodes(packed, place, matrix).put(first, x, count);
+    const Packed to(packed, place, matrix.cols);
     for (int64_t i = 0; i < count; ++i) to.put(first + i, x[i]);
     if (first + count == matrix.cols) to.end(matrix.cols);
 }

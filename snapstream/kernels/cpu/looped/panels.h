@@ -32,18 +32,36 @@ struct Groups {
         while (begin(group) > token) --group;
         return group;
     }
-    const int64_t tokens, count;
-    const char* const next;  // the panels that are multiplied after these ones; null: those behind them
-    const int64_t apart;     // bytes from one panel to the other that is multiplied with it; 0: they lie side by side
+    int64_t tokens, count;
+    const char* next;  // the panels that are multiplied after these ones; null: those behind them
+    int64_t apart;     // bytes from one panel to the other that is multiplied with it; 0: they lie side by side
+};
+
+// A token among packed ones. To go from one to the next is much cheaper than to find one.
+class Place {
+  public:
+    Place(const Groups& groups, int64_t token) : groups_(groups), group_(groups.of(token)) {
+        enter();
+        at = token - begin;
+    }
+    void next() {
+        if (++at < size) return;
+        ++group_;
+        enter();
+    }
+    int64_t begin, size, at;  // of its group the first token, and how many; its number among them
+
+  private:
+    void enter() { begin = groups_.begin(group_), size = groups_.size(group_), at = 0; }
+    Groups groups_;
+    int64_t group_;
 };
 
 // Where the numbers of a token lie in packed activations: one every `stride`.
 struct Packed {
-    Packed(float* base, const Groups& groups, int64_t token, int64_t cols) {
-        const int64_t group = groups.of(token), first = groups.begin(group);
-        stride = groups.size(group);
-        to = base + first * padded(cols) + (token - first);
-    }
+    Packed(float* base, const Place& place, int64_t cols)
+        : to(base + place.begin * padded(cols) + place.at), stride(place.size) {}
+    Packed(float* base, const Groups& groups, int64_t token, int64_t cols) : Packed(base, Place(groups, token), cols) {}
     void put(int64_t col, float x) const { to[col * stride] = x; }
     void end(int64_t cols) const {
         for (int64_t col = cols; col < padded(cols); ++col) put(col, 0.0f);

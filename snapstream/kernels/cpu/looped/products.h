@@ -58,9 +58,10 @@ class ProductWorker : protected Worker {
         share((matrix.cols + PIECE - 1) / PIECE, 1, [&](int64_t piece) {
             const int64_t first = piece * PIECE, count = std::min(PIECE, matrix.cols - first);
             float made[PIECE];
-            for (int64_t b = 0; b < s_.batch; ++b) {
+            Place place(groups_, 0);
+            for (int64_t b = 0; b < s_.batch; ++b, place.next()) {
                 make(b, first, count, made);
-                put_input(matrix, e_.packed, groups_, b, made, first, count);
+                put_input(matrix, e_.packed, place, made, first, count);
             }
         });
     }
@@ -110,18 +111,18 @@ class ProductWorker : protected Worker {
     // of the input of `down` from `first` on. bias: of gate [inner], then of up, or null.
     void activate_panel(const Stack& down, const float* bias, int64_t first, int64_t tokens, const float* shares,
                         float* packed) {
-        const Groups groups(tokens);
+        Place place(Groups(tokens), 0);
         float gate_bias[PANEL] = {}, up_bias[PANEL] = {}, active[PANEL];
         if (bias) {
             std::copy(bias + first, bias + first + PANEL, gate_bias);
             std::copy(bias + down.cols + first, bias + down.cols + first + PANEL, up_bias);
         }
-        for (int64_t t = 0; t < tokens; ++t) {
+        for (int64_t t = 0; t < tokens; ++t, place.next()) {
             const float *gates = scratch_ + t * PANEL, *ups = gates + tokens * PANEL;
             const vec share = all(shares ? shares[t] : 1.0f);
             for (int v = 0; v < PANEL; v += W)
                 store(active + v, swiglu(load(gates + v) + load(gate_bias + v), load(ups + v) + load(up_bias + v)) * share);
-            put_input(down, packed, groups, t, active, first, PANEL);
+            put_input(down, packed, place, active, first, PANEL);
         }
     }
 

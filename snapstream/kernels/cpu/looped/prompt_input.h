@@ -25,10 +25,30 @@ class Input {
     float* of(int64_t range) const { return packed_ + begin(range) * padded(matrix_.cols); }
 
     // Columns `first` and further of a token; codes in whole groups.
-    void put(int64_t token, const float* x, int64_t first, int64_t count) const {
-        const int64_t range = token / size_;
-        put_input(matrix_, of(range), groups(range), token - begin(range), x, first, count);
-    }
+    void put(int64_t token, const float* x, int64_t first, int64_t count) const { At(*this, token).put(x, first, count); }
+
+    // A token, from which the next is cheaper to find than by its number.
+    class At {
+      public:
+        At(const Input& input, int64_t token)
+            : input_(input), range_(token / input.size_), place_(input.groups(range_), token - input.begin(range_)),
+              left_(std::min(input.begin(range_ + 1), input.tokens_) - token) {}
+        void put(const float* x, int64_t first, int64_t count) const {
+            put_input(input_.matrix_, input_.of(range_), place_, x, first, count);
+        }
+        void next() {
+            if (--left_ > 0) return place_.next();
+            if (++range_ == input_.ranges()) return;
+            const Groups groups = input_.groups(range_);
+            place_ = Place(groups, 0), left_ = groups.tokens;
+        }
+
+      private:
+        const Input& input_;
+        int64_t range_;
+        Place place_;
+        int64_t left_;
+    };
 
   private:
     const Stack& matrix_;
@@ -46,14 +66,15 @@ inline void activate(const Input& input, const float* bias, int64_t inner, const
         std::copy(bias + first, bias + first + PANEL, gate_bias);
         std::copy(bias + inner + first, bias + inner + first + PANEL, up_bias);
     }
-    for (int64_t t = 0; t < tokens; ++t) {
+    Input::At at(input, begin);
+    for (int64_t t = 0; t < tokens; ++t, at.next()) {
         const vec share = all(shares ? shares[begin + t] : 1.0f);
         for (int v = 0; v < PANEL; v += W) {
             const vec gate = load(gates + t * PANEL + v) + load(gate_bias + v);
             const vec up = load(ups + t * PANEL + v) + load(up_bias + v);
             store(active + v, gate / (1.0f + exponential(-gate)) * up * share);
         }
-        input.put(begin + t, active, first, PANEL);
+        at.put(active, first, PANEL);
     }
 }
 
