@@ -92,6 +92,10 @@ class LoopedDecode:
         self._run(rows, tokens)
         return Sampled(tokens)
 
+    def sample(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """See ``OwnSampler``."""
+        return self._sampler.sample(logits, rows.contiguous(), needs)
+
     def logits(self, rows: Tensor) -> Tensor:
         """See ``EagerDecode.logits``; overwritten by the next step."""
         self._run(rows, None)

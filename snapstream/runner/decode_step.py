@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -50,6 +50,15 @@ class DecodeStep(Protocol):
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """Feed each of ``rows [B]`` int64 its last token and draw the next one."""
+        ...
+
+
+@runtime_checkable
+class OwnSampler(Protocol):
+    """What a decode step has besides, where it draws by other means than ``sampler.sample``: first tokens go there."""
+
+    def sample(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """See ``sampler.sample``, over the engine's own state: ``logits [B, V]`` fp32, ``rows [B]`` int64, distinct."""
         ...
 
 

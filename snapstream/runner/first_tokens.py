@@ -16,6 +16,7 @@ from snapstream.layers.sampling_state import NewRow, SamplingNeeds, SamplingStat
 from snapstream.layers.upload import upload
 from snapstream.models.decoder import Decoder
 from snapstream.request import SamplingParams
+from snapstream.runner.decode_step import DecodeStep, OwnSampler
 from snapstream.runner.grammars import RowGrammars
 from snapstream.runner.results import Finished, SubmittedStep
 from snapstream.runner.row_writer import RowWriter
@@ -34,6 +35,11 @@ class FirstTokens:
         # Some checkpoints name end tokens that their vocabulary does not have; they can never be drawn.
         self._end_ids = tuple(token for token in model.eos_token_ids if 0 <= token < model.vocab_size)
         self.params: dict[int, SamplingParams] = {}  # by row: which variant of the sampler a batch needs
+        self._sampler: OwnSampler | None = None
+
+    def use_decode(self, decode: DecodeStep) -> None:
+        """Draw as ``decode`` does from now on; both ways draw the same tokens."""
+        self._sampler = decode if isinstance(decode, OwnSampler) else None
 
     def draw(self, prompts: Sequence[Finished], hidden: Tensor, step: SubmittedStep) -> None:
         """``hidden [P, D]``: of the last token of each prompt, whose rows are written; none may be missing."""
@@ -55,7 +61,10 @@ class FirstTokens:
             self._grammars.admit(prompt.entry)
             self._writer.admit(prompt.entry)
         params = [entry.sampling for entry in new]
-        logits = self._decoder.logits(hidden)[source]  # [rows, V]
-        sampled = sample(logits, self._sampling, rows, SamplingNeeds.of(params))
+        logits, needs = self._decoder.logits(hidden)[source], SamplingNeeds.of(params)  # [rows, V]
+        if self._sampler is not None:
+            sampled = self._sampler.sample(logits, rows, needs)
+        else:
+            sampled = sample(logits, self._sampling, rows, needs)
         self._rows.feed(rows, sampled.token_ids)
         self._grammars.follow([entry.row for entry in new], step.add_prefilled(sampled, params, prompts), step)

@@ -18,7 +18,7 @@ from snapstream.runner.rows import Rows
 
 
 class NativeDraw:
-    """``sampler.sample`` and ``Rows.advance`` in one call. Rows of a call are distinct."""
+    """``sampler.sample``, and with it ``Rows.advance``, in one call. Rows of a call are distinct."""
 
     def __init__(self, team: Team, state: SamplingState, rows: Rows, max_batch: int) -> None:
         """``state`` and ``rows`` lie on the CPU and keep their addresses."""
@@ -37,14 +37,23 @@ class NativeDraw:
         return self._workspace.nbytes
 
     def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
-        """A token for each of ``rows [B]`` int64 from ``logits [B, V]`` fp32; the rows go on."""
+        """A token for each of ``rows [B]`` int64 from ``logits [B, V]`` fp32, of which there may be any number; they
+        are fed it and go on.
+        """
+        return self._call(logits, rows, needs, feeds=True)
+
+    def sample(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """See ``OwnSampler``: rows are not fed what they draw."""
+        return self._call(logits, rows, needs, feeds=False)
+
+    def _call(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds, *, feeds: bool) -> Sampled:
         tokens, reported = torch.empty_like(rows), self._room(len(rows), needs)
         logprobs, top_ids, top_logprobs = reported or (None, None, None)
         call = Draw(
             rows=address(rows), logits=address(logits), tokens=address(tokens), logprobs=address(logprobs),
             top_ids=address(top_ids), top_logprobs=address(top_logprobs), batch=len(rows),
             num_top=0 if top_ids is None else top_ids.shape[1], bias=needs.bias, min_tokens=needs.min_tokens,
-            penalties=needs.penalties, grammar=needs.grammar,
+            penalties=needs.penalties, grammar=needs.grammar, feeds=feeds,
         )  # fmt: skip
         team = self._team
         team.library.draw(team.handle, byref(self._sampling), byref(call), address(self._workspace), self._places)

@@ -122,6 +122,7 @@ class ModelRunner:
         """Make and warm up another decode step over the same rows; for comparisons of executors."""
         self.decode = make_decode(self.step_parts)
         self.decode.warm_up(progress)
+        self._first.use_decode(self.decode)
 
     @property
     def num_jobs(self) -> int:

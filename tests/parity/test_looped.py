@@ -20,7 +20,7 @@ from snapstream.config import EngineConfig, EngineOptions, KVBudget, ModelConfig
 from snapstream.kernels import int8
 from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
-from snapstream.layers.sampler import NO_TOKEN
+from snapstream.layers.sampler import NO_TOKEN, Sampled
 from snapstream.layers.sampling_state import SamplingNeeds
 from snapstream.llm import LLM
 from snapstream.models.decoder import Decoder
@@ -29,6 +29,7 @@ from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.weights import DecoderWeights
 from snapstream.request import SamplingParams
+from snapstream.runner import decode_eager, first_tokens
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_looped import LoopedDecode
 from snapstream.runner.model_runner import ModelRunner
@@ -99,19 +100,30 @@ def test_tokens_equal_eager_in_other_engines(changes: dict[str, Any], prompts: l
     assert answers(folder, prompts, "looped", **changes) == answers(folder, prompts, "eager", **changes)
 
 
-def test_sampled_answers_of_the_tiny_model() -> None:
-    """Draws that no two parameters share, in one batch; both executors draw the same tokens of the same seeds."""
+def test_sampled_answers_of_the_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws that no two parameters share, in one batch; both executors draw the same tokens of the same seeds, each by
+    its own means from the first one on.
+    """
     options: list[dict[str, Any]] = [
         {"temperature": 1.0}, {"temperature": 2.0, "top_k": 20, "top_p": 0.95}, {"temperature": 1.5, "top_p": 0.9},
         {"temperature": 1.6, "min_p": 0.02, "logprobs": 2}, {"temperature": 1.5, "repetition_penalty": 1.3},
         {"temperature": 1.5, "presence_penalty": 1.0, "logit_bias": {65: 4.0}, "min_tokens": 9}, {"temperature": 0.0},
     ]  # fmt: skip
     asked = [SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, **own) for seed, own in enumerate(options)]
-    found = []
+    found, calls, counts = [], [], []
+    for room in (first_tokens, decode_eager):
+
+        def counted(*given: Any, own: Any = room.sample) -> Sampled:
+            calls.append(own)
+            return own(*given)
+
+        monkeypatch.setattr(room, "sample", counted)
     for executor in ("looped", "eager"):
         with LLM(TINY_MODEL, executor=executor, budget="full", max_model_len=256, max_rows=7, progress=False) as llm:
             found.append([list(output.token_ids) for output in llm.generate(["The code for amber"] * 7, asked)])
+            counts.append(len(calls))
     assert found[0] == found[1]
+    assert counts[0] == 0 < counts[1]
     assert len({tuple(tokens) for tokens in found[0]}) == len(options)
 
 

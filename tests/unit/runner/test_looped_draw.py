@@ -25,6 +25,7 @@ from snapstream.runner.rows import Rows
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
+COUNTERS = ("last_token", "num_tokens", "next_position")
 STOPS = [0, 3]
 INFINITE = float("inf")
 
@@ -54,7 +55,7 @@ class Side:
 
     def left(self) -> dict[str, list[Any]]:
         """What a draw may change; of rows without penalties nobody reads the counts."""
-        kept = {name: getattr(self.counters, name).tolist() for name in ("last_token", "num_tokens", "next_position")}
+        kept = {name: getattr(self.counters, name).tolist() for name in COUNTERS}
         counted = (self.state.repetition != 1) | (self.state.frequency != 0) | (self.state.presence != 0)
         counts = self.state.output_counts[counted].tolist()
         return kept | {"num_sampled": self.state.num_sampled.tolist(), "output_counts": counts}
@@ -221,6 +222,17 @@ def test_a_token_depends_on_its_row_alone() -> None:
         for rows in parts:
             tokens[-1] |= dict(zip(rows.tolist(), side.draw(logits[rows], rows).token_ids.tolist(), strict=True))
     assert all(own == tokens[0] for own in tokens)
+
+
+def test_a_draw_that_does_not_feed_rows() -> None:
+    native, plain = Side(MIXED, 900, load()), Side(MIXED, 900)
+    logits, rows = logits_of("plain", len(MIXED), 900, 4), torch.arange(len(MIXED))
+    before = native.left()
+    assert native.native is not None
+    found = native.native.sample(logits, rows, native.needs).token_ids
+    assert torch.equal(found, sample(logits, plain.state, rows, plain.needs).token_ids)
+    assert native.left() == plain.left() != before
+    assert {name: before[name] for name in COUNTERS} == {name: native.left()[name] for name in COUNTERS}
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), INFINITE, -INFINITE])

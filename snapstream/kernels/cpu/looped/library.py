@@ -106,7 +106,7 @@ class Sampling(Structure):
 class Draw(Structure):
     _fields_ = [
         *((name, c_void_p) for name in "rows logits tokens logprobs top_ids top_logprobs".split()),
-        *((name, c_int64) for name in "batch num_top bias min_tokens penalties grammar".split()),
+        *((name, c_int64) for name in "batch num_top bias min_tokens penalties grammar feeds".split()),
     ]
 
 

@@ -91,10 +91,11 @@ class Drawer {
         }
         call_.tokens[b] = token;
         if (call_.logprobs) report(b, raw);
+        ++s_.num_sampled[row];
+        if (!call_.feeds) return;
         s_.last_token[row] = std::max<int64_t>(token, 0);  // a row that draws none goes on until its end is noticed
         ++s_.num_tokens[row];
         ++s_.next_position[row];
-        ++s_.num_sampled[row];
     }
 
   private:

@@ -1,4 +1,4 @@
-// Draws one token per row from logits, as ../../../layers/sampler.py defines it, and lets rows go on. It knows no model: a
+// Draws one token per row from logits, as ../../../layers/sampler.py defines it, and feeds rows. It knows no model: a
 // call takes logits from anywhere, after a step or in a test.
 #pragma once
 #include <cstdint>
@@ -28,6 +28,7 @@ struct Draw {  // one call; it is told whether any row may need a bias and so on
     int64_t* top_ids;     // [batch, num_top], falling, the lowest id first among equals
     float* top_logprobs;  // [batch, num_top]
     int64_t batch, num_top, bias, min_tokens, penalties, grammar;  // num_top: at most vocab
+    int64_t feeds;  // whether rows are fed their tokens and go on
 };
 
 int64_t sampling_bytes(int64_t vocab);  // of the workspace of a place; a member of the team that draws needs one
