@@ -45,39 +45,33 @@ _GAUGES = ("num_running", "num_waiting", "rows_free", "rows_total", "prefix_bloc
 
 
 class StatsCounter:
-    """Totals of one engine since its start."""
+    """Totals of one engine since its start. Counted at every step, so plain numbers until somebody asks."""
 
     def __init__(self) -> None:
-        self._totals = EngineStats()
+        self._num_output = self._num_prompt = self._num_evicted = self._num_compressed = 0
+        self._compress_ms = 0.0
 
     def count(self, deltas: Iterable[RequestDelta]) -> None:
-        num_prompt = num_output = num_evicted = num_compressed = 0
-        compress_ms = 0.0
         for delta in deltas:
-            num_output += sum(len(sample.token_ids) for sample in delta.samples)
+            for sample in delta.samples:
+                self._num_output += len(sample.token_ids)
             done = delta.compression
             if done is None:
                 continue
-            num_prompt += done.prompt_tokens
-            num_evicted += done.evicted_tokens
+            self._num_prompt += done.prompt_tokens
+            self._num_evicted += done.evicted_tokens
             if done.evicted_tokens:  # else the row holds the whole prompt: nothing was chosen
-                num_compressed += 1
-                compress_ms += done.compress_ms
-        self._totals = add_totals(
-            EngineStats(
-                prompt_tokens_total=num_prompt,
-                generation_tokens_total=num_output,
-                evicted_tokens_total=num_evicted,
-                compressions_total=num_compressed,
-                compression_seconds_total=compress_ms / 1e3,
-            ),
-            self._totals,
-        )
+                self._num_compressed += 1
+                self._compress_ms += done.compress_ms
 
     def stats(self, engine: Engine, rows_total: int) -> EngineStats:
         prefix, rows = engine.prefix_stats or PrefixStats(), engine.transfer_stats
-        return replace(
-            self._totals,
+        return EngineStats(
+            prompt_tokens_total=self._num_prompt,
+            generation_tokens_total=self._num_output,
+            evicted_tokens_total=self._num_evicted,
+            compressions_total=self._num_compressed,
+            compression_seconds_total=self._compress_ms / 1e3,
             rows_sent_total=rows.num_sent,
             rows_received_total=rows.num_received,
             rows_lost_total=rows.num_failed,
