@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.looping_parts import SHAPES, Ladder, Limits, ladder_of, limits_of, runner_of
+from benchmarks.looping_parts import SHAPES, Ladder, Limits, decoder_of, forms_of, ladder_of, limits_of, runner_of
 from benchmarks.machine import report
 from snapstream.kernels.cpu.looped.library import Team, load
 
@@ -83,10 +83,11 @@ def arms(args: argparse.Namespace) -> list[dict[str, Any]]:
     figures = []
     for shape in args.shapes:
         for width in args.widths:
-            runner = runner_of(shape, width, max(args.batches), max(args.contexts), ROWS_BYTES)
+            decoder = decoder_of(shape, width)
             for context in args.contexts:
+                runner = runner_of(decoder, forms_of(width), max(args.batches), context, ROWS_BYTES)
                 for batch in args.batches:
-                    if batch > runner.config.max_rows or context > runner.cache.capacity:
+                    if batch > runner.config.max_rows:
                         continue
                     ladder = ladder_of(runner, batch, context, args.threads)
                     before = limits_of(args.threads)
@@ -102,7 +103,7 @@ def arms(args: argparse.Namespace) -> list[dict[str, Any]]:
                     }  # fmt: skip
                     figures.append(figure)
                     print_arm(figure)
-            del runner
+                del runner
     return figures
 
 
@@ -117,7 +118,7 @@ def ablations(args: argparse.Namespace) -> dict[str, Any]:
     """Threads, what is touched ahead, and what a barrier and waking cost."""
     found: dict[str, Any] = {"threads": [], "touched": []}
     shape = args.shapes[-1]
-    runner = runner_of(shape, "bfloat16", 8, 512, ROWS_BYTES)
+    runner = runner_of(decoder_of(shape, "bfloat16"), forms_of("bfloat16"), 8, 512, ROWS_BYTES)
     for threads in range(1, args.threads + 1):
         for batch in (1, 8):
             ladder = ladder_of(runner, batch, 512, threads)
@@ -172,13 +173,14 @@ def main() -> None:
     limits = limits_of(args.threads)
     print(
         f"ceiling: read {limits.read_bytes_per_s / 1e9:.1f} GB/s, fp32 {limits.operations_per_s / 1e9:.0f} GFLOP/s, "
-        f"int8 {limits.code_operations_per_s / 1e9:.0f} GOP/s"
+        f"bf16 {limits.bf16_operations_per_s / 1e9:.0f} GFLOP/s, int8 {limits.code_operations_per_s / 1e9:.0f} GOP/s"
     )
     figures = {"threads": args.threads, "instructions": load().instructions, "arms": arms(args)}
     figures["ablations"] = ablations(args)
     ceiling = {
         "read_gb_per_s": limits.read_bytes_per_s / 1e9,
         "fp32_gflop_per_s": limits.operations_per_s / 1e9,
+        "bf16_gflop_per_s": limits.bf16_operations_per_s / 1e9,
         "int8_gop_per_s": limits.code_operations_per_s / 1e9,
     }
     report("looping", ceiling, {"model": "random Qwen3 shapes", **figures}, save=args.save)

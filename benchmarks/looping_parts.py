@@ -103,20 +103,16 @@ def decoder_of(shape: str, width: str) -> Decoder:
     return Decoder(model, weights)
 
 
-def runner_of(shape: str, width: str, max_rows: int, max_context: int, rows_bytes: int) -> ModelRunner:
-    """Random weights, and rows: as many and as long as ``rows_bytes`` hold."""
-    decoder, forms = decoder_of(shape, width), forms_of(width)
-    token_bytes = decoder.kv_spec().row_bytes(1)
-    context = min(max_context, rows_bytes // token_bytes - 1)
-    rows = max(1, min(max_rows, rows_bytes // (token_bytes * (context + 1)) - 1))
-    if context >= 512 and rows < max_rows:  # rather more rows of short contexts than one long one
-        context = max(512, rows_bytes // (token_bytes * (max_rows + 1)) - 1)
-        rows = min(max_rows, rows_bytes // (token_bytes * (context + 1)) - 1)
+def runner_of(decoder: Decoder, forms: WeightForms, max_rows: int, context: int, rows_bytes: int) -> ModelRunner:
+    """Rows of random numbers, as many as ``rows_bytes`` hold, at least one."""
+    row_bytes = decoder.kv_spec().row_bytes(context + 1)
+    rows = max(1, min(max_rows, rows_bytes // row_bytes - 1))
     config = EngineConfig(
-        budget=KVBudget.full(context + 1), max_model_len=context + 1, max_rows=int(rows), executor="looped",
-        weights=forms,
+        budget=KVBudget.full(context + 1), max_model_len=context + 1, max_rows=rows, executor="looped", weights=forms,
     )  # fmt: skip
-    return ModelRunner(decoder, config, make_decode=NoDecode)
+    runner = ModelRunner(decoder, config, make_decode=NoDecode)
+    fill_rows(runner.cache)
+    return runner
 
 
 class NoDecode:
@@ -172,7 +168,7 @@ def fill_rows(cache: KVCache) -> None:
     """Random numbers in every slot, layer by layer."""
     for stored, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
         if scale is None:
-            stored.normal_()
+            stored[:] = torch.randn(stored.shape[1:]).to(stored.dtype)
         elif stored.dtype == int8.DTYPE:
             stored.random_(-127, 128)
             scale.fill_(0.01)
@@ -185,7 +181,6 @@ def fill_rows(cache: KVCache) -> None:
 def ladder_of(runner: ModelRunner, batch: int, context: int, threads: int) -> Ladder:
     """``batch`` rows that see ``context`` slots each."""
     model, spec = runner.decoder.config, runner.cache.spec
-    fill_rows(runner.cache)
     rows = torch.arange(batch)
     runner.occupy(range(batch), context - 1, SamplingParams(temperature=0.0))
     parameters = layer_parameters(model) * model.num_layers + model.vocab_size * model.hidden_size

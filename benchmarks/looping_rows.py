@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.looping import figure_of
-from benchmarks.looping_parts import SHAPES, Ladder, NoDecode, decoder_of, forms_of, ladder_of, limits_of
+from benchmarks.looping_parts import SHAPES, Ladder, NoDecode, decoder_of, fill_rows, forms_of, ladder_of, limits_of
 from benchmarks.machine import report
 from snapstream.config import EngineConfig, KVBudget, KVDType
 from snapstream.kernels.cpu.looped.library import load
@@ -35,7 +35,9 @@ def runner_of(decoder: Decoder, width: str, kv_dtype: KVDType, batch: int, conte
         budget=KVBudget.full(context + 1), max_model_len=context + 1, max_rows=batch, executor="looped",
         weights=forms_of(width), kv_dtype=kv_dtype,
     )  # fmt: skip
-    return ModelRunner(decoder, config, make_decode=NoDecode)
+    runner = ModelRunner(decoder, config, make_decode=NoDecode)
+    fill_rows(runner.cache)
+    return runner
 
 
 def timed_in_turns(ladders: Mapping[str, Ladder], seconds: float) -> dict[str, list[float]]:
