@@ -62,10 +62,10 @@ def equal_memory(figures: dict[str, Any]) -> str:
 def sampling(figures: dict[str, Any]) -> str:
     rows = [
         [f"{arm['vocabulary']:,}", str(arm["rows"]), arm["sampling"], f"{arm['torch']['median_ms']:.3g} ms",
-         f"{arm['native']['median_ms']:.2g} ms", f"{arm['speedup']:.0f}x"]
+         str(arm["torch"]["threads"]), f"{arm['native']['median_ms']:.2g} ms", f"{arm['speedup']:.0f}x"]
         for arm in figures["arms"]
     ]  # fmt: skip
-    heads = ["vocabulary", "rows", "sampling", "PyTorch", "native", "faster"]
+    heads = ["vocabulary", "rows", "sampling", "PyTorch", "its threads", "native", "faster"]
     return f"The draw of a step alone, {figures['threads']} threads, {figures['instructions']} (medians):\n\n" + table(
         heads, rows
     )

@@ -19,6 +19,7 @@ namespace looped {
 namespace {
 
 constexpr int64_t NO_TOKEN = -1, ALIGN = 64;
+constexpr int64_t ALONE = 8192;  // scores of a call that one member draws from in some microseconds
 
 // SplitMix64's finaliser over stream and counter, as ../../../layers/splitmix.py has it: a number in [0, 1).
 double uniform(int64_t stream, int64_t counter) {
@@ -218,7 +219,7 @@ void draw(const Sampling& sampling, const Draw& call, Team& team, char* workspac
         Drawer drawer(sampling, call, workspace + member * sampling_bytes(sampling.vocab));
         for (int64_t b = next++; b < call.batch; b = next++) drawer.draw(b);
     };
-    if (call.batch == 1 || places == 1) return work(0);  // nobody else needs to be woken
+    if (call.batch == 1 || places == 1 || call.batch * sampling.vocab <= ALONE) return work(0);  // nobody need be woken
     team.run(work);
 }
 
