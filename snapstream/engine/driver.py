@@ -124,8 +124,14 @@ class Driver:
                 self._is_inside = False
 
     def _open(self, request: Request) -> RequestOutput:
-        output = self.engine.add_request(request)
-        self._changed[request.request_id] = False
+        try:
+            output = self.engine.add_request(request)
+            self._changed[request.request_id] = False
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: nobody will read it, and the engine may have it
+            self._dropped.append(request)
+            raise
         return output
 
     def _step(self) -> list[RequestOutput]:

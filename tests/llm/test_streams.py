@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from snapstream import LLM, SamplingParams
+from snapstream.engine.core import Engine
 from snapstream.request import Request
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_looped import LoopedDecode
@@ -152,6 +153,21 @@ def test_ctrl_c_inside_a_step_ends_every_stream(llm: LLM, monkeypatch: pytest.Mo
     assert len(read) <= len(output.token_ids) and output.token_ids == whole[: len(output.token_ids)]
     assert (llm.engine.num_running, llm.engine.rows_free, llm.engine.has_work) == (0, 4, False)
     assert llm.generate([PROMPT], GREEDY)[0].token_ids == whole
+
+
+def test_ctrl_c_behind_an_arrival_leaves_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has the request, and the stream that would end it does not exist yet."""
+    add = Engine.add_request
+
+    def interrupted(engine: Engine, request: Request) -> Any:
+        monkeypatch.undo()
+        add(engine, request)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "add_request", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(llm.stream([3, 4, 5], SamplingParams(max_tokens=50)))
+    assert (llm.engine.num_running, llm.engine.num_waiting, llm.engine.has_work) == (0, 0, False)
 
 
 def raise_interrupt() -> Any:
