@@ -164,16 +164,14 @@ def spec_prefill(figures: dict[str, Any]) -> str:
 
 
 def executors(figures: dict[str, Any]) -> str:
-    looped = "looped_ms" in figures["arms"][0]
     rows = [
-        [f"{arm['context']:,}", arm["sampling"], f"{arm['eager_ms']:.2f} ms", f"{arm['graph_ms']:.2f} ms",
-         f"{arm['speedup']:.2f}x", *([f"{arm['looped_ms']:.2f} ms", f"{arm['looped_speedup']:.2f}x"] if looped else [])]
+        [str(arm.get("rows", figures.get("rows"))), f"{arm['context']:,}", arm["sampling"], f"{arm['eager_ms']:.2f} ms",
+         f"{arm['graph_ms']:.2f} ms", f"{arm['speedup']:.2f}x", f"{arm['looped_ms']:.3f} ms",
+         f"{arm['looped_speedup']:.2f}x"]
         for arm in figures["arms"]
     ]  # fmt: skip
-    heads = ["tokens in the rows", "sampling", "eager", "graph", "faster", *(["looped", "faster"] if looped else [])]
-    return f"A decode step of {figures['rows']} rows, plain calls against the others (medians):\n\n" + table(
-        heads, rows
-    )
+    heads = ["rows", "tokens in the rows", "sampling", "eager", "graph", "faster", "looped", "faster"]
+    return f"An engine's decode step, plain calls against the others (medians):\n\n{table(heads, rows)}"
 
 
 def grammar(figures: dict[str, Any]) -> str:
