@@ -39,7 +39,7 @@ COMMON_DIMS = (64, 128)  # of heads: where a spill or more than ``MOST_REGISTERS
 MOST_REGISTERS = 200
 FP8_ARCH = 89  # from here on a GPU converts e4m3, which Triton calls fp8e4nv; start-up refuses older ones
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
-          torch.int32: "*i32", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
+          torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

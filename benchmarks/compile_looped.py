@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,11 @@ from benchmarks.machine import RESULTS
 from figures.machine import describe
 
 LAYERS, VOCAB, CAPACITY = 4, 128_256, 8192
+DENSE, QUICK = "bf16", ("int4", 32)
+CODES = (("int8", 32), QUICK)  # of ``--weights``
+LARGE_GROUPS = (("int4", 128),)  # as a checkpoint has them: all layers alike, tables dense
 BATCHES = (1, 4, 16)  # both kinds of products
+CODE_BATCHES = (1, 16)  # which of codes are these
 NUM_PROGRAMS = {80: 108, 90: 132}  # multiprocessors of an A100 and of an H100 or H200
 PARTS = KERNELS / "looped"
 
@@ -51,31 +56,46 @@ def sources() -> str:
 
 
 def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
-    """Two entries per model, batch and architecture; at a batch of 1 also a layer alone, and without loads ahead."""
-    from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch, default_launch, ring_launch
-
+    """Per model, batch and architecture: both forms over dense weights, at a batch of 1 also a layer alone and without
+    loads ahead; and the first form over codes, of fewer models, because its loops are long.
+    """
     shapes = (LLAMA_1B,) if quick else (QWEN_06B, LLAMA_1B, LLAMA_8B)
     for shape in shapes:
         for batch in BATCHES[::2] if quick else BATCHES:
             for arch in arches:
-                model, keys = _model(shape), _rows(shape, batch)
-                launch = default_launch(model, NUM_PROGRAMS[arch], batch)
-                looped = Looped(model, keys, keys, batch, launch)
-                ring = Looped(model, keys, keys, batch, ring_launch(model, NUM_PROGRAMS[arch], batch))
-                forms: dict[str, tuple[Looped, bool]] = {"looped": (looped, True), "ring": (ring, True)}
-                if batch == 1 and not quick:
-                    forms |= {"a call per layer": (looped, False),
-                              "no loads ahead": (looped.without_loads_ahead(), True)}  # fmt: skip
-                for name, (form, is_whole) in forms.items():
-                    (made,) = recorded(_launcher(form, batch, is_whole=is_whole))
+                for weights, name, looped, is_whole in _forms(shape, batch, NUM_PROGRAMS[arch], quick=quick):
+                    (made,) = recorded(_launcher(looped, batch, is_whole=is_whole))
                     made.options.pop("launch_cooperative_grid", None)
-                    cut: LoopedLaunch = form.launch
-                    kernel = compiled(made, arch)
+                    cut, kernel = looped.launch, compiled(made, arch)
                     yield {
-                        "form": name, "shape": shape.name, "batch": batch, "dtype": "bf16", "arch": f"sm_{arch}",
-                        "block_rows": cut.block_rows, "block_cols": cut.block_cols, "stages": cut.stages,
-                        **of_machine_code(kernel), **resources(kernel),
+                        "form": name, "shape": shape.name, "weights": weights, "batch": batch, "dtype": "bf16",
+                        "arch": f"sm_{arch}", "block_rows": cut.block_rows, "block_cols": cut.block_cols,
+                        "stages": cut.stages, **of_machine_code(kernel), **resources(kernel),
                     }  # fmt: skip
+
+
+def _forms(shape: Shape, batch: int, num_programs: int, *, quick: bool) -> Iterator[tuple[str, str, Any, bool]]:
+    """Weights and form by name, the form, and whether it is launched for the whole step."""
+    from snapstream.kernels.triton.looped.launch import Looped, ring_launch
+
+    model, keys = _model(shape), _rows(shape, batch)
+    looped = _first_form(model, keys, batch, num_programs)
+    yield DENSE, "looped", looped, True
+    yield DENSE, "ring", Looped(model, keys, keys, batch, ring_launch(model, num_programs, batch)), True
+    if batch == 1 and not quick:
+        yield DENSE, "a call per layer", looped, False
+        yield DENSE, "no loads ahead", looped.without_loads_ahead(), True
+    if batch not in CODE_BATCHES or (shape == LLAMA_1B and not quick):
+        return
+    for width, group in (QUICK,) if quick else CODES + LARGE_GROUPS * (shape == LLAMA_8B):
+        looped = _first_form(_in_codes(model, width, group), keys, batch, num_programs)
+        yield f"{width} in groups of {group}", "looped", looped, True
+
+
+def _first_form(model: Any, keys: Tensor, batch: int, num_programs: int) -> Any:
+    from snapstream.kernels.triton.looped.launch import Looped, default_launch
+
+    return Looped(model, keys, keys, batch, default_launch(model, num_programs, batch))
 
 
 def of_machine_code(kernel: Any) -> dict[str, Any]:
@@ -128,7 +148,7 @@ def _rows(shape: Shape, batch: int) -> Tensor:
 
 def _model(shape: Shape) -> Any:
     """A model of this shape without data."""
-    from snapstream.kernels.triton.looped.launch import LoopedModel
+    from snapstream.kernels.triton.looped.model import LoopedModel
 
     hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
     wide = shape.num_heads * dim
@@ -141,6 +161,26 @@ def _model(shape: Shape) -> Any:
         input_norm=_empty(LAYERS, hidden), post_norm=_empty(LAYERS, hidden), final_norm=_empty(hidden),
         q_norm=head_norm, k_norm=head_norm,
     )  # fmt: skip
+
+
+def _in_codes(model: Any, width: str, group: int) -> Any:
+    """The same with weights of int8 or int4. In groups of 32 attention and tables are int8, as start-up has them; in
+    larger ones as checkpoints do: all layers alike, and dense tables.
+    """
+    from snapstream.kernels.triton.looped.model import Codes
+
+    def codes(bits: int, *roles: str) -> dict[str, Codes]:
+        shapes = {role: getattr(model, role).shape for role in roles}
+        return {
+            role: Codes(_empty(*lead, cols * bits // 8, kind=torch.uint8),
+                        _empty(*lead, cols // group, kind=torch.float16), bits)
+            for role, (*lead, cols) in shapes.items()
+        }  # fmt: skip
+
+    bits, attention, mlp = 4 if width == "int4" else 8, ("qkv", "o"), ("gate_up", "down")
+    if group == 32:
+        return replace(model, **codes(8, *attention, "embed", "head"), **codes(bits, *mlp))
+    return replace(model, **codes(bits, *attention, *mlp))
 
 
 def main() -> None:
@@ -157,9 +197,9 @@ def main() -> None:
     for entry in report(args.arch, quick=args.quick):
         entries.append(entry)
         print(
-            "{form:16} {shape:13} batch {batch:2} {arch}: tiles {block_rows} x {block_cols}, {registers:3} registers, "
-            "{spill_bytes} bytes spilled, {shared_bytes} shared, loads at {barriers_with_loads} barriers"
-            .format(**entry), file=sys.stderr, flush=True)  # fmt: skip
+            "{form:16} {shape:13} {weights:21} batch {batch:2} {arch}: tiles {block_rows} x {block_cols}, "
+            "{registers:3} registers, {spill_bytes} bytes spilled, {shared_bytes} shared, "
+            "loads at {barriers_with_loads} barriers".format(**entry), file=sys.stderr, flush=True)  # fmt: skip
     result = {"name": "looped_compile", **describe(), "triton": triton.__version__, "sources": sources(),
               "kernels": entries}  # fmt: skip
     if args.save:

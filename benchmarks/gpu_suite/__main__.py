@@ -46,9 +46,9 @@ def sections() -> list[Section]:
     return [
         Section("ceilings", speed.ceilings, 30, "rates of this device that shares refer to: reads, copies, products"),
         Section("decode_8b", speed.decode("llama_8b", [(8192, [1, 64, 8], 131_000)], both), 60, decode),
-        Section("looping", looping.ladder(("qwen3_06b", "llama_1b")), 60,
+        Section("looping", looping.ladder(("qwen3_06b", "llama_1b"), ("int4",)), 180,
                 "a decode step without sampling, captured: kernels one by one (B0), a kernel per layer (B1), one that "
-                "loops (B2), with weights loaded across its barriers (B3)"),
+                "loops (B2), with weights loaded across its barriers (B3); dense weights, then int4 and int8"),
         Section("decode_kernel", kernels.decode_kernel, 30, "decode attention alone over full rows"),
         Section("prefill_8b", prompts.prefill("llama_8b", [
             (2048, 2048, 2048), (8192, 8192, 2048), (32_768, 8192, 2048), (131_072 - 8, 8192, 2048)]), 90, prefill),
@@ -83,7 +83,7 @@ def sections() -> list[Section]:
             (2048, [1, 64], 8000), (32_768, [1, 16], 131_000)], best), 40, decode),
         Section("prefill_chunks", prompts.prefill("llama_8b", [
             (32_768, 8192, 1024), (131_072 - 8, 8192, 512), (32_768, 8192, 512), (32_768, 8192, 8192)]), 70, prefill),
-        Section("looping_8b", looping.ladder(("llama_8b",)), 40, "the same at 8B"),
+        Section("looping_8b", looping.ladder(("llama_8b",), ("int4", "int8")), 180, "the same at 8B"),
         Section("decode_compiled", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], ("graph+compile",)), 200,
                 decode),
     ]  # fmt: skip

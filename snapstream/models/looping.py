@@ -73,14 +73,24 @@ def problem_of_capture(model: ModelConfig, weights: WeightForms | None) -> str |
     return f"weights are {weights.describe()}, and a captured step cannot choose among experts in codes"
 
 
+def _reads(forms: WeightForms, dtype: str) -> bool:
+    """Whether the looped kernel of a GPU reads such weights."""
+    of_matrices = [form for form in (forms.layers, forms.tables, forms.attention) if form is not None]
+    known = all(form.width == dtype or (form.is_codes and not form.is_blocks) for form in of_matrices)
+    return known and not any(form.rounds_inputs for form in of_matrices)
+
+
 def problem_of_looped_kernel(model: ModelConfig, config: EngineConfig) -> str | None:
     """Why the looped kernel of a GPU cannot run an engine's steps; None where it can."""
     if FAMILIES.get(model.architecture).roles is not dense_roles or model.moe is not None or model.latent is not None:
         return f"the layers of {model.architecture} are none that the looped kernel of a GPU knows"
     if model.head_dim % 2 or model.head_dim > _MAX_HEAD_DIM:
         return f"head_dim is {model.head_dim}; the looped kernel takes even ones up to {_MAX_HEAD_DIM}"
-    if config.weights is not None and {config.weights.layers.width, config.weights.tables.width} != {config.dtype}:
-        return f"weights are {config.weights.describe()}; the looped kernel of a GPU reads {config.dtype} ones"
+    if config.weights is not None and not _reads(config.weights, config.dtype):
+        return (
+            f"weights are {config.weights.describe()}; the looped kernel of a GPU reads {config.dtype}, int8 and int4, "
+            f"and inputs in {config.dtype}"
+        )
     if config.kv_dtype != "auto":
         return f"kv_dtype is {config.kv_dtype!r}; the looped kernel of a GPU reads rows in {config.dtype}"
     if config.heads is not None or config.rescoring is not None:

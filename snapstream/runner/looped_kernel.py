@@ -12,9 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from snapstream.kernels.rows import RowPlaces
-from snapstream.kernels.triton.looped.launch import Looped, LoopedModel
+from snapstream.kernels.triton.looped.launch import Looped
+from snapstream.kernels.triton.looped.model import ROLES, Codes, LoopedModel, Stored
 from snapstream.models.decoder import Decoder
 from snapstream.models.looping import problem_of_looped_kernel
+from snapstream.models.narrow import Grouped
 from snapstream.models.weight import Dense
 from snapstream.runner.decode_eager import EagerDecode
 from snapstream.runner.decode_step import StepParts
@@ -40,21 +42,24 @@ class LoopedHalves(EagerDecode):
 
 
 def looped_model(decoder: Decoder) -> LoopedModel:
-    """A decoder's sizes and stacks as the looped kernel takes them. ValueError where a matrix is not dense."""
+    """A decoder's sizes and stacks as the looped kernel takes them. ValueError where a matrix is neither dense nor
+    codes in groups.
+    """
     config, vectors = decoder.config, decoder.weights.vectors
 
-    def stack(role: str) -> Tensor:
+    def stack(role: str) -> Stored:
         weight = decoder.weights.lm_head if role == "head" else decoder.weights.matrices[role]
+        if isinstance(weight, Grouped):
+            return Codes(weight.codes, weight.scales, weight.form.bits)
         if not isinstance(weight, Dense):
-            raise ValueError(f"the looped kernel reads dense weights, and {role} is {type(weight).__name__}")
+            raise ValueError(f"the looped kernel reads dense weights and codes, and {role} is {type(weight).__name__}")
         return weight.data
 
     optional = ("q_norm", "k_norm", "qkv_bias", "o_bias", "gate_up_bias", "down_bias")
-    stored: dict[str, Any] = {name: vectors.get(name) for name in optional}
+    stored: dict[str, Any] = {name: vectors.get(name) for name in optional} | {role: stack(role) for role in ROLES}
     return LoopedModel(
         num_layers=config.num_layers, hidden_size=config.hidden_size, inner_size=config.intermediate_size,
         num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        eps=config.rms_norm_eps, **{role: stack(role) for role in ("embed", "head", "qkv", "o", "gate_up", "down")},
-        **{name: vectors[name] for name in ("input_norm", "post_norm", "final_norm")},
+        eps=config.rms_norm_eps, **{name: vectors[name] for name in ("input_norm", "post_norm", "final_norm")},
         **stored,
     )  # fmt: skip

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, WeightForms
 from snapstream.kernels.rows import RowPlaces
 from snapstream.llm import LLM
+from snapstream.models.cuts import Share
 from snapstream.models.decoder import Decoder
+from snapstream.models.random_share import random_share
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.weights import DecoderWeights
 from snapstream.request import SamplingParams
@@ -38,7 +40,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["first", "ring"])
+@pytest.mark.parametrize("form", ["first", "ring", "int8", "int4"])  # the last two: the first form over codes
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("batch", [1, 3, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -56,7 +58,11 @@ def test_looped_steps_equal_the_twin_eagerly_and_captured(
          "rms_norm_eps": 1e-5, "hidden_act": "silu", "max_position_embeddings": 4096, "rope_theta": 10000.0,
          **SHAPES[shape]}
     )  # fmt: skip
-    decoder = Decoder(config, DecoderWeights.random(config, dtype, "cuda", seed=1))
+    if form in ("first", "ring"):
+        decoder = Decoder(config, DecoderWeights.random(config, dtype, "cuda", seed=1))
+    else:
+        share = Share(whole=config, own=config)
+        decoder = Decoder(config, random_share(share, dtype, "cuda", 1, WeightForms.of(form)))
     model = looped_model(decoder)
     size = (config.num_layers, NUM_ROWS, config.num_kv_heads, CAPACITY, config.head_dim)
     keys, values = torch.randn(2, *size, device="cuda").to(dtype)
@@ -90,10 +96,13 @@ def test_looped_steps_equal_the_twin_eagerly_and_captured(
         assert not looped.counters.any()
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen2", "qwen3"])
-def test_an_engine_answers_as_eager(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights"), [("llama-gqa-tied", "auto"), ("qwen2", "auto"), ("qwen3", "auto"), ("qwen3", "int4")]
+)
+def test_an_engine_answers_as_eager(name: str, weights: Any, tmp_path: Path) -> None:
     """Prompts above and below the budget, more of them than rows, greedy and drawn, through captured looped steps."""
-    folder = save(make_model(name), tmp_path)
+    sizes = {} if weights == "auto" else {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+    folder = save(make_model(name, **sizes), tmp_path)
     rng = random.Random(7)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (70, 5, 120, 33, 18, 1, 90)]
     params = [
@@ -103,7 +112,8 @@ def test_an_engine_answers_as_eager(name: str, tmp_path: Path) -> None:
     answers = []
     for executor in ("eager", "looped"):
         with LLM(folder, budget=KVBudget(num_sink=2, num_topk=14, num_recent=16), selector=SnapKV(observation_len=8),
-                 max_rows=5, max_model_len=160, progress=False, device="cuda", executor=executor) as llm:  # fmt: skip
+                 max_rows=5, max_model_len=160, progress=False, device="cuda", executor=executor,
+                 weights=weights) as llm:  # fmt: skip
             answers.append([output.token_ids for output in llm.generate(prompts, params)])
             runner: Any = llm.engine.runner
             assert runner.config.executor == executor

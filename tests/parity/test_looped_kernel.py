@@ -44,9 +44,14 @@ def looped(maker: _AsItIs, parts: StepParts) -> DecodeStep:
     return make_looped_kernel(parts, maker, (SamplingNeeds(),))
 
 
-def test_answers_are_those_of_eager(tmp_path: Path) -> None:
-    """Prompts above and below the budget, three rows in buckets of 1, 2 and 3, one of which draws with a seed."""
-    folder = save(make_model("qwen3", head_dim=16), tmp_path)
+@pytest.mark.parametrize("weights", ["auto", "int4"])
+def test_answers_are_those_of_eager(weights: Any, tmp_path: Path) -> None:
+    """Prompts above and below the budget, three rows in buckets of 1, 2 and 3, one of which draws with a seed.
+
+    Weights of int4 are three forms: int4 in MLPs, int8 around attention and in the tables.
+    """
+    sizes = {} if weights == "auto" else {"hidden_size": 64, "intermediate_size": 96}  # groups of 32
+    folder = save(make_model("qwen3", head_dim=16, **sizes), tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (40, 7, 20)]
     greedy = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -55,7 +60,8 @@ def test_answers_are_those_of_eager(tmp_path: Path) -> None:
 
     def run(make_runner: MakeRunner) -> list[list[int]]:
         with LLM(folder, budget=budget, selector=SnapKV(observation_len=8), max_rows=3, max_model_len=64,
-                 make_runner=make_runner, executor="eager", progress=False) as llm:  # fmt: skip
+                 weights=weights, activations="dtype", make_runner=make_runner, executor="eager",
+                 progress=False) as llm:  # fmt: skip
             return [output.token_ids for output in llm.generate(prompts, [greedy, drawn, greedy])]
 
     kernels = bind("cpu", "triton")

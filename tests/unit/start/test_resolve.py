@@ -289,9 +289,11 @@ def test_a_gpu_captures_no_choice_among_experts_in_codes() -> None:
 def test_a_gpu_loops_where_its_kernel_can() -> None:
     assert decided(executor=None).executor == "graph"  # nobody asked
     assert decided(executor="looped", max_rows="auto").max_rows == 16
+    for weights in ("int8", "int4"):
+        assert decided(executor="looped", weights=weights, max_rows=16).executor == "looped"
     refused: list[tuple[dict[str, Any], str]] = [
         ({"max_rows": 17}, "max_rows is 17; .* up to 16"), ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'"),
-        ({"weights": "int8"}, "weights are int8 .* reads bfloat16 ones"),
+        ({"weights": "bfloat16", "dtype": "float32"}, "weights are bfloat16; .* reads float32, int8 and int4"),
         ({"rescoring": RescoringConfig()}, "rescoring"),
     ]  # fmt: skip
     for said, why in refused:

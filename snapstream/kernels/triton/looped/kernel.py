@@ -4,11 +4,14 @@
     5  down, add        and once: the embedding before, final norm and output embedding behind
 
 Per-layer operands are base + layer * stride, the loop runs at run time (arXiv 2410.23668, section 3). With
-``LOADS_AHEAD`` a program issues the first loads of its next tile of weights between arriving at a barrier and waiting
+``LOADS_AHEAD`` a program issues the first loads of its next stage's weights between arriving at a barrier and waiting
 there: they depend on nothing that the barrier protects, so memory stays busy. The residual stream is fp32.
 
+Weights are dense, or int8 and int4 codes with scales (``blocks.py``): the matrices of attention, of MLPs and the tables
+each have ``BITS`` (0: dense) and ``GROUP`` of their own.
+
 Buffers: ``residual [B, D]``, ``partial [B, H, splits, E]``, ``lse [B, H, splits]``, ``logits [B, V]`` fp32; ``heads
-[B, H+2G, E]``, ``attended [B, H, E]``, ``inner [B, I]`` in the dtype of the weights; ``counters`` int32: two of the
+[B, H+2G, E]``, ``attended [B, H, E]``, ``inner [B, I]`` in the dtype of the norms; ``counters`` int32: two of the
 barrier, then one per entry and kv head. ``twin.py`` fills the same buffers in plain PyTorch.
 """
 
@@ -17,7 +20,8 @@ import triton.language as tl
 
 from snapstream.kernels.triton.looped.attend import attend_split, merge_splits
 from snapstream.kernels.triton.looped.barrier import arrive, leave, wait
-from snapstream.kernels.triton.looped.parts import inverse_norms, product, weight_block, with_bias
+from snapstream.kernels.triton.looped.blocks import layer_of, opened, product, table_rows
+from snapstream.kernels.triton.looped.parts import inverse_norms, with_bias
 
 
 @triton.jit
@@ -29,6 +33,7 @@ def looped_kernel(
     keys_ptr, values_ptr,
     residual_ptr, heads_ptr, partial_ptr, lse_ptr, attended_ptr, inner_ptr, logits_ptr, counters_ptr,
     first_layer, last_layer, eps, scale_log2,
+    embed_scales_ptr, qkv_scales_ptr, o_scales_ptr, gate_up_scales_ptr, down_scales_ptr, head_scales_ptr,
     BATCH: tl.constexpr, BATCH_PAD: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, VOCAB: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr, GROUP_PAD: tl.constexpr, NUM_ROWS: tl.constexpr, CAPACITY: tl.constexpr,
@@ -36,6 +41,8 @@ def looped_kernel(
     BEGINS: tl.constexpr, ENDS: tl.constexpr, LOADS_AHEAD: tl.constexpr, USES_DOT: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    ATTENTION_BITS: tl.constexpr, ATTENTION_GROUP: tl.constexpr, MLP_BITS: tl.constexpr, MLP_GROUP: tl.constexpr,
+    TABLE_BITS: tl.constexpr, TABLE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Layers ``first_layer .. last_layer - 1``; with ``BEGINS`` the embedding before, with ``ENDS`` logits behind."""
     program = tl.program_id(0)
@@ -46,7 +53,8 @@ def looped_kernel(
     none = tl.zeros([BATCH_PAD], tl.float32)
     QKV: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     WIDE: tl.constexpr = NUM_HEADS * HEAD_DIM
-    qkv_row = program * BLOCK_ROWS + line  # of this program's first tile in any matrix
+    table = (head_ptr, head_scales_ptr)
+    norm_kind: tl.constexpr = input_norm_ptr.dtype.element_ty
     passed = 0  # barriers times programs
 
     if BEGINS:
@@ -54,29 +62,31 @@ def looped_kernel(
             col = begin + cols
             token = tl.load(tokens_ptr + entry, mask=is_entry, other=0)
             mask = is_entry[:, None] & (col < HIDDEN)[None, :]
-            x = tl.load(embed_ptr + token[:, None] * HIDDEN + col[None, :], mask=mask, other=0.0)
-            tl.store(residual_ptr + entry[:, None] * HIDDEN + col[None, :], x.to(tl.float32), mask=mask)
+            x = table_rows(embed_ptr, embed_scales_ptr, token, col, mask, norm_kind, HIDDEN, TABLE_BITS, TABLE_GROUP)
+            tl.store(residual_ptr + entry[:, None] * HIDDEN + col[None, :], x, mask=mask)
         arrive(counters_ptr)
         passed += NUM_PROGRAMS
         wait(counters_ptr, passed, NUM_PROGRAMS)
 
     for layer in range(first_layer, last_layer):
         step = tl.cast(layer, tl.int64)
-        qkv, o = qkv_ptr + step * (QKV * HIDDEN), o_ptr + step * (HIDDEN * WIDE)
-        gate, down = gate_up_ptr + step * (2 * INNER * HIDDEN), down_ptr + step * (HIDDEN * INNER)
-        up = gate + INNER * HIDDEN
+        qkv = layer_of(qkv_ptr, qkv_scales_ptr, step, QKV * HIDDEN, ATTENTION_BITS, ATTENTION_GROUP)
+        o = layer_of(o_ptr, o_scales_ptr, step, HIDDEN * WIDE, ATTENTION_BITS, ATTENTION_GROUP)
+        gate_up = layer_of(gate_up_ptr, gate_up_scales_ptr, step, 2 * INNER * HIDDEN, MLP_BITS, MLP_GROUP)
+        down = layer_of(down_ptr, down_scales_ptr, step, HIDDEN * INNER, MLP_BITS, MLP_GROUP)
 
         # 1: norm, QKV
-        first = weight_block(qkv, qkv_row, 0, QKV, HIDDEN, BLOCK_COLS)
+        queue = opened(qkv, program, line, QKV, HIDDEN, 1, ATTENTION_BITS, ATTENTION_GROUP,
+                       BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         if passed > 0:
             wait(counters_ptr, passed, NUM_PROGRAMS)
         inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
         norm = input_norm_ptr + step * HIDDEN
         for tile in range(program, tl.cdiv(QKV, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
-            acc = product(qkv, row, first, residual_ptr, norm, inverse, entry,
-                          BATCH, QKV, HIDDEN, BLOCK_COLS, True, USES_DOT)  # fmt: skip
-            first = weight_block(qkv, row + NUM_PROGRAMS * BLOCK_ROWS, 0, QKV, HIDDEN, BLOCK_COLS)
+            acc, _, queue = product(queue, qkv, line, residual_ptr, norm, inverse, entry,
+                                    BATCH, QKV, HIDDEN, 1, ATTENTION_BITS, ATTENTION_GROUP, BLOCK_COLS,
+                                    NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
             acc = with_bias(acc, qkv_bias_ptr + step * QKV, row, QKV, HAS_QKV_BIAS)
             to = heads_ptr + entry[None, :] * QKV + row[:, None]
             tl.store(to, acc.to(heads_ptr.dtype.element_ty), mask=(row < QKV)[:, None] & is_entry[None, :])
@@ -113,17 +123,19 @@ def looped_kernel(
         arrive(counters_ptr)
         passed += NUM_PROGRAMS
         if LOADS_AHEAD:
-            first = weight_block(o, qkv_row, 0, HIDDEN, WIDE, BLOCK_COLS)
+            queue = opened(o, program, line, HIDDEN, WIDE, 1, ATTENTION_BITS, ATTENTION_GROUP,
+                           BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         wait(counters_ptr, passed, NUM_PROGRAMS)
 
         # 3: O, and into the residual stream
         if not LOADS_AHEAD:
-            first = weight_block(o, qkv_row, 0, HIDDEN, WIDE, BLOCK_COLS)
+            queue = opened(o, program, line, HIDDEN, WIDE, 1, ATTENTION_BITS, ATTENTION_GROUP,
+                           BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         for tile in range(program, tl.cdiv(HIDDEN, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
-            acc = product(o, row, first, attended_ptr, o, none, entry,
-                          BATCH, HIDDEN, WIDE, BLOCK_COLS, False, USES_DOT)  # fmt: skip
-            first = weight_block(o, row + NUM_PROGRAMS * BLOCK_ROWS, 0, HIDDEN, WIDE, BLOCK_COLS)
+            acc, _, queue = product(queue, o, line, attended_ptr, final_norm_ptr, none, entry,
+                                    BATCH, HIDDEN, WIDE, 1, ATTENTION_BITS, ATTENTION_GROUP, BLOCK_COLS,
+                                    NUM_PROGRAMS, False, USES_DOT)  # fmt: skip
             acc = with_bias(acc, o_bias_ptr + step * HIDDEN, row, HIDDEN, HAS_O_BIAS)
             to = residual_ptr + entry[None, :] * HIDDEN + row[:, None]
             mask = (row < HIDDEN)[:, None] & is_entry[None, :]
@@ -131,22 +143,21 @@ def looped_kernel(
         arrive(counters_ptr)
         passed += NUM_PROGRAMS
         if LOADS_AHEAD:
-            first = weight_block(gate, qkv_row, 0, INNER, HIDDEN, BLOCK_COLS)
+            queue = opened(gate_up, program, line, INNER, HIDDEN, 2, MLP_BITS, MLP_GROUP,
+                           BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         wait(counters_ptr, passed, NUM_PROGRAMS)
 
         # 4: norm, gate and up, SwiGLU
         if not LOADS_AHEAD:
-            first = weight_block(gate, qkv_row, 0, INNER, HIDDEN, BLOCK_COLS)
+            queue = opened(gate_up, program, line, INNER, HIDDEN, 2, MLP_BITS, MLP_GROUP,
+                           BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
         norm = post_norm_ptr + step * HIDDEN
         for tile in range(program, tl.cdiv(INNER, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
-            other = weight_block(up, row, 0, INNER, HIDDEN, BLOCK_COLS)
-            left = product(gate, row, first, residual_ptr, norm, inverse, entry,
-                           BATCH, INNER, HIDDEN, BLOCK_COLS, True, USES_DOT)  # fmt: skip
-            first = weight_block(gate, row + NUM_PROGRAMS * BLOCK_ROWS, 0, INNER, HIDDEN, BLOCK_COLS)
-            right = product(up, row, other, residual_ptr, norm, inverse, entry,
-                            BATCH, INNER, HIDDEN, BLOCK_COLS, True, USES_DOT)  # fmt: skip
+            left, right, queue = product(queue, gate_up, line, residual_ptr, norm, inverse, entry,
+                                         BATCH, INNER, HIDDEN, 2, MLP_BITS, MLP_GROUP, BLOCK_COLS,
+                                         NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
             bias = gate_up_bias_ptr + step * (2 * INNER)
             left = with_bias(left, bias, row, INNER, HAS_MLP_BIAS)
             right = with_bias(right, bias + INNER, row, INNER, HAS_MLP_BIAS)
@@ -156,17 +167,19 @@ def looped_kernel(
         arrive(counters_ptr)
         passed += NUM_PROGRAMS
         if LOADS_AHEAD:
-            first = weight_block(down, qkv_row, 0, HIDDEN, INNER, BLOCK_COLS)
+            queue = opened(down, program, line, HIDDEN, INNER, 1, MLP_BITS, MLP_GROUP,
+                           BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         wait(counters_ptr, passed, NUM_PROGRAMS)
 
         # 5: down, and into the residual stream
         if not LOADS_AHEAD:
-            first = weight_block(down, qkv_row, 0, HIDDEN, INNER, BLOCK_COLS)
+            queue = opened(down, program, line, HIDDEN, INNER, 1, MLP_BITS, MLP_GROUP,
+                           BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         for tile in range(program, tl.cdiv(HIDDEN, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
-            acc = product(down, row, first, inner_ptr, down, none, entry,
-                          BATCH, HIDDEN, INNER, BLOCK_COLS, False, USES_DOT)  # fmt: skip
-            first = weight_block(down, row + NUM_PROGRAMS * BLOCK_ROWS, 0, HIDDEN, INNER, BLOCK_COLS)
+            acc, _, queue = product(queue, down, line, inner_ptr, final_norm_ptr, none, entry,
+                                    BATCH, HIDDEN, INNER, 1, MLP_BITS, MLP_GROUP, BLOCK_COLS,
+                                    NUM_PROGRAMS, False, USES_DOT)  # fmt: skip
             acc = with_bias(acc, down_bias_ptr + step * HIDDEN, row, HIDDEN, HAS_MLP_BIAS)
             to = residual_ptr + entry[None, :] * HIDDEN + row[:, None]
             mask = (row < HIDDEN)[:, None] & is_entry[None, :]
@@ -177,14 +190,15 @@ def looped_kernel(
             wait(counters_ptr, passed, NUM_PROGRAMS)
 
     if ENDS:
-        first = weight_block(head_ptr, qkv_row, 0, VOCAB, HIDDEN, BLOCK_COLS)
+        queue = opened(table, program, line, VOCAB, HIDDEN, 1, TABLE_BITS, TABLE_GROUP,
+                       BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         wait(counters_ptr, passed, NUM_PROGRAMS)
         inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
         for tile in range(program, tl.cdiv(VOCAB, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
-            acc = product(head_ptr, row, first, residual_ptr, final_norm_ptr, inverse, entry,
-                          BATCH, VOCAB, HIDDEN, BLOCK_COLS, True, USES_DOT)  # fmt: skip
-            first = weight_block(head_ptr, row + NUM_PROGRAMS * BLOCK_ROWS, 0, VOCAB, HIDDEN, BLOCK_COLS)
+            acc, _, queue = product(queue, table, line, residual_ptr, final_norm_ptr, inverse, entry,
+                                    BATCH, VOCAB, HIDDEN, 1, TABLE_BITS, TABLE_GROUP, BLOCK_COLS,
+                                    NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
             to = logits_ptr + entry[None, :].to(tl.int64) * VOCAB + row[:, None]
             tl.store(to, acc, mask=(row < VOCAB)[:, None] & is_entry[None, :])
     leave(counters_ptr, NUM_PROGRAMS)

@@ -16,8 +16,10 @@ from snapstream.kernels.rows import CosSin, RowPlaces
 from snapstream.kernels.triton import configs
 from snapstream.kernels.triton.attention import LOG2_E
 from snapstream.kernels.triton.looped.kernel import looped_kernel
+from snapstream.kernels.triton.looped.model import ROLES, Codes, LoopedModel
 
 MOST_BY_NUMBER = 4  # entries that are multiplied number by number; more go through tensor cores, 16 at least
+MOST_BY_CODE = 2  # the same of codes, which come two and four times as fast
 LEAST_DOT = 16  # the side of the smallest product of tensor cores
 TARGET_SPLITS = 132  # tasks of the attention stage for one entry, at most one a program
 
@@ -34,48 +36,22 @@ class LoopedLaunch:
     stages: int = 0  # blocks in the ring of the second form, in Gluon; 0 is the first form
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopedModel:
-    """Sizes and stacked tensors of a decoder of grouped-query attention and one MLP, weights ``[L, out, in]`` dense."""
-
-    num_layers: int
-    hidden_size: int
-    inner_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    embed: Tensor  # [V, D]
-    head: Tensor  # [V, D]; may be ``embed``
-    qkv: Tensor  # [L, (H+2G)E, D]
-    o: Tensor  # [L, D, HE]
-    gate_up: Tensor  # [L, 2I, D]
-    down: Tensor  # [L, D, I]
-    input_norm: Tensor  # [L, D]
-    post_norm: Tensor  # [L, D]
-    final_norm: Tensor  # [D]
-    q_norm: Tensor | None = None  # [L, E]
-    k_norm: Tensor | None = None
-    qkv_bias: Tensor | None = None  # [L, (H+2G)E]
-    o_bias: Tensor | None = None  # [L, D]
-    gate_up_bias: Tensor | None = None  # [L, 2I]
-    down_bias: Tensor | None = None  # [L, D]
-
-
 def default_launch(model: LoopedModel, num_programs: int, max_batch: int) -> LoopedLaunch:
     """Reasoned, not measured: tiles so small that the narrowest matrix gives every program one, 16 KB a block.
 
     A multiprocessor needs some 55 KB in flight over a barrier; two blocks of gate and up and one ahead are 48 KB, in
     the registers of 256 threads. Products of tensor cores hold operands in shared memory too, and blocks of half the
-    size: more would spill.
+    size: more would spill. Of codes a block has as many numbers and fewer bytes, and more blocks are on their way
+    (``blocks.py``).
     """
-    uses_dot, num_bytes = max_batch > MOST_BY_NUMBER, model.qkv.element_size()
+    uses_dot, num_bytes = _uses_dot(model, max_batch), model.dtype.itemsize
     rows = LEAST_DOT if uses_dot else 4
     while rows < 16 and model.hidden_size // (2 * rows) >= num_programs:
         rows *= 2
     block_bytes = 8192 if uses_dot or num_bytes == 4 else 16384
     cols = min(block_bytes // (rows * num_bytes), configs.power_of_two(model.hidden_size, 16))
-    return LoopedLaunch(num_programs=num_programs, block_rows=rows, block_cols=max(cols, 16), num_warps=8)
+    least = max(form.group for form in model.forms)
+    return LoopedLaunch(num_programs=num_programs, block_rows=rows, block_cols=max(cols, 16, least), num_warps=8)
 
 
 def ring_launch(model: LoopedModel, num_programs: int, max_batch: int) -> LoopedLaunch:
@@ -84,8 +60,8 @@ def ring_launch(model: LoopedModel, num_programs: int, max_batch: int) -> Looped
     Warps stand side by side along up to 2,048 columns in 16 bits, so that each number of an input is read once a block;
     entries that tensor cores multiply take 16 rows. fp32 has none at full precision.
     """
-    num_bytes = model.qkv.element_size()
-    is_dot = _uses_dot(max_batch, num_bytes, is_ring=True)
+    num_bytes = model.dtype.itemsize
+    is_dot = _uses_dot(model, max_batch, is_ring=True)
     cols = min((1024 if is_dot else 4096) // num_bytes, configs.power_of_two(model.hidden_size, 8 * LEAST_DOT))
     rows = LEAST_DOT if is_dot else min(16384 // (cols * num_bytes), 16)
     while not is_dot and rows > 1 and model.hidden_size < rows * num_programs:
@@ -97,23 +73,24 @@ def ring_launch(model: LoopedModel, num_programs: int, max_batch: int) -> Looped
 class Looped:
     """A model over rows ``keys, values [L, rows+1, G, C, E]`` for steps of up to ``max_batch`` entries.
 
-    ValueError for what the kernel cannot read: rows in another dtype than the weights, tensors that are not contiguous,
-    and for the ring columns that are not whole copies of 16 bytes.
+    ValueError for what the kernel cannot read: rows in another dtype than the norms, tensors that are not contiguous,
+    groups that are cut by blocks of columns, and for the ring codes, and columns that are not whole copies of 16 bytes.
     """
 
     def __init__(
         self, model: LoopedModel, keys: Tensor, values: Tensor, max_batch: int, launch: LoopedLaunch | None = None
     ) -> None:
-        if keys.dtype != model.qkv.dtype or values.dtype != keys.dtype:
-            raise ValueError(f"rows are {keys.dtype}; the looped kernel reads rows in the dtype of {model.qkv.dtype}")
-        stacks = (keys, values, model.embed, model.head, model.qkv, model.o, model.gate_up, model.down)
-        if not all(stack.is_contiguous() for stack in stacks):
+        if keys.dtype != model.dtype or values.dtype != keys.dtype:
+            raise ValueError(f"rows are {keys.dtype}; the looped kernel reads rows in the dtype of {model.dtype}")
+        if not all(stack.is_contiguous() for stack in (keys, values, *model.tensors)):
             raise ValueError("the looped kernel reads contiguous stacks of weights and rows")
         self.model, self.keys, self.values, self.max_batch = model, keys, values, max_batch
         self.launch = launch or default_launch(model, num_multiprocessors(keys.device), max_batch)
-        kind, device, wide = model.qkv.dtype, keys.device, model.num_heads * model.head_dim
+        kind, device, wide = model.dtype, keys.device, model.num_heads * model.head_dim
         if self.launch.stages:
             _check_ring(model, self.launch)
+        elif any(form.group and self.launch.block_cols % form.group for form in model.forms):
+            raise ValueError(f"blocks have {self.launch.block_cols} columns; groups of codes must not be cut by them")
         self._splits = _splits(self.launch, keys.shape[3], model.num_kv_heads)
         num_splits = self._splits.num_splits
 
@@ -151,15 +128,15 @@ class Looped:
         if not 1 <= batch <= self.max_batch:
             raise ValueError(f"{batch} entries in a step; this one has buffers for 1 to {self.max_batch}")
         cos, sin = rope
-        uses_dot = _uses_dot(self.max_batch, model.qkv.element_size(), is_ring=launch.stages > 0)
+        uses_dot = _uses_dot(model, self.max_batch, is_ring=launch.stages > 0)
 
         def given(tensor: Tensor | None) -> Tensor:
             return self.residual if tensor is None else tensor  # never read
 
-        kernel, of_ring = _form(launch)
+        kernel, of_form = _form(model, launch)
         kernel[(launch.num_programs,)](
             token_ids, places.rows, places.slots, places.lengths, cos.contiguous(), sin.contiguous(),
-            model.embed, model.qkv, model.o, model.gate_up, model.down, model.head,
+            *(weight.words if isinstance(weight, Codes) else weight for weight in model.weights),
             model.input_norm, model.post_norm, model.final_norm, given(model.q_norm), given(model.k_norm),
             given(model.qkv_bias), given(model.o_bias), given(model.gate_up_bias), given(model.down_bias),
             self.keys, self.values,
@@ -176,7 +153,7 @@ class Looped:
             BEGINS=begins, ENDS=ends, LOADS_AHEAD=launch.loads_ahead, USES_DOT=uses_dot,
             NUM_PROGRAMS=launch.num_programs, BLOCK_ROWS=launch.block_rows, BLOCK_COLS=launch.block_cols,
             BLOCK_SLOTS=splits.block, SPLIT_SLOTS=splits.split_slots, NUM_SPLITS=splits.num_splits,
-            **of_ring, num_warps=launch.num_warps, launch_cooperative_grid=launch.num_programs > 1,
+            **of_form, num_warps=launch.num_warps, launch_cooperative_grid=launch.num_programs > 1,
         )  # fmt: skip
 
     def without_loads_ahead(self) -> Looped:
@@ -185,23 +162,34 @@ class Looped:
         return Looped(self.model, self.keys, self.values, self.max_batch, launch)
 
 
-def _form(launch: LoopedLaunch) -> tuple[Any, dict[str, int]]:
+def _form(model: LoopedModel, launch: LoopedLaunch) -> tuple[Any, dict[str, Any]]:
     """The kernel, and what it takes beside the arguments of both."""
-    if not launch.stages:
-        return looped_kernel, {}
-    from snapstream.kernels.triton.looped import ring_kernel  # Gluon is experimental: only who asks for it imports it
+    if launch.stages:
+        from snapstream.kernels.triton.looped import ring_kernel  # Gluon is experimental: only who asks imports it
 
-    return ring_kernel.ring_kernel, {"STAGES": launch.stages}
+        return ring_kernel.ring_kernel, {"STAGES": launch.stages}
+    arguments: dict[str, Any] = {
+        f"{role}_scales_ptr": weight.scales.view(torch.int16)
+        if isinstance(weight, Codes)
+        else weight  # the latter is never read
+        for role, weight in zip(ROLES, model.weights, strict=True)
+    }
+    for part, form in zip(("ATTENTION", "MLP", "TABLE"), model.forms, strict=True):
+        arguments |= {f"{part}_BITS": form.bits, f"{part}_GROUP": form.group}
+    return looped_kernel, arguments
 
 
-def _uses_dot(max_batch: int, num_bytes: int, *, is_ring: bool) -> bool:
-    return max_batch > MOST_BY_NUMBER and not (is_ring and num_bytes == 4)
+def _uses_dot(model: LoopedModel, max_batch: int, *, is_ring: bool = False) -> bool:
+    most = MOST_BY_CODE if model.has_codes else MOST_BY_NUMBER
+    return max_batch > most and not (is_ring and model.dtype == torch.float32)
 
 
 def _check_ring(model: LoopedModel, launch: LoopedLaunch) -> None:
+    if model.has_codes:
+        raise ValueError("the ring copies dense weights; only the first form of the looped kernel reads codes")
     widths, copied = (
         {model.hidden_size, model.num_heads * model.head_dim, model.inner_size},
-        16 // model.qkv.element_size(),
+        16 // model.dtype.itemsize,
     )
     if any(cols % copied for cols in widths):
         raise ValueError(f"matrices have {sorted(widths)} columns; the ring copies {copied} numbers at a time")

@@ -1,7 +1,7 @@
 """Every stage of the looped kernel in plain PyTorch, buffer by buffer: what ``kernel.py`` is tested against.
 
-The same roundings at the same places: norms, heads, attention and the inner activations in the dtype of the weights,
-the residual stream, sums and logits in fp32. Only the order of sums differs.
+The same roundings at the same places: norms, heads, attention and the inner activations in the dtype of the norms, the
+residual stream, sums and logits in fp32; codes are widened to fp32. Only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from snapstream.kernels import reference
 from snapstream.kernels.rows import CosSin, HeadNorm, LayerRows, RowPlaces
-from snapstream.kernels.triton.looped.launch import LoopedModel
+from snapstream.kernels.triton.looped.model import Codes, LoopedModel, Stored
 
 
 @dataclass
@@ -33,7 +33,7 @@ def step(
     num_layers: int | None = None,
 ) -> Buffers:  # fmt: skip
     """The buffers after ``num_layers`` layers, by default all and the logits; writes slots of ``keys, values``."""
-    found = Buffers(residual=model.embed[token_ids].float())
+    found = Buffers(residual=_wide(model.embed[token_ids]).to(model.dtype).float())
     for layer in range(model.num_layers if num_layers is None else num_layers):
         normed = _norm(found.residual, model.input_norm[layer], model.eps)
         found.heads = _product(model.qkv[layer], normed, model.qkv_bias, layer).to(normed.dtype)
@@ -45,7 +45,7 @@ def step(
         found.residual = found.residual + _product(model.down[layer], found.inner, model.down_bias, layer)
     if num_layers is None:
         normed = _norm(found.residual, model.final_norm, model.eps)
-        found.logits = normed.float() @ model.head.float().T
+        found.logits = normed.float() @ _wide(model.head).T
     return found
 
 
@@ -54,8 +54,12 @@ def _norm(residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (residual * inverse * weight.float()).to(weight.dtype)
 
 
-def _product(matrix: Tensor, x: Tensor, bias: Tensor | None, layer: int) -> Tensor:
-    out = x.float() @ matrix.float().T
+def _wide(weight: Stored) -> Tensor:
+    return weight.wide() if isinstance(weight, Codes) else weight.float()
+
+
+def _product(matrix: Stored, x: Tensor, bias: Tensor | None, layer: int) -> Tensor:
+    out = x.float() @ _wide(matrix).T
     return out if bias is None else out + bias[layer].float()
 
 

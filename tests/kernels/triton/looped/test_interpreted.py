@@ -18,16 +18,20 @@ pytestmark = interpreted()
 pytest.importorskip("triton")
 
 from snapstream.kernels.triton.looped import twin  # noqa: E402
-from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch, LoopedModel  # noqa: E402
+from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch  # noqa: E402
+from snapstream.kernels.triton.looped.model import LoopedModel  # noqa: E402
 
 LAYERS, VOCAB = 2, 50
 LAUNCH = LoopedLaunch(num_programs=1, block_rows=16, block_cols=32, num_warps=4)
 CAPACITY = 200  # two splits: the last one is not whole
 
 
-def model_of(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, *, is_plain: bool) -> LoopedModel:
-    """Odd sizes, so that every tile has an end; ``is_plain``: no head norms and no biases."""
-    hidden, inner = 40, 56
+def model_of(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, *, is_plain: bool,
+    sizes: tuple[int, int] = (40, 56),
+) -> LoopedModel:  # fmt: skip
+    """Odd sizes, so that every tile has an end; ``is_plain``: no head norms and no biases; ``sizes``: hidden, inner."""
+    hidden, inner = sizes
     wide = (num_heads + 2 * num_kv_heads) * head_dim
 
     def random(*size: int, scale: float = 1.0) -> Tensor:

@@ -23,7 +23,8 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from snapstream.kernels.triton.looped import ring, ring_attend, ring_kernel, stream, twin  # noqa: E402
-from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch, LoopedModel, ring_launch  # noqa: E402
+from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch, ring_launch  # noqa: E402
+from snapstream.kernels.triton.looped.model import LoopedModel  # noqa: E402
 from tests.kernels.triton.looped.stand_in import stand_in  # noqa: E402
 from tests.kernels.triton.looped.test_interpreted import VISIBLE, inputs_of, model_of, rows_of  # noqa: E402
 

@@ -1,0 +1,249 @@
+"""Products of the looped kernel with its weights: blocks of a matrix, dense or codes, loaded ahead of their use.
+
+A program owns tiles of ``R`` weight rows, the same in every step, and sums a row's products in one order, so results
+are the same bits from run to run. Of one matrix it has a queue of blocks ``[R, C]`` in registers: as one is used, the
+one ``depth`` places further on is loaded, from the next tile if need be, so that as much is on its way at the end of a
+tile as in its midst. Weights are read once and leave the caches first. Of gate and up (``PARTS`` of 2, stored one below
+the other) blocks take turns, and two meet the same inputs.
+
+``BITS`` is 0 for dense weights; of codes it is 8 or 4, and ``GROUP`` numbers of a row share a scale
+(``kernels/groups.py``). They come as words of 32 bits: a queue of bytes or of fp16 would be packed anew at each step,
+which waits for what is on its way. For the same reason loops are unrolled by the length of the queue, so that no block
+moves from register to register. Codes are exact in any float dtype: the sums of a group, fp32, are times its scale, and
+every group of a block has sums of its own, which are added when a tile ends. So the order of a row's sums depends on
+the cut alone, never on the batch.
+"""
+
+import triton
+import triton.language as tl
+
+from snapstream.kernels.triton.looped.parts import activations
+
+QUEUE_BYTES = 24576  # of codes: on their way for a multiprocessor at any time; more would spill
+DEEPEST = 8
+
+
+@triton.constexpr_function
+def depth(rows, cols, block_cols, bits, parts):
+    """Blocks of a queue: the most that divide the blocks of a tile, and of each part as many."""
+    blocks = -(-cols // block_cols)
+    most = min(QUEUE_BYTES * 8 // (rows * block_cols * bits), DEEPEST) // parts if bits else 1
+    return parts * max(count for count in range(1, max(most, 1) + 1) if blocks % count == 0)
+
+
+@triton.jit
+def layer_of(numbers_ptr, scales_ptr, layer, SIZE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Where a layer's matrix of ``SIZE`` numbers begins in a stack: its numbers or codes, and its scales."""
+    if BITS == 0:
+        return numbers_ptr + layer * SIZE, scales_ptr
+    else:
+        return numbers_ptr + layer * (SIZE * BITS // 32), scales_ptr + layer * (SIZE // GROUP)
+
+
+@triton.jit
+def table_rows(
+    numbers_ptr, scales_ptr, row, col, mask, kind: tl.constexpr,
+    COLS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Columns ``col [C]`` of rows ``row [B']`` of a table, fp32 ``[B', C]``, rounded as the table alone would be."""
+    at = row.to(tl.int64)[:, None] * COLS + col[None, :]
+    if BITS == 0:
+        return tl.load(numbers_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        words = tl.load(numbers_ptr + at * BITS // 32, mask=mask, other=0) >> (at % (32 // BITS) * BITS).to(tl.int32)
+        scales = tl.load(scales_ptr + at // GROUP, mask=mask, other=0)
+        return (numbers_at(words, 0, BITS) * scale_numbers(scales)).to(kind).to(tl.float32)
+
+
+@triton.jit
+def numbers_at(words, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    """The numbers, fp32, whose codes lie ``SHIFT`` bits up in ``words``: in the last bits of 2^23 a code is added, not
+    converted, which a multiprocessor does at twice the rate."""
+    codes = (words >> SHIFT) & (2**BITS - 1) | 0x4B000000
+    return codes.to(tl.float32, bitcast=True) - (8388608.0 + 2 ** (BITS - 1))
+
+
+@triton.jit
+def numbers_of(words, BITS: tl.constexpr):
+    """All numbers ``[R, C]`` of ``words [R, C * BITS / 32]`` in their order, fp32; a thread keeps its own."""
+    COLS: tl.constexpr = words.shape[1] * 32 // BITS
+    if BITS == 8:
+        even = tl.join(numbers_at(words, 0, 8), numbers_at(words, 16, 8))
+        odd = tl.join(numbers_at(words, 8, 8), numbers_at(words, 24, 8))
+    else:
+        low = tl.join(numbers_at(words, 0, 4), numbers_at(words, 16, 4))
+        high = tl.join(numbers_at(words, 8, 4), numbers_at(words, 24, 4))
+        even = tl.join(low, high)
+        low = tl.join(numbers_at(words, 4, 4), numbers_at(words, 20, 4))
+        high = tl.join(numbers_at(words, 12, 4), numbers_at(words, 28, 4))
+        odd = tl.join(low, high)
+    return tl.reshape(tl.join(even, odd), (words.shape[0], COLS))
+
+
+@triton.jit
+def scale_numbers(scales):
+    """fp32 of the bits of fp16, which lie in whole registers."""
+    return scales.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_block(
+    matrix, place, line,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    USES_DOT: tl.constexpr,
+):  # fmt: skip
+    """The block at ``place``: numbers ``[R, C]``, zero outside of the matrix, or words of codes and bits of scales.
+
+    ``matrix`` are the addresses of a layer's numbers or words and of its scales, ``place`` is (tile, column, part).
+    """
+    tile, begin, part = place
+    row = tile * line.shape[0] + line
+    is_row = row < ROWS
+    row = (part * ROWS + row).to(tl.int64)
+    if BITS == 0:
+        col = begin + tl.arange(0, BLOCK_COLS)
+        mask = is_row[:, None] & (col < COLS)[None, :]
+        at = matrix[0] + row[:, None] * COLS + col[None, :]
+        return (tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first"),)
+    else:
+        word = begin * BITS // 32 + tl.arange(0, BLOCK_COLS * BITS // 32)
+        mask = is_row[:, None] & (word < COLS * BITS // 32)[None, :]
+        at = matrix[0] + row[:, None] * (COLS * BITS // 32) + word[None, :]
+        words = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
+        group = begin // GROUP + tl.arange(0, BLOCK_COLS // GROUP)
+        is_group = group < COLS // GROUP
+        if USES_DOT:  # scales [C / g, R]
+            at = matrix[1] + row[None, :] * (COLS // GROUP) + group[:, None]
+            scales = tl.load(at, mask=is_row[None, :] & is_group[:, None], other=0)
+        else:  # [R, C / g]
+            at = matrix[1] + row[:, None] * (COLS // GROUP) + group[None, :]
+            scales = tl.load(at, mask=is_row[:, None] & is_group[None, :], other=0)
+        return words, scales.to(tl.int32)
+
+
+@triton.jit
+def following(
+    place, COLS: tl.constexpr, PARTS: tl.constexpr, BLOCK_COLS: tl.constexpr, NUM_PROGRAMS: tl.constexpr
+):  # fmt: skip
+    """The place behind ``place``: the other part, then the next columns, then this program's next tile."""
+    tile, begin, part = place
+    if PARTS == 2:
+        part = 1 - part
+        begin = tl.where(part == 0, begin + BLOCK_COLS, begin)
+    else:
+        begin = begin + BLOCK_COLS
+    is_whole = begin >= COLS
+    return tl.where(is_whole, tile + NUM_PROGRAMS, tile), tl.where(is_whole, 0, begin), part
+
+
+@triton.jit
+def opened(
+    matrix, program, line,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, USES_DOT: tl.constexpr,
+):  # fmt: skip
+    """A full queue of the matrix: the next place to load, and the blocks that are on their way, next first."""
+    place = (tl.cast(program, tl.int32), tl.cast(0, tl.int32), tl.cast(0, tl.int32))
+    blocks = ()
+    for _ in tl.static_range(depth(line.shape[0], COLS, BLOCK_COLS, BITS, PARTS)):
+        block = load_block(matrix, place, line, ROWS, COLS, BITS, GROUP, BLOCK_COLS, USES_DOT)
+        blocks = blocks + (block,)  # type: ignore[assignment]  # a tuple grows
+        place = following(place, COLS, PARTS, BLOCK_COLS, NUM_PROGRAMS)
+    return place, blocks
+
+
+@triton.jit
+def as_inputs(x, kind: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, USES_DOT: tl.constexpr):
+    """Inputs ``x [B', C]`` fp32 as blocks meet them: tensor cores take them turned, and in groups."""
+    if not USES_DOT:
+        return x
+    elif BITS == 0:
+        return tl.trans(x.to(kind))
+    else:
+        return tl.permute(tl.reshape(x.to(kind), (x.shape[0], x.shape[1] // GROUP, GROUP)), (1, 2, 0))
+
+
+@triton.jit
+def add_block(
+    acc, block, inputs, kind: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, USES_DOT: tl.constexpr
+):  # fmt: skip
+    """``acc`` and the products of a block.
+
+    Few entries are multiplied number by number and added up at the end of each block, of codes within groups; many go
+    through tensor cores.
+    """
+    if BITS == 0:
+        if USES_DOT:
+            return tl.dot(block[0], inputs, acc, input_precision="ieee")
+        else:
+            return acc + tl.sum(block[0].to(tl.float32)[:, None, :] * inputs[None, :, :], 2)
+    else:
+        numbers, scales = numbers_of(block[0], BITS), scale_numbers(block[1])
+        R: tl.constexpr = numbers.shape[0]
+        NUM_GROUPS: tl.constexpr = numbers.shape[1] // GROUP
+        if USES_DOT:
+            numbers = tl.permute(tl.reshape(numbers.to(kind), (R, NUM_GROUPS, GROUP)), (1, 0, 2))
+            return acc + tl.dot(numbers, inputs, input_precision="ieee") * scales[:, :, None]  # [C / g, R, B']
+        else:
+            part = tl.reshape(numbers[:, None, :] * inputs[None, :, :], (R, inputs.shape[0], NUM_GROUPS, GROUP))
+            return acc + tl.sum(part, 3) * scales[:, None, :]  # [R, B', C / g]
+
+
+@triton.jit
+def no_sums(
+    R: tl.constexpr, NUM_ENTRIES: tl.constexpr, BITS: tl.constexpr, NUM_GROUPS: tl.constexpr, USES_DOT: tl.constexpr
+):  # fmt: skip
+    """Where a tile begins: zeros in the shape that ``add_block`` adds to."""
+    if BITS == 0:
+        return tl.zeros((R, NUM_ENTRIES), tl.float32)
+    elif USES_DOT:
+        return tl.zeros((NUM_GROUPS, R, NUM_ENTRIES), tl.float32)
+    else:
+        return tl.zeros((R, NUM_ENTRIES, NUM_GROUPS), tl.float32)
+
+
+@triton.jit
+def summed(acc, BITS: tl.constexpr, USES_DOT: tl.constexpr):
+    """Where a tile ends: ``[R, B']`` fp32."""
+    if BITS == 0:
+        return acc
+    elif USES_DOT:
+        return tl.sum(acc, 0)
+    else:
+        return tl.sum(acc, 2)
+
+
+@triton.jit
+def product(
+    queue, matrix, line, x_ptr, norm_ptr, inverse, entry,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_COLS: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    IS_NORMED: tl.constexpr, USES_DOT: tl.constexpr,
+):  # fmt: skip
+    """The next tile of the queue times every entry: sums ``[R, B']`` fp32, of the second part too, and the queue."""
+    kind: tl.constexpr = norm_ptr.dtype.element_ty
+    NUM_GROUPS: tl.constexpr = BLOCK_COLS // GROUP if BITS else 1
+    place, blocks = queue
+    left = no_sums(line.shape[0], entry.shape[0], BITS, NUM_GROUPS, USES_DOT)
+    right = left
+    UNROLLED: tl.constexpr = depth(line.shape[0], COLS, BLOCK_COLS, BITS, PARTS) // PARTS
+    LOADS_INPUTS_AHEAD: tl.constexpr = BITS != 0 and not USES_DOT
+    STAGES: tl.constexpr = 2 if BITS else 3  # of inputs of tensor cores, which Triton loads ahead by itself
+    col = tl.arange(0, BLOCK_COLS)
+    if LOADS_INPUTS_AHEAD:
+        ahead = activations(x_ptr, norm_ptr, inverse, entry, col, BATCH, COLS, IS_NORMED)
+    for begin in tl.range(0, COLS, BLOCK_COLS, num_stages=STAGES, loop_unroll_factor=UNROLLED):
+        if LOADS_INPUTS_AHEAD:
+            x = ahead
+            ahead = activations(x_ptr, norm_ptr, inverse, entry, begin + BLOCK_COLS + col, BATCH, COLS, IS_NORMED)
+        else:
+            x = activations(x_ptr, norm_ptr, inverse, entry, begin + col, BATCH, COLS, IS_NORMED)
+        inputs = as_inputs(x, kind, BITS, GROUP, USES_DOT)
+        left = add_block(left, blocks[0], inputs, kind, BITS, GROUP, USES_DOT)
+        blocks = blocks[1:] + (load_block(matrix, place, line, ROWS, COLS, BITS, GROUP, BLOCK_COLS, USES_DOT),)
+        place = following(place, COLS, PARTS, BLOCK_COLS, NUM_PROGRAMS)
+        if PARTS == 2:
+            right = add_block(right, blocks[0], inputs, kind, BITS, GROUP, USES_DOT)
+            blocks = blocks[1:] + (load_block(matrix, place, line, ROWS, COLS, BITS, GROUP, BLOCK_COLS, USES_DOT),)
+            place = following(place, COLS, PARTS, BLOCK_COLS, NUM_PROGRAMS)
+    return summed(left, BITS, USES_DOT), summed(right, BITS, USES_DOT), (place, blocks)
