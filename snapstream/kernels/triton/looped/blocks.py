@@ -4,7 +4,8 @@ A program owns tiles of ``R`` weight rows, the same in every step, and sums a ro
 are the same bits from run to run. Of one matrix it has a queue of blocks ``[R, C]`` in registers: as one is used, the
 one ``depth`` places further on is loaded, from the next tile if need be, so that as much is on its way at the end of a
 tile as in its midst. Weights are read once and leave the caches first. Of gate and up (``PARTS`` of 2, stored one below
-the other) blocks take turns, and two meet the same inputs.
+the other) blocks of codes take turns, and two meet the same inputs; dense ones, of which two with their inputs would
+spill, have a queue each.
 
 ``BITS`` is 0 for dense weights; of codes it is 8 or 4, and ``GROUP`` numbers of a row share a scale
 (``kernels/groups.py``). They come as words of 32 bits: a queue of bytes or of fp16 would be packed anew at each step,
@@ -19,8 +20,8 @@ import triton.language as tl
 
 from snapstream.kernels.triton.looped.parts import activations
 
-QUEUE_BYTES = 24576  # of codes: on their way for a multiprocessor at any time; more would spill
-DEEPEST = 8
+QUEUE_BYTES = 16384  # of codes: on their way for a multiprocessor at any time; more would spill
+DEEPEST = 4  # more would compile for minutes
 
 
 @triton.constexpr_function
@@ -228,7 +229,7 @@ def product(
     right = left
     UNROLLED: tl.constexpr = depth(line.shape[0], COLS, BLOCK_COLS, BITS, PARTS) // PARTS
     LOADS_INPUTS_AHEAD: tl.constexpr = BITS != 0 and not USES_DOT
-    STAGES: tl.constexpr = 2 if BITS else 3  # of inputs of tensor cores, which Triton loads ahead by itself
+    STAGES: tl.constexpr = 2 if BITS else None  # of inputs of tensor cores, which Triton loads ahead by itself
     col = tl.arange(0, BLOCK_COLS)
     if LOADS_INPUTS_AHEAD:
         ahead = activations(x_ptr, norm_ptr, inverse, entry, col, BATCH, COLS, IS_NORMED)
@@ -247,3 +248,39 @@ def product(
             blocks = blocks[1:] + (load_block(matrix, place, line, ROWS, COLS, BITS, GROUP, BLOCK_COLS, USES_DOT),)
             place = following(place, COLS, PARTS, BLOCK_COLS, NUM_PROGRAMS)
     return summed(left, BITS, USES_DOT), summed(right, BITS, USES_DOT), (place, blocks)
+
+
+@triton.jit
+def opened_pair(
+    matrix, program, line,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, USES_DOT: tl.constexpr,
+):  # fmt: skip
+    """What ``opened`` is for a matrix of two parts: of codes one queue, of dense weights one of each part."""
+    if BITS:
+        return opened(matrix, program, line, ROWS, COLS, 2, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS, USES_DOT)
+    else:
+        below = (matrix[0] + ROWS * COLS, matrix[1])
+        above = opened(matrix, program, line, ROWS, COLS, 1, 0, 0, BLOCK_COLS, NUM_PROGRAMS, USES_DOT)
+        return above, opened(below, program, line, ROWS, COLS, 1, 0, 0, BLOCK_COLS, NUM_PROGRAMS, USES_DOT)
+
+
+@triton.jit
+def product_pair(
+    queue, matrix, line, x_ptr, norm_ptr, inverse, entry,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_COLS: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    USES_DOT: tl.constexpr,
+):  # fmt: skip
+    """``product`` of a matrix of two parts with normed inputs."""
+    if BITS:
+        return product(queue, matrix, line, x_ptr, norm_ptr, inverse, entry,
+                       BATCH, ROWS, COLS, 2, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
+    else:
+        above, below = queue
+        under = (matrix[0] + ROWS * COLS, matrix[1])
+        left, _, above = product(above, matrix, line, x_ptr, norm_ptr, inverse, entry,
+                                 BATCH, ROWS, COLS, 1, 0, 0, BLOCK_COLS, NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
+        right, _, below = product(below, under, line, x_ptr, norm_ptr, inverse, entry,
+                                  BATCH, ROWS, COLS, 1, 0, 0, BLOCK_COLS, NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
+        return left, right, (above, below)

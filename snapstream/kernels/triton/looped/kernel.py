@@ -20,7 +20,7 @@ import triton.language as tl
 
 from snapstream.kernels.triton.looped.attend import attend_split, merge_splits
 from snapstream.kernels.triton.looped.barrier import arrive, leave, wait
-from snapstream.kernels.triton.looped.blocks import layer_of, opened, product, table_rows
+from snapstream.kernels.triton.looped.blocks import layer_of, opened, opened_pair, product, product_pair, table_rows
 from snapstream.kernels.triton.looped.parts import inverse_norms, with_bias
 
 
@@ -143,21 +143,21 @@ def looped_kernel(
         arrive(counters_ptr)
         passed += NUM_PROGRAMS
         if LOADS_AHEAD:
-            queue = opened(gate_up, program, line, INNER, HIDDEN, 2, MLP_BITS, MLP_GROUP,
+            queue = opened_pair(gate_up, program, line, INNER, HIDDEN, MLP_BITS, MLP_GROUP,
                            BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         wait(counters_ptr, passed, NUM_PROGRAMS)
 
         # 4: norm, gate and up, SwiGLU
         if not LOADS_AHEAD:
-            queue = opened(gate_up, program, line, INNER, HIDDEN, 2, MLP_BITS, MLP_GROUP,
+            queue = opened_pair(gate_up, program, line, INNER, HIDDEN, MLP_BITS, MLP_GROUP,
                            BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
         norm = post_norm_ptr + step * HIDDEN
         for tile in range(program, tl.cdiv(INNER, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
-            left, right, queue = product(queue, gate_up, line, residual_ptr, norm, inverse, entry,
-                                         BATCH, INNER, HIDDEN, 2, MLP_BITS, MLP_GROUP, BLOCK_COLS,
-                                         NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
+            left, right, queue = product_pair(queue, gate_up, line, residual_ptr, norm, inverse, entry,
+                                              BATCH, INNER, HIDDEN, MLP_BITS, MLP_GROUP, BLOCK_COLS,
+                                              NUM_PROGRAMS, USES_DOT)  # fmt: skip
             bias = gate_up_bias_ptr + step * (2 * INNER)
             left = with_bias(left, bias, row, INNER, HAS_MLP_BIAS)
             right = with_bias(right, bias + INNER, row, INNER, HAS_MLP_BIAS)

@@ -19,7 +19,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from snapstream.kernels.triton.looped import twin  # noqa: E402
-from snapstream.kernels.triton.looped.blocks import opened, product  # noqa: E402
+from snapstream.kernels.triton.looped.blocks import opened, opened_pair, product, product_pair  # noqa: E402
 from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch, default_launch, ring_launch  # noqa: E402
 from snapstream.kernels.triton.looped.model import Codes, Form, LoopedModel, Stored  # noqa: E402
 from tests.kernels.triton.looped.test_interpreted import VISIBLE, inputs_of, model_of, rows_of  # noqa: E402
@@ -55,11 +55,20 @@ def product_kernel(
     program = tl.program_id(0)
     line, entry = tl.arange(0, BLOCK_ROWS), tl.arange(0, BATCH_PAD)
     matrix = (numbers_ptr, scales_ptr)
-    queue = opened(matrix, program, line, ROWS, COLS, PARTS, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS, USES_DOT)
+    inverse = tl.full([BATCH_PAD], 1.0, tl.float32)
+    if PARTS == 2:
+        queue = opened_pair(matrix, program, line, ROWS, COLS, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS, USES_DOT)
+    else:
+        queue = opened(matrix, program, line, ROWS, COLS, 1, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS, USES_DOT)
     for tile in range(program, tl.cdiv(ROWS, BLOCK_ROWS), NUM_PROGRAMS):
-        left, right, queue = product(queue, matrix, line, x_ptr, norm_ptr, tl.zeros([BATCH_PAD], tl.float32), entry,
-                                     BATCH, ROWS, COLS, PARTS, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS,
-                                     False, USES_DOT)  # fmt: skip
+        if PARTS == 2:
+            left, right, queue = product_pair(queue, matrix, line, x_ptr, norm_ptr, inverse, entry,
+                                              BATCH, ROWS, COLS, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS,
+                                              USES_DOT)  # fmt: skip
+        else:
+            left, right, queue = product(queue, matrix, line, x_ptr, norm_ptr, inverse, entry,
+                                         BATCH, ROWS, COLS, 1, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS,
+                                         True, USES_DOT)  # fmt: skip
         row = tile * BLOCK_ROWS + line
         at = out_ptr + row[:, None] * BATCH + entry[None, :]
         mask = (row < ROWS)[:, None] & (entry < BATCH)[None, :]
@@ -87,8 +96,8 @@ def test_programs_share_the_rows_of_a_matrix(form: Form, parts: int, programs: i
     weight = numbers if form == DENSE else Codes(*groups.quantise(numbers, *form), form.bits)
     stored = (weight.words, weight.scales.view(torch.int16)) if isinstance(weight, Codes) else (weight, weight)
     out = torch.full((parts * rows, batch), float("nan"))
-    product_kernel[(programs,)](*stored, x, x, out, batch, 16 if uses_dot else 2, rows, cols, parts, *form,
-                                16, 128, programs, uses_dot)  # fmt: skip
+    product_kernel[(programs,)](*stored, x, torch.ones(cols), out, batch, 16 if uses_dot else 2, rows, cols, parts,
+                                *form, 16, 128, programs, uses_dot)  # fmt: skip
     wide = weight.wide() if isinstance(weight, Codes) else weight
     torch.testing.assert_close(out, wide @ x.T, rtol=1e-4, atol=1e-4)
 
