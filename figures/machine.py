@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
+# Of files under version control, but for records: one benchmark after the other stores its own.
+_CHANGES = ("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results", ":!evals/results")
 
 
 def describe() -> dict[str, Any]:
@@ -23,7 +25,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git(*_CHANGES) else ""),
         "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
         "date": date.today().isoformat(),
     }
