@@ -10,6 +10,7 @@ that counts. All rows hold the same prompt (``n`` samples: one prefill, ``rows``
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -22,37 +23,48 @@ from snapstream.llm import LLM
 from snapstream.models.shapes import decode_weight_bytes
 from snapstream.request import Request, SamplingParams
 
+TURN = 6  # steps of an engine before another has its turn; the first does not count
 
-def step_seconds(llm: LLM, prompt: list[int], rows: int, steps: int) -> tuple[float, float]:
-    """Median seconds of a decode step of ``rows`` rows, and the seconds of the prefill before."""
+
+def prefill_seconds(llm: LLM, prompt: list[int], rows: int, steps: int) -> float:
+    """Starts a request of ``rows`` rows that go on for at least ``steps`` steps."""
     params = SamplingParams(n=rows, max_tokens=steps + 8, temperature=0.0, ignore_eos=True)
     llm.engine.add_request(Request(request_id="decode", prompt_token_ids=tuple(prompt), sampling=params))
     began = perf_counter()
-    output = llm.engine.step()
-    while not output:
-        output = llm.engine.step()
-    prefill = perf_counter() - began
-    times = []
-    while llm.engine.has_work:
-        began = perf_counter()
-        llm.engine.step()
-        times.append(perf_counter() - began)
-    return median(times[2:-2]), prefill
+    while not llm.engine.step():
+        pass
+    return perf_counter() - began
+
+
+def step_seconds(llms: list[LLM], steps: int) -> list[float]:
+    """Median seconds of a decode step of each engine. They take turns, so that a shared machine disturbs all alike."""
+    times: list[list[float]] = [[] for _ in llms]
+    for _ in range(-(-steps // TURN)):
+        for own, llm in zip(times, llms, strict=True):
+            for step in range(TURN):
+                began = perf_counter()
+                llm.engine.step()
+                if step:
+                    own.append(perf_counter() - began)
+    return [median(own) for own in times]
 
 
 def run(prompt_len: int, rows: int, steps: int, parts: list[int], executor: str | None) -> list[dict[str, Any]]:
     prompt = random_prompt(prompt_len)
     max_len = prompt_len + steps + 16
     figures: list[dict[str, Any]] = []
-    with llama_folder() as folder:
-        for part in [1, *parts]:
-            budget = KVBudget.full(max_len) if part == 1 else KVBudget.of(prompt_len // part)
-            with LLM(folder, budget=budget, executor=executor, max_rows=rows, max_model_len=max_len,
-                     progress=False) as llm:  # fmt: skip
-                seconds, prefill = step_seconds(llm, prompt, rows, steps)
-                visible = min(prompt_len, budget.capacity)
-                read = decode_weight_bytes(llm.model_config, "float32")
-                read += rows * KVSpec.of(llm.model_config, "float32").row_bytes(visible)
+    budgets = [KVBudget.full(max_len), *(KVBudget.of(prompt_len // part) for part in parts)]
+    with llama_folder() as folder, ExitStack() as stack:
+        llms = [
+            stack.enter_context(LLM(folder, budget=budget, executor=executor, max_rows=rows, max_model_len=max_len,
+                                    progress=False))
+            for budget in budgets
+        ]  # fmt: skip
+        prefills = [prefill_seconds(llm, prompt, rows, steps) for llm in llms]
+        found = step_seconds(llms, steps)
+        for part, budget, llm, seconds, prefill in zip([1, *parts], budgets, llms, found, prefills, strict=True):
+            read = decode_weight_bytes(llm.model_config, "float32")
+            read += rows * KVSpec.of(llm.model_config, "float32").row_bytes(min(prompt_len, budget.capacity))
             figure: dict[str, Any] = {
                 "budget": "full" if part == 1 else f"1/{part}",
                 "slots": budget.capacity,

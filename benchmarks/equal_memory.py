@@ -10,9 +10,10 @@ decode alone; all rows hold the same prompt (``n`` samples: one prefill).
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.decode import step_seconds
+from benchmarks.decode import prefill_seconds, step_seconds
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
 from snapstream.cache.spec import KVSpec
@@ -27,14 +28,19 @@ def run(prompt_len: int, rows: int, part: int, steps: int, executor: str) -> lis
     prompt = random_prompt(prompt_len)
     most = -(-(prompt_len + steps + 16) // part) * part
     figures: list[dict[str, Any]] = []
-    with llama_folder() as folder:
+    with llama_folder() as folder, ExitStack() as stack:
         small = KVBudget.of(most // part)
-        for budget, kv_dtype in ((KVBudget.full(most), "auto"), *((small, kind) for kind in KINDS)):
+        arms: list[tuple[KVBudget, KVDType, int, int, LLM]] = []
+        kinds: list[tuple[KVBudget, KVDType]] = [(KVBudget.full(most), "auto"), *((small, kind) for kind in KINDS)]
+        for budget, kv_dtype in kinds:
             row_bytes = KVSpec.of(read_model_config(folder), "float32", kv_dtype).row_bytes(budget.capacity)
-            count = round(figures[0]["all_mib"] * 2**20) // row_bytes if figures else rows
-            with LLM(folder, budget=budget, executor=executor, max_rows=count, max_model_len=most, kv_dtype=kv_dtype,
-                     progress=False) as llm:  # fmt: skip
-                seconds, _ = step_seconds(llm, prompt, count, steps)
+            count = arms[0][2] * arms[0][3] // row_bytes if arms else rows
+            llm = LLM(folder, budget=budget, executor=executor, max_rows=count, max_model_len=most, kv_dtype=kv_dtype,
+                      progress=False)  # fmt: skip
+            arms.append((budget, kv_dtype, row_bytes, count, stack.enter_context(llm)))
+            prefill_seconds(llm, prompt, count, steps)
+        found = step_seconds([arm[-1] for arm in arms], steps)
+        for (budget, kv_dtype, row_bytes, count, _), seconds in zip(arms, found, strict=True):
             tokens_per_s = count / seconds
             figure: dict[str, Any] = {
                 "budget": _name(part if figures else 1, kv_dtype), "rows": count, "slots": budget.capacity,
