@@ -65,7 +65,8 @@ class EngineOptions(Settings):
     activations: ActivationOption = setting(
         "auto",
         "Inputs of products with narrow weights: in --dtype, or with int8 and int4 weights rounded to int8 in decode; "
-        "auto: that where looped steps know the model, and bfloat16 in prefill where a processor gains by it.",
+        "auto: that where looped steps know the model, and bfloat16 where a processor gains by it, in prefill and, "
+        "with bfloat16 weights, in decode.",
     )
     executor: str | None = setting(
         None,
