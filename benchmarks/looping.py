@@ -6,7 +6,7 @@ disturbs them alike. A bound is max(bytes / read bandwidth, operations / rate), 
 same run: bytes of weights and of visible slots, multiply-adds of products and attention.
 
     python -m benchmarks.looping --quick            # two shapes, short contexts: some four minutes
-    python -m benchmarks.looping --save             # all of it: some half an hour
+    python -m benchmarks.looping --save             # all of it; with --seconds 1 it took seven minutes
     python -m benchmarks.looping --shapes tiny --widths float32 --seconds 0.1
 """
 
