@@ -1,22 +1,27 @@
-# make install | demo | test | test-clients | test-ray | test-load | peers | wheel | lint | format | clean      (make help)
-# Variables: PYTHON (3.11 or newer), PIP_ARGS (e.g. an index with CPU builds of torch), WORKERS (test processes).
+# make install | demo | test | test-all | test-sanitized | test-clients | test-ray | test-load | test-peers | peers | wheel | docs | lint | format | clean      (make help)
+# Variables: PYTHON (3.11 or newer), PIP_ARGS (e.g. an index with CPU builds of torch), WORKERS (test processes), FUZZ.
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 WORKERS  ?= 2
+# How many configurations test-all and test-sanitized draw, and behind a colon the first: others every day.
+FUZZ     ?= 300:$(shell date +%Y%m%d)000
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients
+NPM     := .npm-clients
 RAY     := $(VENV)/.ray
+DOCS    := $(VENV)/.docs
 LOAD    := .venv-load
 PEERS   := .venv-peers
+KVPRESS := .venv-kvpress
 
 # One thread per process: the test workers are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-clients test-ray test-load peers wheel lint format clean
+.PHONY: help install demo test test-all test-sanitized test-clients test-ray test-load test-peers peers wheel docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -45,11 +50,22 @@ lint: $(STAMP) ## ruff, formatting, types, import contracts
 test: lint ## lint, then every test
 	$(BIN)/pytest -n $(WORKERS)
 
+test-all: test ## every test, then 300 drawn configurations of looped decode
+	SNAPSTREAM_FUZZ=$(FUZZ) $(BIN)/pytest -n $(WORKERS) tests/parity/test_looped_fuzz.py
+
+test-sanitized: $(STAMP) ## drawn configurations of looped decode, its library compiled with sanitizers of addresses and undefined behaviour
+	SNAPSTREAM_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1 -O1" ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	SNAPSTREAM_FUZZ=$(FUZZ) $(BIN)/python -m pytest -n $(WORKERS) tests/parity/test_looped_fuzz.py
+
 test-clients: $(CLIENTS) ## install real clients (0.8 GB) and run them against a server
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/clients tests/integrations
 
 $(CLIENTS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,clients]'
+	@# The AI SDK (36 MB), where npm is. Its tests are skipped where it is not.
+	@! command -v npm > /dev/null || npm install --silent --no-audit --no-fund --prefix $(NPM) \
+		ai@6 @ai-sdk/openai@3 @ai-sdk/openai-compatible@2 @ai-sdk/anthropic@3 zod@4
 	@touch $@
 
 test-ray: $(RAY) ## install Ray (0.4 GB) and run replicas on a cluster of this machine
@@ -71,6 +87,16 @@ $(LOAD)/.installed: pyproject.toml
 	$(LOAD)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[load]'
 	@touch $@
 
+test-peers: $(KVPRESS)/.installed ## install kvpress apart (0.4 GB; it needs an older transformers) and hold both engines against each other
+	$(KVPRESS)/bin/python -m pytest -n 0 --noconftest tests/unit/evals/test_peers_kvpress.py
+
+# Its own packages come first, the rest - torch, pytest, this one - is that of .venv.
+$(KVPRESS)/.installed: $(STAMP)
+	$(BIN)/python -m venv $(KVPRESS)
+	$(BIN)/python -c 'import sysconfig as s; print(s.get_path("purelib")); print("$(CURDIR)")' > "$$($(KVPRESS)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/shared.pth"
+	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) kvpress==0.5.5
+	@touch $@
+
 peers: $(STAMP) $(PEERS)/.installed ## install vLLM for CPUs and llama.cpp apart (4 GB), for python -m benchmarks.peers
 
 $(PEERS)/.installed: Makefile
@@ -84,14 +110,22 @@ $(PEERS)/.installed: Makefile
 
 wheel: $(STAMP) ## dist/*.whl with the library of looped steps compiled for this kind of machine: no compiler is needed then
 	rm -rf build
-	$(BIN)/python -m snapstream.kernels.cpu.looped.prebuilt build/prebuilt
+	$(BIN)/python -m snapstream.kernels.cpu.looped.build build/prebuilt
 	SNAPSTREAM_PREBUILT="$(CURDIR)/build/prebuilt" $(BIN)/python -m pip wheel --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
+
+docs: $(DOCS) ## site/ from docs/, with mkdocs-material; a broken link fails
+	$(BIN)/python -m figures --check
+	$(BIN)/mkdocs build --quiet --strict
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,docs]'
+	@touch $@
 
 format: $(STAMP) ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## remove caches and build products (keeps .venv)
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

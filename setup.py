@@ -12,7 +12,7 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-PLACE = "snapstream/kernels/cpu/looped/prebuilt"  # where prebuilt.py looks
+PLACE = "snapstream/kernels/cpu/looped/prebuilt"  # where build.py looks
 
 
 def libraries() -> list[Path]:

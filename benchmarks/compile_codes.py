@@ -13,7 +13,7 @@ NARROW_OUT = 2048  # of Llama-3.2-1B: programs take fewer rows
 
 def code_launchers(dtype: torch.dtype, groups: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], object]]]:
     """Both widths, every tile of tokens, and the sizes of groups, each with what it is."""
-    from snapstream.kernels.triton import codes, configs
+    from snapstream.kernels.triton import configs, products
 
     def empty(*size: int, kind: torch.dtype) -> Tensor:
         return torch.empty(*size, dtype=kind, device="meta")
@@ -21,7 +21,7 @@ def code_launchers(dtype: torch.dtype, groups: tuple[int, ...]) -> Iterator[tupl
     def launcher(num_tokens: int, num_out: int, bits: int, group: int) -> Callable[[], object]:
         x, stored = empty(num_tokens, NUM_IN, kind=dtype), empty(num_out, NUM_IN * bits // 8, kind=torch.uint8)
         scales = empty(num_out, NUM_IN // group, kind=torch.float16)
-        return lambda: codes.launch_code_linear(x, stored, scales, None)
+        return lambda: products.launch_code_linear(x, stored, scales, None)
 
     tiles = configs.CODE_TOKENS[:1] if dtype == torch.float32 else configs.CODE_TOKENS
     for group in groups:

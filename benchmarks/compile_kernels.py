@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.compile_codes import code_launchers
 from benchmarks.machine import RESULTS
 from figures.machine import describe
-from snapstream.config.weights import GROUPS
+from snapstream.config.model import GROUPS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = Path(__file__).parents[1] / "snapstream" / "kernels" / "triton"
@@ -180,7 +180,7 @@ def launchers(
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Every launch of a model on tensors without data; with ``is_fp8`` those that touch rows or experts in FP8."""
     from snapstream.kernels.rows import HeadNorm, LayerRows
-    from snapstream.kernels.triton import attention, experts, gather, latent_attention, norm, rope_write, scores, swiglu
+    from snapstream.kernels.triton import attention, latent_attention, norm, products, rows, scores
 
     def empty(*size: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(*size, dtype=kind, device="meta")
@@ -200,14 +200,14 @@ def launchers(
         matrices = empty(shape.num_experts, 2 * shape.expert_size, shape.hidden_size, kind=stored)
         blocks = [-(-size // 128) for size in matrices.shape[1:]]
         of_blocks = empty(shape.num_experts, *blocks, kind=torch.float32) if is_fp8 else None
-        yield "experts", lambda: experts.launch_grouped_linear(chosen, matrices, of_blocks, ends)
+        yield "experts", lambda: products.launch_grouped_linear(chosen, matrices, of_blocks, ends)
     if shape.rank:
         of_rows = None if scales is None else scales[0]
         yield (
             "latent_attention",
             lambda: latent_attention.launch_latent_attention(q, cache.k, shape.rank, index, index, scales=of_rows),
         )
-        yield "gather_rows", lambda: gather.launch_gather_rows(cache, [0], staged, staged, kept)
+        yield "gather_rows", lambda: rows.launch_gather_rows(cache, [0], staged, staged, kept)
         return
     yield "decode_attention", lambda: attention.launch_decode_attention(q, cache, index, index)
     angles = (empty(batch, 1, dim, kind=torch.float32),) * 2
@@ -215,16 +215,16 @@ def launchers(
     projected = empty(batch, heads + 2 * groups, dim)
     yield (
         "norm_rope_write",
-        lambda: rope_write.launch_norm_rope_write(projected, head_norm, angles, cache, index, index),
+        lambda: rows.launch_norm_rope_write(projected, head_norm, angles, cache, index, index),
     )
-    yield "gather_rows", lambda: gather.launch_gather_rows(cache, [0], staged, staged, kept)
+    yield "gather_rows", lambda: rows.launch_gather_rows(cache, [0], staged, staged, kept)
     if is_fp8:
         return
-    yield "norm_rope", lambda: rope_write.launch_norm_rope(projected, head_norm, angles, groups)
+    yield "norm_rope", lambda: rows.launch_norm_rope(projected, head_norm, angles, groups)
     hidden, weight = empty(batch, shape.hidden_size), empty(shape.hidden_size)
     yield "rms_norm", lambda: norm.launch_rms_norm(hidden, None, weight, 1e-6)
     yield "add_rms_norm", lambda: norm.launch_rms_norm(hidden, hidden, weight, 1e-6)
-    yield "swiglu", lambda: swiglu.launch_swiglu(empty(batch, 2 * shape.intermediate_size))
+    yield "swiglu", lambda: norm.launch_swiglu(empty(batch, 2 * shape.intermediate_size))
     yield (
         "snapkv_scores",
         lambda: scores.launch_snapkv_scores(

@@ -57,7 +57,7 @@ def sources() -> str:
 
 def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
     """Per model, batch and architecture: both forms over dense weights, at a batch of 1 also a layer alone and without
-    loads ahead; and the first form over codes, of fewer models, because its loops are long.
+    loads ahead; and the form without a ring over codes, of fewer models, because its loops are long.
     """
     shapes = (LLAMA_1B,) if quick else (QWEN_06B, LLAMA_1B, LLAMA_8B)
     for shape in shapes:
@@ -93,9 +93,9 @@ def _forms(shape: Shape, batch: int, num_programs: int, *, quick: bool) -> Itera
 
 
 def _first_form(model: Any, keys: Tensor, batch: int, num_programs: int) -> Any:
-    from snapstream.kernels.triton.looped.launch import Looped, default_launch
+    from snapstream.kernels.triton.looped.launch import Looped, register_launch
 
-    return Looped(model, keys, keys, batch, default_launch(model, num_programs, batch))
+    return Looped(model, keys, keys, batch, register_launch(model, num_programs, batch))
 
 
 def of_machine_code(kernel: Any) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _rows(shape: Shape, batch: int) -> Tensor:
 
 def _model(shape: Shape) -> Any:
     """A model of this shape without data."""
-    from snapstream.kernels.triton.looped.model import LoopedModel
+    from snapstream.kernels.triton.looped.launch import LoopedModel
 
     hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
     wide = shape.num_heads * dim
@@ -167,7 +167,7 @@ def _in_codes(model: Any, width: str, group: int) -> Any:
     """The same with weights of int8 or int4. In groups of 32 attention and tables are int8, as start-up has them; in
     larger ones as checkpoints do: all layers alike, and dense tables.
     """
-    from snapstream.kernels.triton.looped.model import Codes
+    from snapstream.kernels.triton.looped.launch import Codes
 
     def codes(bits: int, *roles: str) -> dict[str, Codes]:
         shapes = {role: getattr(model, role).shape for role in roles}

@@ -17,11 +17,11 @@ from typing import Any
 
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
-from snapstream.cache.spec import KVSpec
 from snapstream.config import KVBudget
+from snapstream.kv.spec import KVSpec
 from snapstream.llm import LLM
-from snapstream.models.shapes import decode_weight_bytes
-from snapstream.request import Request, SamplingParams
+from snapstream.models.sharding import decode_weight_bytes
+from snapstream.types import Request, SamplingParams
 
 TURN = 6  # steps of an engine before another has its turn; the first does not count
 

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.decode import prefill_seconds, step_seconds
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
-from snapstream.cache.spec import KVSpec
 from snapstream.config import KVBudget, KVDType
+from snapstream.kv.spec import KVSpec
 from snapstream.llm import LLM
 from snapstream.models.registry import read_model_config
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="full rows")
     parser.add_argument("--part", type=int, default=4, help="small rows for each, of this part of its slots")
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--executor", choices=["eager", "graph", "looped"], default="looped")
+    parser.add_argument("--executor", choices=["eager", "looped"], default="looped")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     ceiling = ceilings()

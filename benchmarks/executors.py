@@ -1,7 +1,7 @@
-"""One decode step with plain calls against the compiled and the looped step, on the same weights and rows, in one run.
+"""One eager decode step against the looped one, on the same weights and rows, in one run.
 
-What the compiled step saves is the calls between the products and, on a CPU, the products and the attention themselves,
-which it runs in C++; both shrink beside the bytes of a long context, so the figure is given for several.
+What the looped step saves is the calls between the products and the products themselves; both shrink beside the bytes
+of a long context, so the figure is given for several.
 
     python -m benchmarks.executors --rows 1 8 --context 128 512 2048
 """
@@ -18,7 +18,7 @@ from benchmarks.machine import ceilings, report
 from benchmarks.shapes import random_prompt
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
-from snapstream.request import Request, SamplingParams
+from snapstream.types import Request, SamplingParams
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -48,17 +48,16 @@ def run(rows: int, contexts: list[int], steps: int) -> list[dict[str, Any]]:
     for context in contexts:
         found: dict[str, dict[str, tuple[float, float]]] = {}
         starts = {}
-        for executor in ("eager", "graph", "looped"):
+        for executor in ("eager", "looped"):
             began = perf_counter()
             with LLM(TINY_MODEL, budget="full", executor=executor, max_rows=rows,
                      max_model_len=context + steps + 16, progress=False) as llm:  # fmt: skip
                 starts[executor] = perf_counter() - began
                 found[executor] = {name: step_ms(llm, rows, context, steps, params) for name, params in PARAMS.items()}
         for name in PARAMS:
-            eager, graph, looped = (found[executor][name] for executor in ("eager", "graph", "looped"))
+            eager, looped = (found[executor][name] for executor in ("eager", "looped"))
             figure = {
-                "rows": rows, "context": context, "sampling": name, "eager_ms": eager[0], "graph_ms": graph[0],
-                "speedup": eager[0] / graph[0], "eager_least_ms": eager[1], "graph_least_ms": graph[1],
+                "rows": rows, "context": context, "sampling": name, "eager_ms": eager[0], "eager_least_ms": eager[1],
                 "looped_ms": looped[0], "looped_least_ms": looped[1], "looped_speedup": eager[0] / looped[0],
                 **{f"{executor}_start_s": seconds for executor, seconds in starts.items()},
             }  # fmt: skip

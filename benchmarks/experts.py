@@ -33,14 +33,14 @@ from benchmarks.peers.arms import OWN, Arm
 from benchmarks.peers.compare import compare
 from benchmarks.peers.work import Job, prompts_of
 from benchmarks.shapes import LLAMA_100M
-from snapstream.config import ModelConfig, WeightForm, WeightForms
-from snapstream.kernels.bound import bind
+from snapstream.config import ModelConfig, WeightFormat, WeightFormats
+from snapstream.kernels.interface import bind
 from snapstream.llm import LLM
-from snapstream.models.blocks import quantise
+from snapstream.models.matrix import quantize
 from snapstream.models.registry import read_model_config
-from snapstream.models.shapes import decode_weight_bytes, num_parameters
-from snapstream.request import SamplingParams
-from snapstream.start.build import build_runner
+from snapstream.models.sharding import decode_weight_bytes, num_parameters
+from snapstream.startup.build import build_runner
+from snapstream.types import SamplingParams
 
 # The layers of LLAMA_100M with 32 experts of a quarter of its MLP, of which four are chosen: as much per token.
 MIXTURE: dict[str, Any] = {**LLAMA_100M, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
@@ -58,10 +58,10 @@ ARMS = (
         for width in ("float32", "bfloat16", "float16", "fp8", "int8", "int4")
     ),
 )
-_INT4 = WeightForm(width="int4", group=32)
+_INT4 = WeightFormat(dtype="int4", group=32)
 # Formats of llama.cpp weigh what ours do; its q4_0 has the embeddings at 4 bits too.
-_PEERS = {"f32": WeightForms.of("float32"), "f16": WeightForms.of("float16"), "q8_0": WeightForms.of("int8"),
-          "q4_0": WeightForms(layers=_INT4, tables=_INT4)}  # fmt: skip
+_PEERS = {"f32": WeightFormats.of("float32"), "f16": WeightFormats.of("float16"), "q8_0": WeightFormats.of("int8"),
+          "q4_0": WeightFormats(layers=_INT4, tables=_INT4)}  # fmt: skip
 
 
 _FLOATS = ("embed_tokens", "lm_head", "norm", ".mlp.gate.")  # in a checkpoint in FP8 blocks
@@ -77,7 +77,7 @@ def write_blocks(folder: Path) -> None:
             if any(part in name for part in _FLOATS):
                 found[name] = numbers.to(torch.bfloat16)
             else:
-                found[name], found[f"{name}_scale_inv"] = quantise(numbers)
+                found[name], found[f"{name}_scale_inv"] = quantize(numbers)
     (folder / "fp8").mkdir()
     save_file(found, folder / "fp8" / "model.safetensors")
     settings |= {"quantization_config": _BLOCKS, "dtype": "bfloat16"}
@@ -96,22 +96,22 @@ def mixture_folder(shape: dict[str, Any]) -> Iterator[Path]:
         yield Path(folder)
 
 
-def forms_of(arm: Arm) -> WeightForms:
+def forms_of(arm: Arm) -> WeightFormats:
     """How the weights of an arm lie in memory."""
     if arm.option in _PEERS:
         return _PEERS[arm.option]
     if arm.option.endswith("fp8"):
-        return WeightForms(layers=WeightForm(width="fp8"), tables=WeightForm(width="bfloat16"))
-    return WeightForms.of("float32" if arm.module == "run_transformers" else arm.option.split()[1])
+        return WeightFormats(layers=WeightFormat(dtype="fp8"), tables=WeightFormat(dtype="bfloat16"))
+    return WeightFormats.of("float32" if arm.module == "run_transformers" else arm.option.split()[1])
 
 
-def step_bytes(model: ModelConfig, forms: WeightForms, chosen: float) -> float:
+def step_bytes(model: ModelConfig, formats: WeightFormats, chosen: float) -> float:
     """Bytes of the weights that a step reads whose rows chose so many experts of each layer."""
     assert model.moe is not None
     inner, hidden = model.moe.inner, model.hidden_size
-    expert = forms.layers.num_bytes((2 * inner, hidden)) + forms.layers.num_bytes((hidden, inner))
+    expert = formats.layers.num_bytes((2 * inner, hidden)) + formats.layers.num_bytes((hidden, inner))
     num_layers = len(model.moe.layers(model.num_layers))
-    return decode_weight_bytes(model, "float32", forms, 0) + chosen * num_layers * expert
+    return decode_weight_bytes(model, "float32", formats, 0) + chosen * num_layers * expert
 
 
 def mean_chosen(job: Job, batch: int, top_k: int) -> float:

@@ -1,4 +1,5 @@
-"""Makes a result of the GPU suite part of the tree: the JSON under ``results/``, its tables in docs/gpu-results.md.
+"""Makes a result of the GPU suite part of the tree: the JSON under ``results/``, its tables in
+docs/research/gpu-results.md.
 
     python -m benchmarks.gpu_tables gpu.json           keeps the JSON, writes the document
     python -m benchmarks.gpu_tables gpu.json --print   prints the document only
@@ -19,7 +20,7 @@ from benchmarks.gpu_wanted import WANTED, Result
 from benchmarks.machine import RESULTS
 from figures.markdown import table
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "gpu-results.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "research" / "gpu-results.md"
 HEAD = ("device", "memory_gib", "torch", "cuda", "cudnn", "commit", "date", "command", "seconds")
 
 

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.machine import ceilings, report, timed_seconds
 from snapstream.assets import TINY_MODEL
+from snapstream.exec.sampling import sample
+from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
 from snapstream.grammar import GrammarCompiler
-from snapstream.layers.sampler import sample
-from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
-from snapstream.request import Grammar, SamplingParams
+from snapstream.types import Grammar, SamplingParams
 
 ADDRESS = {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}
 PROPERTIES = {

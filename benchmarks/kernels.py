@@ -151,7 +151,9 @@ def score_cases(shape: Shape, prompt: int, dtype: torch.dtype, device: str, tune
 
 def small_cases(shape: Shape, tokens: int, capacity: int, dtype: torch.dtype, device: str) -> Iterator[Case]:
     """The kernels around attention, for ``tokens`` tokens, and the gather of one row."""
-    from snapstream.kernels.triton import gather, norm, rope_write, swiglu
+    from snapstream.kernels.triton import norm
+    from snapstream.kernels.triton import rows as gather
+    from snapstream.kernels.triton import rows as rope_write
 
     heads, groups, dim, item = shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype.itemsize
 
@@ -178,7 +180,7 @@ def small_cases(shape: Shape, tokens: int, capacity: int, dtype: torch.dtype, de
 
     def gated() -> Call:
         x = data(tokens, 2 * shape.intermediate_size)
-        return lambda: swiglu.launch_swiglu(x)
+        return lambda: norm.launch_swiglu(x)
 
     def gathered() -> Call:
         keys, values = data(groups, 4 * capacity, dim), data(groups, 4 * capacity, dim)

@@ -1,9 +1,9 @@
 """The ladder of kernel looping on a CPU (arXiv 2410.23668): the same step in more and more of one piece.
 
-B0 calls every stage of every layer, B1 every layer, B2 is one call for the whole step, and B3 also touches the weights
-of the next stage before it waits for the other threads. Variants of an arm take turns, so that a shared machine
-disturbs them alike. A bound is max(bytes / read bandwidth, operations / rate), both measured by the same threads in the
-same run: bytes of weights and of visible slots, multiply-adds of products and attention.
+B0 calls every stage of every layer, B1 every layer, and B2 is one call for the whole step. Variants of an arm take
+turns, so that a shared machine disturbs them alike. A bound is max(bytes / read bandwidth, operations / rate), both
+measured by the same threads in the same run: bytes of weights and of visible slots, multiply-adds of products and
+attention.
 
     python -m benchmarks.looping --quick            # two shapes, short contexts: some four minutes
     python -m benchmarks.looping --save             # all of it; with --seconds 1 it took seven minutes
@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from benchmarks import bounds
 from benchmarks.looping_parts import SHAPES, Ladder, Limits, decoder_of, forms_of, ladder_of, limits_of, runner_of
 from benchmarks.machine import report
-from snapstream.kernels.cpu.looped.library import Team, load
+from snapstream.kernels.cpu.looped.library import ThreadPool, load
 
 WIDTHS = ("float32", "bfloat16", "int8", "int4", "bfloat16-wide", "int8-wide", "int4-wide")
-TOUCHED = 64 * 1024  # bytes of the next stage's weights that a thread asks for in B3
 ROWS_BYTES = 7 * 2**29  # arms whose rows need more are left out
 QUICK: dict[str, Any] = {"shapes": ["tiny", "100m"], "batches": [1, 8, 32], "contexts": [512], "seconds": 1.0}
 
@@ -46,7 +46,7 @@ def timed(variants: Mapping[str, Callable[[], None]], seconds: float) -> dict[st
 
 
 def variants_of(ladder: Ladder) -> dict[str, Callable[[], None]]:
-    """The ladder's rungs, and an ablation of what is touched."""
+    """The ladder's rungs."""
     layers = ladder.layer_bounds
 
     def by_stage() -> None:
@@ -61,7 +61,6 @@ def variants_of(ladder: Ladder) -> dict[str, Callable[[], None]]:
         "B0": by_stage,
         "B1": by_layer,
         "B2": lambda: ladder.run(0, ladder.num_stages),
-        "B3": lambda: ladder.run(0, ladder.num_stages, TOUCHED),
     }
 
 
@@ -108,15 +107,15 @@ def arms(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def print_arm(figure: dict[str, Any]) -> None:
-    rungs = ", ".join(f"{name} {figure[name]['p10_ms']:.3f}" for name in ("B0", "B1", "B2", "B3"))
+    rungs = ", ".join(f"{name} {figure[name]['p10_ms']:.3f}" for name in ("B0", "B1", "B2"))
     two = figure["B2"]
     print(f"{figure['shape']} {figure['width']} batch {figure['batch']} context {figure['context']}: {rungs} ms; "
           f"B2 {two['of_bandwidth']:.0%} of the bandwidth, {two['times_bound']:.2f} x bound", flush=True)  # fmt: skip
 
 
 def ablations(args: argparse.Namespace) -> dict[str, Any]:
-    """Threads, what is touched ahead, and what a barrier and waking cost."""
-    found: dict[str, Any] = {"threads": [], "touched": []}
+    """Threads, and what a barrier and waking cost."""
+    found: dict[str, Any] = {"threads": []}
     shape = args.shapes[-1]
     runner = runner_of(decoder_of(shape, "bfloat16"), forms_of("bfloat16"), 8, 512, ROWS_BYTES)
     for threads in range(1, args.threads + 1):
@@ -127,21 +126,15 @@ def ablations(args: argparse.Namespace) -> dict[str, Any]:
             found["threads"].append(
                 {"threads": threads, "batch": batch, "p10_ms": sorted(times)[len(times) // 10] * 1e3}
             )
-    ladder = ladder_of(runner, 1, 512, args.threads)
-    sizes = {f"{size // 1024} KiB": size for size in (0, 16 * 1024, 64 * 1024, 256 * 1024)}
-    own = {name: partial(ladder.run, 0, ladder.num_stages, size) for name, size in sizes.items()}
-    for name, times in timed(own, 2 * args.seconds).items():
-        found["touched"].append({"touched": name, "p10_ms": sorted(times)[len(times) // 10] * 1e3})
-    ladder.close()
     return {"shape": shape, **found, **waiting(args.threads)}
 
 
 def waiting(threads: int) -> dict[str, float]:
     """Microseconds of a barrier, of a call right after another, and of one after the threads fell asleep."""
-    team, rounds = Team(load(), threads), 20_000
-    team.library.wait_for_all(team.handle, 100)
+    pool, rounds = ThreadPool(load(), threads), 20_000
+    bounds.run(pool, "barriers", 100)
     began = perf_counter()
-    team.library.wait_for_all(team.handle, rounds)
+    bounds.run(pool, "barriers", rounds)
     barrier = (perf_counter() - began) / rounds
     calls = {"call_us": 0.0, "call_after_sleep_us": 0.01}
     found = {"barrier_us": barrier * 1e6}
@@ -150,10 +143,10 @@ def waiting(threads: int) -> dict[str, float]:
         for _ in range(50):
             sleep(pause)
             began = perf_counter()
-            team.library.wait_for_all(team.handle, 1)
+            bounds.run(pool, "barriers", 1)
             times.append(perf_counter() - began)
         found[name] = median(times) * 1e6
-    team.close()
+    pool.close()
     return found
 
 

@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 
-from snapstream.cache.kv_cache import KVCache
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, WeightForms
-from snapstream.kernels import int8
-from snapstream.kernels.cpu import pages
-from snapstream.kernels.cpu.looped.library import Team, load
+from benchmarks import bounds
+from benchmarks.stand_ins import occupy
+from snapstream.config import EngineConfig, KVBudget, ModelConfig, WeightFormats
+from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.runner import ModelRunner
+from snapstream.kernels import memory
+from snapstream.kernels.cpu.looped.library import Step, ThreadPool, address, load
+from snapstream.kernels.formats import INT8
+from snapstream.kv.cache import KVCache
 from snapstream.models.decoder import Decoder
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
-from snapstream.models.shapes import decode_weight_bytes, layer_parameters
+from snapstream.models.sharding import decode_weight_bytes, layer_parameters
 from snapstream.models.weights import DecoderWeights
-from snapstream.request import SamplingParams
-from snapstream.runner.decode_looped import LoopedDecode
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.types import SamplingParams
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "hidden_act": "silu",
@@ -61,28 +63,28 @@ class Limits:
 
 
 def limits_of(threads: int) -> Limits:
-    """Measured with the library's own loops, the best of seven."""
-    team, data = Team(load(), threads), pages.zeros((_READ_BYTES // 4,), torch.float32).fill_(1.0)
+    """The best of seven measurements."""
+    pool, data = ThreadPool(load(), threads), memory.zeros((_READ_BYTES // 4,), torch.float32).fill_(1.0)
     reads: list[float] = []
-    rates: dict[str, list[float]] = {"multiply": [], "multiply_bf16": [], "multiply_codes": []}
+    rates: dict[str, list[float]] = {"multiply": [], "multiply_bf16": [], "multiply_int8": []}
     for _ in range(7):
         began = perf_counter()
-        team.library.read(team.handle, data.data_ptr(), data.nbytes)
+        bounds.run(pool, "read", data.data_ptr(), data.nbytes)
         reads.append(data.nbytes / (perf_counter() - began))
         for name, found in rates.items():
             began = perf_counter()
-            operations = getattr(team.library, name)(team.handle, 2_000_000)
+            operations = bounds.run(pool, name, 2_000_000)
             found.append(operations / (perf_counter() - began))
-    team.close()
+    pool.close()
     return Limits(max(reads), *(max(found) for found in rates.values()))
 
 
-def forms_of(width: str) -> WeightForms:
+def forms_of(width: str) -> WeightFormats:
     """Narrow ones as engines decode with them by default, ``int8-wide`` and the like with inputs in fp32."""
-    forms = WeightForms.of(width.removesuffix("-wide"))
+    formats = WeightFormats.of(width.removesuffix("-wide"))
     if width == "bfloat16" and load().gains_by_bf16():
-        return forms.rounding_to_bf16()
-    return forms.rounding_inputs() if width in ("int8", "int4") else forms
+        return formats.rounding_to_bf16()
+    return formats.rounding_inputs() if width in ("int8", "int4") else formats
 
 
 def model_of(shape: str) -> ModelConfig:
@@ -92,8 +94,8 @@ def model_of(shape: str) -> ModelConfig:
 def decoder_of(shape: str, width: str) -> Decoder:
     """Random weights of that form."""
     torch.manual_seed(0)
-    model, forms = model_of(shape), forms_of(width)
-    weights = DecoderWeights.empty(model, torch.float32, "cpu", forms, make_panels(load()))
+    model, formats = model_of(shape), forms_of(width)
+    weights = DecoderWeights.empty(model, torch.float32, "cpu", formats, make_panels(load()))
     for matrix in weights.matrices.values():
         one = torch.randn(matrix.shape[-2:]) / matrix.shape[-1] ** 0.5
         for layer in [matrix] if len(matrix.shape) == 2 else [matrix[i] for i in range(matrix.shape[0])]:
@@ -103,12 +105,12 @@ def decoder_of(shape: str, width: str) -> Decoder:
     return Decoder(model, weights)
 
 
-def runner_of(decoder: Decoder, forms: WeightForms, max_rows: int, context: int, rows_bytes: int) -> ModelRunner:
+def runner_of(decoder: Decoder, formats: WeightFormats, max_rows: int, context: int, rows_bytes: int) -> ModelRunner:
     """Rows of random numbers, as many as ``rows_bytes`` hold, at least one."""
     row_bytes = decoder.kv_spec().row_bytes(context + 1)
     rows = max(1, min(max_rows, rows_bytes // row_bytes - 1))
     config = EngineConfig(
-        budget=KVBudget.full(context + 1), max_model_len=context + 1, max_rows=rows, executor="looped", weights=forms,
+        budget=KVBudget.full(context + 1), max_model_len=context + 1, max_rows=rows, executor="looped", weights=formats,
     )  # fmt: skip
     runner = ModelRunner(decoder, config, make_decode=NoDecode)
     fill_rows(runner.cache)
@@ -135,6 +137,7 @@ class Ladder:
 
     looped: LoopedDecode
     rows: torch.Tensor
+    logits: torch.Tensor
     num_layers: int
     num_bytes: float
     num_operations: float  # in fp32
@@ -156,9 +159,10 @@ class Ladder:
         per_layer = (self.num_stages - 3) // self.num_layers
         return [0, *(1 + per_layer * (i + 1) for i in range(self.num_layers)), self.num_stages]
 
-    def run(self, first: int, last: int, touch_bytes: int = 0) -> None:
-        """Stages ``first .. last - 1``."""
-        self.looped.run_stages(self.rows, first, last, touch_bytes)
+    def run(self, first: int, last: int) -> None:
+        """Stages ``first .. last - 1`` of a step that draws nothing."""
+        step = Step(rows=address(self.rows), logits=address(self.logits), batch=len(self.rows), first=first, last=last)
+        self.looped.engine.run(step)
 
     def close(self) -> None:
         self.looped.close()
@@ -169,7 +173,7 @@ def fill_rows(cache: KVCache) -> None:
     for stored, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
         if scale is None:
             stored[:] = torch.randn(stored.shape[1:]).to(stored.dtype)
-        elif stored.dtype == int8.DTYPE:
+        elif stored.dtype == INT8.dtype:
             stored.random_(-127, 128)
             scale.fill_(0.01)
         else:
@@ -182,14 +186,15 @@ def ladder_of(runner: ModelRunner, batch: int, context: int, threads: int) -> La
     """``batch`` rows that see ``context`` slots each."""
     model, spec = runner.decoder.config, runner.cache.spec
     rows = torch.arange(batch)
-    runner.occupy(range(batch), context - 1, SamplingParams(temperature=0.0))
+    occupy(runner, range(batch), context - 1, SamplingParams(temperature=0.0))
     parameters = layer_parameters(model) * model.num_layers + model.vocab_size * model.hidden_size
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * context
     layers = None if runner.config.weights is None else runner.config.weights.layers
-    inputs = "fp32" if layers is None or not layers.rounds_inputs else "int8" if layers.is_codes else "bf16"
+    inputs = "fp32" if layers is None or not layers.rounds_inputs else "int8" if layers.is_quantized else "bf16"
     return Ladder(
         looped=LoopedDecode(runner.step_parts, threads),
         rows=rows,
+        logits=torch.empty(batch, model.vocab_size),
         num_layers=model.num_layers,
         num_bytes=decode_weight_bytes(model, "float32", runner.config.weights) + batch * spec.row_bytes(context),
         num_operations=2.0 * batch * (attention + parameters * (inputs == "fp32")),

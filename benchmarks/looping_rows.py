@@ -1,7 +1,7 @@
 """A looped step over rows of fp32, bf16, int8 and FP8: are narrow rows ever slower than fp32 ones?
 
 All four kinds of rows lie in memory at once, over the same weights, and take turns of a few steps, so that a machine
-that others share disturbs them alike; a turn begins with a step that does not count, while the team of the turn before
+that others share disturbs them alike; a turn begins with a step that does not count, while the pool of the turn before
 falls asleep. Bounds are those of ``looping.py``, with the bytes of each kind.
 
     python -m benchmarks.looping_rows --save        # 8 GB; some three minutes
@@ -21,9 +21,9 @@ from benchmarks.looping import figure_of
 from benchmarks.looping_parts import SHAPES, Ladder, NoDecode, decoder_of, fill_rows, forms_of, ladder_of, limits_of
 from benchmarks.machine import report
 from snapstream.config import EngineConfig, KVBudget, KVDType
+from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.cpu.looped.library import load
 from snapstream.models.decoder import Decoder
-from snapstream.runner.model_runner import ModelRunner
 
 NAMES = {"auto": "float32"}  # of kinds of rows
 STEPS = 4  # of a turn, behind the one that does not count

@@ -6,30 +6,32 @@ from typing import Any
 
 from figures.markdown import table
 
-RUNGS = ("B0", "B1", "B2", "B3")
+RUNGS = ("B0", "B1", "B2", "B3")  # B3, in older records: the next stage's weights prefetched before each barrier
 
 
 def looping(figures: dict[str, Any]) -> str:
     """The ladder at the shortest context, B2 at the others, and ablations in words."""
     shortest = min(arm["context"] for arm in figures["arms"])
+    rungs = [rung for rung in RUNGS if rung in figures["arms"][0]]
     rows = [
-        [arm["shape"], arm["width"], str(arm["batch"]), *(f"{arm[rung]['p10_ms']:.3g}" for rung in RUNGS),
+        [arm["shape"], arm["width"], str(arm["batch"]), *(f"{arm[rung]['p10_ms']:.3g}" for rung in rungs),
          f"{arm['read_gb_per_s']:.0f}", f"{arm['B2']['of_bandwidth']:.0%}", f"{arm['B2']['times_bound']:.2f}"]
         for arm in figures["arms"] if arm["context"] == shortest
     ]  # fmt: skip
-    heads = ["shape", "weights", "rows", *(f"{rung}, ms" for rung in RUNGS), "read, GB/s", "B2, of it",
+    heads = ["shape", "weights", "rows", *(f"{rung}, ms" for rung in rungs), "read, GB/s", "B2, of it",
              "B2 over its bound"]  # fmt: skip
     waiting, ablations = figures["ablations"], figures["ablations"]
     by_threads = ", ".join(
         f"{arm['threads']} at batch {arm['batch']}: {arm['p10_ms']:.3g} ms" for arm in ablations["threads"]
     )
-    by_touch = ", ".join(f"{arm['touched']}: {arm['p10_ms']:.3g} ms" for arm in ablations["touched"])
+    by_touch = ", ".join(f"{arm['touched']}: {arm['p10_ms']:.3g} ms" for arm in ablations.get("touched", ()))
+    touched = f"Touched ahead at batch 1: {by_touch}. " if by_touch else ""
     head = (
         f"A decode step in more and more of one piece, rows of {shortest:,} slots, {figures['threads']} threads, "
         f"{figures['instructions']}; tenth percentiles:"
     )
     words = (
-        f"Shape {ablations['shape']} in bfloat16, B2. Threads: {by_threads}. Touched ahead at batch 1: {by_touch}. A "
+        f"Shape {ablations['shape']} in bfloat16, B2. Threads: {by_threads}. {touched}A "
         f"barrier takes {waiting['barrier_us']:.2f} µs, a call {waiting['call_us']:.1f} µs, one after threads fell "
         f"asleep {waiting['call_after_sleep_us']:.0f} µs."
     )

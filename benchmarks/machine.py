@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from figures.machine import describe
-from snapstream.kernels.cpu import pages
+from snapstream.kernels import memory
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -37,7 +37,7 @@ def best_seconds(work: Any, repeats: int = 5) -> float:
 
 def read_bandwidth() -> float:
     """Bytes per second of reading 512 MiB once with all threads (a sum)."""
-    data = pages.zeros((128 * 2**20,), torch.float32).fill_(1.0)
+    data = memory.zeros((128 * 2**20,), torch.float32).fill_(1.0)
     return data.nbytes / best_seconds(data.sum)
 
 

@@ -35,11 +35,11 @@ def _status_kib(field: str) -> int:
 
 def measure(folder: str, prompt_len: int, part: int, chunk_len: int) -> dict[str, Any]:
     """Bytes that one prefill adds to this process, and the formula's."""
-    from snapstream.cache.spec import KVSpec
     from snapstream.config import KVBudget
+    from snapstream.kv.spec import KVSpec
     from snapstream.llm import LLM
     from snapstream.plan.memory import prefill_memory
-    from snapstream.request import SamplingParams
+    from snapstream.types import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0)
     budget = KVBudget.of(prompt_len // part)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.gpu_suite.models import FILES
-from snapstream.engine.pace import LEAST_TOKENS, job_chunk_len
+from snapstream.engine.admission import LEAST_TOKENS, job_chunk_len
 from snapstream.models.registry import model_config_from_dict
-from snapstream.models.shapes import decode_weight_bytes
-from snapstream.plan.chunking import resolve_chunking
+from snapstream.models.sharding import decode_weight_bytes
+from snapstream.plan.fit import resolve_chunking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Prediction:
     beside_s: float  # with them
 
     def line(self) -> str:
-        """As in docs/gpu.md."""
+        """As in docs/research/gpu.md."""
         return (f"| {self.prompt_len:,} | {self.chunk_len:,} | {self.units} | {self.p99_ms:.1f} ms | "
                 f"{self.p99_ms / self.idle_ms:.2f} | {self.alone_s:.1f} s | {self.beside_s:.1f} s |")  # fmt: skip
 

@@ -3,7 +3,7 @@ the row, as a share of the whole.
 
 Floor of compression: two passes of ``w x heads x candidates`` dot products per layer (w queries vote), about 2 w / N of
 the attention; over latents more, as their votes are taken in their own, wider space. An engine decides by itself in
-what numbers prefill multiplies (docs/weights.md).
+what numbers prefill multiplies (docs/models.md).
 
     python -m benchmarks.prefill --prompt-len 16384
     python -m benchmarks.prefill --prompt-len 16384 --model deepseek    # latents and experts, 100M parameters per token
@@ -19,8 +19,8 @@ from benchmarks.machine import ceilings, report
 from benchmarks.shapes import DEEPSEEK_100M, DEEPSEEK_TINY, deepseek_folder, llama_folder, random_prompt
 from snapstream.config import KVBudget, ModelConfig
 from snapstream.llm import LLM
-from snapstream.models.shapes import num_parameters
-from snapstream.request import SamplingParams
+from snapstream.models.sharding import num_parameters
+from snapstream.types import SamplingParams
 
 SHAPES = {"deepseek": DEEPSEEK_100M, "deepseek-tiny": DEEPSEEK_TINY}
 

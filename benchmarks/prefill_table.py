@@ -1,7 +1,7 @@
 """Fills the table by which prefill attention is chosen from a result of the GPU suite; needs no GPU itself.
 
     python -m benchmarks.gpu_suite --out gpu.json --only attention      # on the GPU; part of the whole suite too
-    python -m benchmarks.prefill_table gpu.json                         # writes snapstream/kernels/prefill/table.json
+    python -m benchmarks.prefill_table gpu.json                         # writes snapstream/kernels/backends/table.json
 
 Per dtype and head dimension of the result one entry. Chunks: kernels that ran at every point, by the sum of their times
 there, each divided by the point's best. The extra time of a first call with new lengths counts too, spread over
@@ -17,9 +17,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from snapstream.kernels.prefill import table
-from snapstream.kernels.prefill.table import Entry
-from snapstream.kernels.prefill.versions import VERSIONS
+from snapstream.kernels.backends import autotune
+from snapstream.kernels.backends.autotune import Entry
+from snapstream.kernels.backends.prefill import VERSIONS
 
 CALLS_PER_SHAPE = 32  # layers of an 8B model
 
@@ -74,11 +74,11 @@ def merged(old: tuple[Entry, ...], new: list[Entry]) -> tuple[Entry, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefill_table", description=__doc__)
     parser.add_argument("result", type=Path, help="JSON of the GPU suite")
-    parser.add_argument("--table", type=Path, default=table.FILE, help="the table to fill")
+    parser.add_argument("--table", type=Path, default=autotune.FILE, help="the table to fill")
     args = parser.parse_args()
     new = entries_of(json.loads(args.result.read_text()), args.result.name)
     assert all(set(entry.chunk) <= set(VERSIONS) for entry in new)
-    table.write(merged(table.read(args.table), new), args.table)
+    autotune.write(merged(autotune.read(args.table), new), args.table)
     for entry in new:
         print(f"{entry.capability} {entry.dtype} heads of {entry.head_dim}: {', '.join(entry.chunk)}; "
               f"packed: {', '.join(entry.packed) or 'one by one'}")  # fmt: skip

@@ -1,6 +1,7 @@
 """Tables of what ``plan`` counts for published models: rows, what the paper's node holds, prefill, experts.
 
-Nothing is measured: every number follows from config.json. ``python -m figures`` writes them into docs/deepseek.md.
+Nothing is measured: every number follows from config.json. ``python -m figures`` writes them into
+docs/research/latents.md.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ from dataclasses import replace
 from benchmarks.published import MODELS
 from figures.markdown import table
 from snapstream.config import DType, EngineOptions, ModelConfig, make_selector
-from snapstream.config.weights import StoredWeights
-from snapstream.models.families import kv_spec_of
-from snapstream.models.quantization import stored_form
-from snapstream.models.registry import model_config_from_dict
-from snapstream.models.shapes import num_parameters, weight_bytes
-from snapstream.plan.chunking import resolve_chunking
+from snapstream.config.model import StoredWeights
+from snapstream.models.quantization import stored_format
+from snapstream.models.registry import kv_spec_of, model_config_from_dict
+from snapstream.models.sharding import num_parameters, weight_bytes
+from snapstream.plan.fit import resolve_chunking, weight_forms
 from snapstream.plan.memory import prefill_memory
-from snapstream.plan.widths import weight_forms
 
 DTYPE: DType = "bfloat16"
 SLOTS = {"128k": 131_072, "32k": 32_768, "8k": 8192}
@@ -30,7 +29,7 @@ PAPER_ROWS, PAPER_SLOTS, PAPER_SOCKETS = 64, SLOTS["32k"], 16
 
 def published_models() -> dict[str, ModelConfig]:
     return {
-        name: replace(model_config_from_dict(settings), stored=StoredWeights(codes=stored_form(settings)))
+        name: replace(model_config_from_dict(settings), stored=StoredWeights(quantized=stored_format(settings)))
         for name, settings in MODELS.items()
     }
 
@@ -51,8 +50,8 @@ def rows_table() -> str:
             sizes = model.latent.query_dim + model.latent.value_dim
             heads = f"{2 * model.num_layers * model.num_heads * sizes:,}"
         rows = [_size(spec.row_bytes(slots)) for slots in SLOTS.values()]
-        forms = weight_forms(model, EngineOptions(dtype=DTYPE), device="cuda", executor="graph")
-        weights = _size(weight_bytes(model, DTYPE, forms))
+        formats = weight_forms(model, EngineOptions(dtype=DTYPE), device="cuda")
+        weights = _size(weight_bytes(model, DTYPE, formats))
         lines.append([name, f"{num_parameters(model) / 1e9:,.1f}B", weights, f"{spec.token_bytes():,}", heads, *rows])
     titles = ["model", "parameters", "weights as published", "bytes per token", "with a key and a value per head"]
     return table([*titles, *(f"row of {name} slots" for name in SLOTS)], lines) + "\n"

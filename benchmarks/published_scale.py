@@ -1,4 +1,5 @@
-"""Tables of what ``plan`` predicts for DeepSeek-R1 on many devices; ``python -m figures`` puts them into docs/scale.md.
+"""Tables of what ``plan`` predicts for DeepSeek-R1 on many devices; ``python -m figures`` puts them into
+docs/research/scale.md.
 
 We measured nothing of it but what the last table says. Rows and bytes follow from config.json; times are those of
 ``plan/predict.py``; what others reported stands beside them.
@@ -16,17 +17,17 @@ from benchmarks.machine import RESULTS
 from benchmarks.published_plan import DTYPE, SLOTS, published_models
 from figures.markdown import table
 from snapstream.config import EngineOptions, KVBudget, ModelConfig, ParallelConfig
-from snapstream.models.families import kv_spec_of
-from snapstream.models.shapes import role_bytes
-from snapstream.models.shards import rank_config
-from snapstream.plan.fit import engine_config
+from snapstream.models.registry import kv_spec_of
+from snapstream.models.sharding import rank_config, tensor_bytes
+from snapstream.plan.fit import engine_config, weight_forms
 from snapstream.plan.memory import EngineMemory, engine_memory
 from snapstream.plan.predict import Predictor, StepTime
-from snapstream.plan.widths import weight_forms
 
 PROMPT_LEN = 131_072
 H200, SOCKET = 141 * 10**9, 64 * 10**9  # bytes; of the socket only the memory is used
 BANDWIDTH, FLOP = 4.8e12, 989e12  # of an H200
+HOST_COPY = 50e9  # bytes per second from a host to each of its devices
+NODE = 8  # H200 that share a switch of NVLink in a machine that one can buy
 LONG_CHUNK = 4096
 USERS = 1_000_000
 SMOOTH_S = 0.05  # a step that gives every user 20 tokens per second
@@ -109,8 +110,8 @@ def rows_that_fit(machine: Machine, slots: int) -> int:
 
 @cache
 def predictor(num_ranks: int, attention: str = "dp") -> Predictor:
-    forms = weight_forms(model(), options(num_ranks, attention), device="cuda", executor="graph")
-    return Predictor.of(model(), options(num_ranks, attention), forms, BANDWIDTH, FLOP)
+    formats = weight_forms(model(), options(num_ranks, attention), device="cuda")
+    return Predictor.of(model(), options(num_ranks, attention), formats, BANDWIDTH, FLOP)
 
 
 def _gb(num_bytes: float) -> str:
@@ -128,7 +129,7 @@ def rows_table() -> str:
     lines = []
     for machine in MACHINES:
         found = memory(machine, SLOTS["32k"])
-        others = found.staging_bytes + found.transient_bytes + found.wide_bytes + found.framework_bytes
+        others = found.staging_bytes + found.transient_bytes + found.dequantized_bytes + found.framework_bytes
         rows = [f"{rows_that_fit(machine, slots):,}" for slots in SLOTS.values()]
         sizes = (found.weight_bytes, others, found.state_bytes + found.batch_bytes)
         lines.append([machine.name, machine.attention, *(_gb(size) for size in sizes), *rows])
@@ -141,11 +142,11 @@ def rows_table() -> str:
 def roles_table() -> str:
     """Weights of one of 16 ranks, in groups of roles."""
     ways = (("tp", "tp"), ("dp", "tp"), ("dp", "ep"))
-    forms = predictor(16).forms
+    formats = predictor(16).formats
     sizes = []
     for attention, experts in ways:
         parallel: ParallelConfig = options(16, attention, experts).parallel
-        found = role_bytes(rank_config(model(), parallel), DTYPE, forms)
+        found = tensor_bytes(rank_config(model(), parallel, formats=formats), DTYPE, formats)
         sizes.append({name: _gb(sum(size for role, size in found.items() if _group(role) == name)) for name in GROUPS})
         sizes[-1]["together"] = _gb(sum(found.values()))
     lines = [[name, *(size[name] for size in sizes)] for name in (*GROUPS, "together")]
@@ -199,21 +200,28 @@ def prompts_table() -> str:
             for chunk in (512, LONG_CHUNK):
                 time = predictor(num_ranks).prompt(length, chunk, restored)
                 stored = f" of which {restored:,} are stored" if restored else ""
-                own = f"{time.layers_s:.2g}", f"{time.attention_s:.2g}"
-                ranges = _range(time.collectives_s, 2), _range(time.seconds, 2)
+                copy = _copy_s(restored)
+                own = f"{time.layers_s:.2g}", f"{time.attention_s:.2g}", f"{copy:.2g}" if copy else ""
+                ranges = _range(time.collectives_s, 2), _range((part + copy for part in time.seconds), 2)
                 lines.append([f"{num_ranks} H200", f"{length:,}{stored}", f"{chunk:,}", *own, *ranges])
-    titles = ["devices", "prompt", "chunk", "products or weights, s", "attention, s", "collectives, s", "prompt, s"]
+    titles = ["devices", "prompt", "chunk", "products or weights, s", "attention, s", "stored latents, s",
+              "collectives, s", "prompt, s"]  # fmt: skip
     return table(titles, lines) + "\n"
 
 
 def _smooth_rows(workload: Workload) -> int:
-    """The most rows of 16 H200 on one switch that every user can read along with, in whole rounds of ranks."""
-    machine = MACHINES[2]
+    """The most rows of 8 H200 on one switch that every user can read along with, in whole rounds of ranks."""
+    machine = MACHINES[0]
     most, slots = rows_that_fit(machine, workload.slots), min(workload.slots, workload.prompt_len)
     rows = machine.num_ranks
-    while rows + machine.num_ranks <= most and predictor(16).step(rows + 16, slots).seconds[0] <= SMOOTH_S:
+    while rows + machine.num_ranks <= most and predictor(NODE).step(rows + NODE, slots).seconds[0] <= SMOOTH_S:
         rows += machine.num_ranks
     return rows
+
+
+def _copy_s(num_restored: int) -> float:
+    """Seconds in which every rank copies stored latents of so many tokens from its host."""
+    return num_restored * kv_spec_of(model(), DTYPE).row_bytes(1) / HOST_COPY
 
 
 def reports_table() -> str:
@@ -230,20 +238,20 @@ def reports_table() -> str:
 
 
 def users_table() -> str:
-    """Nodes of 16 H200 for a million users, by what they do."""
+    """Nodes of 8 H200 for a million users, by what they do. All collectives go over one switch."""
     lines = []
     for load in WORKLOADS:
         slots = min(load.slots, load.prompt_len)
         rows = _smooth_rows(load)
-        step = predictor(16).step(rows, slots)
+        step = predictor(NODE).step(rows, slots)
         requests = USERS / load.every_s
-        decode = [requests * load.answer_len / rate for rate in step.tokens_per_s]
-        prompt = predictor(16).prompt(load.prompt_len, LONG_CHUNK, load.num_restored)
-        prefill = [requests * seconds for seconds in prompt.seconds]
-        moved = requests / decode[0] * kv_spec_of(model(), DTYPE).row_bytes(slots)
+        decode = requests * load.answer_len / step.tokens_per_s[0]
+        prompt = predictor(NODE).prompt(load.prompt_len, LONG_CHUNK, load.num_restored)
+        prefill = requests * (prompt.seconds[0] + _copy_s(load.num_restored))
+        moved = requests / decode * kv_spec_of(model(), DTYPE).row_bytes(slots)
         lines.append([load.name, f"{requests:,.0f}", f"{requests * load.answer_len:,.0f}", f"{rows:,}",
-                      _range(decode), _range(prefill), f"{_gb(moved)} GB/s",
-                      f"{USERS * 100 / decode[0]:,.0f}"])  # fmt: skip
+                      _range([decode]), _range([prefill]), f"{_gb(moved)} GB/s",
+                      f"{USERS * 100 / decode:,.0f}"])  # fmt: skip
     titles = ["a million users", "requests/s", "tokens/s", "rows of a node", "decode nodes", "prefill nodes",
               "rows sent to a decode node", "users of 100 decode nodes"]  # fmt: skip
     return table(titles, lines) + "\n"

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snapstream.integrations.ray.board import Board, Route
-from snapstream.integrations.ray.environment import prepare
-from snapstream.integrations.ray.messages import Report
+from snapstream.integrations.ray.config import prepare
+from snapstream.integrations.ray.registry import ReplicaRegistry, Report, Route
 
 START_S = 600.0  # for a cluster, and replicas of the tiny model, on a machine that is busy with other things
 END_S = 120.0
@@ -58,16 +57,16 @@ class ReplicaWatch:
 
     def reports(self, deployment: str = "decode") -> list[Report]:
         """Of every replica of a deployment that answers."""
-        board, handle = Board(), self._handle(deployment, "snapstream")
-        self._ask(handle, board, "")  # wherever it goes, the board learns their names
-        found = (self._ask(handle, board, name) for name in board.names)
+        registry, handle = ReplicaRegistry(), self._handle(deployment, "snapstream")
+        self._ask(handle, registry, "")  # wherever it goes, the registry learns their names
+        found = (self._ask(handle, registry, name) for name in registry.names)
         return [report for report in found if report is not None]
 
     def kill_key_keeper(self) -> None:
         """End the process that tells replicas the keys of rows, as a crash would: Ray starts it again."""
         import ray
 
-        from snapstream.integrations.ray.keys import NAME, NAMESPACE
+        from snapstream.integrations.ray.certificates import NAME, NAMESPACE
 
         ray.kill(ray.get_actor(NAME, NAMESPACE), no_restart=False)
 
@@ -76,11 +75,11 @@ class ReplicaWatch:
 
         ray.shutdown()
 
-    def _ask(self, handle: Any, board: Board, name: str) -> Report | None:
+    def _ask(self, handle: Any, registry: ReplicaRegistry, name: str) -> Report | None:
         from ray.exceptions import RayError
 
         try:
-            report: Report = handle.report.remote(Route(board, to=name)).result(timeout_s=REPORT_S)
+            report: Report = handle.report.remote(Route(registry, to=name)).result(timeout_s=REPORT_S)
         except (RayError, TimeoutError):  # it died a moment ago
             return None
         return report

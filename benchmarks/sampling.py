@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import ceilings, report, timed_seconds
-from snapstream.config.cores import num_cores
-from snapstream.kernels.cpu.looped.library import Team, load
-from snapstream.layers.sampler import sample
-from snapstream.layers.sampling_state import SamplingNeeds, SamplingState
-from snapstream.request import SamplingParams
-from snapstream.runner.looped_draw import NativeDraw
-from snapstream.runner.rows import Rows
+from snapstream.config.values import num_cores
+from snapstream.exec.looped_cpu import NativeDraw
+from snapstream.exec.rows import Rows
+from snapstream.exec.sampling import sample
+from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.kernels.cpu.looped.library import ThreadPool, load
+from snapstream.types import SamplingParams
 
 PARAMS = {
     "temperature": SamplingParams(temperature=0.6),
@@ -49,10 +49,10 @@ def state_of(params: SamplingParams, rows: int, vocab_size: int) -> SamplingStat
     return state
 
 
-def native_ms(team: Team, logits: Tensor, params: SamplingParams, repeats: int) -> dict[str, float]:
+def native_ms(pool: ThreadPool, logits: Tensor, params: SamplingParams, repeats: int) -> dict[str, float]:
     count, vocab_size = logits.shape
     rows, needs = torch.arange(count), SamplingNeeds.of([params])
-    native = NativeDraw(team, state_of(params, count, vocab_size), Rows(count, "cpu"), count)
+    native = NativeDraw(pool, state_of(params, count, vocab_size), Rows(count, "cpu"), count)
     return draw_ms(lambda: native.draw(logits, rows, needs), repeats)
 
 
@@ -70,16 +70,16 @@ def torch_ms(threads: int, logits: Tensor, params: SamplingParams, repeats: int)
 
 
 def run(vocabularies: list[int], batches: list[int], threads: int, repeats: int) -> dict[str, Any]:
-    """First all native draws, then PyTorch's: OpenMP's threads would take the team its cores."""
+    """First all native draws, then PyTorch's: OpenMP's threads would take cores from the pool."""
     library = load()
-    team, generator = Team(library, threads), torch.Generator().manual_seed(0)
+    pool, generator = ThreadPool(library, threads), torch.Generator().manual_seed(0)
     scores = [torch.randn(batch, size, generator=generator) * SPREAD for size in vocabularies for batch in batches]
     arms: list[dict[str, Any]] = [
         {"vocabulary": logits.shape[1], "rows": len(logits), "sampling": name,
-         "native": native_ms(team, logits, params, repeats)}
+         "native": native_ms(pool, logits, params, repeats)}
         for logits in scores for name, params in PARAMS.items()
     ]  # fmt: skip
-    team.close()
+    pool.close()
     cases = [(logits, params) for logits in scores for params in PARAMS.values()]
     for arm, (logits, params) in zip(arms, cases, strict=True):
         arm["torch"] = torch_ms(threads, logits, params, max(repeats // 4, 2))

@@ -1,4 +1,5 @@
-"""What the server costs over the engine that it serves: throughput of many streams, and the first token when idle.
+"""What the server costs over the engine that it serves: throughput of many streams, the first token when idle, and
+the latency of requests that follow each other on one kept-alive connection.
 
 Both sides run the shipped tiny model with one thread, the same prompts, rows and budget. A model this small is the
 worst case: the server's work per token is the same for every model, while a step of a real one takes longer. The client
@@ -14,6 +15,8 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -26,7 +29,7 @@ from benchmarks.machine import ceilings, report
 from benchmarks.server_process import cpu_seconds, served
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
-from snapstream.request import Request, SamplingParams
+from snapstream.types import Request, SamplingParams
 
 BUDGET = 512
 FRAME = b"data: {"
@@ -81,6 +84,20 @@ def http_seconds(url: str, prompts: Sequence[Sequence[int]], max_tokens: int) ->
     return asyncio.run(run())
 
 
+def kept_alive_seconds(connection: HTTPConnection, prompt: Sequence[int], max_tokens: int) -> float:
+    """Seconds from a request to the end of its response, not streamed, on a connection that stays open."""
+    fields = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({"prompt": list(prompt), **fields}).encode()
+    began = perf_counter()
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    answer = response.read()
+    seconds = perf_counter() - began
+    if response.status != 200 or response.will_close:
+        raise RuntimeError(f"status {response.status}, connection closed: {response.will_close}: {answer[:200]!r}")
+    return seconds
+
+
 def measure(rows: int, prompt_len: int, max_tokens: int, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     prompts = make_prompts(rows, prompt_len)
@@ -91,11 +108,14 @@ def measure(rows: int, prompt_len: int, max_tokens: int, repeats: int) -> dict[s
     http: list[float] = []
     first_engine: list[float] = []
     first_http: list[float] = []
+    whole_engine: list[float] = []
+    kept_alive: list[float] = []
     engine_cpu = child_cpu = front_cpu = 0.0
     with (
         tempfile.TemporaryDirectory() as folder,
         served(options, Path(folder) / "log") as server,
         LLM(TINY_MODEL, budget=BUDGET, max_rows=rows, progress=False) as llm,
+        closing(HTTPConnection(urlsplit(server.url).netloc)) as connection,
     ):
         for turn in range(repeats + 1):  # side by side, so that both meet the same machine; the first is a warm-up
             began = process_time()
@@ -115,6 +135,13 @@ def measure(rows: int, prompt_len: int, max_tokens: int, repeats: int) -> dict[s
             if turn:
                 first_engine.append(alone)
                 first_http.append(over_http)
+        num_turns = 10 * repeats + 1
+        for turn, token_ids in enumerate(make_prompts(2 * num_turns, prompt_len)[num_turns:]):
+            alone = engine_seconds(llm, [token_ids], one)[1]
+            over_http = kept_alive_seconds(connection, token_ids, 2)
+            if turn:  # the first opens the connection
+                whole_engine.append(alone)
+                kept_alive.append(over_http)
     tokens = rows * max_tokens
     per_token = 1e6 / (repeats * tokens)
     ratios = [ours / theirs for ours, theirs in zip(engine, http, strict=True)]
@@ -135,6 +162,9 @@ def measure(rows: int, prompt_len: int, max_tokens: int, repeats: int) -> dict[s
         "engine_first_token_ms": 1e3 * median(first_engine),
         "server_first_token_ms": 1e3 * median(first_http),
         "first_token_cost_ms": 1e3 * median(b - a for a, b in zip(first_engine, first_http, strict=True)),
+        "engine_request_ms": 1e3 * median(whole_engine),
+        "kept_alive_ms": 1e3 * median(kept_alive),
+        "kept_alive_cost_ms": 1e3 * median(b - a for a, b in zip(whole_engine, kept_alive, strict=True)),
     }
 
 

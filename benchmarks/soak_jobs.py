@@ -12,7 +12,7 @@ from typing import Any
 
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 
 BUDGET = 512  # of the server
 BUDGETS = (64, 128, 300, BUDGET)

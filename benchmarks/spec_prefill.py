@@ -22,11 +22,11 @@ from benchmarks.shapes import llama_folder
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import make_document
 from snapstream.llm import LLM
-from snapstream.models.shapes import num_parameters
+from snapstream.models.sharding import num_parameters
 from snapstream.models.tokenizer import load_tokenizer
-from snapstream.request import SamplingParams
+from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.settings import PromptCompression, ScoringSettings
-from snapstream.spec_prefill.text_trimmer import TextTrimmer
+from snapstream.types import SamplingParams
 
 # About 7M parameters beside the 100M of the target.
 DRAFT: dict[str, Any] = {
@@ -44,7 +44,7 @@ def folder_of(**changes: Any) -> Iterator[Path]:
         yield folder
 
 
-def measure(llm: LLM, draft: TextTrimmer, text: str, keeps: list[float]) -> Iterator[dict[str, Any]]:
+def measure(llm: LLM, draft: PromptCompressor, text: str, keeps: list[float]) -> Iterator[dict[str, Any]]:
     """The whole prompt, then every share of it; wall-clock from text to first token."""
     began = perf_counter()
     whole = llm.generate(text, FIRST_TOKEN)[0]
@@ -56,8 +56,8 @@ def measure(llm: LLM, draft: TextTrimmer, text: str, keeps: list[float]) -> Iter
         how = PromptCompression(keep=keep, threshold=0)
         output = llm.generate(text, FIRST_TOKEN, prompt_compression=how)[0]
         seconds = perf_counter() - began
-        assert output.trim is not None and output.trim.is_applied
-        kept = output.trim.kept_tokens
+        assert output.prompt_compression is not None and output.prompt_compression.is_applied
+        kept = output.prompt_compression.tokens_after
         yield {
             "prompt_len": prompt_len,
             "keep": keep,
@@ -65,7 +65,7 @@ def measure(llm: LLM, draft: TextTrimmer, text: str, keeps: list[float]) -> Iter
             "look_ahead": draft.scoring.look_ahead,
             "full_s": full_s,
             "first_token_s": seconds,
-            "draft_s": output.trim.draft_ms / 1e3,
+            "draft_s": output.prompt_compression.draft_ms / 1e3,
             "prefill_s": output.timings.prefill_ms / 1e3,
             "speedup": full_s / seconds,
             "predicted": prefill_flop(large, prompt_len)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(TINY_MODEL)
     with folder_of() as target, folder_of(**DRAFT) as small:
         for look_ahead in args.look_ahead:
-            draft = TextTrimmer(small, scoring=ScoringSettings(look_ahead=look_ahead), cache_size=0)
+            draft = PromptCompressor(small, scoring=ScoringSettings(look_ahead=look_ahead), cache_size=0)
             with LLM(target, budget=2048, max_rows=1, max_model_len=max(args.prompt_len) + 1024,
                      progress=False, draft=draft) as llm:  # fmt: skip
                 sizes = {

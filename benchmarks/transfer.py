@@ -25,24 +25,23 @@ from typing import Any
 
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
-from snapstream.engine.messages import Stop, Submit
+from snapstream.disaggregation.connector import TcpConnector
+from snapstream.disaggregation.protocol import TransferSettings
+from snapstream.disaggregation.requests import prefill_request
 from snapstream.engine.transfers import TicketIssued
-from snapstream.engine.worker import EngineWorker
+from snapstream.engine.worker import EngineWorker, Stop, Submit
 from snapstream.llm import LLM
-from snapstream.plan.travelling import row_sizes
-from snapstream.request import Request, SamplingParams
+from snapstream.plan.memory import row_sizes
 from snapstream.server.engine.process_main import PipePort
-from snapstream.start.exchange import fingerprint
-from snapstream.transfer.asking import read_for
-from snapstream.transfer.exchange import TcpExchange
-from snapstream.transfer.settings import TransferSettings
+from snapstream.startup.build import engine_fingerprint
+from snapstream.types import Request, SamplingParams
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 AT_END = "at the end"  # begins the ids of requests whose row is held back
 Read = Callable[[], memoryview]
 
 
-class LinkedExchange(TcpExchange):
+class LinkedConnector(TcpConnector):
     """Sends over an emulated link, and holds the rows of some requests back until they are whole."""
 
     gbit = 0.0
@@ -73,17 +72,19 @@ class LinkedExchange(TcpExchange):
         return found
 
 
-def make(llm: LLM, folder: Path, settings: TransferSettings, wake: Callable[[], None]) -> LinkedExchange:
-    return LinkedExchange(settings, row_sizes(llm.model_config, llm.config), fingerprint(folder, llm.config), wake)
+def make(llm: LLM, folder: Path, settings: TransferSettings, wake: Callable[[], None]) -> LinkedConnector:
+    return LinkedConnector(
+        settings, row_sizes(llm.model_config, llm.config), engine_fingerprint(folder, llm.config), wake
+    )
 
 
 def read_main(connection: Connection, folder: Path, settings: dict[str, Any], secret: bytes, gbit: float) -> None:
     """Life of the process that reads prompts."""
     with LLM(folder, **settings) as llm:
         port = PipePort(connection)
-        exchange = make(llm, folder, TransferSettings(secret=secret), port.wake)
-        exchange.gbit = gbit
-        llm.engine.connect(exchange)
+        connector = make(llm, folder, TransferSettings(secret=secret), port.wake)
+        connector.gbit = gbit
+        llm.engine.connect(connector)
         llm.generate([random_prompt(256, seed=1)], ONE)  # touches what is new
         connection.send("ready")
         EngineWorker(llm.engine, llm.config.max_rows, port).run()
@@ -122,7 +123,7 @@ class Answering:
                 engine.step()
             for notice in engine.take_notices():
                 assert isinstance(notice, TicketIssued), notice
-                other.send(Submit(read_for(request, notice.ticket)))
+                other.send(Submit(prefill_request(request, notice.ticket)))
             if not engine.has_work and not output.is_finished:
                 self._news.wait()
         taken = perf_counter() - began
@@ -137,7 +138,7 @@ def measure(context: int, slots: int, rounds: int, gbits: list[float], **shape: 
     with llama_folder(**shape) as folder, LLM(folder, **settings) as llm:  # type: ignore[arg-type]
         llm.generate([random_prompt(256, seed=1)], ONE)
         own, sizes = Answering(llm, folder, secret), row_sizes(llm.model_config, llm.config)
-        part_bytes = sizes.part_bytes(context, llm.config.budget)[0]  # of every layer
+        part_bytes = sizes.layer_bytes(context, llm.config.budget)[0]  # of every layer
         for gbit in gbits:
             times: dict[str, list[float]] = {"here": [], "while reading": [], AT_END: []}
             with reader(folder, settings, secret, gbit) as other:

@@ -21,11 +21,11 @@ from torch import Tensor
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
 from snapstream.config import PrefixStoreConfig
+from snapstream.exec.prefix_store import PrefixMover
+from snapstream.exec.runner import ModelRunner
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
-from snapstream.runner.model_runner import ModelRunner
-from snapstream.runner.prefix import PrefixMover
 from snapstream.step import JobSpec, PrefillEntry
+from snapstream.types import SamplingParams
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 

@@ -28,16 +28,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evals.selectors import AS_KVPRESS, AS_PUBLISHED, Random, Variant, stored_settings
-from snapstream.cache.selectors.hops import Hops
+from evals.selectors import AS_KVPRESS, AS_PUBLISHED, Random, Variant, load_selector, stored_settings
 from snapstream.config import (
     DEFAULT_OBSERVATION,
     DEFAULT_SINK,
     KVBudget,
-    RescoringConfig,
+    ReselectionConfig,
     Selector,
     make_selector,
 )
+from snapstream.kv.selectors.hops import Hops
 
 ARMS = ("full", "truncation", "streaming", "random", "snapkv", "snapstream", "hops")
 LONG_ARMS = ("window", "rescoring", "rescoring_fresh", "rescoring_window")
@@ -54,7 +54,7 @@ class Arm:
     slots: int
     budget: KVBudget
     selector: Selector = field(default_factory=make_selector)
-    rescoring: RescoringConfig | None = None
+    rescoring: ReselectionConfig | None = None
 
     @property
     def selection(self) -> dict[str, Any]:
@@ -108,13 +108,18 @@ def make_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
     raise ValueError(f"unknown arm {name!r}; known: {', '.join(EVERY_ARM)}")
 
 
+def selector_arm(text: str, slots: int) -> Arm:
+    """The default budget with another selector (``selectors.load_selector``), which names the arm."""
+    return Arm(name=text, slots=slots, budget=KVBudget.of(slots), selector=load_selector(text))
+
+
 def _long_arm(name: str, slots: int) -> Arm:
     ring = KVBudget.of(slots).num_recent
     if name == "window":
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots, num_window=ring * 3 // 4))
     if name == "rescoring_window":
-        budget, rescoring = KVBudget.of(slots, num_window=ring // 2), RescoringConfig(every=16)
+        budget, rescoring = KVBudget.of(slots, num_window=ring // 2), ReselectionConfig(every=16)
     else:
-        budget, rescoring = KVBudget.of(slots), RescoringConfig(memory=0.0 if name == "rescoring_fresh" else 0.98)
+        budget, rescoring = KVBudget.of(slots), ReselectionConfig(memory=0.0 if name == "rescoring_fresh" else 0.98)
     rescoring.check_budget(budget)
     return Arm(name=name, slots=slots, budget=budget, rescoring=rescoring)

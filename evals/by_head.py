@@ -1,8 +1,8 @@
 """Models of latents whose rows keep expanded keys and values per head: the oracle of one selection per head.
 
-Rows of latents make all heads of a layer agree on the tokens that stay (docs/deepseek.md). Here every head keeps its
-own tokens, as it could if the row had a key and a value per head: the same model, the same number of slots, rows
-several times as large. What this gains over rows of latents is the price of agreeing.
+Rows of latents make all heads of a layer agree on the tokens that stay (docs/research/latents.md). Here every head
+keeps its own tokens, as it could if the row had a key and a value per head: the same model, the same number
+of slots, rows several times as large. What this gains over rows of latents is the price of agreeing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from snapstream.cache.spec import KVSpec
 from snapstream.config import DType, EngineConfig, KVDType, ModelConfig
+from snapstream.exec.runner import ModelRunner
 from snapstream.grammar import GrammarCompiler
-from snapstream.kernels.bound import CosSin, HeadNorm
-from snapstream.layers.attention import KVView
+from snapstream.kernels.interface import CosSin, HeadNorm
+from snapstream.kv.spec import KVSpec
 from snapstream.models.decoder import Decoder
-from snapstream.models.families import FAMILIES, kv_spec_of
 from snapstream.models.latent import LATENT_EPS, LatentLayer
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.models.layers import KVView
+from snapstream.models.registry import FAMILIES, kv_spec_of
 
 _SUFFIX = "ByHead"
 
@@ -63,7 +63,7 @@ def by_head_runner(
     if name not in FAMILIES.names:
         FAMILIES.add(name, replace(FAMILIES.get(model.architecture), layer=ByHeadLayer, kv_spec=by_head_spec))
     decoder = Decoder.load(
-        folder, replace(model, architecture=name), config.dtype, config.device, max_tokens=config.max_rows,
-        progress=progress, forms=config.weights,
+        folder, replace(model, architecture=name), config.dtype, config.device,
+        progress=progress, formats=config.weights,
     )  # fmt: skip
     return ModelRunner(decoder, config, grammars, progress=progress)

@@ -27,11 +27,11 @@ from evals.score import found, found_after_first, mean_and_error
 from evals.shared import generate_shared
 from evals.tasks import TASKS, Item, make_items
 from figures.machine import describe
-from snapstream.cache import layout
 from snapstream.config import KVDType
+from snapstream.kv import layout
 from snapstream.llm import LLM
-from snapstream.models.families import kv_spec_of
-from snapstream.start.build import MakeRunner
+from snapstream.models.registry import kv_spec_of
+from snapstream.startup.build import MakeRunner
 
 RESULTS = Path(os.environ.get("EVALS_RESULTS", Path(__file__).parent / "results"))
 CHUNK_LEN = 512
@@ -100,10 +100,19 @@ class Cell:
         store.append(self.path, head | {"result": result})
 
 
-def not_stored(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells without a result, each once; a file is read once however many of its cells are asked for."""
+def not_stored(cells: Sequence[Cell], answers: Path | None = None) -> list[Cell]:
+    """Cells without a result, or whose answers are wanted in a file that lacks them, each once.
+
+    A file is read once however many of its cells are asked for.
+    """
     stored = {path: store.read(path) for path in {cell.path for cell in cells}}
-    return [cell for cell in dict.fromkeys(cells) if store.key_of(cell.settings) not in stored[cell.path]]
+    answered = None if answers is None else store.read(answers)
+    missing = []
+    for cell in dict.fromkeys(cells):
+        key = store.key_of(cell.settings)
+        if key not in stored[cell.path] or (answered is not None and key not in answered):
+            missing.append(cell)
+    return missing
 
 
 @functools.lru_cache(maxsize=32)
@@ -115,6 +124,16 @@ def _items(model: Path, task: str, num_prompts: int, prompt_len: int, seed: int)
 def items_of(cell: Cell) -> tuple[Chat, list[Item]]:
     """The cell's tokenizer and prompts: the same for every arm."""
     return _items(cell.model, cell.task, cell.num_prompts, cell.prompt_len, cell.seed)
+
+
+def answers_of(chat: Chat, items: list[Item], answers: list[list[int]]) -> list[dict[str, Any]]:
+    """What was answered to each prompt, and how it scored."""
+    found_texts = ["".join(chat.token_texts(ids)) for ids in answers]
+    right = [found(text, item.references) for item, text in zip(items, found_texts, strict=True)]
+    return [
+        {"answer": text, "references": list(item.references), "score": sum(own) / len(own)}
+        for item, text, own in zip(items, found_texts, right, strict=True)
+    ]
 
 
 def judge(chat: Chat, items: list[Item], answers: list[list[int]]) -> dict[str, Any]:
@@ -154,8 +173,11 @@ def _make_runner(cell: Cell) -> MakeRunner:
     return WIDTHS[cell.width].make_runner
 
 
-def run_group(cells: Sequence[Cell]) -> None:
-    """Ask every prompt once, greedily, under the rule of each cell (``shared.py``), and store the results."""
+def run_group(cells: Sequence[Cell], answers_file: Path | None = None) -> None:
+    """Ask every prompt once, greedily, under the rule of each cell (``shared.py``), and store the results.
+
+    ``answers_file`` gets a line per cell with the answer to every prompt.
+    """
     began = perf_counter()
     first = cells[0]
     width = WIDTHS[first.width]
@@ -168,7 +190,7 @@ def run_group(cells: Sequence[Cell]) -> None:
         first.model,
         budget=first.arm.budget,
         selector=first.arm.selector,
-        kv_dtype=first.kv_dtype,
+        kv_dtype="float32" if first.kv_dtype == "auto" else first.kv_dtype,  # whatever the weights are
         weights=width.weights,
         activations=width.activations,
         executor="eager",
@@ -194,31 +216,36 @@ def run_group(cells: Sequence[Cell]) -> None:
             "cells_of_this_prefill": len(cells),
         }
         cell.write(judge(chat, items, own) | counters, seconds)
+        if answers_file is not None:
+            store.append(answers_file, {"settings": cell.settings, "answers": answers_of(chat, items, own)})
 
 
-def _work(cells: Sequence[Cell]) -> int:
+def _work(cells: Sequence[Cell], answers: Path | None) -> int:
     import torch
 
     torch.set_num_threads(1)
-    run_group(cells)
+    run_group(cells, answers)
     return len(cells)
 
 
-def run_cells(cells: Sequence[Cell], jobs: int = 1) -> None:
-    """Run what is not stored yet, with a progress bar; ``jobs`` processes of one thread each if more than one."""
+def run_cells(cells: Sequence[Cell], jobs: int = 1, answers: Path | None = None) -> None:
+    """Run what is not stored yet, with a progress bar; ``jobs`` processes of one thread each if more than one.
+
+    ``answers``: a file for the answers to every prompt; stored cells that it lacks run again.
+    """
     from tqdm import tqdm
 
-    missing = not_stored(cells)
+    missing = not_stored(cells, answers)
     with tqdm(total=len(missing), desc="cells", unit="cell", disable=not missing) as bar:
         if jobs == 1:
             for some in group(missing):
                 bar.set_postfix_str(some[0].task)
-                run_group(some)
+                run_group(some, answers)
                 bar.update(len(some))
             return
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             try:
-                for future in as_completed([pool.submit(_work, some) for some in group(missing)]):
+                for future in as_completed([pool.submit(_work, some, answers) for some in group(missing)]):
                     bar.update(future.result())
             except BaseException:  # Ctrl-C, or a cell that failed: what is running ends, the rest is not begun
                 pool.shutdown(wait=False, cancel_futures=True)

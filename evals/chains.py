@@ -25,11 +25,11 @@ from evals.tasks.item import TEMPLATE_TOKENS, document_of
 from figures.machine import describe
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Question
-from snapstream.cache.selectors.hops import Hops
-from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget
+from snapstream.kv.selectors.hops import Hops
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
-from snapstream.request import RequestOutput, SamplingParams
+from snapstream.types import RequestOutput, SamplingParams
 
 Prompt = tuple[Question, list[int], list[list[int]]]  # question, prompt ids, tokens of each link
 

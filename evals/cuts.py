@@ -1,6 +1,6 @@
 """What each arm of ``evals.prompt_compression`` leaves of a document, at equal target tokens.
 
-A draft reads a document once: its scores do not depend on the ceiling, so the trimmer's memory serves the others.
+A draft reads a document once: its scores do not depend on the ceiling, so the compressor's memory serves the others.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from random import Random
 
 from snapstream.assets.documents import Document
 from snapstream.llm import LLM
-from snapstream.spec_prefill.select import keep_ceiling
-from snapstream.spec_prefill.settings import CutSettings, Protection, ScoringSettings
-from snapstream.spec_prefill.spans import Cutter, Span, chunk_spans
-from snapstream.spec_prefill.text_trimmer import TextTrimmer
+from snapstream.spec_prefill.compressor import PromptCompressor
+from snapstream.spec_prefill.protection import Cutter, Span, chunk_spans
+from snapstream.spec_prefill.scorer import keep_ceiling
+from snapstream.spec_prefill.settings import ChunkSettings, Protection, ScoringSettings
 
 ARMS = ("full", "truncation", "random", "same_family", "cross_family")
 PROTECTION = Protection(last_user_limit=0, head=0, tail=64)  # the document may be cut, the question never
@@ -37,8 +37,8 @@ class Cutters:
         assert llm.tokenizer is not None
         self._llm, self._tokenizer = llm, llm.tokenizer
         self._scoring = ScoringSettings(look_ahead=args.look_ahead, context_len=args.context_len, overlap=64)
-        self._cut = CutSettings(snap=args.snap, chunk_len=args.chunk_len, delimiter=args.delimiter)
-        self._drafts: dict[Path, TextTrimmer] = {}
+        self._chunks = ChunkSettings(snap=args.snap, chunk_len=args.chunk_len, delimiter=args.delimiter)
+        self._drafts: dict[Path, PromptCompressor] = {}
         self._draft_ms: dict[tuple[Path, str], float] = {}  # of the one reading of a text
         self._cache_size = args.num_prompts
         self._folders = {"same_family": args.same_draft, "cross_family": args.cross_draft}
@@ -70,7 +70,7 @@ class Cutters:
             size -= 1
 
     def _random(self, text: str, tail: str, seed: str, max_tokens: int) -> Cut:
-        cutter, rng = Cutter(self._cut, text), Random(seed)
+        cutter, rng = Cutter(self._chunks, text), Random(seed)
         offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         chunks = chunk_spans([a for a, _ in offsets], len(text), cutter.chunk_len)
 
@@ -86,10 +86,10 @@ class Cutters:
 
     def _by_draft(self, folder: Path, text: str, tail: str, max_tokens: int) -> Cut:
         if folder not in self._drafts:
-            self._drafts[folder] = TextTrimmer(
-                folder, scoring=self._scoring, cut=self._cut, protection=PROTECTION, cache_size=self._cache_size
+            self._drafts[folder] = PromptCompressor(
+                folder, scoring=self._scoring, chunks=self._chunks, protection=PROTECTION, cache_size=self._cache_size
             )
-        result = self._drafts[folder].trim(
+        result = self._drafts[folder].compress(
             [{"role": "user", "content": text + tail}], max_tokens=max_tokens, target_tokenizer=self._tokenizer
         )
         if result.report.num_cached == 0:

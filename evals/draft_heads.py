@@ -25,12 +25,10 @@ from evals.tasks.item import TEMPLATE_TOKENS
 from figures.machine import describe
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Document, make_document
-from snapstream.spec_prefill.draft import Draft
-from snapstream.spec_prefill.importance import Importance, chunk_means
-from snapstream.spec_prefill.lookahead import draw_from_row, voting_pass
-from snapstream.spec_prefill.select import num_kept, ranked
+from snapstream.spec_prefill.draft import Draft, Importance, chunk_means, draw_from_row, voting_pass
+from snapstream.spec_prefill.protection import chunk_spans
+from snapstream.spec_prefill.scorer import num_kept, ranked
 from snapstream.spec_prefill.settings import CHUNK_LEN, ScoringSettings
-from snapstream.spec_prefill.spans import chunk_spans
 
 RESULTS = Path(__file__).parent / "results" / "draft_heads.jsonl"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from snapstream.config import EngineConfig, ModelConfig
 from snapstream.llm import LLM
-from snapstream.request import Request, RequestOutput, SamplingParams
-from snapstream.step import PendingStep, PrefixTier, RowExchange, Runner, StepPlan, StepResult
+from snapstream.step import KVConnector, PendingStep, PrefixTier, Runner, StepPlan, StepResult
+from snapstream.types import Request, RequestOutput, SamplingParams
 
 
 class _Both:
@@ -42,8 +42,8 @@ class ForcedRunner:
     def is_ready(self, job_id: int) -> bool:
         return bool(self._runner.is_ready(job_id))
 
-    def connect(self, exchange: RowExchange) -> None:
-        self._runner.connect(exchange)
+    def connect(self, connector: KVConnector) -> None:
+        self._runner.connect(connector)
 
     def close(self) -> None:
         self._runner.close()

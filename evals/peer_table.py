@@ -1,4 +1,4 @@
-"""The table of ``docs/accuracy.md`` that shows this engine and kvpress at the same slots; see ``tables.py``."""
+"""The table of docs/research/accuracy.md that shows this engine and kvpress at the same slots; see ``tables.py``."""
 
 from __future__ import annotations
 

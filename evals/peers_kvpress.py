@@ -36,7 +36,7 @@ from snapstream.config import DEFAULT_SINK, KVBudget
 EXTRA_ARMS = ("chunkkv", "compactor")
 ARMS = ("full", "snapkv", "streaming", *EXTRA_ARMS)
 EXTRA_BUDGETS = (Fraction(1, 4), Fraction(1, 16))
-# Tasks of docs/accuracy.md that ask one question.
+# Tasks of docs/research/accuracy.md that ask one question.
 FAMILIES = (
     "single_words", "multi_number", "passkey", "number_string", "multi_uuid", "kv", "variable", "paraphrase",
 )  # fmt: skip

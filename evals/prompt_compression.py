@@ -30,8 +30,8 @@ from figures.machine import describe
 from snapstream import assets
 from snapstream.assets.documents import Document, make_document
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
-from snapstream.spec_prefill.spans import Span
+from snapstream.spec_prefill.protection import Span
+from snapstream.types import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "prompt_compression.jsonl"
 # Documents whose answering sentences are known, and that the shipped model can answer (full attention >= 80 %).

@@ -33,10 +33,10 @@ from figures.markdown import table
 from recipes.corpus import Corpus, Kind
 from recipes.planted import CHARS_PER_TOKEN, FAMILIES, make_planted
 from snapstream.assets import TINY_MODEL
-from snapstream.cache.selectors.diverse import Diverse
 from snapstream.config import KVBudget
+from snapstream.exec.runner import ModelRunner
+from snapstream.kv.selectors.diverse import Diverse
 from snapstream.llm import LLM
-from snapstream.runner.model_runner import ModelRunner
 
 FILE = RESULTS / "prose.jsonl"
 ARMS = ("streaming", "random", "snapkv", "snapstream", "hops")  # and full, truncation, diverse

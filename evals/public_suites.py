@@ -5,7 +5,7 @@
         --model_args pretrained=DIR,budget=8192 --tasks infinitebench_passkey_local --include_path tasks/
 
 The invariant: the file written here includes the harness's own definition of the task and changes its name and where
-its rows come from, nothing else. ``docs/public-suites.md`` has the commands for every suite.
+its rows come from, nothing else. ``docs/research/public-suites.md`` has the commands for every suite.
 """
 
 from __future__ import annotations

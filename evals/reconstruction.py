@@ -6,7 +6,7 @@ After a prompt has been read, the model is asked in the chat's own format to rep
 the first is announced by the tokens before it, and is fed as it stands (teacher forcing). A token's score in a kv head
 is the largest weight that any of these queries of the head's group gives it, where the softmax runs over the sinks, the
 chunk and what the request to repeat has of its own, as published. That is a second prefill in operations, whoever asks
-later; so nothing here is an option of the package (docs/accuracy.md has what it would gain).
+later; so nothing here is an option of the package (docs/research/accuracy.md has what it would gain).
 
 Compared at equal slots in all with SnapKV's votes, with a share for unlike keys, and with mixtures, over equal heads
 and over those of the profile that ``evals.uneven`` measured. Stored in ``results/reconstruction.jsonl``.
@@ -33,15 +33,14 @@ from evals.uneven import HeadRule
 from figures.machine import describe
 from figures.markdown import table
 from snapstream.assets import TINY_MODEL
-from snapstream.cache.selectors.diverse import Diverse
-from snapstream.cache.selectors.pooling import pool_max
-from snapstream.cache.selectors.snapkv import POOL_WIDTH, SnapKV
-from snapstream.cache.selectors.topk import select_topk
 from snapstream.config import DEFAULT_SINK, KVBudget, Selector
-from snapstream.kernels.bound import CosSin, HeadNorm, Kernels
+from snapstream.exec.runner import ModelRunner
+from snapstream.kernels.interface import CosSin, HeadNorm, Kernels
+from snapstream.kv.selectors.diverse import Diverse
+from snapstream.kv.selectors.scoring import pool_max, select_topk
+from snapstream.kv.selectors.snapkv import POOL_WIDTH, SnapKV
 from snapstream.llm import LLM
-from snapstream.models.layer_pass import LayerPass, PassTokens
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.models.prefill import LayerPass, PassTokens
 
 FILE = RESULTS / "reconstruction.jsonl"
 FIRST = "Repeat the previous context:"

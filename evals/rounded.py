@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from snapstream.config import EngineConfig, ModelConfig
-from snapstream.config.weights import CODE_BITS, ActivationOption, WidthOption
+from snapstream.config.model import QUANTIZED_BITS, ActivationOption, WeightsOption
 from snapstream.grammar import GrammarCompiler
-from snapstream.start.build import MakeRunner, build_runner
+from snapstream.startup.build import MakeRunner, build_runner
 from snapstream.step import Runner
 
 # Of a stored cell, where they are not the model's own.
@@ -36,7 +36,7 @@ class Width:
     """One way to round."""
 
     words: str  # in tables
-    weights: WidthOption = "auto"
+    weights: WeightsOption = "auto"
     activations: ActivationOption = "dtype"
     is_everywhere: bool = False  # of int4: attention too
     rounds_prefill: bool = False  # to bf16: what auto does where a processor gains by it
@@ -54,7 +54,7 @@ class Width:
         if self.weights == "int4" and not self.is_everywhere:
             found["attention_width"] = "int8"
         if self.rounds_decode:
-            found["activations"] = "int8" if self.weights in CODE_BITS else "bfloat16"
+            found["activations"] = "int8" if self.weights in QUANTIZED_BITS else "bfloat16"
         return found | ({"prefill_inputs": "bfloat16"} if self.rounds_prefill else {})
 
     def check(self, config: EngineConfig) -> None:

@@ -27,7 +27,7 @@ from figures.markdown import table
 from snapstream.assets import TINY_MODEL
 from snapstream.config import KVBudget, PrefixStoreConfig
 from snapstream.llm import LLM
-from snapstream.request import RequestOutput, SamplingParams
+from snapstream.types import RequestOutput, SamplingParams
 
 FILE = RESULTS / "second_question.jsonl"
 FAMILIES = {"sparse": None, "dense": DENSE_FACTS}

@@ -6,20 +6,20 @@ The package has one selector for each method that a user would choose; what thes
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from snapstream.cache.selectors.diverse import Diverse, choose
-from snapstream.cache.selectors.hops import Hops, votes_of_rounds
-from snapstream.cache.selectors.pooling import carry_ahead, pool_max
-from snapstream.cache.selectors.snapkv import POOL_WIDTH, SnapKV
-from snapstream.cache.selectors.topk import select_topk
-from snapstream.config import DEFAULT_OBSERVATION, Selector, as_count, as_number
-from snapstream.kernels.bound import Kernels
+from snapstream.config import DEFAULT_OBSERVATION, Selector, as_count, as_number, make_selector
+from snapstream.kernels.interface import Kernels
+from snapstream.kv.selectors.diverse import Diverse, choose
+from snapstream.kv.selectors.hops import Hops, votes_of_rounds
+from snapstream.kv.selectors.scoring import carry_ahead, pool_max, select_topk
+from snapstream.kv.selectors.snapkv import POOL_WIDTH, SnapKV
 
 Pooling = Literal["avg", "max"]
 SoftmaxOver = Literal["candidates", "row"]
@@ -45,7 +45,7 @@ class Variant(Selector):
     """SnapKV, hops and the diverse share with their constants open; the defaults are the package's."""
 
     name: ClassVar[str] = "variant"
-    can_rescore: ClassVar[bool] = True
+    can_reselect: ClassVar[bool] = True
     observation_len: int = DEFAULT_OBSERVATION
     pool_width: int = POOL_WIDTH  # odd width of the centred pooling, stride 1, zero padding
     pooling: Pooling = "max"  # SnapKV's code has both
@@ -121,6 +121,21 @@ AS_KVPRESS = Variant(
 )
 
 
+def load_selector(text: str) -> Selector:
+    """A selector of the package by its name, or ``module:Class`` (or an object) from outside. ValueError for others."""
+    if ":" not in text:
+        return make_selector(text)
+    module, _, name = text.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"selector {text!r} cannot be imported: {error}") from None
+    selector = found() if isinstance(found, type) and issubclass(found, Selector) else found
+    if not isinstance(selector, Selector):
+        raise ValueError(f"selector {text!r} is a {type(found).__name__}; it must be a Selector")
+    return selector
+
+
 def random_scores(layer: int, num_kv_heads: int, start: int, stop: int, device: torch.device | str) -> Tensor:
     """A score in [0, 1) for every candidate that depends on layer, head and position alone: ``[G, stop - start]`` fp32.
 
@@ -141,6 +156,9 @@ def stored_settings(selector: Selector) -> dict[str, Any]:
     """
     if isinstance(selector, Random):
         return {"selection": "random"}
+    if not isinstance(selector, (Variant, SnapKV)):  # from outside: by its class and its settings
+        settings = asdict(selector) if is_dataclass(selector) else {}
+        return {"selection": f"{type(selector).__module__}:{type(selector).__qualname__}", **settings}
     stored = {"selection": "snapkv", **asdict(as_variant(selector))}
     stored["window_len"] = stored.pop("observation_len")
     stored["pool_kernel"] = stored.pop("pool_width")

@@ -15,26 +15,28 @@ from typing import cast
 from torch import Tensor
 
 from evals.forced import answer
-from snapstream.cache.compress import write_rows
-from snapstream.cache.kv_cache import KVCache
-from snapstream.config import EngineConfig, KVBudget, RescoringConfig, Selector
+from snapstream.config import EngineConfig, KVBudget, ReselectionConfig, Selector
+from snapstream.exec.prefill import RowWriter
+from snapstream.exec.reselection import Reselector
+from snapstream.exec.rows import Counters, Rows
+from snapstream.exec.runner import ModelRunner
+from snapstream.kv.cache import KVCache
+from snapstream.kv.compress import write_rows
 from snapstream.llm import LLM
-from snapstream.request import Request, SamplingParams
-from snapstream.runner.model_runner import ModelRunner
-from snapstream.runner.rescoring import Rescorer
-from snapstream.runner.row_writer import RowWriter
-from snapstream.runner.rows import Counters, Rows
 from snapstream.step import PrefillEntry
+from snapstream.types import Request, SamplingParams
 
-Rule = tuple[KVBudget, Selector, RescoringConfig | None]
+Rule = tuple[KVBudget, Selector, ReselectionConfig | None]
 PROMPTS_AT_ONCE = 2  # whose rows decode together
 
 
 class SharedWriter(RowWriter):
     """Writes row ``i`` of a prompt by rule ``i``."""
 
-    def __init__(self, rules: Sequence[Rule], cache: KVCache, config: EngineConfig, rescorer: Rescorer | None) -> None:
-        super().__init__(cache, config, rescorer)
+    def __init__(
+        self, rules: Sequence[Rule], cache: KVCache, config: EngineConfig, reselector: Reselector | None
+    ) -> None:
+        super().__init__(cache, config, reselector)
         self._rules = rules
 
     def _by_row(self, entry: PrefillEntry) -> Iterator[tuple[PrefillEntry, Rule]]:
@@ -51,11 +53,11 @@ class SharedWriter(RowWriter):
     ) -> Tensor | None:
         """Every rule writes its own row."""
         assert queries is not None
-        for own, (budget, selector, rescoring) in self._by_row(entry):
+        for own, (budget, selector, reselection) in self._by_row(entry):
             last = queries[-selector.num_queries(keys.shape[1]) :]
             kept = write_rows(self.cache, layer, own.rows, keys, values, last, budget, selector)
-            if self.rescorer is not None and rescoring is not None:
-                self.rescorer.keep_votes(layer, own, last[-rescoring.num_queries :], keys, kept)
+            if self.reselector is not None and reselection is not None:
+                self.reselector.keep_votes(layer, own, last[-reselection.num_queries :], keys, kept)
         return None
 
     def counters(self, entry: PrefillEntry) -> list[Counters]:
@@ -63,13 +65,13 @@ class SharedWriter(RowWriter):
         return [Rows.entry(len(own.token_ids), own.next_position, own.budget) for own, _ in self._by_row(entry)]
 
     def admit(self, entry: PrefillEntry) -> None:
-        """Each row is rescored by its own rule."""
-        if self.rescorer is not None:
-            for own, (_, _, rescoring) in self._by_row(entry):
-                self.rescorer.admit(own, rescoring)
+        """Each row is re-selected by its own rule."""
+        if self.reselector is not None:
+            for own, (_, _, reselection) in self._by_row(entry):
+                self.reselector.admit(own, reselection)
 
 
-def _widest(configs: Sequence[RescoringConfig | None]) -> RescoringConfig | None:
+def _widest(configs: Sequence[ReselectionConfig | None]) -> ReselectionConfig | None:
     """One whose buffer of queries serves all."""
     found = [config for config in configs if config is not None]
     return max(found, key=lambda config: config.num_queries) if found else None
@@ -84,10 +86,10 @@ def generate_shared(
     """
     config = replace(
         llm.config,
-        # Rows with room for every rule's; rescoring is refused where no slot is selected, so one is.
+        # Rows with room for every rule's; KV re-selection is refused where no slot is selected, so one is.
         budget=KVBudget(num_sink=0, num_topk=1, num_recent=llm.config.max_model_len - 1),
         max_rows=PROMPTS_AT_ONCE * len(rules),
-        rescoring=_widest([rescoring for *_, rescoring in rules]),
+        reselection=_widest([reselection for *_, reselection in rules]),
     )
     lent = cast(ModelRunner, llm.engine.runner)
     runner = ModelRunner(lent.decoder, config, make_writer=partial(SharedWriter, rules))

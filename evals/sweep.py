@@ -3,7 +3,7 @@
     python -m evals.sweep                # the shipped model, 2,048 tokens, 1/8, 100 prompts per cell
     python -m evals.sweep --sweeps split window --budget 1/16 --jobs 2
 
-Cells are stored and resumed as those of ``evals.run``. ``python -m figures`` puts them into docs/accuracy.md.
+Cells are stored and resumed as those of ``evals.run``. ``python -m figures`` puts them into docs/research/accuracy.md.
 """
 
 from __future__ import annotations

@@ -31,17 +31,16 @@ from evals.tasks import TASKS, Item, make_items
 from figures.machine import describe
 from figures.markdown import table
 from snapstream.assets import TINY_MODEL
-from snapstream.cache import layout
-from snapstream.cache.compress import kept_positions
-from snapstream.cache.selectors.diverse import Diverse
-from snapstream.calibration.ablation import damage
-from snapstream.calibration.texts import generated
+from snapstream.calibration.calibrate import damage, generated
 from snapstream.config import KVBudget, Selector, make_selector
-from snapstream.config.heads import HeadProfile
-from snapstream.kernels.bound import CosSin, HeadNorm
+from snapstream.config.kv import HeadProfile
+from snapstream.exec.runner import ModelRunner
+from snapstream.kernels.interface import CosSin, HeadNorm
+from snapstream.kv import layout
+from snapstream.kv.compress import kept_positions
+from snapstream.kv.selectors.diverse import Diverse
 from snapstream.llm import LLM
-from snapstream.models.layer_pass import LayerPass, PassTokens
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.models.prefill import LayerPass, PassTokens
 
 FILE = RESULTS / "uneven.jsonl"
 NUM_DOCUMENTS = 20  # that are calibrated on

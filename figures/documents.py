@@ -2,6 +2,7 @@
 
 A section between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by a table of the newest result under
 ``benchmarks/results``, a table of the cells under ``evals/results``, or a plot, which lies under docs/figures.
+docs/cli.md is generated whole.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from benchmarks import published_plan, published_scale
 from benchmarks import tables as benchmarks
 from evals import plots
 from evals import sections as evals
-from figures import overview
+from figures import commands, overview
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 DOCUMENTS = (
     README,
+    *(DOCS / name for name in ("performance.md", "compression.md")),
     *(
-        ROOT / "docs" / name
-        for name in ("results.md", "accuracy.md", "speculative-prefill.md", "deepseek.md", "scale.md")
+        DOCS / "research" / name
+        for name in ("results.md", "accuracy.md", "prompt-compression.md", "latents.md", "scale.md")
     ),
 )
-PLOTS = ROOT / "docs" / "figures"
+PLOTS = DOCS / "figures"
 PUBLISHED = published_plan.TABLES | published_scale.TABLES
 SECTION = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NAMES = {overview.NAME, *evals.NAMES, *benchmarks.TABLES, *PUBLISHED}
@@ -52,4 +55,5 @@ def rendered() -> dict[Path, str]:
     """Every file that ``python -m figures`` writes, as it should be."""
     out = {path: render(path.read_text(), path) for path in DOCUMENTS}
     shown = {name for name in DRAWN if any(f"/{name}.svg)" in text for text in out.values())}
+    out[commands.DOCUMENT] = commands.render()
     return out | {PLOTS / f"{name}.svg": DRAWN[name]() for name in sorted(shown)}

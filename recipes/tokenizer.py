@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes.chat import CHATS
 from recipes.corpus import Corpus
-from snapstream.assets.documents import syllables, vocabulary
+from snapstream.assets.words import syllables, vocabulary
 
 _SPACE = "Ġ"  # how byte-level BPE writes a space
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from snapstream.version import __version__
 
 if TYPE_CHECKING:
-    from snapstream.aio.async_llm import AsyncLLM
-    from snapstream.cache.selectors.diverse import Diverse
-    from snapstream.cache.selectors.hops import Hops
-    from snapstream.cache.selectors.snapkv import SnapKV
-    from snapstream.config import EngineOptions, KVBudget, PrefixStoreConfig, RescoringConfig, Selector
+    from snapstream.async_llm import AsyncLLM
+    from snapstream.config import EngineOptions, KVBudget, PrefixStoreConfig, ReselectionConfig, Selector
+    from snapstream.kv.selectors.diverse import Diverse
+    from snapstream.kv.selectors.hops import Hops
+    from snapstream.kv.selectors.snapkv import SnapKV
     from snapstream.llm import LLM
-    from snapstream.request import Grammar, RequestOutput, SamplingParams
+    from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.settings import PromptCompression
-    from snapstream.spec_prefill.text_trimmer import TextTrimmer
+    from snapstream.types import Grammar, RequestOutput, SamplingParams
 
 __all__ = [
     "AsyncLLM",
@@ -34,29 +34,29 @@ __all__ = [
     "PromptCompression",
     "RequestOutput",
     "SamplingParams",
-    "RescoringConfig",
+    "ReselectionConfig",
     "Selector",
     "SnapKV",
-    "TextTrimmer",
+    "PromptCompressor",
     "__version__",
 ]
 
 _HOME = {
-    "AsyncLLM": "snapstream.aio.async_llm",
-    "Diverse": "snapstream.cache.selectors.diverse",
+    "AsyncLLM": "snapstream.async_llm",
+    "Diverse": "snapstream.kv.selectors.diverse",
     "EngineOptions": "snapstream.config",
-    "Grammar": "snapstream.request",
-    "Hops": "snapstream.cache.selectors.hops",
+    "Grammar": "snapstream.types",
+    "Hops": "snapstream.kv.selectors.hops",
     "KVBudget": "snapstream.config",
     "LLM": "snapstream.llm",
     "PrefixStoreConfig": "snapstream.config",
     "PromptCompression": "snapstream.spec_prefill.settings",
-    "RequestOutput": "snapstream.request",
-    "SamplingParams": "snapstream.request",
-    "RescoringConfig": "snapstream.config",
+    "RequestOutput": "snapstream.types",
+    "SamplingParams": "snapstream.types",
+    "ReselectionConfig": "snapstream.config",
     "Selector": "snapstream.config",
-    "SnapKV": "snapstream.cache.selectors.snapkv",
-    "TextTrimmer": "snapstream.spec_prefill.text_trimmer",
+    "SnapKV": "snapstream.kv.selectors.snapkv",
+    "PromptCompressor": "snapstream.spec_prefill.compressor",
 }
 
 

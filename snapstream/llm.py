@@ -1,38 +1,46 @@
-"""The composition root: resolves a checkpoint folder and settings into a running engine, and drives it.
-
-``engine/`` decides what runs next, ``models/`` and ``runner/`` compute it; this module only puts them together.
-"""
+"""``LLM``: resolves a checkpoint folder and settings into an engine on its own thread, and submits requests to it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
-from snapstream.config import Budget, EngineOptions, KVBudget, Selector, as_kind, make_selector
+from snapstream.config import Budget, EngineOptions, KVBudget, Selector, as_kind, as_number, make_selector
+from snapstream.config.engine import STALL_TIMEOUT_S
+from snapstream.engine.client import EngineThread
 from snapstream.engine.core import Engine
-from snapstream.engine.detokenizer import Tokenizer
-from snapstream.engine.driver import Driver
+from snapstream.engine.request_state import Tokenizer
+from snapstream.models.chat_template import render_chat
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer
-from snapstream.plan.draft_memory import DraftMemory
-from snapstream.request import Request, RequestOutput, SamplingParams, Trim
-from snapstream.request.conversation import as_conversation
-from snapstream.request.inputs import as_conversations, as_params, as_prompts, only
+from snapstream.plan.memory import DraftMemory
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.start.build import MakeRunner, grammar_compiler, load_trimmer, memory_of
-from snapstream.start.measure import decide
-from snapstream.start.notes import start_notes
-from snapstream.start.ranks import build_ranks
-from snapstream.start.resolve import resolve_budget
+from snapstream.startup.build import MakeRunner, grammar_compiler, load_compressor, memory_of
+from snapstream.startup.measure import decide
+from snapstream.startup.notes import start_notes
+from snapstream.startup.ranks import build_ranks
+from snapstream.startup.resolve import resolve_budget
+from snapstream.types import (
+    CompressionSummary,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    as_conversation,
+    as_conversations,
+    as_params,
+    as_prompts,
+    only,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.prompt_trimmer import PromptTrimmer, TrimmedPrompt
-    from snapstream.spec_prefill.text_trimmer import TextTrimmer
+    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.request_compressor import CompressedPrompt, RequestCompressor
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -50,26 +58,35 @@ class LLM:
 
     ``model``: a Hugging Face checkpoint folder. ``options``: settings of the engine; ``fields``: single settings by
     their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen automatically.
-    ``draft``: a small model (a folder, or a ``TextTrimmer``) that shortens the prompts of calls that ask for it.
+    ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
     ``beside``: a draft that another process has loaded on this device; its working memory is kept free.
-    ``make_runner`` loads the weights and runs them, for callers that bring kernels, weights or a decode step. Threads
-    may share it (``engine/driver.py``). ValueError for what cannot be supported; TypeError for wrong kinds.
+    ``stall_timeout``: seconds that a step of several ranks may take before the call raises RankLost; 0: any time.
+    ``make_runner`` loads the weights and runs them, for callers that bring kernels, weights or a decode step.
+
+    The engine runs on a thread of its own, which ends with ``close`` or when this object is dropped. Threads may share
+    an LLM; their requests share the steps. Ctrl-C ends the call that waits, and its requests. ValueError for what
+    cannot be supported; TypeError for wrong kinds.
     """
+
+    name = "LLM"  # in error messages
 
     def __init__(
         self,
         model: str | Path,
         options: EngineOptions | None = None,
         *,
-        draft: TextTrimmer | str | Path | None = None,
+        draft: PromptCompressor | str | Path | None = None,
         beside: DraftMemory | None = None,
         make_runner: MakeRunner = build_ranks,
         progress: bool = True,
+        stall_timeout: float = STALL_TIMEOUT_S,
         **fields: Any,
     ) -> None:
         self.options = options = EngineOptions.of(options, fields)
         if beside is not None:
             as_kind("beside", beside, DraftMemory)
+        if stall_timeout != 0:
+            as_number("stall_timeout", stall_timeout, 1.0, 86400.0)
         self.model_config = read_model_config(model)
         # Decided before anything is loaded, so that impossible settings are refused at once.
         self.config = decide(self.model_config, options, beside)
@@ -77,11 +94,13 @@ class LLM:
         if progress:
             print(*self.notes, sep="\n", file=sys.stderr)
         self.tokenizer = find_tokenizer(Path(model))
-        self._trimmer: PromptTrimmer | None = None
+        self._compressor: RequestCompressor | None = None
         if draft is not None:
-            self._trimmer = self._make_trimmer(draft)
-            beside = memory_of(self._trimmer.text_trimmer, options.device) or beside
+            self._compressor = self._make_compressor(draft)
+            beside = memory_of(self._compressor.compressor, options.device) or beside
             self.config = decide(self.model_config, options, beside)  # less is free
+        if make_runner is build_ranks:
+            make_runner = partial(build_ranks, stall_timeout_s=stall_timeout)
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
         engine = Engine(
             make_runner(Path(model), self.model_config, self.config, self._grammars, progress),
@@ -91,13 +110,19 @@ class LLM:
             eos_token_ids=self.model_config.eos_token_ids,
             tokenizer=cast("Tokenizer | None", self.tokenizer),
         )
-        self._driver = Driver(engine, shows_progress=progress)
+        self._shows_progress = progress
+        self.engine_thread = EngineThread(
+            engine, self.config.max_rows, name=self.name, prepare=_same_device(options.device)
+        )
         self._numbers = count(1)  # of requests; safe in several threads
 
     @property
     def engine(self) -> Engine:
-        """The engine behind this object; RuntimeError once it is closed or a step has failed."""
-        return self._driver.engine
+        """The engine, for callers that step or read it themselves while none of this object's requests is open.
+
+        RuntimeError once it is closed or a step has failed.
+        """
+        return self.engine_thread.engine
 
     def generate(
         self,
@@ -112,10 +137,10 @@ class LLM:
 
         ``budget`` gives these requests smaller rows than the engine's, ``selector`` another way to fill them (one that
         needs no more memory than the engine's own). ``prompt_compression`` lets the draft shorten
-        the prompts first; ``RequestOutput.trim`` says what it did. Every prompt is checked before any is run: a
-        ValueError names the prompt and the limit, and nothing was started.
+        the prompts first; ``RequestOutput.prompt_compression`` says what it did. Every prompt is checked before any is
+        run: a ValueError names the prompt and the limit, and nothing was started.
         """
-        return self._driver.run(self.requests(prompts, params, budget, selector, prompt_compression))
+        return self._run(self.requests(prompts, params, budget, selector, prompt_compression))
 
     def answer(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Answer requests that are ready-made, for instance with positions of their own, in their order.
@@ -123,7 +148,7 @@ class LLM:
         Their ids must differ from each other and from those of running requests; the ids that ``generate`` gives are
         ``request-1``, ``request-2`` ... Every request is checked before any is run, as in ``generate``.
         """
-        return self._driver.run(self._checked(requests))
+        return self._run(self._checked(requests))
 
     def chat(
         self,
@@ -135,7 +160,7 @@ class LLM:
         prompt_compression: PromptCompression | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template."""
-        return self._driver.run(self.chat_requests(messages, params, budget, selector, prompt_compression))
+        return self._run(self.chat_requests(messages, params, budget, selector, prompt_compression))
 
     def stream(
         self,
@@ -148,10 +173,10 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield the same ``RequestOutput`` each time it has grown. Closing the iterator aborts the request.
 
-        Wrong input is refused here, before the first ``next``. Several streams may be read in turn, and ``generate``
-        called between two reads: all open requests share the steps.
+        Wrong input is refused here; the request starts with the first ``next`` and then runs on, however slowly it is
+        read. QueueFull where ``max_waiting`` requests wait already.
         """
-        return self._driver.stream(only(self.requests(prompt, params, budget, selector, prompt_compression)))
+        return self.engine_thread.stream(only(self.requests(prompt, params, budget, selector, prompt_compression)))
 
     def requests(
         self,
@@ -161,7 +186,7 @@ class LLM:
         selector: str | Selector | None = None,
         prompt_compression: PromptCompression | None = None,
     ) -> list[Request]:
-        """The checked requests that ``generate`` would run: for whoever runs them in another way."""
+        """The checked requests that ``generate`` would run, for callers that run them another way."""
         batch, row = as_prompts(prompts), self._row(budget, selector)
         return self._checked(
             [
@@ -183,22 +208,21 @@ class LLM:
         if prompt_compression is None:
             prompts = [self.chat_token_ids(some) for some in conversations]
             return self.requests(prompts, params, budget, selector)
-        trimmer, row = self._need_trimmer(prompt_compression), self._row(budget, selector)
+        compressor, row = self._need_compressor(prompt_compression), self._row(budget, selector)
         return self._checked(
             [
-                self._trimmed_request(trimmer.chat(some, prompt_compression, self._render_chat), own, row)
+                self._compressed_request(compressor.chat(some, prompt_compression, self._render_chat), own, row)
                 for some, own in zip(conversations, as_params(params, len(conversations)), strict=True)
             ]
         )
 
     def reset_prefix_store(self, namespace: str | None = None) -> int:
         """Forget the stored beginnings of prompts, of one ``Request.namespace`` or of all; the number of blocks."""
-        return self._driver.reset_prefix_store(namespace)
+        return self.engine_thread.client.reset_prefixes(namespace).result()
 
     def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
-        text = self._render_chat(messages)
-        return list(self._need_tokenizer("chat")(text, add_special_tokens=False)["input_ids"])
+        return list(self._need_tokenizer("chat")(self._render_chat(messages), add_special_tokens=False)["input_ids"])
 
     def _render_chat(self, messages: Sequence[Message]) -> str:
         """A conversation in the model's chat template."""
@@ -210,13 +234,13 @@ class LLM:
             raise ValueError(f"{len(others) + 1} conversations were given; this takes one, as a list of messages")
         conversation = as_conversation(given, has_developer="developer" in str(tokenizer.chat_template))
         try:
-            return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+            return render_chat(tokenizer, conversation)
         except Exception as error:  # roles that it does not take, or their order; or it is broken, whichever way
             raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
 
     def close(self) -> None:
-        """Drop weights and rows. The object cannot be used afterwards."""
-        self._driver.close()
+        """Drop weights and rows; calls that still wait get a RuntimeError. The object cannot be used afterwards."""
+        self.engine_thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -224,22 +248,25 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        return self.engine_thread.run(requests, shows_progress=self._shows_progress)
+
     def _need_tokenizer(self, purpose: str) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise ValueError(f"this checkpoint has no tokenizer, which {purpose} needs; pass token ids")
         return self.tokenizer
 
-    def _make_trimmer(self, draft: TextTrimmer | str | Path) -> PromptTrimmer:
-        from snapstream.spec_prefill.prompt_trimmer import PromptTrimmer
+    def _make_compressor(self, draft: PromptCompressor | str | Path) -> RequestCompressor:
+        from snapstream.spec_prefill.request_compressor import RequestCompressor
 
-        trimmer, tokenizer = load_trimmer(draft, self.options), self._need_tokenizer("prompt compression")
-        return PromptTrimmer(trimmer, tokenizer, lambda ids: self.engine.num_stored(ids))
+        compressor, tokenizer = load_compressor(draft, self.options), self._need_tokenizer("prompt compression")
+        return RequestCompressor(compressor, tokenizer, lambda ids: self.engine_thread.client.num_stored(ids).result())
 
-    def _need_trimmer(self, how: PromptCompression) -> PromptTrimmer:
+    def _need_compressor(self, how: PromptCompression) -> RequestCompressor:
         as_kind("prompt_compression", how, PromptCompression)
-        if self._trimmer is None:
+        if self._compressor is None:
             raise ValueError("prompt_compression needs a draft model; make the LLM with draft=...")
-        return self._trimmer
+        return self._compressor
 
     def _row(self, budget: Budget | None, selector: str | Selector | None) -> _Row:
         own = None if selector is None else make_selector(selector)
@@ -248,9 +275,14 @@ class LLM:
         observation_len = (own or self.config.selector).observation_len
         return _Row(resolve_budget(budget, self.config.max_model_len, observation_len), own)
 
-    def _trimmed_request(self, trimmed: TrimmedPrompt, params: SamplingParams, row: _Row) -> Request:
+    def _compressed_request(self, compressed: CompressedPrompt, params: SamplingParams, row: _Row) -> Request:
         return self._make_request(
-            trimmed.token_ids, params, row, text=trimmed.text, positions=trimmed.positions, trim=trimmed.trim
+            compressed.token_ids,
+            params,
+            row,
+            text=compressed.text,
+            positions=compressed.positions,
+            prompt_compression=compressed.report,
         )
 
     def _request(
@@ -261,7 +293,7 @@ class LLM:
         compression: PromptCompression | None = None,
     ) -> Request:
         if compression is not None:
-            return self._trimmed_request(self._need_trimmer(compression).prompt(prompt, compression), params, row)
+            return self._compressed_request(self._need_compressor(compression).prompt(prompt, compression), params, row)
         text = prompt if isinstance(prompt, str) else None
         ids: Any = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
         return self._make_request(ids, params, row, text=text)
@@ -274,7 +306,7 @@ class LLM:
         *,
         text: str | None = None,
         positions: tuple[int, ...] | None = None,
-        trim: Trim | None = None,
+        prompt_compression: CompressionSummary | None = None,
     ) -> Request:
         return Request(
             request_id=f"request-{next(self._numbers)}",
@@ -284,17 +316,27 @@ class LLM:
             selector=row.selector,
             prompt=text,
             positions=positions,
-            trim=trim,
+            prompt_compression=prompt_compression,
         )
 
     def _checked(self, requests: Sequence[Request]) -> list[Request]:
         """ValueError if one could never be served, or its grammar does not compile; it names the prompt."""
+        validate = self.engine_thread.validate
         for index, request in enumerate(requests):
             as_kind(f"request {index}", request, Request)
             try:
-                self.engine.validate(request)
+                validate(request)
                 if request.sampling.grammar is not None and self._grammars is not None:
                     self._grammars.matcher(request.sampling.grammar)
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}" if len(requests) > 1 else str(error)) from None
         return list(requests)
+
+
+def _same_device(device: str) -> Callable[[], None]:
+    """Makes the calling thread's CUDA device that of this thread, where the weights are loaded."""
+    if not device.startswith("cuda"):
+        return lambda: None
+    import torch
+
+    return partial(torch.cuda.set_device, torch.cuda.current_device())

@@ -2,7 +2,7 @@
 
 One ``StepPlan`` in, one ``StepResult`` out. A plan never depends on a token that the device has not yet reported: rows
 carry their own last token, so the next plan can be made, and under tensor parallelism broadcast, before the previous
-result is read. The engine (``engine/``) makes plans, a ``Runner`` (``runner/model_runner.py``) executes them.
+result is read. The engine (``engine/``) makes plans, a ``Runner`` (``exec/runner.py``) executes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from snapstream.config import KVBudget, Selector
-from snapstream.request import Compression, Logprob, PrefixUse, Request, RowTicket, SamplingParams
+from snapstream.types import Compression, Logprob, PrefixUse, Request, RowTicket, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class ReceivedRow:
     """A prompt that another engine read: its row is copied to ``entry.rows``, and their first tokens are drawn."""
 
     entry: PrefillEntry
-    row: RowArrived | None  # None: on a follower, whose leader has it
+    row: KVReceived | None  # None: on a follower, whose leader has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class StoredBlock:
 
 
 class PrefixTier(Protocol):
-    """Blocks of the prefix store on a disk (``cache/prefix_files.py``); reads and writes go on beside the engine."""
+    """Blocks of the prefix store on a disk (``kv/prefix_store.py``); reads and writes go on beside the engine."""
 
     def names(self, namespace: str, chain: Sequence[bytes]) -> tuple[str, ...]:
         """Of the files of a chain's blocks, whether they exist or not."""
@@ -200,17 +200,17 @@ class PrefixTier(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowArrived:
+class KVReceived:
     """The row of a request that arrives is whole."""
 
     request_id: str
-    parts: tuple[bytearray, ...]  # by layer, as ``runner/row_parts.py`` lays them
+    parts: tuple[bytearray, ...]  # by layer, as ``exec/row_transfer.py`` lays them
     hidden: bytearray  # of the last token, after the last layer
     report: PrefillReport
 
 
 @dataclass(frozen=True, slots=True)
-class RowLost:
+class KVTransferFailed:
     """The ticket of a request is void, and its row did not come."""
 
     request_id: str
@@ -219,15 +219,15 @@ class RowLost:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSent:
+class KVSent:
     """A row has gone out, or could not: ``problem`` says why."""
 
     request_id: str
     problem: str = ""
 
 
-class RowExchange(Protocol):
-    """Sends rows to other engines and receives some (``transfer/exchange.py``), beside the engine."""
+class KVConnector(Protocol):
+    """Sends rows to other engines and receives some (``disaggregation/connector.py``), beside the engine."""
 
     @property
     def has_news(self) -> bool:
@@ -239,7 +239,7 @@ class RowExchange(Protocol):
         """Whether rows arrive at this engine."""
         ...
 
-    def poll(self) -> list[RowArrived | RowLost | RowSent]: ...
+    def poll(self) -> list[KVReceived | KVTransferFailed | KVSent]: ...
 
     def expect(self, request: Request, budget: KVBudget) -> RowTicket:
         """A ticket for the row of a request; one that it had is void."""
@@ -278,7 +278,7 @@ class Runner(Protocol):
         """The disk of the prefix store, where there is one."""
         ...
 
-    def connect(self, exchange: RowExchange) -> None:
+    def connect(self, connector: KVConnector) -> None:
         """Rows of entries with ``is_sent`` go there, layer by layer."""
         ...
 

@@ -5,7 +5,7 @@ section that fails leaves its traceback and the figures it had; the next one run
 the device. Needs torch, transformers, safetensors, numpy and, for the kernels, triton.
 
     python -m benchmarks.gpu_suite --out gpu.json [--only decode_8b prefill_8b] [--budget-s 520] [--smoke]
-    python -m benchmarks.gpu_tables gpu.json     (no GPU: keeps the JSON and writes docs/gpu-results.md)
+    python -m benchmarks.gpu_tables gpu.json     (no GPU: keeps the JSON and writes docs/research/gpu-results.md)
 
 Names of figures end with their unit; every section says in the JSON what its figures are.
 """

@@ -84,8 +84,6 @@ def sections() -> list[Section]:
         Section("prefill_chunks", prompts.prefill("llama_8b", [
             (32_768, 8192, 1024), (131_072 - 8, 8192, 512), (32_768, 8192, 512), (32_768, 8192, 8192)]), 70, prefill),
         Section("looping_8b", looping.ladder(("llama_8b",), ("int4", "int8")), 180, "the same at 8B"),
-        Section("decode_compiled", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], ("graph+compile",)), 200,
-                decode),
     ]  # fmt: skip
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_suite.suite import Bench, Figures
-from snapstream.kernels import plain
-from snapstream.kernels.bound import bind
+from snapstream.kernels import pytorch
+from snapstream.kernels.interface import bind
 
 # Experts, chosen per token, rows and columns of gate and up of one expert.
 MODELS = {"Qwen3-30B-A3B": (128, 8, 1536, 2048), "DeepSeek-V3": (256, 8, 4096, 7168)}
@@ -40,7 +40,7 @@ def experts_kernel(bench: Bench) -> Figures:
                     "engine": partial(bind(device).grouped_linear, x, matrices, scale, ends)
                 }
                 if scale is None:
-                    calls["grouped_mm"] = partial(plain.grouped_linear, x, matrices, None, ends)
+                    calls["grouped_mm"] = partial(pytorch.grouped_linear, x, matrices, None, ends)
                 num_bytes = len(chosen.unique()) * num_out * num_in * matrices.element_size()
                 flop = 2 * len(x) * num_out * num_in
                 for way, call in calls.items():

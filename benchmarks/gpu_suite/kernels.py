@@ -10,7 +10,7 @@ import torch
 from benchmarks.compile_kernels import MODELS
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.kernels import decode_cases, seconds
-from snapstream.kernels.bound import has_triton
+from snapstream.kernels.interface import has_triton
 
 CASES = [(64, 8192), (1, 8192), (16, 32_768), (1, 131_072)]  # rows, slots
 

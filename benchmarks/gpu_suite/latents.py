@@ -11,12 +11,11 @@ from itertools import product
 import torch
 
 from benchmarks.gpu_suite.suite import Bench, Figures
-from snapstream.cache.kv_cache import KVCache
-from snapstream.cache.spec import KVSpec
 from snapstream.config import KVDType
-from snapstream.kernels.bound import HeadNorm, Kernels, RowPlaces, bind
-from snapstream.kernels.latents.choice import LatentAttention, with_latents
-from snapstream.kernels.latents.versions import VERSIONS, Case
+from snapstream.kernels.backends.latents import VERSIONS, Case, LatentAttention, with_latents
+from snapstream.kernels.interface import HeadNorm, Kernels, RowPlaces, bind
+from snapstream.kv.cache import KVCache
+from snapstream.kv.spec import KVSpec
 
 HEADS = {"DeepSeek-V3": 128, "DeepSeek-V2-Lite": 16}
 RANK, ROPE_DIM = 512, 64

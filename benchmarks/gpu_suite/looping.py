@@ -2,8 +2,8 @@
 
 The same weights and rows five times, each captured, by CUDA events: B0 the graph of kernels, B1 a call of one kernel
 per layer, B2 the kernel that loops over the layers, B3 the same with loads of weights under way across its barriers,
-and B3 in its second form, a ring of asynchronous copies written in Gluon. B1 against B3 is the paper's quantity. Behind
-dense weights the same over int4 and int8 ones, each against the graph of kernels over the same weights. The second form
+and B3 through a ring of asynchronous copies written in Gluon. B1 against B3 is the paper's quantity. Behind dense
+weights the same over int4 and int8 ones, each against the graph of kernels over the same weights. The ring
 does not read them, and compiling takes most of the time: fewer batches, and with many entries only B0 and B3.
 """
 
@@ -18,14 +18,13 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.models import config_of, decoder_of, engine_config
 from benchmarks.gpu_suite.suite import Bench, Figures
-from snapstream.config import WeightForms
-from snapstream.kernels.bound import has_triton
+from benchmarks.stand_ins import random_share
+from snapstream.config import WeightFormats
+from snapstream.exec.runner import ModelRunner
+from snapstream.kernels.interface import has_triton
 from snapstream.kernels.rows import RowPlaces
-from snapstream.models.cuts import Share
 from snapstream.models.decoder import Decoder
-from snapstream.models.random_share import random_share
-from snapstream.models.shapes import decode_weight_bytes
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.models.sharding import Share, decode_weight_bytes
 
 BATCHES = (1, 2, 4, 8, 16)
 CODE_BATCHES = (1, 16)
@@ -47,28 +46,28 @@ def ladder(models: tuple[str, ...], widths: tuple[str, ...]) -> Callable[[Bench]
         for model in models:
             bench.forget()
             for width in widths:
-                forms = WeightForms.of(width)
-                decoder = decoder_in_codes(bench, model, forms)
-                yield from _steps(bench, model, decoder, forms)
+                formats = WeightFormats.of(width)
+                decoder = decoder_in_codes(bench, model, formats)
+                yield from _steps(bench, model, decoder, formats)
                 del decoder
                 bench.device.free()
 
     return section
 
 
-def decoder_in_codes(bench: Bench, model: str, forms: WeightForms) -> Decoder:
+def decoder_in_codes(bench: Bench, model: str, formats: WeightFormats) -> Decoder:
     config = config_of(bench, model)
     share = Share(whole=config, own=config)
-    return Decoder(config, random_share(share, bench.device.dtype, bench.device.name, 0, forms))
+    return Decoder(config, random_share(share, bench.device.dtype, bench.device.name, 0, formats))
 
 
-def _steps(bench: Bench, model: str, decoder: Decoder, forms: WeightForms | None) -> Figures:
-    for batch in BATCHES if forms is None else CODE_BATCHES:
+def _steps(bench: Bench, model: str, decoder: Decoder, formats: WeightFormats | None) -> Figures:
+    for batch in BATCHES if formats is None else CODE_BATCHES:
         engine = engine_config(bench, SLOTS, batch, CONTEXT + 256, 512)
-        runner = ModelRunner(decoder, replace(engine, weights=forms))
-        read = decode_weight_bytes(decoder.config, bench.device.dtype_name, forms, batch)
+        runner = ModelRunner(decoder, replace(engine, weights=formats))
+        read = decode_weight_bytes(decoder.config, bench.device.dtype_name, formats, batch)
         read += batch * decoder.kv_spec().row_bytes(SLOTS)
-        weights = bench.device.dtype_name if forms is None else forms.layers.width
+        weights = bench.device.dtype_name if formats is None else formats.layers.dtype
         for way, call in ways(runner, decoder, batch):
             figure: dict[str, Any] = {"model": model, "weights": weights, "batch": batch, "slots": SLOTS, "way": way}
             seconds = _seconds(bench, call)
@@ -81,21 +80,24 @@ def _steps(bench: Bench, model: str, decoder: Decoder, forms: WeightForms | None
 
 
 def ways(runner: ModelRunner, decoder: Decoder, batch: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    from snapstream.kernels.triton.looped.launch import Looped, ring_launch
-    from snapstream.runner.looped_kernel import looped_model
+    from snapstream.exec.looped_gpu import looped_model
+    from snapstream.kernels.triton.looped.launch import Looped, num_multiprocessors, register_launch, ring_launch
 
     rows = torch.arange(batch, device=decoder.device)
     positions = torch.full_like(rows, CONTEXT)
     places = RowPlaces(rows, torch.full_like(rows, SLOTS - 1), torch.full_like(rows, SLOTS))
     token_ids, rope = torch.ones_like(rows), decoder.rope(positions, positions + 1)
     cache = runner.cache
-    looped = Looped(looped_model(decoder), cache.k, cache.v, batch)
+    model, num_programs = looped_model(decoder), num_multiprocessors(decoder.device)
+    looped = Looped(model, cache.k, cache.v, batch, register_launch(model, num_programs, batch))
     plain = looped.without_loads_ahead()
 
     def by_kernels() -> Tensor:
         from snapstream.models.views import RowsView
 
-        return decoder.run(decoder.embed(token_ids), rope, RowsView(cache, places, decoder.kernels))
+        return decoder.run(
+            decoder.embed(token_ids), rope, RowsView(cache, rows, [places] * cache.spec.num_layers, decoder.kernels)
+        )
 
     yield "B0 graph of kernels", by_kernels
     if batch == 1 or not looped.model.has_codes:
@@ -103,8 +105,7 @@ def ways(runner: ModelRunner, decoder: Decoder, batch: int) -> Iterator[tuple[st
         yield "B2 looped", lambda: plain.run(token_ids, places, rope)
     yield "B3 looped, loads ahead", lambda: looped.run(token_ids, places, rope)
     if not looped.model.has_codes:
-        cut = ring_launch(looped.model, looped.launch.num_programs, batch)
-        ring = Looped(looped.model, cache.k, cache.v, batch, cut)
+        ring = Looped(model, cache.k, cache.v, batch, ring_launch(model, num_programs, batch))
         yield "B3 gluon, ring", lambda: ring.run(token_ids, places, rope)
 
 

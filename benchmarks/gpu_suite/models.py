@@ -6,14 +6,14 @@ from typing import Any
 
 from benchmarks.gpu_suite.suite import Bench
 from benchmarks.published import DEEPSEEK_V2_LITE
+from benchmarks.stand_ins import occupy
 from snapstream.config import EXECUTORS, Chunking, EngineConfig, KVBudget, KVDType, ModelConfig
+from snapstream.exec.cuda_graph import SAMPLERS, Capturer, GraphDecode, Programs
+from snapstream.exec.runner import ModelRunner
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import model_config_from_dict
-from snapstream.request import SamplingParams
-from snapstream.runner.decode_graph import SAMPLERS, GraphDecode, Programs
-from snapstream.runner.model_runner import ModelRunner
-from snapstream.runner.programs import Capturer, Compiler
 from snapstream.step import StepPlan
+from snapstream.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1_000_000, ignore_eos=True)
 
@@ -92,21 +92,18 @@ class _AsItIs:
 
 
 def use_executor(bench: Bench, runner: ModelRunner, executor: str, batch: int) -> None:
-    """Give a runner plain calls, or programs for this one batch size (``graph+compile``: compiled, then captured)."""
+    """Give a runner eager decode, or programs for this one batch size."""
     if executor == "eager":
         runner.use_decode(EXECUTORS.get("eager"))
         return
-    maker: Any = _AsItIs()
-    samplers = SAMPLERS["cuda" if bench.device.is_cuda else "cpu"]
-    if bench.device.is_cuda:
-        maker = Capturer(Compiler() if executor == "graph+compile" else None)
-    runner.use_decode(lambda parts: GraphDecode(parts, Programs(maker, (batch,), samplers, executor)))
+    maker: Any = Capturer() if bench.device.is_cuda else _AsItIs()
+    runner.use_decode(lambda parts: GraphDecode(parts, Programs(maker, (batch,), SAMPLERS, executor)))
 
 
 def decode_seconds(bench: Bench, runner: ModelRunner, batch: int, num_tokens: int, steps: int) -> float:
     """Seconds of a decode step through ``submit``, each result read one step late, as the engine does."""
     rows = tuple(range(batch))
-    runner.occupy(rows, num_tokens, GREEDY)
+    occupy(runner, rows, num_tokens, GREEDY)
     pending: list[Any] = []
 
     def step() -> None:

@@ -15,14 +15,13 @@ import torch
 
 from benchmarks.gpu_suite.models import config_of, decode_seconds, engine_config, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
-from snapstream.config import WeightForm, WeightForms
-from snapstream.kernels.bound import bind
-from snapstream.models.cuts import Share
+from benchmarks.stand_ins import random_share
+from snapstream.config import WeightFormat, WeightFormats
+from snapstream.exec.runner import ModelRunner
+from snapstream.kernels.interface import bind
 from snapstream.models.decoder import Decoder
-from snapstream.models.narrow import make_weight
-from snapstream.models.random_share import random_share
-from snapstream.models.shapes import decode_weight_bytes
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.models.matrix import make_matrix
+from snapstream.models.sharding import Share, decode_weight_bytes
 
 TOKENS = (1, 4, 16, 64, 128, 256)
 MODELS = ("llama_1b", "llama_8b")
@@ -39,13 +38,15 @@ def narrow_linear(bench: Bench) -> Figures:
     for model in MODELS:
         for role, shape in _matrices(bench, model).items():
             for width in (bench.device.dtype_name, "int8", "int4"):
-                is_codes = width != bench.device.dtype_name
-                form = WeightForm(width=width, group=GROUP if is_codes else 0)
+                is_quantized = width != bench.device.dtype_name
+                form = WeightFormat(dtype=width, group=GROUP if is_quantized else 0)
                 copies = 2 if bench.is_smoke else max(2, -(-(2**28) // form.num_bytes(shape)))
-                weights = [make_weight(form, shape, dtype, device) for _ in range(copies)]
+                weights = [make_matrix(form, shape, dtype, device) for _ in range(copies)]
                 for weight in weights:
                     weight.fill(torch.randn(shape, device=device, dtype=dtype) / shape[1] ** 0.5)
-                ways = {"codes": kernels, "widened": replace(kernels, code_linear=None)} if is_codes else {"": kernels}
+                ways = (
+                    {"codes": kernels, "widened": replace(kernels, code_linear=None)} if is_quantized else {"": kernels}
+                )
                 for tokens in TOKENS[:2] if bench.is_smoke else TOKENS:
                     x = torch.randn(tokens, shape[1], device=device, dtype=dtype)
                     for way, own in ways.items():
@@ -68,17 +69,17 @@ def decode_8b_narrow(bench: Bench) -> Figures:
     config, device = config_of(bench, "llama_8b"), bench.device
     slots, context, batches = (64, 200, (1, 3)) if bench.is_smoke else (SLOTS, CONTEXT, (1, 8, 64))
     for width in ("int4", "int8"):
-        forms = WeightForms.of(width)
-        decoder = Decoder(config, random_share(Share(whole=config, own=config), device.dtype, device.name, 0, forms))
+        formats = WeightFormats.of(width)
+        decoder = Decoder(config, random_share(Share(whole=config, own=config), device.dtype, device.name, 0, formats))
         engine = engine_config(bench, slots, max(batches), context + 256, min(512, slots))
-        runner = ModelRunner(decoder, replace(engine, weights=forms))
+        runner = ModelRunner(decoder, replace(engine, weights=formats))
         for batch in batches:
             use_executor(bench, runner, "graph", batch)
             seconds = decode_seconds(bench, runner, batch, context, steps=20)
-            read = decode_weight_bytes(config, device.dtype_name, forms, batch)
+            read = decode_weight_bytes(config, device.dtype_name, formats, batch)
             read += batch * decoder.kv_spec().row_bytes(slots)
             figure: dict[str, Any] = {
-                "model": "llama_8b", "weights": forms.describe(), "executor": "graph", "batch": batch, "slots": slots,
+                "model": "llama_8b", "weights": formats.describe(), "executor": "graph", "batch": batch, "slots": slots,
                 "context": context, "step_ms": seconds * 1e3, "tokens_per_s": batch / seconds,
                 "gb_per_step": read / 1e9, "gb_per_s": read / seconds / 1e9,
             }  # fmt: skip

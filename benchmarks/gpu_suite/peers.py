@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu_suite.models import FILES, decode_seconds, decoder_of, make_runner, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.shapes import random_prompt
+from benchmarks.stand_ins import checkpoint_of
 from snapstream.models.decoder import Decoder
 
 MODEL = "llama_1b"
@@ -59,7 +60,7 @@ def transformers_model(bench: Bench, decoder: Decoder) -> Any:
     with torch.inference_mode(False):  # weights that are inference tensors can be no parameters
         with torch.device(bench.device.name):
             model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=bench.device.dtype).eval()
-        views = {name: view.detach().clone() for name, view in decoder.weights.checkpoint().items()}
+        views = {name: view.detach().clone() for name, view in checkpoint_of(decoder.weights).items()}
         found = model.load_state_dict(views, assign=True, strict=False)
         model.tie_weights()
     if found.unexpected_keys or set(found.missing_keys) - {"lm_head.weight"}:

@@ -11,10 +11,10 @@ from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.shapes import random_prompt
 from snapstream.config import EngineConfig, PrefixStoreConfig
 from snapstream.engine.core import Engine
+from snapstream.exec.runner import ModelRunner
 from snapstream.models.decoder import Decoder
-from snapstream.plan.chunking import resolve_chunking
-from snapstream.request import Request, SamplingParams
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.plan.fit import resolve_chunking
+from snapstream.types import Request, SamplingParams
 
 NEW = 1024  # tokens of a later turn
 STREAMS = 8

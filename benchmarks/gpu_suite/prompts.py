@@ -12,12 +12,12 @@ from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import random_prompt
 from snapstream.config import AutoCount
+from snapstream.engine.admission import job_chunk_len
 from snapstream.engine.core import Engine
-from snapstream.engine.pace import job_chunk_len
-from snapstream.plan.chunking import resolve_chunking
-from snapstream.request import Request, SamplingParams
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.exec.runner import ModelRunner
+from snapstream.plan.fit import resolve_chunking
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, StepResult, UnitRange
+from snapstream.types import Request, SamplingParams
 
 
 def prefill(model: str, points: list[tuple[int, int, int]]) -> Callable[[Bench], Figures]:

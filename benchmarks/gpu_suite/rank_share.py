@@ -19,21 +19,20 @@ from benchmarks.gpu_suite.models import GREEDY, use_executor
 from benchmarks.gpu_suite.prompts import prefill_once
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.published import DEEPSEEK_V3
-from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, ParallelConfig, WeightForms
-from snapstream.config.weights import WeightForm
-from snapstream.distributed.group import Pretend
-from snapstream.kernels.bound import Kernels, bind
-from snapstream.models.cuts import Share
+from benchmarks.stand_ins import Pretend, occupy, random_share
+from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, ParallelConfig, WeightFormats
+from snapstream.config.model import WeightFormat
+from snapstream.exec.eager import EagerDecode
+from snapstream.exec.runner import ModelRunner
+from snapstream.kernels.interface import Kernels, bind
 from snapstream.models.decoder import Decoder
-from snapstream.models.random_share import random_share
 from snapstream.models.registry import model_config_from_dict
+from snapstream.models.sharding import Share
 from snapstream.plan.predict import LINKS, Predictor
-from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.model_runner import ModelRunner
 from snapstream.step import StepPlan
 
 RANK = 0  # has the first lines of the vocabulary, so that drawn and pretended tokens are its own
-BLOCKS = WeightForms(layers=WeightForm(width="fp8"), tables=WeightForm(width="bfloat16"))
+BLOCKS = WeightFormats(layers=WeightFormat(dtype="fp8"), tables=WeightFormat(dtype="bfloat16"))
 # Of no published model: widths at which nothing is split unevenly and FP8 blocks stay whole.
 SMALL: dict[str, Any] = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "vocab_size": 512,
@@ -96,7 +95,7 @@ def _steps(bench: Bench, share: Asked) -> Iterator[dict[str, Any]]:
     draw = _Tokens(runner)
     for batch in share.batches:
         use_executor(bench, runner, share.executor, batch)
-        runner.occupy(range(batch), share.slots, GREEDY)
+        occupy(runner, range(batch), share.slots, GREEDY)
         draw()
         experts = _experts_read(runner, batch)
         plan = StepPlan(step_id=0, decode_rows=tuple(range(batch)))
@@ -144,7 +143,7 @@ def _predictor(bench: Bench, share: Asked) -> Predictor:
     """With the rates that were measured here, where they were: all of them, since they are what is reached."""
     read, products = bench.ceilings.get("read_gb_per_s", 4800.0), bench.ceilings.get("tflop_per_s", 989.0)
     return Predictor(
-        model=share.model, parallel=share.parallel, forms=BLOCKS, dtype="bfloat16",
+        model=share.model, parallel=share.parallel, formats=BLOCKS, dtype="bfloat16",
         bandwidth_bytes_per_s=read * 1e9, flop_per_s=products * 1e12,
     )  # fmt: skip
 
@@ -161,9 +160,9 @@ def _config(bench: Bench, share: Asked, slots: int, max_rows: int, max_len: int)
 def _decoder(bench: Bench, model: ModelConfig, parallel: ParallelConfig) -> Decoder:
     """Over one rank's random weights."""
     device = bench.device
-    forms = replace(BLOCKS, tables=WeightForm(width=device.dtype_name))
-    share = Share.of(model, parallel, RANK)
-    weights = random_share(share, device.dtype, device.name, 0, forms)
+    formats = replace(BLOCKS, tables=WeightFormat(dtype=device.dtype_name))
+    share = Share.of(model, parallel, RANK, formats)
+    weights = random_share(share, device.dtype, device.name, 0, formats)
     return Decoder(model, weights, group=Pretend(RANK, parallel.size))
 
 

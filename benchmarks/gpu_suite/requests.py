@@ -9,7 +9,7 @@ from benchmarks.gpu_suite.peers import MODEL
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.shapes import random_prompt
 from snapstream.engine.core import Engine
-from snapstream.request import Request, SamplingParams
+from snapstream.types import Request, SamplingParams
 
 RUNS = 2  # the first is unmeasured
 

@@ -16,8 +16,7 @@ from benchmarks.gpu_suite.suite import Bench, Figures, Section
 from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import random_prompt
 from snapstream.models.decoder import Decoder
-from snapstream.spec_prefill.draft import passages_of
-from snapstream.spec_prefill.lookahead import scores_of_passages
+from snapstream.spec_prefill.draft import passages_of, scores_of_passages
 from snapstream.spec_prefill.settings import ScoringSettings
 
 TARGET, DRAFT = "llama_8b", "qwen3_06b"

@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.gpu_suite.models import decode_seconds, decoder_of, engine_config, make_runner, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
-from snapstream.cache.layout import num_visible
 from snapstream.config import KVDType
+from snapstream.kv.layout import num_visible
 from snapstream.models.decoder import Decoder
-from snapstream.models.families import kv_spec_of
-from snapstream.models.shapes import decode_weight_bytes
+from snapstream.models.registry import kv_spec_of
+from snapstream.models.sharding import decode_weight_bytes
 from snapstream.plan.memory import engine_memory
 
 
@@ -74,7 +74,8 @@ def largest_batch(bench: Bench) -> Figures:
         planned = min(memory.rows_that_fit(free), 4 if bench.is_smoke else 256)
         batch, seconds = _most_rows(bench, decoder, slots, max_len, prompt, planned)
         # What the framework holds outside of its allocator is no part of this peak.
-        num_bytes = memory.fixed_bytes - memory.framework_bytes + batch * memory.bytes_per_row
+        row_bytes = memory.row_bytes + memory.state_bytes + memory.batch_bytes
+        num_bytes = memory.fixed_bytes - memory.framework_bytes + batch * row_bytes
         figure = {"slots": slots, "prompt_len": prompt, "planned_rows": planned, "planned_gib": num_bytes / 2**30,
                   "peak_gib": bench.device.peak_bytes() / 2**30,
             **_rates(bench, decoder.config, batch, slots, prompt, seconds)}  # fmt: skip

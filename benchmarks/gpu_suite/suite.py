@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_suite.device import Device
+from benchmarks.stand_ins import random_weights
 from snapstream.config import ModelConfig
 from snapstream.models.decoder import Decoder
-from snapstream.models.weights import DecoderWeights
 
 Figures = Iterator[dict[str, Any]]
 
@@ -38,7 +38,7 @@ class Bench:
         if name not in self._decoders:
             self._decoders.clear()
             self.device.free()
-            weights = DecoderWeights.random(config, self.device.dtype, self.device.name, seed=0)
+            weights = random_weights(config, self.device.dtype, self.device.name, seed=0)
             self._decoders[name] = Decoder(config, weights)
         return self._decoders[name]
 

@@ -22,7 +22,7 @@ from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 
 
 def transformers_run(folder: str, prompts: list[list[int]], new_tokens: int, repeats: int) -> tuple[float, list[Any]]:

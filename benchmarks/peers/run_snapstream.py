@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.peers.work import Generate, Job, main
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 
 
 def start(job: Job, most: int) -> Generate:

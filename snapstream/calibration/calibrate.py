@@ -1,26 +1,182 @@
 """A checkpoint and texts in, a profile of its kv heads out.
 
 A head's share of the slots grows with the root of what the model loses without it: in proportion to the loss itself,
-heads that matter a little would get nothing, and what needs them fails first (docs/accuracy.md has both).
+heads that matter a little would get nothing, and what needs them fails first (docs/research/accuracy.md has both).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from snapstream.calibration.ablation import damage
-from snapstream.calibration.texts import CONTINUATION, FAMILIES, Text, generated, windows
+from snapstream.assets.documents import Style, make_document
 from snapstream.config import DEFAULT_SINK, DType, as_count
-from snapstream.config.heads import HeadProfile, Shares
+from snapstream.config.kv import HeadProfile, Shares
+from snapstream.exec.runner import ModelRunner
+from snapstream.kernels.interface import CosSin, HeadNorm
 from snapstream.llm import LLM
-from snapstream.models.fingerprint import fingerprint
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.models.chat_template import render_chat
+from snapstream.models.config_json import fingerprint
+from snapstream.models.prefill import LayerPass, PassTokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# What a model is calibrated on: generated documents with a question each, or windows of a text of the user's.
+#
+# A generated prompt asks for something in its document, and the answer is known: it shows which heads look things up.
+# A window of a text is followed by its own continuation: it shows which heads this text needs.
+
+FAMILIES = ("variable", "multi_number", "multi_uuid", "paraphrase", "kv")  # in turn
+CONTINUATION = 64  # tokens of a text that count after each window
+TEMPLATE_TOKENS = 48  # room for a chat template and a question
+QUESTION_TOKENS = 40  # of these the question's, where a template takes more
+Text = tuple[list[int], list[int]]  # tokens of a prompt, and of what follows
+
+
+def generated(tokenizer: PreTrainedTokenizerBase, prompt_len: int, count: int) -> Iterator[Text]:
+    """``count`` documents of at most ``prompt_len`` tokens, of the split that the evals do not ask about.
+
+    ValueError for a chat template that leaves them less than half of the prompt.
+    """
+    encode = _encoder(tokenizer)
+    around = max(len(encode(_as_prompt(tokenizer, ""))) + QUESTION_TOKENS, TEMPLATE_TOKENS)
+    if around > prompt_len // 2:
+        raise ValueError(
+            f"prompt_len is {prompt_len}; the chat template and a question take up to {around} of these tokens, and "
+            "half of them are for a document"
+        )
+    for index in range(count):
+        document = make_document(
+            family=FAMILIES[index % len(FAMILIES)],
+            seed=f"calibrate/{index}",
+            count_tokens=lambda text: len(encode(text)),
+            target_tokens=prompt_len - around,
+            num_questions=1,
+            style=Style(split="train"),
+        )
+        question = document.questions[0]
+        yield encode(_as_prompt(tokenizer, document.prompt(question))), encode(question.answer)
+
+
+def _as_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """By the chat template, or without one as a paragraph."""
+    if tokenizer.chat_template is None:
+        return f"{text}\n\n"
+    return render_chat(tokenizer, [{"role": "user", "content": text}])
+
+
+def windows(tokenizer: PreTrainedTokenizerBase, text: str, prompt_len: int, count: int) -> Iterator[Text]:
+    """``count`` windows of ``prompt_len`` tokens, evenly spaced, fewer where the text has fewer; they do not overlap.
+
+    ValueError for a text that is shorter than a window and its continuation.
+    """
+    ids = _encoder(tokenizer)(text)
+    whole = prompt_len + CONTINUATION
+    if len(ids) < whole:
+        raise ValueError(f"the text has {len(ids)} tokens; a window and what follows it take {whole}")
+    count = min(count, len(ids) // whole)
+    for index in range(count):
+        start = (len(ids) - whole) * index // max(count - 1, 1)
+        yield ids[start : start + prompt_len], ids[start + prompt_len : start + whole]
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+# What a model loses when one kv head forgets the middle of a prompt: every head in turn, on one prefill.
+#
+# Invariant: the copies of a decode step differ in nothing but what one head sees. Copy 0 sees everything; copy ``i``
+# is that without the candidates of head ``i - 1``, counted layer by layer: of these the head keeps sinks and recent
+# tokens. All copies share the prompt's keys and values; each has its own of the tokens that are fed later.
+
+
+class Ablation:
+    """One prompt and its copies; a ``KVView`` of one new token for each of them."""
+
+    def __init__(self, runner: ModelRunner, token_ids: Sequence[int], num_sink: int, num_recent: int) -> None:
+        """Reads the prompt through the runner's own buffers; nothing else may run on it."""
+        self._decoder, device = runner.decoder, runner.decoder.device
+        self._hidden = slice(num_sink, max(num_sink, len(token_ids) - num_recent))  # what a head forgets
+        self._num_tokens = len(token_ids)
+        self._prompt: list[tuple[Tensor, Tensor]] = []  # by layer: keys and values [G, N, E], fp32
+        self._later: list[list[tuple[Tensor, Tensor]]] = []  # by layer and token: k and v [B, G, E], fp32
+        tokens = PassTokens(
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=torch.arange(len(token_ids), device=device),
+            seq_lens=torch.full((len(token_ids),), len(token_ids), device=device),
+            prompt_lens=[len(token_ids)],
+            num_queries=[0],
+        )
+        chunk_len = runner.config.chunking.chunk_len
+        reading = LayerPass(
+            runner.decoder, runner.buffers, tokens, chunk_len, runner.prefill_attention, self._layer_done, "none"
+        )
+        for unit in range(reading.num_units):
+            reading.run_unit(unit)
+
+    @property
+    def num_copies(self) -> int:
+        config = self._decoder.config
+        return 1 + config.num_layers * config.num_kv_heads
+
+    def feed(self, token: int) -> Tensor:
+        """The same token for every copy: log-probabilities of the next, ``[B, V]`` fp32."""
+        ids = torch.full((self.num_copies,), token, device=self._decoder.device)
+        positions = torch.full_like(ids, self._num_tokens)
+        rope = self._decoder.rope(positions, positions + 1)
+        self._num_tokens += 1
+        return self._decoder.run(self._decoder.embed(ids), rope, self).log_softmax(-1)
+
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
+        """``heads [B, H+2G, E]`` -> ``[B, H, E]``: attention over the prompt, and over what was fed since."""
+        assert rope is not None, "a model of latents has no heads to tell apart"
+        groups = self._decoder.config.num_kv_heads
+        qk = self._decoder.kernels.norm_rope(heads, norm, rope, groups)  # [B, H+G, E]
+        self._later[layer].append((qk[:, -groups:].float(), heads[:, -groups:].float()))
+        keys, values = self._prompt[layer]
+        own_keys, own_values = (torch.stack(each, dim=2) for each in zip(*self._later[layer], strict=True))
+        q = qk[:, :-groups].float().unflatten(1, (groups, -1)) * qk.shape[-1] ** -0.5  # [B, G, r, E]
+        out = torch.empty_like(q)
+        for head in range(groups):
+            before = q[:, head] @ keys[head].T  # [B, r, N]
+            before[1 + layer * groups + head, :, self._hidden] = float("-inf")
+            since = q[:, head] @ own_keys[:, head].transpose(1, 2)  # [B, r, t]
+            weights = torch.cat([before, since], dim=-1).softmax(-1)
+            num_before = keys.shape[1]
+            out[:, head] = weights[..., :num_before] @ values[head] + weights[..., num_before:] @ own_values[:, head]
+        return out.flatten(1, 2).to(heads.dtype)
+
+    def _layer_done(self, prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        self._prompt.append((keys.float().clone(), values.float().clone()))
+        self._later.append([])
+
+
+@torch.inference_mode()
+def damage(
+    runner: ModelRunner, prompt: Sequence[int], answer: Sequence[int], num_sink: int, num_recent: int
+) -> tuple[Tensor, int]:
+    """How far the model's distributions over an answer move without each head: KL in nats, summed over its tokens.
+
+    Returns ``[L, G]`` fp32 and the number of tokens that count. The answer is fed as it should be; its first token
+    comes out of the prompt's prefill and is left out, so it needs two tokens at least.
+    """
+    if len(answer) < 2:
+        raise ValueError(f"an answer of {len(answer)} tokens; the first comes out of the prefill and does not count")
+    copies = Ablation(runner, prompt, num_sink, num_recent)
+    total = torch.zeros(copies.num_copies - 1)
+    for token in answer[:-1]:
+        logs = copies.feed(token)
+        total += (logs[0].exp() * (logs[0] - logs[1:])).sum(-1).cpu()
+    return total.view(-1, runner.decoder.config.num_kv_heads), len(answer) - 1
+
 
 RING_PART = 16  # of a prompt stays as the ring of a head that forgets: that of a row of a quarter
 LEAST_PROMPT = 256  # tokens: in less there is nothing to forget

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli import calibrate, compress, demo, deploy, follow, generate, plan, proxy, quantize, serve
+from snapstream.cli import checkpoints, compress, generate, plan, proxy, serve
 from snapstream.cli.flags import Command, as_command
 from snapstream.version import __version__
 
@@ -49,16 +49,36 @@ def _add(function: Command, help_text: str | None, short_help: str) -> None:
     app.command(help=help_text, short_help=short_help)(as_command(function))
 
 
+def demo() -> None:
+    """Answer questions about a document longer than the cache, on the model that ships with the package."""
+    from snapstream.cli.demo import run_demo
+
+    run_demo()
+
+
 _add(plan.plan, plan.HELP, "What a model costs, from its config.json alone.")
 _add(generate.generate, generate.HELP, "Answer one prompt with a checkpoint on disk.")
 _add(serve.serve, serve.HELP, "Serve a model over HTTP, as the OpenAI API.")
-_add(deploy.deploy, deploy.HELP, "Serve replicas of a model on Ray Serve.")
-_add(follow.follow, follow.HELP, "Be ranks of an engine on another machine.")
+_add(serve.deploy, serve.DEPLOY_HELP, "Serve replicas of a model on Ray Serve.")
+_add(serve.follow, serve.FOLLOW_HELP, "Be ranks of an engine on another machine.")
 _add(compress.compress, compress.HELP, "Shorten a long text with a small draft model.")
-_add(proxy.proxy, proxy.HELP, "Trim long prompts in front of any OpenAI-compatible server.")
-_add(quantize.quantize, quantize.HELP, "Write a checkpoint whose layers are int8 or int4.")
-_add(calibrate.calibrate, calibrate.HELP, "Measure which kv heads of a model need slots.")
-_add(demo.demo, None, "Watch a small model answer from a fraction of its cache.")
+_add(proxy.proxy, proxy.HELP, "Compress long prompts in front of any OpenAI-compatible server.")
+_add(checkpoints.quantize, checkpoints.QUANTIZE_HELP, "Write a checkpoint whose layers are int8 or int4.")
+_add(checkpoints.calibrate, checkpoints.CALIBRATE_HELP, "Measure which kv heads of a model need slots.")
+_add(demo, None, "Watch a small model answer from a fraction of its cache.")
+
+
+# What vLLM calls them, and what does the same here.
+VLLM_FLAGS = {
+    "--model": "give the checkpoint folder as the argument MODEL",
+    "--max-num-seqs": "use --max-rows N",
+    "--gpu-memory-utilization": "use --max-rows auto, which fills the free memory",
+    "--enable-prefix-caching": "use --prefix-store auto",
+    "--quantization": "use --weights int8 or int4; quantized checkpoints are recognized",
+    "--tensor-parallel-size": "use --tensor-parallel N",
+    "--kv-cache-dtype": "use --kv-dtype",
+    "--max-num-batched-tokens": "use --chunk-len N",
+}
 
 
 def _fail(message: str, code: int = 2) -> int:
@@ -81,4 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of click's, wherever typer keeps its click
             raise
-        return _fail(error.format_message())
+        flag = getattr(error, "option_name", "")
+        remedy = VLLM_FLAGS.get(flag)
+        return _fail(f"No such option: {flag}; {remedy}" if remedy else error.format_message())

@@ -1,4 +1,4 @@
-"""``snapstream compress``: options to a ``TextTrimmer``; text in, shorter text and report out."""
+"""``snapstream compress``: options to a ``PromptCompressor``; text in, shorter text and report out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.draft import DraftFlags
-from snapstream.cli.flags import number_option, whole_option
-from snapstream.cli.text import decode_text, read_stdin
-from snapstream.spec_prefill.report import TrimReport
+from snapstream.cli.flags import DraftFlags, decode_text, number_option, read_stdin, whole_option
+from snapstream.spec_prefill.report import CompressionReport
 from snapstream.spec_prefill.settings import Mode, Snap
 
 HELP = """Shorten a long text with a small draft model; the text goes to stdout, one summary line to stderr.
@@ -74,7 +72,7 @@ def read_text(file: str | None, stdin: TextIO) -> str:
     return read_stdin(stdin)
 
 
-def summary(report: TrimReport) -> str:
+def summary(report: CompressionReport) -> str:
     """One line for stderr."""
     if not report.is_applied:
         return f"left as it is: {report.reason}"
@@ -88,20 +86,20 @@ def summary(report: TrimReport) -> str:
 
 def shorten(source: str, flags: CompressFlags, draft: DraftFlags, *, out: TextIO, err: TextIO) -> None:
     """Shorten ``source`` and write everything that was asked for."""
-    from snapstream.spec_prefill.page import report_page
-    from snapstream.spec_prefill.settings import check_amount, cut_of, scoring_of
-    from snapstream.spec_prefill.text_trimmer import TextTrimmer
+    from snapstream.spec_prefill.compressor import PromptCompressor
+    from snapstream.spec_prefill.report import report_page
+    from snapstream.spec_prefill.settings import check_amount, chunks_of, scoring_of
 
     keep = 0.25 if flags.keep is None and flags.max_tokens is None else flags.keep
     check_amount(keep, flags.max_tokens)  # before a model is loaded
-    trimmer = TextTrimmer(
+    compressor = PromptCompressor(
         draft.folder,
         scoring=scoring_of(flags.look_ahead, draft.context_len, refuse_longer=draft.refuse_longer),
-        cut=cut_of(draft.chunk_len, mode=flags.mode, snap=flags.snap, delimiter=flags.delimiter),
+        chunks=chunks_of(draft.chunk_len, mode=flags.mode, snap=flags.snap, delimiter=flags.delimiter),
         dtype=draft.dtype,
         device=draft.device,
     )
-    result = trimmer.trim(
+    result = compressor.compress(
         _messages_of(source) if flags.is_messages else source,
         keep=keep,
         max_tokens=flags.max_tokens,

@@ -1,7 +1,7 @@
-"""Flags of a command from the fields of settings classes, so that a command takes a few objects, not thirty values.
+"""Flags of a command, read off the fields of settings classes, and what commands share to read text.
 
 A parameter of a command whose type is a dataclass stands for a flag per field. A field has an ``Annotated`` option of
-typer's, or was made by ``config.options.setting``, whose metadata are its words; a field with neither has no flag.
+typer's, or was made by ``config.engine.setting``, whose metadata are its words; a field with neither has no flag.
 """
 
 from __future__ import annotations
@@ -9,9 +9,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, TextIO, get_args, get_origin, get_type_hints
 
 import typer
+
+from snapstream.assets import TINY_DRAFT_MODEL
+from snapstream.config import DType
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """The text of an input; ValueError with its name where it is binary."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text: byte {error.start} ({data[error.start]:#04x}) is not UTF-8") from None
+
+
+def read_stdin(stdin: TextIO) -> str:
+    """All of it as it is: a text stream would take bytes that are no text, and turn CR LF into LF."""
+    return decode_text(stdin.buffer.read(), "stdin") if hasattr(stdin, "buffer") else stdin.read()
+
 
 Command = Callable[..., None]
 
@@ -73,7 +91,7 @@ def as_command(function: Command) -> Command:
 
     def command(**values: Any) -> None:
         made = {
-            name: kind(**{field_name: values.pop(field_name) for field_name in names})
+            name: kind(**{each: _as_given(values.pop(each), kind, each) for each in names})
             for name, (kind, names) in groups.items()
         }
         function(**values, **made)
@@ -84,6 +102,17 @@ def as_command(function: Command) -> Command:
     return command
 
 
+def _as_given(value: Any, kind: Any, name: str) -> Any:
+    """The field's value: a repeated flag gives a list, and a flag that turns something off the opposite."""
+    if isinstance(value, list):
+        return tuple(value)
+    return not value if _turns_off(next(own for own in fields(kind) if own.name == name)) else value
+
+
+def _turns_off(own: Field[Any]) -> bool:
+    return own.default is True and bool(own.metadata.get("flag"))
+
+
 def _flags_of(settings: Any, shown: Flags) -> list[inspect.Parameter]:
     hints = get_type_hints(settings, include_extras=True)
     flags = []
@@ -92,7 +121,7 @@ def _flags_of(settings: Any, shown: Flags) -> list[inspect.Parameter]:
         is_told = get_origin(hints[own.name]) is Annotated
         if own.name in shown.without or not (is_told or "help" in own.metadata):
             continue
-        default = shown.defaults.get(own.name, own.default)
+        default = False if _turns_off(own) else shown.defaults.get(own.name, own.default)
         flags.append(
             inspect.Parameter(
                 own.name,
@@ -106,18 +135,22 @@ def _flags_of(settings: Any, shown: Flags) -> list[inspect.Parameter]:
 
 def _annotation(own: Field[Any], hint: Any, shown: Flags) -> Any:
     """A field of ``setting``: its type, if that is words to choose from or a text, else what its ``parse`` reads."""
-    told: dict[str, Any] = {"help": shown.words.get(own.name, own.metadata["help"])}
-    names = [own.metadata["flag"]] if own.metadata["flag"] else []
-    parse, metavar = own.metadata["parse"], own.metadata["metavar"]
+    option: dict[str, Any] = {"help": shown.words.get(own.name, own.metadata["help"]), "envvar": own.metadata["envvar"]}
+    flag, parse, metavar = own.metadata["flag"], own.metadata["parse"], own.metadata["metavar"]
+    names = [flag] if flag else []
     if parse is not None:
-        hint, told["parser"] = Any, _read_with(parse)
+        hint, option["parser"] = Any, _read_with(parse)
+    elif get_origin(hint) is tuple:
+        hint = list[str]
+    elif float in (hint, *get_args(hint)):
+        hint, option["parser"], metavar = Any, number, metavar or "X"
     elif int in (hint, *get_args(hint)):
-        hint, told["parser"], metavar = Any, whole_number, metavar or "N"
+        hint, option["parser"], metavar = Any, whole_number, metavar or "N"
     elif str in get_args(hint):  # a text, or something that no command line can write
         hint = str | None if own.default is None else str
     if metavar:
-        told["metavar"] = metavar
-    return Annotated[hint, typer.Option(*names, **told)]
+        option["metavar"] = metavar
+    return Annotated[hint, typer.Option(*names, **option)]
 
 
 def _read_with(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
@@ -128,3 +161,28 @@ def _read_with(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
             raise typer.BadParameter(str(error)) from None
 
     return read
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftFlags:
+    """Which draft, and how it reads."""
+
+    draft: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder of the draft. Default: the shipped tiny one.")
+    ] = None
+    chunk_len: Annotated[
+        int | None, whole_option("Draft tokens that stay or go together. Default: 32, in code 128.")
+    ] = None
+    context_len: Annotated[
+        int | None,
+        whole_option("Draft tokens read at once; longer texts in overlapping passages. Default: the model's limit."),
+    ] = None
+    refuse_longer: Annotated[
+        bool, typer.Option("--refuse-longer", help="Refuse texts that are longer than the draft's context.")
+    ] = False
+    dtype: Annotated[DType, typer.Option(help="Of the draft's weights.")] = "float32"
+    device: Annotated[str, typer.Option(help="Torch device of the draft.")] = "cpu"
+
+    @property
+    def folder(self) -> Path:
+        return self.draft or TINY_DRAFT_MODEL

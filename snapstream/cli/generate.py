@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.flags import Flags, number_option, whole_option
-from snapstream.cli.text import decode_text, read_stdin
+from snapstream.cli.flags import Flags, decode_text, number_option, read_stdin, whole_option
 from snapstream.config import EngineOptions
-from snapstream.config.sizes import format_bytes
-from snapstream.request import FinishReason, RequestOutput, SamplingParams
+from snapstream.config.values import format_bytes
+from snapstream.types import FinishReason, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from snapstream.llm import LLM, Prompt
@@ -69,10 +68,14 @@ def generate(
     ] = None,
 ) -> None:
     from snapstream.llm import LLM
+    from snapstream.startup.notes import describe_decode
 
     params = SamplingParams(max_tokens=flags.max_tokens, temperature=flags.temperature, seed=flags.seed)
     text = read_prompt(prompt, flags.file, sys.stdin)
-    with LLM(model, engine, progress=sys.stderr.isatty()) as llm:
+    progress = sys.stderr.isatty()
+    with LLM(model, engine, progress=progress) as llm:
+        if not progress and (reason := describe_decode(llm.model_config, engine, llm.config)):  # else it was printed
+            print(reason, file=sys.stderr)
         encoded = encode_prompt(llm, text, chat=flags.chat, system=flags.system)
         raise typer.Exit(stream_answer(llm, encoded, params, out=sys.stdout, err=sys.stderr, as_json=flags.as_json))
 
@@ -101,13 +104,17 @@ def encode_prompt(llm: LLM, text: str, *, chat: bool | None, system: str | None)
     return text
 
 
-def summary(output: RequestOutput) -> str:
-    """One line: what went in, what the row kept, how fast it went."""
+def summary(output: RequestOutput, slots: int) -> str:
+    """One line: what went in, what a row of ``slots`` kept, how fast it went."""
     parts = [f"prompt {len(output.prompt_token_ids):,} tokens"]
     kept = output.compression
     if kept is not None:
         parts.append(f"kept {kept.kept_tokens:,}, evicted {kept.evicted_tokens:,}")
-        parts.append(f"row {format_bytes(kept.row_bytes)} (full cache of the prompt {format_bytes(kept.full_bytes)})")
+        row, full = format_bytes(kept.row_bytes), format_bytes(kept.full_bytes)
+        if kept.row_bytes > kept.full_bytes:
+            parts.append(f"row {row}, allocated for prompts of any length, {slots:,} slots; the prompt fills {full}")
+        else:
+            parts.append(f"row {row} (full cache of the prompt {full})")
     timings = output.timings
     if timings.first_token_ms:
         parts.append(f"first token after {timings.first_token_ms / 1e3:.2f} s")
@@ -158,7 +165,7 @@ def stream_answer(
     if output is not None:
         out.write(json.dumps(as_dict(output)) + "\n" if as_json else output.text[num_printed:] + "\n")
         out.flush()
-        err.write(summary(output) + "\n")
+        err.write(summary(output, llm.config.budget.capacity) + "\n")
         if output.finish_reason is FinishReason.ERROR:
             err.write(f"error: {output.samples[0].stop_reason}\n")
             code = code or 1

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from snapstream.cli.flags import Flags, text_option, whole_option
-from snapstream.config import EngineOptions
+from snapstream.config import DType, EngineOptions
 
 if TYPE_CHECKING:
-    from snapstream.plan.draft_memory import DraftMemory
+    from snapstream.plan.memory import DraftMemory
 
 HELP = """What a model costs, from its config.json alone: bytes per row, rows that fit, prefill, speed.
 
@@ -24,8 +24,9 @@ Examples:
   snapstream plan Llama-3.1-8B-Instruct/
   snapstream plan config.json --memory 24GB --bandwidth 1TB/s --budget 4096 --budget 8192
   snapstream plan config.json --prompt-len 32768 --json
+  snapstream plan Llama-3.2-1B-Instruct/ --device cpu
   snapstream plan DeepSeek-R1/ --tensor-parallel 16 --attention dp --memory 141GB --bandwidth 4.8TB/s
-  snapstream plan Llama-3.1-8B-Instruct/ --rescore-every 32 --draft Qwen3-0.6B/ --draft-context-len 8192
+  snapstream plan Llama-3.1-8B-Instruct/ --reselect-every 32 --draft Qwen3-0.6B/ --draft-context-len 8192
 """
 
 
@@ -44,8 +45,19 @@ class PlanFlags:
     draft_context_len: Annotated[
         int | None, whole_option("With --draft: tokens it reads at once. Default: the model's limit.")
     ] = None
-    memory: Annotated[str, text_option("SIZE", "Device memory, e.g. 80GiB, 24GB.")] = "80GiB"
-    bandwidth: Annotated[str, text_option("RATE", "Memory bandwidth, e.g. 3.35TB/s, 900GB/s.")] = "3.35TB/s"
+    device: Annotated[
+        str | None,
+        text_option("cpu|cuda", "Planned for; cpu: as this machine's. Default: a GPU, which need not be here."),
+    ] = None
+    dtype: Annotated[
+        DType | None, typer.Option(help="Of the computation. Default: bfloat16, with --device cpu float32.")
+    ] = None
+    memory: Annotated[
+        str | None, text_option("SIZE", "Device memory, e.g. 80GiB, 24GB. Default: 80GiB, of a CPU what is free now.")
+    ] = None
+    bandwidth: Annotated[
+        str | None, text_option("RATE", "Memory bandwidth, e.g. 900GB/s. Default: 3.35TB/s, of a CPU 50GB/s.")
+    ] = None
     flops: Annotated[str, text_option("RATE", "Products in dense bf16, for --tensor-parallel, e.g. 989TFLOP/s.")] = (
         "989TFLOP/s"
     )
@@ -60,15 +72,15 @@ class PlanFlags:
 
 
 ENGINE = Flags(
-    defaults={"dtype": "bfloat16"},
     words={
         "max_model_len": "Prompt and output tokens: slots of a full row. Default: the prompt.",
         "chunk_len": "Tokens of one prefill unit; auto: as a GPU engine does.",
         "prefix_store": "Host memory for the beginnings of prompts: what it holds, and from which --link on it pays.",
-        "device": "Device of this machine that --max-rows auto fills.",
     },
     without=(
         "budget",
+        "device",
+        "dtype",
         "executor",
         "max_rows",
         "prefill_quantum",
@@ -87,25 +99,34 @@ def plan(
     flags: PlanFlags,
     engine: Annotated[EngineOptions, ENGINE],
 ) -> None:
-    from snapstream.config.sizes import parse_bandwidth, parse_bytes, parse_flops
+    from snapstream.config.values import parse_bandwidth, parse_bytes, parse_flops
     from snapstream.models.registry import read_model_config
     from snapstream.plan.plan import Device, Here, make_plan
-    from snapstream.start.measure import check_device, device_memory
+    from snapstream.startup.measure import check_device, device_memory
 
+    on_cpu = flags.device == "cpu"
+    engine = replace(engine, device=flags.device or "cpu", dtype=flags.dtype or ("float32" if on_cpu else "bfloat16"))
     check_device(engine.device)
     free_bytes, _ = device_memory(engine.device)
+    memory, bandwidth = flags.memory or "80GiB", flags.bandwidth or ("50GB/s" if on_cpu else "3.35TB/s")
     result = make_plan(
         read_model_config(config),
         engine,
         budgets=flags.budget or (),
         prompt_len=flags.prompt_len,
         gpu=Device(
-            memory_bytes=parse_bytes(flags.memory),
-            bandwidth_bytes_per_s=parse_bandwidth(flags.bandwidth),
+            kind="cpu" if on_cpu else "cuda",
+            memory_bytes=free_bytes if on_cpu and flags.memory is None else parse_bytes(memory),
+            bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
             link_bytes_per_s=parse_bandwidth(flags.link),
             flop_per_s=parse_flops(flags.flops),
         ),
-        here=Here(device=engine.device, free_bytes=free_bytes),
+        # A CPU computes in float32 unless another dtype was asked for.
+        here=Here(
+            device=engine.device,
+            free_bytes=free_bytes,
+            dtype=flags.dtype or ("float32" if engine.device == "cpu" else None),
+        ),
         draft=_draft_memory(flags, engine),
     )
     if flags.as_json:
@@ -122,8 +143,8 @@ def _draft_memory(flags: PlanFlags, engine: EngineOptions) -> DraftMemory | None
     if flags.draft is None:
         return None
     from snapstream.models.registry import read_model_config
-    from snapstream.plan.draft_memory import draft_memory
+    from snapstream.plan.memory import draft_memory
     from snapstream.spec_prefill.settings import scoring_of
 
     scoring = scoring_of(None, flags.draft_context_len)
-    return draft_memory(read_model_config(flags.draft), scoring, dtype=engine.dtype, device="cuda")
+    return draft_memory(read_model_config(flags.draft), scoring, dtype=engine.dtype, device=flags.device or "cuda")

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from snapstream.cli.draft import DraftFlags
-from snapstream.cli.flags import number_option, text_option, whole_option
+from snapstream.cli.flags import DraftFlags, number_option, text_option, whole_option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.text_trimmer import TextTrimmer
+    from snapstream.spec_prefill.compressor import PromptCompressor
 
 UPSTREAM_KEY_VARIABLE = "SNAPSTREAM_UPSTREAM_KEY"
-HELP = """Trim long prompts with a small draft model, in front of any OpenAI-compatible server.
+HELP = """Compress long prompts with a small draft model, in front of any OpenAI-compatible server.
 
 Answers pass through untouched; the header x-snapstream-prompt-compression says what was done to the prompt.
 
@@ -71,12 +70,11 @@ def proxy(
         raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
     import logging
 
-    from snapstream.proxy.settings import ProxySettings
-    from snapstream.server.http.auth import all_keys, refuse_blank
-    from snapstream.server.http.hosts import answered_hosts
-    from snapstream.server.http.trimming import load_trimmer
+    from snapstream.proxy.app import ProxySettings
+    from snapstream.server.http.middleware import all_keys, answered_hosts, refuse_blank
+    from snapstream.server.http.prompt_compression import load_compressor
     from snapstream.server.logs import set_up
-    from snapstream.spec_prefill.settings import PromptCompression, cut_of, scoring_of
+    from snapstream.spec_prefill.settings import PromptCompression, chunks_of, scoring_of
 
     keep = flags.keep
     if keep is None and flags.max_tokens is None:
@@ -84,7 +82,7 @@ def proxy(
     refuse_blank(UPSTREAM_KEY_VARIABLE)
     settings = ProxySettings(
         upstream=upstream,
-        wish=PromptCompression(keep=keep, max_tokens=flags.max_tokens),
+        compression=PromptCompression(keep=keep, max_tokens=flags.max_tokens),
         api_keys=all_keys(flags.api_key or (), flags.api_key_file),
         upstream_key=flags.upstream_key,
         allowed_hosts=answered_hosts(flags.host, flags.allowed_host or ()),
@@ -95,13 +93,18 @@ def proxy(
     for name in ("httpx", "httpcore"):  # httpx tells whole URLs, and a query may hold a key
         logging.getLogger(name).setLevel(logging.WARNING)
     scoring = scoring_of(flags.look_ahead, draft.context_len, refuse_longer=draft.refuse_longer)
-    cut = cut_of(draft.chunk_len)
+    chunks = chunks_of(draft.chunk_len)
 
-    def load() -> tuple[TextTrimmer, PreTrainedTokenizerBase | None]:
-        trimmer = load_trimmer(
-            draft.folder, threshold=flags.threshold, scoring=scoring, cut=cut, dtype=draft.dtype, device=draft.device
+    def load() -> tuple[PromptCompressor, PreTrainedTokenizerBase | None]:
+        compressor = load_compressor(
+            draft.folder,
+            threshold=flags.threshold,
+            scoring=scoring,
+            chunks=chunks,
+            dtype=draft.dtype,
+            device=draft.device,
         )
-        return trimmer, run.load_target(flags.target)
+        return compressor, run.load_target(flags.target)
 
     with run.bind(options) as listener:  # a taken port fails before anything is loaded
         run.run_proxy(load, settings, options, listener)

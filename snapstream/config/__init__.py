@@ -1,40 +1,60 @@
-"""Every setting of the system as a frozen dataclass, validated once. No torch here.
+"""Settings as frozen dataclasses, validated once. No torch.
 
-``cache.py``: the slots of a row; ``selector.py``: how its tokens are chosen; ``model.py``: the shape of a decoder;
-``options.py``: the settings that a user may give; ``engine.py``, ``chunking.py``: what was decided from them;
-``settings.py``: the fields that both share; ``parallel.py``: several devices; ``prefix.py``: the prefix store;
-``registry.py``: names to choose from; ``sizes.py``: bytes in words; ``values.py``: dtypes, and how single values are
-checked; ``weights.py``: how wide the numbers of a model lie in memory.
+``engine.py``: what a user gives and what is decided; ``kv.py``: budgets, per-head budgets, selectors; ``model.py``: the
+shape of a decoder and its weight formats; ``values.py``: dtypes, registries, and how single values are checked.
 """
 
-from snapstream.config.cache import (
-    DEFAULT_SINK,
-    KVBudget,
-    RescoringConfig,
+from snapstream.config.engine import (
+    EXECUTORS,
+    AutoCount,
+    Budget,
+    Chunking,
+    EngineConfig,
+    EngineOptions,
+    ParallelConfig,
+    PrefillAttentionName,
+    PrefixStore,
+    PrefixStoreConfig,
+    Settings,
+    SplitAttention,
+    SplitExperts,
+    as_prefix_store,
 )
-from snapstream.config.chunking import Chunking
-from snapstream.config.engine import EXECUTORS, EngineConfig
-from snapstream.config.model import ModelConfig, RopeConfig, RopeKind
-from snapstream.config.options import AutoCount, Budget, EngineOptions
-from snapstream.config.parallel import ParallelConfig, SplitAttention, SplitExperts
-from snapstream.config.prefix import PrefixStore, PrefixStoreConfig, as_prefix_store
-from snapstream.config.selector import DEFAULT_OBSERVATION, DEFAULT_SELECTOR, SELECTORS, Selector, make_selector
-from snapstream.config.settings import PrefillAttentionName, Settings
+from snapstream.config.kv import (
+    DEFAULT_OBSERVATION,
+    DEFAULT_SELECTOR,
+    DEFAULT_SINK,
+    SELECTORS,
+    KVBudget,
+    ReselectionConfig,
+    Selector,
+    make_selector,
+)
+from snapstream.config.model import (
+    ModelConfig,
+    RopeConfig,
+    RopeKind,
+    StoredWeights,
+    WeightFormat,
+    WeightFormats,
+    WeightsOption,
+)
 from snapstream.config.values import (
     DTYPE_BYTES,
     KV_DTYPES,
+    ROW_FORMATS,
     DType,
     InvalidValue,
     KVDType,
+    RowFormat,
     as_count,
     as_kind,
     as_number,
     as_path,
     as_token_ids,
-    kv_dtype_bytes,
     plain,
+    row_format,
 )
-from snapstream.config.weights import StoredWeights, WeightForm, WeightForms, WidthOption
 
 __all__ = [
     "DEFAULT_OBSERVATION",
@@ -43,6 +63,7 @@ __all__ = [
     "DTYPE_BYTES",
     "EXECUTORS",
     "KV_DTYPES",
+    "ROW_FORMATS",
     "SELECTORS",
     "AutoCount",
     "Budget",
@@ -58,24 +79,25 @@ __all__ = [
     "PrefillAttentionName",
     "PrefixStore",
     "PrefixStoreConfig",
-    "RescoringConfig",
+    "ReselectionConfig",
     "RopeConfig",
     "RopeKind",
+    "RowFormat",
     "Selector",
     "Settings",
     "SplitAttention",
     "SplitExperts",
     "StoredWeights",
-    "WeightForm",
-    "WeightForms",
-    "WidthOption",
+    "WeightFormat",
+    "WeightFormats",
+    "WeightsOption",
     "as_count",
     "as_kind",
     "as_number",
     "as_path",
     "as_prefix_store",
     "as_token_ids",
-    "kv_dtype_bytes",
     "make_selector",
     "plain",
+    "row_format",
 ]

@@ -1,29 +1,248 @@
-"""The settings decided for an engine: rows, prefill, numbers, device. ``options.py`` has those that a user gives."""
+"""Settings of an engine: what a user gives (``EngineOptions``) and what is decided from it (``EngineConfig``).
+
+A field of ``EngineOptions`` made by ``setting`` is also a flag: its metadata are the words that ``cli/flags.py`` reads.
+Command line, server and ``LLM`` carry the object unchanged; ``startup/resolve.py`` makes an ``EngineConfig`` of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, cast, get_args
 
-from snapstream.config.cache import KVBudget
-from snapstream.config.chunking import Chunking
-from snapstream.config.heads import HeadSlots
-from snapstream.config.parallel import ParallelConfig
-from snapstream.config.prefix import PrefixStoreConfig
-from snapstream.config.registry import Registry
-from snapstream.config.selector import Selector, make_selector
-from snapstream.config.settings import Settings
-from snapstream.config.values import as_kind, check, set_counts
-from snapstream.config.weights import WeightForms
+from snapstream.config.kv import (
+    DEFAULT_SELECTOR,
+    SELECTORS,
+    HeadProfile,
+    HeadSlots,
+    KVBudget,
+    ReselectionConfig,
+    Selector,
+    as_head_profile,
+    make_selector,
+)
+from snapstream.config.model import ActivationOption, WeightFormats, WeightsOption
+from snapstream.config.values import (
+    DTYPE_BYTES,
+    DType,
+    KVDType,
+    Registry,
+    as_count,
+    as_kind,
+    as_path,
+    check,
+    parse_bytes,
+    row_format,
+    set_counts,
+)
 
+SplitAttention = Literal["tp", "dp"]
+SplitExperts = Literal["tp", "ep"]
+
+
+def launched() -> tuple[int, int, str]:
+    """RANK, WORLD_SIZE, and MASTER_ADDR:MASTER_PORT, as torchrun and LeaderWorkerSet say them; ValueError without."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, size, host, port = (os.environ.get(name, "") for name in names)
+    missing = [name for name in names if not os.environ.get(name)]
+    check(not missing, f"leader_address is 'env'; the environment lacks {', '.join(missing)}")
+    check(size.isdigit() and int(size) >= 1, f"WORLD_SIZE is {size!r}; it must be a whole number >= 1")
+    check(rank.isdigit() and int(rank) < int(size), f"RANK is {rank!r}; it must be from 0 to {int(size) - 1}")
+    return int(rank), int(size), f"{host}:{port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Ranks of one engine; ``size`` 1 is an engine on one device."""
+
+    size: int = 1  # W, ranks that compute every step together
+    attention: SplitAttention = "tp"  # decode attention: heads are split, or rows (each row lives on one rank)
+    experts: SplitExperts = "tp"  # the inner size of every expert is split, or whole experts are dealt out
+    num_local: int = 0  # ranks on the leader's machine; 0: all
+    address: str = ""  # HOST:PORT of the leader's store, in which those of other machines meet it
+
+    def __post_init__(self) -> None:
+        set_counts(self, size=1, num_local=0)
+        check(self.num_local <= self.size, f"local_ranks is {self.num_local}; tensor_parallel is {self.size}")
+        is_spread = 0 < self.num_local < self.size
+        check(
+            is_spread == bool(self.address),
+            f"local_ranks is {self.num_local} of tensor_parallel {self.size}, and leader_address is {self.address!r}; "
+            "ranks on other machines need both, and others neither",
+        )
+        for name, known in (("attention", get_args(SplitAttention)), ("experts", get_args(SplitExperts))):
+            given = getattr(self, name)
+            check(given in known, f"{name} is {given!r}; it must be one of {', '.join(known)}")
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on the leader's machine."""
+        return self.num_local or self.size
+
+
+BLOCK_LEN = 256  # tokens; a hit equals a cold prefill bit for bit where its end is also the end of a chunk
+MIN_TOKENS = 1024  # of a prompt that is kept or looked up: shorter guesses at other people's prompts learn nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixStoreConfig:
+    """Host memory that keeps the exact keys and values of prompts; lengths in tokens."""
+
+    num_bytes: int
+    block_len: int = BLOCK_LEN  # tokens that are kept, found and forgotten together
+    min_tokens: int = MIN_TOKENS  # shorter prompts, and shorter common beginnings, are not worth a look
+
+    def __post_init__(self) -> None:
+        set_counts(self, num_bytes=1, block_len=1, min_tokens=1)
+
+    def num_blocks(self, token_bytes: int) -> int:
+        """Blocks that it holds; ValueError where not one fits. ``token_bytes``: of a token over all layers."""
+        block_bytes = self.block_len * token_bytes
+        check(
+            self.num_bytes >= block_bytes,
+            f"prefix_store is {self.num_bytes} bytes; a block of {self.block_len} tokens takes {block_bytes}",
+        )
+        return self.num_bytes // block_bytes
+
+
+DISK_SIZE = "16GiB"
+
+PrefixStore = PrefixStoreConfig | Literal["auto"] | None
+
+
+def as_size(name: str, given: Any) -> int:
+    """A size in bytes or in words; ValueError for anything else."""
+    if isinstance(given, str):
+        try:
+            return parse_bytes(given)
+        except ValueError as error:
+            raise ValueError(f"{name} is {error}") from None
+    return as_count(name, given, 1)
+
+
+def as_prefix_store(given: Any) -> PrefixStore:
+    """A size in bytes or in words (``"8GiB"``), ``"auto"``, a ``PrefixStoreConfig``; None and 0 mean no store."""
+    if given is None or isinstance(given, PrefixStoreConfig) or given == "auto":
+        return cast(PrefixStore, given)
+    if isinstance(given, str):
+        try:
+            given = 0 if given.strip() == "0" else parse_bytes(given)
+        except ValueError:
+            raise ValueError(
+                f"prefix_store is {given!r}; it must be 0, 'auto' or a size with its unit, such as 8GiB"
+            ) from None
+    num_bytes = as_count("prefix_store", given, 0)
+    return PrefixStoreConfig(num_bytes=num_bytes) if num_bytes else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunking:
+    """The decisions of ``plan/fit.py`` for a model and a device; ``engine/admission.py`` cuts prompts by them.
+
+    With ``step_work`` the units of a step in which rows decode are counted by their work, in query-key pairs; a token's
+    matrix products weigh as ``token_keys`` keys, and long prompts are cut into units of down to ``least_chunk_len``
+    tokens.
+    """
+
+    chunk_len: int = 512  # T: tokens of one unit
+    short_len: int = 512  # prompts up to this length are packed together and may overtake longer ones
+    prefill_quantum: int = 0  # units per step while rows decode; 0 means num_layers (one chunk through the model)
+    step_work: int = 0  # 0: units are counted one by one, by the quantum
+    token_keys: int = 0
+    least_chunk_len: int = 0  # 0: all units have chunk_len tokens
+
+    def __post_init__(self) -> None:
+        set_counts(self, chunk_len=1, short_len=1, prefill_quantum=0, step_work=0, token_keys=0, least_chunk_len=0)
+
+
+PrefillAttentionName = Literal[
+    "auto",
+    "reference",
+    "cpu",
+    "cpu_fp32",
+    "cpu_bf16",
+    "sdpa_flash",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "flash_attn",
+    "flash_attn_3",
+    "flashinfer",
+]
+
+
+def setting(
+    default: Any,
+    help_text: str,
+    *,
+    metavar: str = "",
+    flag: str = "",
+    parse: Callable[[str], Any] | None = None,
+    envvar: str | None = None,
+) -> Any:
+    """A field with a flag: ``--NAME METAVAR``, or ``flag``; ``parse`` reads its text, by default by the type.
+
+    The flag of a field that is true by default makes it false.
+    """
+    words = {"help": help_text, "metavar": metavar, "flag": flag, "parse": parse, "envvar": envvar}
+    return field(default=default, metadata=words)
+
+
+def whole(text: str) -> int:
+    """A flag's text as a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings that only the user decides."""
+
+    reselection: ReselectionConfig | None = setting(  # None: what the prompt chose stays for ever, as in the paper
+        None,
+        "A full row re-selects what it keeps, every N tokens. Default: never.",
+        metavar="N",
+        flag="--reselect-every",
+        parse=lambda text: ReselectionConfig(every=whole(text)),
+    )
+    dtype: DType = setting("float32", "Of the computation and of rows.")  # and of staging
+    kv_dtype: KVDType = setting(
+        "auto",
+        "Of rows: auto is that of --dtype, beside bfloat16 weights on a CPU bfloat16; fp8 (e4m3) and int8 take a byte "
+        "per number, and scales. bfloat16 and int8 are for a CPU.",
+    )
+    prefill_attention: PrefillAttentionName = setting(  # kernels/prefill/ decides, and refuses what cannot serve
+        "auto", "Kernel that attends prompts; auto: by a table, and the start says which.", metavar="NAME"
+    )
+    max_waiting: int = setting(0, "Requests that may wait; more are refused. 0: no bound.")
+
+    def __post_init__(self) -> None:
+        set_counts(self, max_waiting=0)
+        if self.reselection is not None:
+            as_kind("reselection", self.reselection, ReselectionConfig)
+        check(
+            isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES,
+            f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
+        )
+        row_format(self.dtype, self.kv_dtype)
+        names = get_args(PrefillAttentionName)
+        check(
+            self.prefill_attention in names,
+            f"prefill_attention is {self.prefill_attention!r}; it must be one of {', '.join(names)}",
+        )
+
+
+STALL_TIMEOUT_S = 60.0  # a prefill chunk, or a decode step, takes far less; 0: an engine may be silent for ever
 SHORT_RESERVE = 4096  # tokens of the staging pool that only short prompts may use
-# Functions from runner.decode_step.StepParts to a DecodeStep, by name.
+# Functions from an executor's parts to its decode step, by name.
 EXECUTORS: Registry[Any] = Registry(
     "executor",
     {
-        "eager": "snapstream.runner.executors:make_eager",
-        "graph": "snapstream.runner.executors:make_graph",
-        "looped": "snapstream.runner.executors:make_looped",
+        "eager": "snapstream.exec.executors:make_eager",
+        "graph": "snapstream.exec.executors:make_graph",
+        "looped": "snapstream.exec.executors:make_looped",
     },
 )
 
@@ -42,7 +261,7 @@ class EngineConfig(Settings):
     short_reserve: int = SHORT_RESERVE
     device: str = "cpu"
     executor: str = "eager"  # of EXECUTORS
-    weights: WeightForms | None = None  # how matrices lie in memory; None: in dtype
+    weights: WeightFormats | None = None  # how matrices lie in memory; None: in dtype
     reserved_bytes: int = 0  # of the device's memory that a draft will take
     prefix_store: PrefixStoreConfig | None = None
     prefix_blocks: int = 0  # that the store holds
@@ -68,25 +287,25 @@ class EngineConfig(Settings):
         as_kind("parallel", self.parallel, ParallelConfig)
         EXECUTORS.check(self.executor)
         if self.weights is not None:
-            as_kind("weights", self.weights, WeightForms)
+            as_kind("weights", self.weights, WeightFormats)
         self.check_budget(self.budget)
         check(
-            self.rescoring is None or self.selector.can_rescore,
-            f"rescoring needs a selector that can rescore; {self.selector.name!r} cannot",
+            self.reselection is None or self.selector.can_reselect,
+            f"reselection needs a selector that can re-select; {self.selector.name!r} cannot",
         )
         check(
-            self.rescoring is None or self.budget.num_topk > 0,
-            "rescoring needs a budget with selected slots (num_topk > 0); this one has none",
+            self.reselection is None or self.budget.num_topk > 0,
+            "reselection needs a budget with selected slots (num_topk > 0); this one has none",
         )
         check(
-            self.rescoring is None or self.kv_dtype == "auto",
-            f"rescoring needs kv_dtype 'auto'; it is {self.kv_dtype!r}",
+            self.reselection is None or self.kv_dtype == "auto",
+            f"reselection needs kv_dtype 'auto'; it is {self.kv_dtype!r}",
         )
         if self.heads is not None:
             as_kind("heads", self.heads, HeadSlots)
             check(
-                self.rescoring is None or self.parallel.size == 1,
-                "heads: rows whose heads have unlike slots rescore on one device; tensor_parallel is "
+                self.reselection is None or self.parallel.size == 1,
+                "heads: rows whose heads have unlike slots re-select on one device; tensor_parallel is "
                 f"{self.parallel.size}",
             )
             check(self.heads.budget == self.budget, "heads: their slots are of another budget than the rows'")
@@ -108,8 +327,8 @@ class EngineConfig(Settings):
                 f"a budget of {budget.capacity} slots is smaller than sinks + observation_len "
                 f"({budget.num_sink} + {observation_len} = {least})",
             )
-        if self.rescoring is not None:
-            self.rescoring.check_budget(budget)
+        if self.reselection is not None:
+            self.reselection.check_budget(budget)
         check(
             self.heads is None or budget == self.budget,
             f"a budget of {budget.capacity} slots; the heads of this engine's rows have slots of their own (heads), "
@@ -129,3 +348,169 @@ class EngineConfig(Settings):
     def pool_tokens(self) -> int:
         """Staging pool in tokens."""
         return self.staging_tokens or self.max_model_len + self.short_reserve
+
+
+Budget = KVBudget | int | str  # the only text is "full"
+AutoCount = int | Literal["auto"]
+
+
+def _count_or(word: str) -> Callable[[str], int | str]:
+    """Reads a whole number or that word."""
+
+    def parse(text: str) -> int | str:
+        try:
+            return text if text == word else int(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a whole number or {word!r}") from None
+
+    return parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(Settings):
+    """Settings of an engine; lengths in tokens. ValueError for values that no engine could have."""
+
+    budget: Budget = setting(
+        8192,  # what the paper keeps of a 128k prompt
+        "Slots of a row, or 'full'; a request may ask for less. At most max_model_len.",
+        metavar="N|full",
+        parse=_count_or("full"),
+    )
+    selector: str | Selector = setting(
+        DEFAULT_SELECTOR, "Method that chooses what a row keeps.", metavar="|".join(SELECTORS.names)
+    )
+    heads: HeadProfile | str | None = setting(
+        None,
+        "Per-head KV budgets, a file of snapstream calibrate. Default: equal heads.",
+        metavar="FILE",
+        parse=as_head_profile,
+    )
+    device: str = setting("cpu", "Where the engine runs.", metavar="cpu|cuda")
+    weights: WeightsOption = setting(
+        "auto",
+        "Width of the matrices in memory; auto: as the checkpoint stores them, on a GPU that of --dtype. "
+        "int8 and int4 round while loading.",
+    )
+    activations: ActivationOption = setting(
+        "auto",
+        "Inputs of products with narrow weights: in --dtype, or with int8 and int4 weights rounded to int8 in decode; "
+        "auto: that where looped steps know the model, and bfloat16 where a processor gains by it, in prefill and, "
+        "with bfloat16 weights, in decode.",
+    )
+    executor: str | None = setting(
+        None,
+        "eager: plain PyTorch; graph: CUDA graphs, the default on a GPU; looped: one native call per step, the default "
+        "on a CPU.",
+        metavar="|".join(EXECUTORS.names),
+    )
+    max_rows: AutoCount = setting(
+        8, "Rows: samples decoded together; auto: as many as fit.", metavar="N|auto", parse=_count_or("auto")
+    )
+    max_model_len: int | None = setting(None, "Prompt and output tokens. Default: the model's context.")
+    chunk_len: AutoCount = setting(
+        "auto",
+        "Tokens of one prefill unit; auto: what suits model and device.",
+        metavar="N|auto",
+        parse=_count_or("auto"),
+    )
+    prefix_store: PrefixStore | int | str = setting(
+        None,
+        "Host memory for the exact keys and values of prompts, so that a common beginning is computed once; 0: none.",
+        metavar="SIZE",
+        parse=as_prefix_store,
+    )
+    prefix_dir: str | None = setting(
+        None, "Private folder in which the prefix store outlives the process. Default: none.", metavar="DIR"
+    )
+    prefix_disk: int | str = setting(
+        DISK_SIZE, "Most that --prefix-dir may hold.", metavar="SIZE", parse=lambda text: as_size("prefix_disk", text)
+    )
+    prefill_quantum: int = setting(0, "Units of prefill per step while rows decode. 0: what suits the device.")
+    tensor_parallel: int = setting(1, "Ranks that compute every step together, each with a part of the model.")
+    attention: SplitAttention = setting(
+        "tp", "With --tensor-parallel: ranks split the heads (tp), or whole rows of latents are dealt out (dp)."
+    )
+    experts: SplitExperts = setting(
+        "tp", "With --tensor-parallel: ranks split every expert (tp), or have whole ones (ep)."
+    )
+
+    local_ranks: int = setting(0, "Ranks on this machine; the others come from other machines. 0: all.")
+    leader_address: str | None = setting(
+        None,
+        "With --local-ranks: where this engine waits for the ranks of other machines. 'env': as RANK, WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT say, one rank per process.",
+        metavar="HOST:PORT",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        set_counts(self, prefill_quantum=0)
+        for name in ("max_rows", "chunk_len"):
+            if getattr(self, name) != "auto":
+                object.__setattr__(self, name, as_count(name, getattr(self, name), 1))
+        if self.max_model_len is not None:
+            set_counts(self, max_model_len=1)
+        if self.executor is not None:
+            EXECUTORS.check(self.executor)
+        for name, known in (("weights", get_args(WeightsOption)), ("activations", get_args(ActivationOption))):
+            value = getattr(self, name)
+            check(value in known, f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        make_selector(self.selector)
+        object.__setattr__(self, "heads", as_head_profile(self.heads))
+        object.__setattr__(self, "prefix_store", as_prefix_store(self.prefix_store))
+        object.__setattr__(self, "prefix_disk", as_size("prefix_disk", self.prefix_disk))
+        if self.prefix_dir is not None:
+            object.__setattr__(self, "prefix_dir", str(as_path("prefix_dir", self.prefix_dir)))
+            check(
+                self.prefix_store is not None, f"prefix_dir is {self.prefix_dir!r}; it needs a prefix_store in memory"
+            )
+        check_budget(self.budget)
+        set_counts(self, tensor_parallel=1, local_ranks=0)
+        if self.leader_address == "env":
+            self._take_environment()
+        check(
+            self.parallel.size > 1 or (self.attention, self.experts) == ("tp", "tp"),
+            f"attention is {self.attention!r} and experts {self.experts!r}, and there is one rank to compute them; "
+            "give tensor_parallel",
+        )
+
+    def _take_environment(self) -> None:
+        """Fill in what torchrun or LeaderWorkerSet has said; ranks but the first keep ``leader_address`` "env"."""
+        rank, size, address = launched()
+        check(
+            self.tensor_parallel in (1, size) and self.local_ranks in (0, 1),
+            f"leader_address is 'env' and WORLD_SIZE {size}; tensor_parallel is {self.tensor_parallel} and local_ranks "
+            f"{self.local_ranks}: leave them out",
+        )
+        object.__setattr__(self, "tensor_parallel", size)
+        object.__setattr__(self, "local_ranks", int(size > 1))
+        object.__setattr__(self, "leader_address", None if size == 1 else "env" if rank else address)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How the engine is spread over ranks."""
+        return ParallelConfig(
+            size=self.tensor_parallel,
+            attention=self.attention,
+            experts=self.experts,
+            num_local=self.local_ranks,
+            address=self.leader_address or "",
+        )
+
+    @classmethod
+    def of(cls, options: EngineOptions | None, given: dict[str, Any]) -> EngineOptions:
+        """``options``, by default the defaults, with the fields ``given`` by name; TypeError for an unknown name."""
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise TypeError(f"{unknown[0]} is no setting of an engine; the settings are {', '.join(known)}")
+        return replace(cls() if options is None else options, **given)
+
+
+def check_budget(budget: Any) -> Budget:
+    """``budget`` itself; ValueError unless it is a ``KVBudget``, a number of slots or ``"full"``."""
+    if isinstance(budget, str):
+        check(budget == "full", f"budget is {budget!r}; it must be a KVBudget, a number of slots or 'full'")
+    elif not isinstance(budget, KVBudget):
+        as_count("budget", budget, 1)
+    return cast(Budget, budget)

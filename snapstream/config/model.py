@@ -2,13 +2,277 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal, cast, get_args
 
-from snapstream.config.latent import LatentConfig
-from snapstream.config.moe import MoEConfig
-from snapstream.config.values import check
-from snapstream.config.weights import StoredWeights
+from snapstream.config.values import DTYPE_BYTES, DType, check
+
+# How wide the numbers of a model lie in memory: the names that a user may give, and the bytes that follow.
+#
+# A ``WeightFormat`` is the form of one matrix, ``WeightFormats`` those of a model. ``plan/fit.py`` decides them,
+# ``models/sharding.py`` counts their bytes, ``models/matrix.py`` is their storage. No torch.
+
+QuantizedDType = Literal["int8", "int4"]
+WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8"]  # fp8 only as a checkpoint stores it
+WeightsOption = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+ActivationOption = Literal["auto", "dtype", "int8"]
+
+QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8}
+FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
+SCALE_BYTES = 2  # fp16
+# Numbers along the input that share a scale. The smallest of the usual 32, 64 and 128: it costs half a bit per number
+# against an eighth and is the most exact; and 32 numbers of a row are what a kernel's vector holds.
+DEFAULT_GROUP = 32
+GROUPS = (32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """How the numbers of one matrix lie in memory."""
+
+    dtype: WeightDType
+    group: int = 0  # of codes: numbers along the input that share a scale; floats and blocks have none
+    # Whether decode rounds what the matrix is multiplied with: beside codes to int8 too, per token and group, beside
+    # bf16 to bf16.
+    rounds_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        check(
+            self.dtype in get_args(WeightDType),
+            f"dtype is {self.dtype!r}; it must be one of {', '.join(get_args(WeightDType))}",
+        )
+        if self.is_quantized and not self.is_fp8:
+            check(self.group in GROUPS, f"group is {self.group}; it must be one of {', '.join(map(str, GROUPS))}")
+        else:
+            check(self.group == 0, f"group is {self.group}; {self.dtype} weights have no groups")
+            rounds = self.rounds_inputs and self.dtype != "bfloat16"
+            check(not rounds, f"{self.dtype} weights are not multiplied with rounded inputs")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Short numbers with scales: integers in groups, or FP8 in blocks."""
+        return self.dtype in QUANTIZED_BITS
+
+    @property
+    def is_fp8(self) -> bool:
+        """FP8 with a scale per block of 128 by 128."""
+        return self.dtype == "fp8"
+
+    @property
+    def bits(self) -> int:
+        """Of a number, without its share of a scale."""
+        return QUANTIZED_BITS.get(self.dtype) or 8 * DTYPE_BYTES[self.dtype]
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Of a matrix ``[..., out, in]``, scales included."""
+        count = prod(shape)
+        if self.is_fp8:
+            return (
+                count + prod(shape[:-2]) * prod(-(-size // FP8_BLOCK) for size in shape[-2:]) * DTYPE_BYTES["float32"]
+            )
+        return count * self.bits // 8 + (count // self.group * SCALE_BYTES if self.is_quantized else 0)
+
+    def describe(self) -> str:
+        """In a few words: ``int4 in groups of 32``."""
+        if self.is_fp8:
+            return f"fp8 in blocks of {FP8_BLOCK} by {FP8_BLOCK}"
+        return f"{self.dtype} in groups of {self.group}" if self.is_quantized else self.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormats:
+    """The forms of a model's matrices. Norms and biases are few: they stay in the dtype of the computation."""
+
+    layers: WeightFormat
+    tables: WeightFormat  # the embedding, and the output embedding
+    attention: WeightFormat | None = None  # the matrices around attention; None: as the other ones of a layer
+    # Whether prefill rounds to bf16 what layers' matrices are multiplied with: where a CPU is faster at it.
+    rounds_prefill: bool = False
+
+    @classmethod
+    def of(cls, width: str, group: int = DEFAULT_GROUP) -> WeightFormats:
+        """One width for all; but with ``int4`` tables and attention are int8.
+
+        No layer can make good the errors of a table, and those of attention cost most of what rounding costs.
+        """
+        layers = _form(width, group)
+        if not layers.is_quantized:
+            return cls(layers=layers, tables=layers)
+        finer = _form("int8", DEFAULT_GROUP)
+        return cls(layers=layers, tables=finer, attention=finer if width == "int4" else None)
+
+    def describe(self) -> str:
+        """``bfloat16``, or ``int4 in groups of 32, attention, embedding and head int8 in groups of 32``."""
+        named = {"attention": self.attention, "embedding and head": self.tables}
+        others: dict[str, list[str]] = {}  # names by what they are
+        for name, form in named.items():
+            if form is not None and form.describe() != self.layers.describe():
+                others.setdefault(form.describe(), []).append(name)
+        words = ", ".join([self.layers.describe(), *(f"{', '.join(names)} {form}" for form, names in others.items())])
+        if self.rounds_prefill and self.layers.rounds_inputs and not self.layers.is_quantized:
+            return f"{words}; inputs bf16"
+        words += "; inputs int8 in decode" * self.layers.rounds_inputs
+        return words + "; inputs bf16 in prefill" * self.rounds_prefill
+
+    def rounding_inputs(self) -> WeightFormats:
+        """The same, of which all that are codes see their inputs in int8."""
+        return self._each(lambda form: replace(form, rounds_inputs=form.rounds_inputs or form.is_quantized))
+
+    def rounding_to_bf16(self) -> WeightFormats:
+        """The same, of which all that are bf16 see their inputs in bf16."""
+        return self._each(lambda form: replace(form, rounds_inputs=form.rounds_inputs or form.dtype == "bfloat16"))
+
+    def _each(self, change: Callable[[WeightFormat], WeightFormat]) -> WeightFormats:
+        attention = None if self.attention is None else change(self.attention)
+        return replace(self, layers=change(self.layers), tables=change(self.tables), attention=attention)
+
+
+def _form(width: str, group: int) -> WeightFormat:
+    return WeightFormat(dtype=cast(WeightDType, width), group=group if width in QUANTIZED_BITS else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeights:
+    """How a checkpoint stores its matrices, as far as its config.json or the headers of its files say."""
+
+    dtype: DType | None = None  # of plain floats: of all matrices, or of those that are not codes; None: unknown
+    quantized: WeightFormat | None = None  # of the layers' matrices, in a quantised checkpoint
+    attention: WeightFormat | None = None  # of those around attention, where they are other codes
+
+    def format_of(self, *, is_attention: bool) -> WeightFormat | None:
+        """The codes of a matrix of a layer; None for plain floats."""
+        return (self.attention or self.quantized) if is_attention else self.quantized
+
+    def describe_quantized(self) -> str:
+        """In a few words; only of a quantised checkpoint."""
+        return describe_layers(self.quantized, self.attention) if self.quantized else "none"
+
+
+def describe_layers(layers: WeightFormat, attention: WeightFormat | None) -> str:
+    """``int4 in groups of 32, attention int8 in groups of 32``."""
+    other = attention is not None and attention.describe() != layers.describe()
+    return f"{layers.describe()}, attention {attention.describe()}" if attention and other else layers.describe()
+
+
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
+MAX_EXPERTS = 2**16  # each has names of its own in a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Experts of a model; every layer from ``first_dense`` on has them in the place of its MLP."""
+
+    num_experts: int  # X, those that the router chooses among
+    top_k: int  # k, chosen per token
+    inner: int  # M, inner size of one expert
+    num_shared: int = 0  # experts that every token passes, stored as one MLP of inner size num_shared * M
+    first_dense: int = 0  # so many first layers have an MLP of intermediate_size instead
+    scoring: Scoring = "softmax"  # of the router's logits
+    num_groups: int = 1  # experts are chosen inside the best top_groups of so many groups
+    top_groups: int = 1
+    group_score: GroupScore = "max"  # of a group: its best expert, or the sum of its two best
+    normalise: bool = False  # the weights of the chosen experts are divided by their sum
+    scale: float = 1.0  # of the weights
+    has_bias: bool = False  # a correction of the scores, for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2)
+    held: range | None = None  # those of the num_experts that lie on this rank; None: all
+    own_shared: int = 0  # inner size of the shared experts on this rank, where the others are dealt out whole; 0: all
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "inner", "num_groups", "top_groups"):
+            check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be >= 1")
+        check(self.num_experts <= MAX_EXPERTS, f"num_experts is {self.num_experts}; it must be <= {MAX_EXPERTS}")
+        for name in ("num_shared", "first_dense"):
+            check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        check(
+            self.num_experts % self.num_groups == 0,
+            f"num_experts ({self.num_experts}) is not a multiple of num_groups ({self.num_groups})",
+        )
+        check(
+            self.top_groups <= self.num_groups,
+            f"top_groups is {self.top_groups}; there are {self.num_groups} groups",
+        )
+        check(
+            self.top_k <= self.top_groups * self.group_len,
+            f"top_k is {self.top_k}; it must be <= {self.top_groups * self.group_len}, the experts to choose among",
+        )
+        fewest = 2 if self.num_groups > 1 and self.group_score == "top2" else 1
+        check(self.group_len >= fewest, f"a group has {self.group_len} experts; group_score 'top2' needs 2")
+
+    @property
+    def group_len(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.num_groups
+
+    @property
+    def shared_inner(self) -> int:
+        """Inner size of the shared experts together, as far as they lie on this rank; 0 without."""
+        return self.own_shared or self.num_shared * self.inner
+
+    @property
+    def own(self) -> range:
+        """The experts that lie on this rank."""
+        return range(self.num_experts) if self.held is None else self.held
+
+    def layers(self, num_layers: int) -> range:
+        """The layers that have experts."""
+        return range(min(self.first_dense, num_layers), num_layers)
+
+    def num_read(self, num_tokens: int) -> float:
+        """How many experts of a layer a step of ``num_tokens`` tokens reads, if tokens choose apart and evenly."""
+        return self.num_experts * (1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens)
+
+
+# Sizes of multi-head latent attention (MLA), as DeepSeek-V2 introduced it (arXiv 2405.04434, section 2.1).
+
+MAX_DIM = 2**16  # of a head and of a latent
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """What a layer makes of a token: one latent for all heads, from which keys and values of each head are expanded.
+
+    A latent is ``c | r``: ``kv_rank`` numbers that are expanded, and ``rope_dim`` that are rotated and compared as they
+    are, the same for every head.
+    """
+
+    q_rank: int | None  # Q, numbers between the two projections of the queries; None: one projection
+    kv_rank: int  # R
+    nope_dim: int  # numbers of a query head that are compared with the expanded key
+    rope_dim: int  # P, numbers of a query head that are compared with r
+    value_dim: int  # U, numbers of an expanded value
+    softmax_scale: float  # by which products of queries and keys are multiplied
+    is_interleaved: bool = True  # the checkpoint rotates the pairs (0, 1), (2, 3) of the P numbers, not its halves
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            size = getattr(self, name)
+            check(1 <= size <= MAX_DIM, f"{name} is {size}; it must be >= 1 and <= {MAX_DIM}")
+        check(self.q_rank is None or self.q_rank >= 1, f"q_rank is {self.q_rank}; it must be >= 1")
+        check(self.rope_dim % 2 == 0, f"rope_dim is {self.rope_dim}; rotary embedding needs an even size")
+        check(
+            self.latent_dim % 2 == 0,
+            f"kv_rank ({self.kv_rank}) + rope_dim ({self.rope_dim}) is {self.latent_dim}; latents need an even size",
+        )
+        check(self.softmax_scale > 0, f"softmax_scale is {self.softmax_scale}; it must be over 0")
+
+    @property
+    def latent_dim(self) -> int:
+        """Numbers that are kept of a token in one layer, and of a query that is compared with them."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a query head as projected, and of an expanded key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def expanded_dim(self) -> int:
+        """Numbers of an expanded key or value where prefill kernels want both of one size."""
+        return max(self.query_dim, self.value_dim)
+
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
@@ -51,6 +315,7 @@ class ModelConfig:
     max_position: int  # tokens of the context, after rope stretching
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
+    rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -65,6 +330,7 @@ class ModelConfig:
     table_lines: int | None = (
         None  # of the vocabulary that lie on this rank, the last rank's padding among them; None: V
     )
+    float_tensors: tuple[str, ...] = ()  # of a rank: roles that are not quantized, see Role.is_float
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
@@ -74,7 +340,13 @@ class ModelConfig:
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads ({self.num_kv_heads})",
         )
+        for name in ("num_layers", "num_heads", "head_dim"):
+            most = 2 * MAX_DIM if self.latent else MAX_DIM
+            check(getattr(self, name) <= most, f"{name} is {getattr(self, name)}; it must be <= {most}")
         check(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary embedding needs an even size")
+        if self.rotated_layers is not None:
+            count = len(self.rotated_layers)
+            check(count == self.num_layers, f"rotated_layers names {count} layers; there are {self.num_layers}")
         rotated = self.rope.rotary_dim(self.head_dim)
         check(
             rotated % 2 == 0 and 2 <= rotated <= self.head_dim,

@@ -1,22 +1,49 @@
-"""Names that settings may have, and how a single value is checked."""
+"""How many processors there are for us."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from ipaddress import ip_address
 from operator import index
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
-KVDType = Literal["auto", "bfloat16", "fp8", "int8"]
+KVDType = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
 
 T = TypeVar("T")
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-KV_BYTES: dict[KVDType, int] = {"bfloat16": 2, "fp8": 1, "int8": 1}  # of a number in a row, scales apart
-KV_DTYPES: tuple[KVDType, ...] = ("auto", *KV_BYTES)
+KV_DTYPES: tuple[KVDType, ...] = get_args(KVDType)
+FP8_CAPABILITY = (8, 9)  # GPUs that convert e4m3: Ada, Hopper and newer
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """Size and limits of a row format; ``kernels/formats.py`` has its arithmetic, and says how to add one."""
+
+    name: str
+    bits: int  # of a number, without scales
+    scales: Literal["head", "slot"] | None = None  # fp32, of K and of V: per kv head of a row, or also per slot
+    cpu_only: bool = False  # unless it is the dtype of the computation, only a CPU reads it, and not for latents
+    capability: tuple[int, int] = (0, 0)  # the least compute capability of a GPU; (0, 0): any
+
+
+ROW_FORMATS: dict[str, RowFormat] = {
+    form.name: form
+    for form in (
+        RowFormat("float32", 32),
+        RowFormat("bfloat16", 16, cpu_only=True),
+        RowFormat("float16", 16),  # only as the dtype of the computation
+        RowFormat("fp8", 8, scales="head", capability=FP8_CAPABILITY),
+        RowFormat("int8", 8, scales="slot", cpu_only=True),
+    )
+}
 
 
 class InvalidValue(ValueError):
@@ -87,13 +114,133 @@ def as_token_ids(name: str, value: Any) -> list[int]:
     return [as_count(f"{name}: token id", token, 0) for token in given]
 
 
-def kv_dtype_bytes(dtype: str, kv_dtype: KVDType) -> int:
-    """Bytes of a number in a row, by default those of ``dtype``; ValueError for an unknown ``kv_dtype``."""
+def row_format(dtype: str, kv_dtype: KVDType) -> RowFormat:
+    """The format of rows, with ``"auto"`` that of ``dtype``; ValueError for an unknown ``kv_dtype``."""
     check(kv_dtype in KV_DTYPES, f"kv_dtype is {kv_dtype!r}; it must be {', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}")
-    return KV_BYTES.get(kv_dtype, DTYPE_BYTES[dtype])
+    return ROW_FORMATS[dtype if kv_dtype == "auto" else kv_dtype]
 
 
 def set_counts(config: Any, **lows: int) -> None:
     """Check and normalise the whole-number fields of a frozen dataclass; values are the least allowed."""
     for name, low in lows.items():
         object.__setattr__(config, name, as_count(name, getattr(config, name), low))
+
+
+# Byte sizes as people write and read them. K, M, G, T are powers of 1000; Ki, Mi, Gi, Ti of 1024.
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+          "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # fmt: skip
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def _parse(text: str) -> int:
+    """0 where ``text`` is no size, or only a number: 80 would mean 80 bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]I?)B?|B)\s*", text.upper())
+    return int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+
+
+def parse_bytes(text: str) -> int:
+    """``"80GiB"``, ``"24GB"``, ``"512M"``, ``"100B"``; a number without a unit is refused."""
+    size = _parse(text)
+    if size < 1:
+        raise ValueError(f"{text!r} is not a size; write a number > 0 and a unit, such as 80GiB or 24GB")
+    return size
+
+
+def parse_bandwidth(text: str) -> int:
+    """Bytes per second: a size with or without ``/s``, such as ``"3.35TB/s"``."""
+    size = _parse(re.sub(r"/s\s*$", "", text))
+    if size < 1:
+        raise ValueError(f"{text!r} is not a bandwidth; write a number > 0 and a unit, such as 3.35TB/s")
+    return size
+
+
+def parse_flops(text: str) -> int:
+    """Operations per second: a number with a unit of 1000s, with or without ``FLOP/s``, such as ``"989TFLOP/s"``."""
+    size = _parse(re.sub(r"FLOPS?(/s)?\s*$", "", text, flags=re.IGNORECASE))
+    if size < 1:
+        raise ValueError(f"{text!r} is not a rate of products; write a number > 0 and a unit, such as 989TFLOP/s")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """Three significant digits and a binary unit, e.g. ``1.53 GiB``."""
+    unit = 0
+    while size >= 1024 and unit < len(_BINARY) - 1:
+        size /= 1024
+        unit += 1
+    digits = 0 if unit == 0 or size >= 100 else 1 if size >= 10 else 2
+    return f"{size:.{digits}f}".removesuffix(".00").removesuffix(".0") + f" {_BINARY[unit]}"
+
+
+# Named things that a user chooses from: selectors, executors, model families.
+#
+# A registry maps a name to a class, or to the text ``"module:attribute"`` of one that is imported when it is first
+# asked for: so settings can check a name without importing torch. Anyone may add an entry; nothing in the package
+# enumerates the names anywhere else.
+
+
+class Registry(Generic[T]):
+    """Entries of one kind by name, in the order in which they were added."""
+
+    def __init__(self, kind: str, entries: dict[str, T | str]) -> None:
+        """``kind`` names the entries in errors: the setting that holds their names."""
+        self.kind = kind
+        self._entries = dict(entries)
+        self._shipped = frozenset(entries)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def is_shipped(self, name: str) -> bool:
+        """Whether the package brings it, so that every process knows it."""
+        return name in self._shipped
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._entries
+
+    def check(self, name: Any) -> str:
+        """``name`` itself; ValueError with the known names for any other value."""
+        if name not in self:
+            raise InvalidValue(f"{self.kind} is {name!r}; it must be one of {', '.join(self._entries)}", self.kind)
+        return cast(str, name)
+
+    def get(self, name: str) -> T:
+        """The entry of that name; ValueError where there is none."""
+        entry = self._entries[self.check(name)]
+        if isinstance(entry, str):
+            module, _, attribute = entry.partition(":")
+            entry = self._entries[name] = cast(T, getattr(import_module(module), attribute))
+        return entry
+
+    def add(self, name: str, entry: T | str) -> None:
+        """Register an entry; ValueError for a name that is taken."""
+        if name in self._entries:
+            raise ValueError(f"{self.kind} {name!r} is there already")
+        self._entries[name] = entry
+
+    def remove(self, name: str) -> None:
+        """Take an entry out again; for tests that add one."""
+        del self._entries[name]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a socket bound to ``host``."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``; ValueError for anything else."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ValueError(f"address is {address!r}; it must be HOST:PORT, such as 10.0.0.1:7690")
+    return host.strip("[]"), int(port)
+
+
+def num_cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

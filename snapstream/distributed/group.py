@@ -1,10 +1,8 @@
-"""The ranks that compute every step together, as one of them sees it: its number, their number, three collectives, and
-memory that the ranks of one machine share.
+"""The process group of the ranks: three collectives, and memory that the ranks of one machine share.
 
-A decoder is handed a ``Group`` and calls it wherever a product is one rank's part of a sum. ``Alone`` is the group of
-one, so that nothing else asks how many ranks there are. Invariant: after a collective all ranks hold the same bits.
-Every rank must make the same calls in the same order, with tensors of one shape. What a rank stores:
-``models/shards.py``.
+A decoder calls its ``Group`` wherever a GEMM gives one rank's part of a sum; ``Alone`` is the group of one rank.
+Invariant: after a collective all ranks hold the same bits. Every rank must make the same calls in the same order, with
+tensors of one shape. What a rank stores: ``models/sharding.py``.
 """
 
 from __future__ import annotations
@@ -12,13 +10,38 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from mmap import mmap
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from snapstream.distributed.shared_memory import create, reach
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+def memory_problem() -> str | None:
+    """Why ranks of this machine cannot share memory; None where they can."""
+    if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
+        return "ranks would share memory, and this system has no memfd_create or no /proc"
+    return None
+
+
+def create(num_bytes: int) -> int:
+    """Descriptor of a memfd of zeros, freed with the last process that maps it. OSError if memory is short."""
+    made = os.memfd_create("snapstream-ranks")
+    os.ftruncate(made, num_bytes)
+    return made
+
+
+def reach(pid: int, number: int, num_bytes: int) -> mmap:
+    """Map descriptor ``number`` of process ``pid``, which must be of the same user (Linux); OSError otherwise."""
+    own = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap(own, num_bytes)
+    finally:
+        os.close(own)
+
 
 ReduceOp = Literal["sum", "max"]
 
@@ -51,7 +74,7 @@ class Group(Protocol):
         ...
 
     def share_memory(self, num_bytes: int) -> Tensor | None:
-        """Zeros ``[num_bytes]`` uint8 that all ranks see, which are on one machine; None where nobody else is there.
+        """Zeros ``[num_bytes]`` uint8 that all ranks see, which are on one machine; None for one rank.
 
         The first byte becomes 1 when a rank has gone.
         """
@@ -80,35 +103,8 @@ class Alone:
         return None
 
 
-class Pretend:
-    """One rank of many without the others, to measure its share alone: it cuts as that rank and communicates nothing.
-
-    What it computes is not the model's answer.
-    """
-
-    def __init__(self, rank: int, size: int) -> None:
-        """ValueError unless ``0 <= rank < size``."""
-        self.rank, self.size = _checked(rank, size)
-
-    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """See ``Group.all_reduce``: ``x`` itself."""
-        return x
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """See ``Group.all_gather``: ``x`` in the place of every rank's."""
-        return torch.cat([x] * self.size, dim)
-
-    def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """See ``Group.broadcast``: ``x`` itself."""
-        return x
-
-    def share_memory(self, num_bytes: int) -> Tensor | None:
-        """See ``Group.share_memory``: None."""
-        return None
-
-
 class Ranks:
-    """Processes that talk through ``torch.distributed``: NCCL between NVIDIA GPUs, gloo between CPUs."""
+    """The ranks of ``torch.distributed``: NCCL between NVIDIA GPUs, gloo between CPUs."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """``group``: made in every rank's process; ``join`` makes one of all of them."""
@@ -117,20 +113,31 @@ class Ranks:
         self._shared: list[mmap] = []
 
     @classmethod
-    def join(cls, rank: int, size: int, address: str, device: torch.device | str, timeout_s: float) -> Ranks:
-        """Meet the other ranks at ``address`` (``tcp://HOST:PORT`` or ``file://PATH``) and return when all are there.
+    def join(
+        cls,
+        rank: int,
+        size: int,
+        address: str,
+        device: torch.device | str,
+        timeout_s: float,
+        store: Store | None = None,
+    ) -> Ranks:
+        """Wait for the other ranks at ``address`` (``file://PATH``), or in ``store`` under the last part of it.
 
         ``device`` is the one whose tensors this rank will communicate. It is the process's one group: a second
         call is a ValueError of torch's. RuntimeError, or torch's own error, when the others do not come within
         ``timeout_s`` seconds.
         """
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
         rank, size = _checked(rank, size)
         own = torch.device(device)
         if str(own) == "cuda":  # NCCL asks which one
             own = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group(
             backend="nccl" if own.type == "cuda" else "gloo",
-            init_method=address,
+            init_method=address if store is None else None,
+            store=None if store is None else PrefixStore(address.rpartition("/")[2], store),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
@@ -170,7 +177,7 @@ class Ranks:
         return torch.frombuffer(own, dtype=torch.uint8)
 
     def abandon(self) -> None:
-        """A rank has gone: whoever waits for it in shared memory shall not. Any thread may call it."""
+        """A rank has gone: end the waits for it in shared memory. Any thread may call this."""
         for own in self._shared:
             own[0] = 1
 

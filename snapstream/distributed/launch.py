@@ -1,33 +1,49 @@
-"""The other ranks as the leader sees them: it starts or takes in followers, hands out their tasks, and watches them.
+"""Rank 0's view of the worker ranks: it starts or admits them, sends their tasks, and watches them.
 
-      leader ==link==> follower 1            a thread for each follower receives; its link closes when its process dies
-             ==link==> follower 2 ...        and a leader that dies closes all links, which ends all followers
+      rank 0 ==channel==> worker rank 1       a thread for each worker receives; a channel closes when its process dies,
+             ==channel==> worker rank 2 ...   and when rank 0 dies all channels close, which ends all workers
 
-Invariant: when a follower has gone, ``lost`` says so and every wait here ends; after ``close`` no process that was
-started here is left. Followers on this machine are started here; those of others come to the leader's address. What a
-follower does with its task: ``start/follow.py``. ``runner/parallel.py`` sends the plans.
+Invariant: when a worker has gone, ``lost`` says so and every wait here ends; after ``close``, or when this process
+dies, no process that was started here is left, stopped ones included. Workers on this machine are started here; those
+of others connect to rank 0's address. A worker's part: ``startup/follow.py``. ``exec/parallel.py`` sends the plans.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Literal
 
-from snapstream.distributed.link import Link, LinkClosed, pair
-from snapstream.distributed.messages import TO_LEADER, BlocksDone, Failed, Hello, Joined, Ready, Task
-from snapstream.distributed.wire import pack
+from snapstream.distributed.control import (
+    TO_RANK_0,
+    BlocksDone,
+    ControlChannel,
+    Failed,
+    Hello,
+    Joined,
+    Ready,
+    Refused,
+    Task,
+    pair,
+)
+from snapstream.wire import ConnectionFailed, pack
+
+log = logging.getLogger(__name__)
 
 State = Literal["here", "joined", "ready"]
 
-STOP_S = 5.0  # for a follower to end when its link is closed
+STOP_S = 5.0  # for a worker to end when its channel is closed
+STALL_TICKS = 10  # looks at a running step within the stall timeout
 BLAME_S = 1.0  # between a collective that fails and the news of whose death that was
 _ORDER: dict[type, State] = {Hello: "here", Joined: "joined", Ready: "ready"}
 
@@ -37,29 +53,41 @@ class RankLost(RuntimeError):
 
 
 @dataclass(eq=False)
-class Follower:
-    """One other rank. Its fields belong to the lock of ``Followers``."""
+class WorkerRank:
+    """Guarded by the lock of ``WorkerRanks``."""
 
     rank: int
-    link: Link
+    channel: ControlChannel
     process: subprocess.Popen[bytes] | None = None  # None: on another machine
     hello: Hello | None = None
     state: State | None = None
     failure: Failed | None = None
 
 
-class Followers:
-    """All of them. ``on_lost`` is called once, on a thread, when one goes that had joined, unless this is closed."""
+class WorkerRanks:
+    """``on_lost`` is called once, on a thread, when a worker goes that had joined, unless this is closed."""
 
-    def __init__(self, count: int, on_lost: Callable[[str], None] = lambda why: None) -> None:
-        """``count`` of them will be spawned or admitted."""
-        self._count, self._on_lost = count, on_lost
-        self._all: list[Follower] = []
+    def __init__(
+        self,
+        count: int,
+        on_lost: Callable[[str], None] = lambda why: None,
+        stall_timeout_s: float = 0.0,
+        refuses: Callable[[Hello], str] = lambda hello: "",
+    ) -> None:
+        """``count`` of them will be spawned or admitted; ``stall_timeout_s``: how long a step may take, 0: any time.
+
+        ``refuses`` says why one of another machine cannot be a rank; nothing if it can.
+        """
+        self._refuses = refuses
+        self._count, self._on_lost, self._stall_timeout_s = count, on_lost, stall_timeout_s
+        self._step_since: float | None = None  # when the step began that runs
+        self._closing = threading.Event()
+        self._all: list[WorkerRank] = []
         self._change = threading.Condition()
         self._lost: Failed | None = None
         self._on_end: list[Callable[[], None]] = []
         self._on_done: Callable[[int, BlocksDone], None] = lambda rank, done: None
-        self._is_closed = False
+        self._is_closed = self._is_watched = False
 
     def __len__(self) -> int:
         return self._count
@@ -71,56 +99,95 @@ class Followers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the followers on this machine."""
+        """Of the workers on this machine."""
         return tuple(own.process.pid for own in self._all if own.process is not None)
 
     def spawn(self, rank: int, entry: str, environment: Mapping[str, str]) -> None:
-        """Start a follower on this machine, which calls ``entry`` (``module:function``) with the number of its link's
+        """Start a worker on this machine, which calls ``entry`` (``module:function``) with the number of its channel's
         file. It does not import the caller's main module, so that a script needs no guard. ``environment``: changes.
         """
-        link, theirs = pair(TO_LEADER)
+        channel, theirs = pair(TO_RANK_0)
         module, _, function = entry.partition(":")
         code = (
             f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}\n"
+            f"from snapstream.distributed.launch import die_with_parent\ndie_with_parent({os.getpid()})\n"
             f"from {module} import {function}\nsys.exit({function}({theirs.fileno()}))"
         )
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, **environment},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C at the terminal is the leader's alone
-            )
-        own = Follower(rank, link, process)
-        with self._change:
-            self._all.append(own)
-        self._listen(own)
+        own = WorkerRank(rank, channel)
+        started: Future[None] = Future()
 
-    def admit(self, link: Link) -> None:
-        """Take in a follower from another machine as the next rank; who comes when all are there is turned away."""
-        with self._change:
-            if self._is_closed or len(self._all) == self._count:
-                link.close()
+        def live() -> None:
+            try:
+                with theirs:
+                    own.process = subprocess.Popen(
+                        [sys.executable, "-c", code],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        env={**os.environ, **environment},
+                        pass_fds=(theirs.fileno(),),
+                        start_new_session=True,  # only rank 0 gets Ctrl-C from the terminal
+                    )
+                with self._change:
+                    self._all.append(own)
+            except BaseException as error:
+                started.set_exception(error)
                 return
-            own = Follower(len(self._all) + 1, link)
-            self._all.append(own)
-        self._listen(own)
+            started.set_result(None)
+            self._receive(own)
+            own.process.wait()
+
+        # Not on the caller's thread: the system kills the process when the thread ends that started it.
+        threading.Thread(target=live, name=f"rank-{rank}", daemon=True).start()
+        started.result()
+
+    def admit(self, channel: ControlChannel) -> None:
+        """Admit a worker from another machine, as the rank that it names or the next free one. Rank 0 refuses one that
+        cannot be a rank, with the reason, and goes on waiting.
+        """
+        threading.Thread(target=self._admit, args=(channel,), name="rank-admission", daemon=True).start()
+
+    def _admit(self, channel: ControlChannel) -> None:
+        """Life of a thread that waits for a new worker's ``Hello``."""
+        try:
+            hello = channel.receive()
+        except (ConnectionFailed, ValueError):
+            hello = None
+        if not isinstance(hello, Hello):
+            channel.close()
+            return
+        why = self._refuses(hello)
+        with self._change:
+            free = sorted(set(range(1, self._count + 1)) - {own.rank for own in self._all})
+            rank = hello.rank or next(iter(free), 0)
+            if self._is_closed or not free:
+                why = "all ranks are there"
+            elif rank not in free:
+                why = why or f"rank {rank} is not missing; missing are {free}"
+            own = WorkerRank(rank, channel, hello=hello, state="here")
+            if not why:
+                self._all.append(own)
+                self._change.notify_all()
+        if why:
+            log.warning("a worker on %s was refused: %s", hello.host, why)
+            with suppress(ConnectionFailed):
+                channel.send(Refused(why))
+            channel.close()
+            return
+        self._receive(own)
 
     def hand_out(self, tasks: Sequence[Task]) -> None:
-        """Give every follower the task of its rank; a link that is closed shows in ``wait``."""
+        """Send every worker the task of its rank; ``wait`` reports a channel that is closed."""
         by_rank = {task.rank: task for task in tasks}
         for own in self._all:
-            with suppress(LinkClosed):
-                own.link.send(by_rank[own.rank])
+            with suppress(ConnectionFailed):
+                own.channel.send(by_rank[own.rank])
 
     def hellos(self) -> list[Hello]:
-        """What the followers said of themselves, by rank, once ``wait("here")`` has returned."""
+        """By rank, once ``wait("here")`` has returned."""
         return [own.hello for own in sorted(self._all, key=lambda own: own.rank) if own.hello is not None]
 
     def wait(self, state: State, timeout_s: float) -> None:
-        """Until all followers have come so far. ValueError: one cannot serve these settings; RankLost: one has gone."""
+        """Until all workers have come so far. ValueError: one cannot serve these settings; RankLost: one has gone."""
         states = list(_ORDER.values())
         reached = states[states.index(state) :]
         deadline = monotonic() + timeout_s
@@ -147,7 +214,7 @@ class Followers:
         self._on_done = act
 
     def check(self) -> None:
-        """RankLost, or the ValueError that a follower reported, if one has gone."""
+        """RankLost, or the ValueError that a worker reported, if one has gone."""
         if self._lost is not None:
             raise ValueError(self._lost.reason) if self._lost.kind == "value" else RankLost(self._lost.reason)
 
@@ -157,10 +224,41 @@ class Followers:
         data = pack(message)
         for own in self._all:
             try:
-                own.link.send_packed(data)
-            except LinkClosed:
+                own.channel.send_packed(data)
+            except ConnectionFailed:
                 self.blame()
-                raise RankLost(f"rank {own.rank} has closed its link") from None
+                raise RankLost(f"rank {own.rank} has closed its channel") from None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """While all ranks run a step. One that takes longer than the stall timeout ends the engine: a rank was stopped,
+        or hangs, and the others would wait for it.
+        """
+        if self._stall_timeout_s and not self._is_watched:
+            self._is_watched = True
+            threading.Thread(target=self._watch, name="ranks-stall", daemon=True).start()
+        self._step_since = monotonic()
+        try:
+            yield
+        finally:
+            self._step_since = None
+
+    def _watch(self) -> None:
+        """Life of the thread that looks for steps that take too long."""
+        while not self._closing.wait(self._stall_timeout_s / STALL_TICKS):
+            since = self._step_since
+            if since is None or monotonic() - since < self._stall_timeout_s:
+                continue
+            with self._change:
+                self._lost = self._lost or Failed(
+                    "error", f"a step did not end within {self._stall_timeout_s:g} s (stall_timeout)"
+                )
+                self._change.notify_all()
+            for own in self._all:  # which ends the collectives that wait for them
+                own.channel.close()
+                if own.process is not None:
+                    own.process.kill()
+            return
 
     def blame(self) -> None:
         """RankLost if a rank has gone or goes in this moment: then that is why something else has failed."""
@@ -169,11 +267,12 @@ class Followers:
         self.check()
 
     def close(self) -> None:
-        """End all followers; returns when those of this machine are reaped. May be called twice."""
+        """End all workers; returns when those of this machine are reaped. May be called twice."""
         with self._change:
             self._is_closed = True
+        self._closing.set()
         for own in self._all:
-            own.link.close()
+            own.channel.close()
         deadline = monotonic() + STOP_S
         for own in self._all:
             if own.process is not None:
@@ -183,16 +282,12 @@ class Followers:
                     own.process.kill()
                     own.process.wait()
 
-    def _listen(self, follower: Follower) -> None:
-        name = f"rank-{follower.rank}"
-        threading.Thread(target=self._receive, args=(follower,), name=name, daemon=True).start()
-
-    def _receive(self, own: Follower) -> None:
-        """Life of the thread that listens to one follower."""
+    def _receive(self, own: WorkerRank) -> None:
+        """Life of the thread that listens to one worker."""
         why = ""
         try:
             while True:
-                message = own.link.receive()
+                message = own.channel.receive()
                 if isinstance(message, BlocksDone):
                     self._on_done(own.rank, message)
                     continue
@@ -203,13 +298,13 @@ class Followers:
                         own.state = _ORDER[type(message)]
                         own.hello = message if isinstance(message, Hello) else own.hello
                     self._change.notify_all()
-        except LinkClosed:
+        except ConnectionFailed:
             pass
         except ValueError as error:  # no message of ours
             why = f"rank {own.rank} sent {error}"
         self._note_end(own, why)
 
-    def _note_end(self, own: Follower, why: str) -> None:
+    def _note_end(self, own: WorkerRank, why: str) -> None:
         if own.failure is not None:
             end = Failed(own.failure.kind, f"rank {own.rank}: {own.failure.reason}")
         else:
@@ -220,18 +315,28 @@ class Followers:
                 self._lost = end
             for act in self._on_end:
                 act()
-            had_joined = own.state in ("joined", "ready")  # else the leader waits for it, and will be told
+            had_joined = own.state in ("joined", "ready")  # else rank 0 waits for it, and reports it
             self._change.notify_all()
         if is_first and had_joined and end.kind == "error":
             self._on_lost(end.reason)
 
 
 def _describe(process: subprocess.Popen[bytes] | None) -> str:
-    """How a process has ended that has closed its link."""
+    """How a process has ended that has closed its channel."""
     if process is None:
         return "has gone: its machine, its process or the network between"
     try:
         code = process.wait(BLAME_S / 2)
     except subprocess.TimeoutExpired:
-        return "closed its link"
+        return "closed its channel"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def die_with_parent(parent: int) -> None:
+    """End this process when the thread of process ``parent`` that started it ends, on Linux: also where this process is
+    stopped, and could not notice that its channel is closed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died before
+            os._exit(0)

@@ -4,12 +4,12 @@ Rules, in the order in which they bind:
 
 1. A request is admitted when it has a row for each of its samples and its prompt has a staging range.
 2. The queue is first come, first served, shifted by priorities (``waiting.py``) - except that short prompts pass long
-   ones that wait for *staging*. Nobody passes a request that waits for rows: one of many samples would wait for ever.
+   ones that wait for *staging*. No request passes one that waits for rows: one of many samples would wait for ever.
 3. Short prompts that passed a long one use the reserve only. So the long zone can only get emptier, and as
    every job ends, the long prompt's turn comes.
 4. Short prompts that wait together share a job of at most ``chunk_len`` tokens; a long prompt has its own.
-5. A request whose row arrives from another engine needs rows only; nobody passes it while it waits for them.
-6. A prompt whose beginning an open job writes into the prefix store waits for that job, and nobody waits with it.
+5. A request whose row arrives from another engine needs rows only; no request passes it while it waits for them.
+6. A prompt whose beginning an open job writes into the prefix store waits for that job; requests behind it do not.
 
 Invariant: a row is free, or owned by exactly one sample. ``scheduler.py`` decides when jobs run and rows come
 back.
@@ -17,17 +17,182 @@ back.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import count
+from operator import itemgetter
 
-from snapstream.config import EngineConfig
-from snapstream.engine.free_rows import FreeRows
-from snapstream.engine.live import LiveRequest
-from snapstream.engine.pace import job_chunk_len
-from snapstream.engine.prefix_lookup import PrefixLookup
-from snapstream.engine.staging_pool import StagingPool
-from snapstream.engine.waiting import WaitingQueue
+from snapstream.config import Chunking, EngineConfig, ParallelConfig
+from snapstream.engine.prefix_cache import PrefixLookup
+from snapstream.engine.request_state import LiveRequest
 from snapstream.step import JobSpec, PrefillEntry, PrefixTier
+
+# How long the units of a prompt are, and how much work each of them is. ``plan/fit.py`` has the reasons.
+#
+# Work is counted in query-key pairs: a unit of T tokens that ends behind N keys, restored ones among them, is ``T
+# (token_keys + N)``.
+
+LEAST_TOKENS = 128  # a unit of fewer takes as long: reading the layer's weights bounds it
+
+
+def job_chunk_len(chunking: Chunking, num_tokens: int) -> int:
+    """Tokens of a unit of a prompt: ``chunk_len``, halved until its last unit fits a step of decoding rows."""
+    size = chunking.chunk_len
+    while size > chunking.least_chunk_len > 0 and size * (chunking.token_keys + num_tokens) > chunking.step_work > 0:
+        size //= 2
+    return max(size, chunking.least_chunk_len)
+
+
+def unit_work(chunking: Chunking, spec: JobSpec, unit: int) -> int:
+    """Work of unit ``unit`` of a job."""
+    size = spec.chunk_len or chunking.chunk_len
+    start = unit % spec.num_chunks(chunking.chunk_len) * size
+    stop = min(start + size, spec.num_tokens)
+    return max(stop - start, LEAST_TOKENS) * (chunking.token_keys + spec.num_restored + stop)
+
+
+# Free rows, and which of them is taken next.
+#
+# Low rows first, which keeps rows in use together. Where whole rows are dealt out to ranks (``kv/cache.py``), a row of
+# the rank with fewest in use: a step lasts as long as that of the rank with most. No torch.
+
+
+class FreeRows:
+    """All of ``num_rows`` at first."""
+
+    def __init__(self, num_rows: int, parallel: ParallelConfig) -> None:
+        num_ranks = parallel.size if parallel.attention == "dp" else 1
+        self._free = [list(range(rank, num_rows, num_ranks)) for rank in range(num_ranks)]  # a heap per rank
+        self._num_used = [0] * num_ranks
+
+    def __len__(self) -> int:
+        return sum(map(len, self._free))
+
+    def take(self) -> int:
+        """A row; IndexError where there is none."""
+        ranks = [rank for rank, free in enumerate(self._free) if free]
+        if not ranks:
+            raise IndexError("no row is free")
+        rank = min(ranks, key=lambda rank: (self._num_used[rank], rank))
+        self._num_used[rank] += 1
+        return heappop(self._free[rank])
+
+    def give(self, row: int) -> None:
+        """A row that was taken."""
+        rank = row % len(self._free)
+        self._num_used[rank] -= 1
+        heappush(self._free[rank], row)
+
+
+# Ranges of the staging buffers, counted in tokens: where each prompt may put its K and V during prefill.
+#
+#     0                                   pool_tokens - short_reserve        pool_tokens
+#     |  long prompts; short ones when they find the reserve full  |  short only  |
+#
+# Invariant: ranges in use never overlap and never leave the pool; a long range never enters the reserve. So a short
+# prompt finds room however many long ones are in prefill. The reverse - a stream of short prompts that keeps a long
+# one out - is prevented by the caller: while a long prompt waits, it asks with ``reserve_only`` (``admission.py``).
+
+
+class StagingPool:
+    """First-fit allocator of contiguous token ranges in two zones."""
+
+    def __init__(self, num_tokens: int, *, short_reserve: int) -> None:
+        if not 0 <= short_reserve <= num_tokens:
+            raise ValueError(f"short_reserve is {short_reserve}; it must be from 0 to {num_tokens}")
+        self.num_tokens = num_tokens
+        self._long_end = num_tokens - short_reserve
+        self._taken: list[tuple[int, int]] = []  # (start, end), ascending
+
+    @property
+    def num_free(self) -> int:
+        """Tokens in no range, both zones together."""
+        return self.num_tokens - sum(end - start for start, end in self._taken)
+
+    def take(self, num_tokens: int, *, is_short: bool, reserve_only: bool = False) -> int | None:
+        """Start of a new range, or None when there is no room now."""
+        if num_tokens < 1:
+            raise ValueError(f"a staging range of {num_tokens} tokens was asked for; the least is 1")
+        start = self._find(num_tokens, is_short=is_short, reserve_only=reserve_only)
+        if start is not None:
+            insort(self._taken, (start, start + num_tokens))
+        return start
+
+    def has_room(self, num_tokens: int, *, is_short: bool) -> bool:
+        """Whether ``take`` would succeed now."""
+        return self._find(num_tokens, is_short=is_short, reserve_only=False) is not None
+
+    def give(self, start: int) -> None:
+        """Return the range that begins at ``start``."""
+        for place, (taken_start, _) in enumerate(self._taken):
+            if taken_start == start:
+                del self._taken[place]
+                return
+        raise ValueError(f"no staging range begins at {start}; ranges in use: {self._taken}")
+
+    def _find(self, num_tokens: int, *, is_short: bool, reserve_only: bool) -> int | None:
+        if not is_short:
+            return self._first_fit(num_tokens, 0, self._long_end)
+        start = self._first_fit(num_tokens, self._long_end, self.num_tokens)
+        if start is None and not reserve_only:
+            start = self._first_fit(num_tokens, 0, self.num_tokens)  # across the border is still one range
+        return start
+
+    def _first_fit(self, num_tokens: int, low: int, high: int) -> int | None:
+        start = low
+        for taken_start, taken_end in self._taken:
+            if taken_end <= start:
+                continue
+            if taken_start - start >= num_tokens:
+                break
+            start = taken_end
+        return start if start + num_tokens <= high else None
+
+
+# The waiting queue: who comes next, by arrival and priority.
+#
+# A request of priority p waits as if it had come ``AGE x p`` arrivals later: a lower priority is sooner, equal ones
+# are first come, first served. Invariant: no request starves. Whatever keeps coming, a request is overtaken by at most
+# ``AGE`` later arrivals for each level between them. ``admission.py`` takes from it.
+
+AGE = 128  # the default queue of a server: one level is enough to pass all that wait there
+
+_PLACE = itemgetter(0)
+
+
+class WaitingQueue:
+    """Requests without rows, by id and in order."""
+
+    def __init__(self) -> None:
+        self._order: list[tuple[tuple[int, int], LiveRequest]] = []  # by place, ascending
+        self._places: dict[str, tuple[int, int]] = {}  # by id
+        self._arrivals = count()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """In the order in which they are to be taken."""
+        return (live for _, live in self._order)
+
+    def add(self, live: LiveRequest) -> None:
+        number = next(self._arrivals)
+        place = (number + AGE * live.request.priority, number)
+        self._places[live.request_id] = place
+        insort(self._order, (place, live), key=_PLACE)
+
+    def __contains__(self, live: LiveRequest) -> bool:
+        place = self._places.get(live.request_id)
+        return place is not None and self._order[self._index(place)][1] is live
+
+    def remove(self, live: LiveRequest) -> None:
+        """Take a request out that is in it."""
+        del self._order[self._index(self._places.pop(live.request_id))]
+
+    def _index(self, place: tuple[int, int]) -> int:
+        return bisect_left(self._order, place, key=_PLACE)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,13 +228,10 @@ class Admission:
         self._num_layers = num_layers
         self._job_ids = count()
         self.prefixes = None if config.prefix_store is None else PrefixLookup(config.prefix_store, config, tier)
-        self._empty()
-
-    def _empty(self) -> None:
         self._waiting = WaitingQueue()
         self._num_short = 0  # of those waiting
-        self._free_rows = FreeRows(self._config.max_rows, self._config.parallel)
-        self._pool = StagingPool(self._config.pool_tokens, short_reserve=self._config.short_reserve)
+        self._free_rows = FreeRows(config.max_rows, config.parallel)
+        self._pool = StagingPool(config.pool_tokens, short_reserve=config.short_reserve)
 
     @property
     def num_waiting(self) -> int:
@@ -108,12 +270,6 @@ class Admission:
         self._waiting.remove(live)
         self._num_short -= self._is_short(live)
 
-    def start_over(self) -> None:
-        """Nobody waits, and all rows and all staging are free; see ``interrupts.py``."""
-        self._empty()
-        if self.prefixes is not None:
-            self.prefixes.start_over()
-
     def free_row(self, row: int) -> None:
         self._free_rows.give(row)
 
@@ -136,11 +292,11 @@ class Admission:
         """Open one job, if rows and staging allow. Without ``wants_short`` short prompts wait."""
         rows_left = len(self._free_rows)
         pack: list[LiveRequest] = []
-        num_unpassing = 0  # members of the pack that passed nobody
+        num_unpassing = 0  # members of the pack that passed no request
         long_waits = False
         for live in self._waiting:
             if rows_left == 0 or (long_waits and len(pack) == self._num_short):
-                break  # nobody further back could join: the queue may be long, and this runs every step
+                break  # no request further back could join: the queue may be long, and this runs every step
             if live.request.arrives:
                 break  # it waits for rows
             if self._is_short(live):

@@ -6,10 +6,10 @@
 
 Invariant: a result is handled one step late, so the device never waits for the host. The price is that a row
 whose end can only be seen in its tokens decodes once too often; that surplus token belongs to a sample that
-is over and is discarded. ``scheduler.py`` makes the plans, ``live.py`` ends the samples.
+is over and is discarded.
 
-One thread at a time: calls must not overlap. An error raised by the runner leaves the engine unusable. Ctrl-C amid a
-call ends every open request, and nothing else (``interrupts.py``).
+Calls must not overlap. Any exception but those that a method documents, and Ctrl-C inside a call, leave the engine
+unusable; ``client.py`` runs it on a thread that Ctrl-C does not reach.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from random import Random
 from time import perf_counter
 
 from snapstream.config import EngineConfig
-from snapstream.engine.detokenizer import RememberingTokenizer, Tokenizer
-from snapstream.engine.interrupts import whole
-from snapstream.engine.live import LiveRequest, LiveSample, live_request
-from snapstream.engine.planned_step import PlannedStep
-from snapstream.engine.prefix_lookup import PrefixStats
-from snapstream.engine.scheduler import Scheduler
+from snapstream.engine.prefix_cache import PrefixStats
+from snapstream.engine.request_state import LiveRequest, LiveSample, RememberingTokenizer, Tokenizer, live_request
+from snapstream.engine.scheduler import PlannedStep, Scheduler
 from snapstream.engine.transfers import RowMissed, TicketIssued, Transfers, TransferStats, travels
 from snapstream.engine.validate import QueueFull, check_request
-from snapstream.request import FinishReason, Logprob, Request, RequestOutput
-from snapstream.step import PendingStep, RowExchange, Runner, StepResult
+from snapstream.step import KVConnector, PendingStep, Runner, StepResult
+from snapstream.types import FinishReason, Logprob, Request, RequestOutput
 
 
 class Engine:
@@ -59,12 +56,11 @@ class Engine:
         self._changed: dict[str, LiveRequest] = {}  # for this or the next step to return, in order of change
         self._pending: tuple[PlannedStep, PendingStep] | None = None
         self._transfers: Transfers | None = None
-        self.is_half_done = False  # an interrupted call has left it so: interrupts.py
 
-    def connect(self, exchange: RowExchange) -> None:
+    def connect(self, connector: KVConnector) -> None:
         """From here on rows may go to other engines, and come from them."""
-        self.runner.connect(exchange)
-        self._transfers = Transfers(exchange, self._scheduler)
+        self.runner.connect(connector)
+        self._transfers = Transfers(connector, self._scheduler)
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +112,6 @@ class Engine:
         lookup = self._scheduler.prefixes
         return 0 if lookup is None else lookup.probe(token_ids, namespace)
 
-    @whole
     def reset_prefix_store(self, namespace: str | None = None) -> int:
         """Forget what the prefix store holds of a namespace, by default of all; the number of blocks."""
         lookup = self._scheduler.prefixes
@@ -139,7 +134,6 @@ class Engine:
         if travels(request) and self._transfers is None:
             raise ValueError("the row of this request would travel, and this engine is connected to no other")
 
-    @whole
     def add_request(self, request: Request) -> RequestOutput:
         """Queue a request; the output returned is the one that later steps update.
 
@@ -160,7 +154,6 @@ class Engine:
         self._scheduler.add(live)
         return live.output
 
-    @whole
     def abort(self, request_id: str) -> bool:
         """Give a request up, at any moment; the next step returns its output. False if there is none such."""
         live = self._live.get(request_id)
@@ -173,7 +166,6 @@ class Engine:
         self._let_go(live)
         return True
 
-    @whole
     def step(self) -> list[RequestOutput]:
         """Plan and submit a step, then handle the result of the one before; the outputs that changed."""
         self._hear()
@@ -213,21 +205,6 @@ class Engine:
         if self._transfers is not None:
             self._transfers.end(live)
         self._scheduler.abort(live)
-
-    def start_over(self) -> None:
-        """Forget every open request, whose output ends here: an interrupted method may have left anything half done.
-        What is in flight is read by the next step, and belongs to nobody.
-        """
-        now = self._clock()
-        for request_id, live in self._live.items():
-            self._changed[request_id] = live
-            for sample in live.samples:
-                if not sample.is_over:
-                    sample.end(FinishReason.ABORT)
-            live.mark(now)
-            if self._transfers is not None:
-                self._transfers.end(live)
-        self._scheduler.start_over()
 
     def _handle(self, planned: PlannedStep, result: StepResult) -> None:
         if result.step_id != planned.plan.step_id:

@@ -23,15 +23,75 @@ freed while a plan that holds it is in flight may be given away by the next one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from snapstream.config import EngineConfig
-from snapstream.engine.admission import Admission, Job
-from snapstream.engine.arriving import ArrivingRows
-from snapstream.engine.live import LiveRequest, LiveSample
-from snapstream.engine.pace import unit_work
-from snapstream.engine.planned_step import PlannedStep
-from snapstream.engine.prefix_lookup import PrefixLookup
-from snapstream.step import JobSpec, PrefillEntry, PrefixTier, RowArrived, StepPlan, UnitRange
+from snapstream.engine.admission import Admission, Job, unit_work
+from snapstream.engine.prefix_cache import PrefixLookup
+from snapstream.engine.request_state import LiveRequest, LiveSample
+from snapstream.step import JobSpec, KVReceived, PrefillEntry, PrefixTier, ReceivedRow, StepPlan, UnitRange
+
+# A plan with whom it concerns, from the scheduler that made it to the engine that reads its result a step later.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A plan and whom it concerns. Results are matched to these samples, never to rows: rows change hands."""
+
+    plan: StepPlan
+    started: tuple[LiveRequest, ...] = ()  # their first unit is in this plan
+    prefilled: tuple[LiveRequest, ...] = ()  # their last unit is in this plan, or their row came with it
+    reserved: tuple[LiveRequest, ...] = ()  # have rows now, and wait for what these hold
+    decoding: tuple[LiveSample, ...]  # aligned with plan.decode_rows
+
+
+# Requests whose prompts other engines read: they own rows, and wait for what these hold.
+#
+#             rows reserved            the row is whole             a plan takes it
+#     (queue) -------------> waiting -----------------> whole ---------------------> decode
+#
+# Invariant: a request is in one of the two, and its rows are its own. ``scheduler.py`` decides when.
+
+
+class ArrivingRows:
+    """In the order in which rows were reserved, and came."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[LiveRequest, PrefillEntry] = {}
+        self._whole: dict[LiveRequest, ReceivedRow] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose rows are not whole."""
+        return len(self._waiting)
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether ``take`` would return anything."""
+        return bool(self._whole)
+
+    def reserve(self, live: LiveRequest, entry: PrefillEntry) -> None:
+        self._waiting[live] = entry
+
+    def is_waiting(self, live: LiveRequest) -> bool:
+        return live in self._waiting
+
+    def arrive(self, live: LiveRequest, row: KVReceived) -> None:
+        """What a waiting request's rows will hold is here."""
+        self._whole[live] = ReceivedRow(entry=self._waiting.pop(live), row=row)
+
+    def take(self) -> dict[LiveRequest, ReceivedRow]:
+        """All that are whole; they are gone from here."""
+        whole, self._whole = self._whole, {}
+        return whole
+
+    def remove(self, live: LiveRequest) -> bool:
+        """Forget a request, whose rows are free then; False if it is not here."""
+        was_here = live in self._waiting or live in self._whole
+        self._waiting.pop(live, None)
+        self._whole.pop(live, None)
+        return was_here
+
 
 PATIENCE_STEPS = 4
 # Chunks through the whole model in a step without decode: few enough that arrivals and aborts are still seen.
@@ -52,7 +112,6 @@ class Scheduler:
         self._sending: dict[int, LiveSample] = {}  # by row: read, and not yet with the engine that answers
         self._arriving = ArrivingRows()
         self._dropped: list[int] = []
-        self._told: set[int] = set()  # jobs that the runner may have open since the last plan, or was to drop with it
         # On a GPU restored blocks come over a link, a layer ahead of the computation.
         self._streams_prefixes = config.prefix_store is not None and config.device.startswith("cuda")
         self._next_step_id = 0
@@ -98,7 +157,7 @@ class Scheduler:
                 self._batch = None
                 self._admission.free_row(sample.row)
 
-    def arrive(self, live: LiveRequest, row: RowArrived) -> bool:
+    def arrive(self, live: LiveRequest, row: KVReceived) -> bool:
         """The row of a request that waits for it is here; False if the request does not wait."""
         if not self._arriving.is_waiting(live):
             return False
@@ -125,13 +184,6 @@ class Scheduler:
         for sample in live.samples:
             self.release(sample)
 
-    def start_over(self) -> None:
-        """Forget every request, wherever it is and however much of its way is noted; the runner drops its jobs."""
-        self._dropped = sorted({*self._told, *self._jobs, *self._dropped})
-        self._jobs, self._decoding, self._sending, self._arriving = {}, {}, {}, ArrivingRows()
-        self._batch = None
-        self._admission.start_over()
-
     def plan(self, is_ready: Callable[[int], bool] = lambda job_id: True) -> PlannedStep:
         """The next step. It may be empty; then it must not be submitted. ``is_ready`` is the runner's."""
         if self._batch is None:
@@ -140,8 +192,7 @@ class Scheduler:
         decode_rows, decoding = self._batch
         if self.prefixes is not None:
             self.prefixes.poll()
-        self._told = {*self._jobs, *self._dropped}
-        if not (self._told or self.num_waiting or self._arriving.has_whole):  # most steps: rows go on
+        if not (self._jobs or self._dropped or self.num_waiting or self._arriving.has_whole):  # most steps: rows go on
             self._count_decoded(decoding)
             plan = StepPlan(step_id=self._next_step_id, decode_rows=decode_rows)
             self._next_step_id += not plan.is_empty

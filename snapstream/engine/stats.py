@@ -1,4 +1,4 @@
-"""Gauges and totals: counted beside the engine, and kept over its restarts by whoever restarts it.
+"""Gauges and totals, counted with the engine and kept over its restarts by the process that restarts it.
 
 Invariant: totals never shrink. The counts of an engine since its last report are lost when it is killed; that is at
 most ``worker.STATS_INTERVAL_S`` of work.
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from snapstream.engine.core import Engine
-from snapstream.engine.delta import RequestDelta
-from snapstream.engine.prefix_lookup import PrefixStats
+from snapstream.engine.prefix_cache import PrefixStats
+from snapstream.engine.request_state import RequestDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

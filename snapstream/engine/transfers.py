@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from snapstream.engine.live import LiveRequest
+from snapstream.engine.request_state import LiveRequest
 from snapstream.engine.scheduler import Scheduler
-from snapstream.request import Request, RowTicket
-from snapstream.step import PrefillReport, PrefillResult, RowArrived, RowExchange, RowLost
+from snapstream.step import KVConnector, KVReceived, KVTransferFailed, PrefillReport, PrefillResult
+from snapstream.types import Request, RowTicket
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class TransferStats:
 class Transfers:
     """Used by the engine alone."""
 
-    def __init__(self, exchange: RowExchange, scheduler: Scheduler) -> None:
-        self._exchange, self._scheduler = exchange, scheduler
+    def __init__(self, connector: KVConnector, scheduler: Scheduler) -> None:
+        self._connector, self._scheduler = connector, scheduler
         self._lives: dict[str, LiveRequest] = {}  # those that send a row, or wait for one
         self._keys: dict[str, str] = {}  # of the last ticket, by request
         self._notices: list[TicketIssued | RowMissed] = []
@@ -56,19 +56,19 @@ class Transfers:
 
     @property
     def has_news(self) -> bool:
-        return self._exchange.has_news
+        return self._connector.has_news
 
     def add(self, live: LiveRequest) -> None:
         """A request joins the queue. ValueError for a ticket, or a row, that this engine cannot serve."""
-        if live.request.arrives and not self._exchange.receives:
+        if live.request.arrives and not self._connector.receives:
             raise ValueError("no rows arrive at this engine: it has no transfer address")
         if live.request.ticket is not None:
-            self._exchange.open(live.request, live.budget)
+            self._connector.open(live.request, live.budget)
         self._lives[live.request_id] = live
 
     def issue(self, live: LiveRequest) -> None:
         """Its rows are reserved."""
-        ticket = self._exchange.expect(live.request, live.budget)
+        ticket = self._connector.expect(live.request, live.budget)
         self._keys[live.request_id] = ticket.key
         self._notices.append(TicketIssued(live.request_id, ticket))
 
@@ -85,17 +85,17 @@ class Transfers:
     def poll(self) -> list[tuple[LiveRequest, str]]:
         """Hand over rows that came; requests whose row has gone out, with why it could not."""
         ended: list[tuple[LiveRequest, str]] = []
-        for news in self._exchange.poll():
+        for news in self._connector.poll():
             live = self._lives.get(news.request_id)
             if live is None:
                 continue
             match news:
-                case RowArrived():
+                case KVReceived():
                     self.stats.num_received += 1
                     self.stats.num_bytes += sum(map(len, news.parts))
                     live.output.prefix = news.report.prefix
                     self._scheduler.arrive(live, news)
-                case RowLost(request_id, key, reason):
+                case KVTransferFailed(request_id, key, reason):
                     self.stats.num_failed += 1
                     self._notices.append(RowMissed(request_id, key, reason))
                 case _:
@@ -109,20 +109,20 @@ class Transfers:
         report = PrefillReport(
             compression=result.compression, prompt_logprobs=result.prompt_logprobs, prefix=live.output.prefix
         )
-        self._exchange.finish(live.request_id, report)
+        self._connector.finish(live.request_id, report)
 
     def end(self, live: LiveRequest) -> None:
         """The request is over."""
         if self._lives.pop(live.request_id, None) is None:
             return
         if live.request.ticket is not None:
-            self._exchange.cancel(live.request_id)
+            self._connector.cancel(live.request_id)
         else:
             self._keys.pop(live.request_id, None)
-            self._exchange.void(live.request_id)
+            self._connector.void(live.request_id)
 
     def close(self) -> None:
-        self._exchange.close()
+        self._connector.close()
 
 
 def travels(request: Request) -> bool:

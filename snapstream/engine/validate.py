@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from snapstream.config import EngineConfig, InvalidValue, Selector, as_count
-from snapstream.config.selector import is_shipped
-from snapstream.request import Request
-from snapstream.request.request import MAX_PRIORITY
+from snapstream.config.kv import is_shipped
+from snapstream.types import MAX_PRIORITY, Request
 
 
 class QueueFull(RuntimeError):
@@ -92,9 +91,10 @@ def _check_selector(selector: Selector, config: EngineConfig) -> None:
             f"{own.observation_len}; start the engine with this selector",
             "selector",
         )
-    if config.rescoring is not None and not selector.can_rescore:
+    if config.reselection is not None and not selector.can_reselect:
         raise InvalidValue(
-            f"selector {name!r} cannot rescore, and this engine does; start the engine without rescoring", "selector"
+            f"selector {name!r} cannot re-select, and this engine does; start the engine without KV re-selection",
+            "selector",
         )
 
 

@@ -1,39 +1,189 @@
-"""The engine's side of the border: read messages, step, send what is new, until told to stop.
+"""The engine loop, and the messages between it and its clients: read messages, step, send what is new.
 
-            callers ---Submit, Abort, Stop--->  |         |
-                                                | worker  |--> Engine.step
-            callers <--Deltas, Refused, Stats-  |         |
-
-Invariant: while there is work the loop never waits for a message, and while there is none it does nothing else; rows
-that came from other engines wake the port.
-It knows neither process nor thread: ``thread.py`` runs it on a thread, the server in a process of its own.
+One loop for an engine on a thread of its own (``client.py``) and for one in a process of its own (the server).
+Invariant: while there is work the loop never waits for a message; without work it does nothing else. Rows that come
+from other engines wake the port.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from time import monotonic
+from typing import Any, Literal, Protocol
 
 from snapstream.engine.core import Engine
-from snapstream.engine.delta import DeltaTracker
-from snapstream.engine.messages import (
-    Abort,
-    Beat,
-    Deltas,
-    Ping,
-    Port,
-    Probe,
-    Probed,
-    Refused,
-    Reissue,
-    ResetPrefixes,
-    Stats,
-    Stop,
-    Submit,
-)
+from snapstream.engine.request_state import DeltaTracker, RequestDelta, SampleDelta
 from snapstream.engine.stats import EngineStats, StatsCounter
+from snapstream.engine.transfers import RowMissed, TicketIssued
 from snapstream.engine.validate import QueueFull
-from snapstream.request import Request
+from snapstream.types import FinishReason, Logprob, Request
+
+# Messages to the engine. They and those from it are frozen data and keep their order, each way.
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Run a request; refused if too many wait."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitBatch:
+    """Run requests from the same step on. They wait while the queue is full; each is answered once, at its end."""
+
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End requests; ids that are not open are ignored."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reissue:
+    """No row will come for this ticket: void it and issue another, unless the row is there by now."""
+
+    request_id: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixes:
+    """Forget the stored prefixes of a namespace and those below it, or all; the reply is the number of blocks."""
+
+    number: int  # of the reply
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Reply with the tokens of a prompt that lie in the prefix store now."""
+
+    number: int
+    token_ids: tuple[int, ...]
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class WhenIdle:
+    """Reply with 0 once the engine has no work."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Answer with a ``Beat``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End now, whatever still runs."""
+
+
+# from the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """The output of one step. Pickled as bare tuples, because every step pays for it."""
+
+    deltas: tuple[RequestDelta, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., Deltas], tuple[object, ...]]:
+        packed = [
+            (*_REQUEST_VALUES(delta), [_SAMPLE_VALUES(sample) for sample in delta.samples]) for delta in self.deltas
+        ]
+        return _unpack, (packed,)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request was not taken: it can never be served ("value"), or not now ("queue_full")."""
+
+    request_id: str
+    kind: Literal["value", "queue_full"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """To the ``Probe``, ``ResetPrefixes`` or ``WhenIdle`` of that number."""
+
+    number: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The loop runs, or has run another unit of prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Totals count from the start of this engine."""
+
+    stats: EngineStats
+
+
+ToEngine = Submit | SubmitBatch | Abort | Reissue | ResetPrefixes | Probe | WhenIdle | Ping | Stop
+FromEngine = Deltas | Refused | TicketIssued | RowMissed | Reply | Beat | Stats
+
+
+# the order in which _unpack takes them
+_REQUEST_VALUES = attrgetter("request_id", "is_finished", "prompt_logprobs", "compression", "timings", "prefix")
+_SAMPLE_VALUES = attrgetter("index", "text", "token_ids", "logprobs", "finish_reason", "stop_reason")
+
+
+def _unpack(packed: list[tuple[Any, ...]]) -> Deltas:
+    return Deltas(
+        tuple(
+            RequestDelta(
+                request_id=request_id,
+                is_finished=is_finished,
+                prompt_logprobs=prompt_logprobs,
+                compression=compression,
+                timings=timings,
+                prefix=prefix,
+                samples=tuple(_unpack_sample(*values) for values in samples),
+            )
+            for request_id, is_finished, prompt_logprobs, compression, timings, prefix, samples in packed
+        )
+    )
+
+
+def _unpack_sample(
+    index: int,
+    text: str,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[Logprob, ...] | None,
+    finish_reason: FinishReason | None,
+    stop_reason: int | str | None,
+) -> SampleDelta:
+    return SampleDelta(
+        index=index,
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+    )
+
+
+class Port(Protocol):
+    """The engine's end of the connection."""
+
+    def receive(self, *, block: bool) -> ToEngine | None:
+        """The next message. None if there is none and ``block`` is false, or if something woke the port."""
+        ...
+
+    def send(self, message: FromEngine) -> None: ...
+
 
 STATS_INTERVAL_S = 0.1
 MAX_MESSAGES = 64  # read between two steps, so that a flood of requests cannot stop the running ones
@@ -52,11 +202,18 @@ class EngineWorker:
         self._reported: EngineStats | None = None
         self._reported_at = -STATS_INTERVAL_S
         self._was_at_rest = False
+        self._backlog: dict[str, Request] = {}  # of batches, for which the queue has no place yet
+        self._batched: set[str] = set()  # of open requests, those that are answered at their end
+        self._waiting: list[int] = []  # numbers of ``WhenIdle``
+        self._is_lent = False  # from the answer to ``WhenIdle`` to the next request, others may step the engine
 
     def run(self) -> None:
         """Until ``Stop``; errors of the engine and of the port end it too."""
         self._report()
         while self._read():
+            if self._is_lent:
+                continue
+            self._feed()
             self._report()  # before the step: a request is seen to run before it is seen to answer
             if self._engine.has_work:
                 self._step()
@@ -66,7 +223,10 @@ class EngineWorker:
 
     def _read(self) -> bool:
         """Handle what has come; without work, wait for something to come. False: stop."""
-        block = not self._engine.has_work
+        block = self._is_lent or not self._engine.has_work
+        while block and self._waiting:
+            self._is_lent = True
+            self._port.send(Reply(self._waiting.pop(), 0))
         for _ in range(MAX_MESSAGES):
             message = self._port.receive(block=block)
             block = False
@@ -76,15 +236,23 @@ class EngineWorker:
                 case Stop():
                     return False
                 case Submit(request):
+                    self._is_lent = False
                     self._submit(request)
-                case Abort(request_id):
-                    self._engine.abort(request_id)
+                case SubmitBatch(requests):
+                    self._is_lent = False
+                    self._batched.update([request.request_id for request in requests])
+                    self._backlog.update((request.request_id, request) for request in requests)
+                    self._feed()  # before whatever was submitted after them
+                case Abort(request_ids):
+                    self._abort(request_ids)
                 case Reissue(request_id, key):
                     self._engine.reissue(request_id, key)
-                case ResetPrefixes(namespace):
-                    self._engine.reset_prefix_store(namespace)
+                case ResetPrefixes(number, namespace):
+                    self._port.send(Reply(number, self._engine.reset_prefix_store(namespace)))
                 case Probe(number, token_ids, namespace):
-                    self._port.send(Probed(number, self._engine.num_stored(token_ids, namespace)))
+                    self._port.send(Reply(number, self._engine.num_stored(token_ids, namespace)))
+                case WhenIdle(number):
+                    self._waiting.append(number)
                 case Ping():
                     self._port.send(Beat())
         return True
@@ -97,14 +265,41 @@ class EngineWorker:
         except QueueFull as error:
             self._port.send(Refused(request.request_id, "queue_full", str(error)))
 
+    def _feed(self) -> None:
+        """Queue what waits for a place, in order. An idle engine always has one."""
+        while self._backlog:
+            request_id, request = next(iter(self._backlog.items()))
+            try:
+                self._engine.add_request(request)
+            except QueueFull:
+                return
+            except ValueError as error:
+                self._batched.discard(request_id)
+                self._port.send(Refused(request_id, "value", str(error)))
+            del self._backlog[request_id]
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        waiting = [request_id for request_id in request_ids if self._backlog.pop(request_id, None) is not None]
+        if waiting:
+            self._batched.difference_update(waiting)
+            self._port.send(
+                Deltas(tuple(RequestDelta(request_id=name, samples=(), is_finished=True) for name in waiting))
+            )
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+
     def _step(self) -> None:
-        deltas = tuple(self._tracker.take(output) for output in self._engine.step())
+        outputs = self._engine.step()
+        if self._batched:
+            outputs = [output for output in outputs if output.request_id not in self._batched or output.is_finished]
+            self._batched.difference_update([output.request_id for output in outputs])
+        deltas = tuple(self._tracker.take(output) for output in outputs)
         if deltas:
             self._counter.count(deltas)
             self._port.send(Deltas(deltas))
 
     def _report(self) -> None:
-        """Send the figures if they changed: at once when the engine comes to rest or leaves it, else now and then."""
+        """Send statistics that changed: at once when work begins or ends, otherwise every ``STATS_INTERVAL_S``."""
         now, is_at_rest = self._clock(), not self._engine.has_work
         if is_at_rest == self._was_at_rest and now - self._reported_at < STATS_INTERVAL_S:
             return

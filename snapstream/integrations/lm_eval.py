@@ -20,7 +20,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from snapstream.llm import LLM
-from snapstream.request import Logprob, RequestOutput, SamplingParams
+from snapstream.models.chat_template import render_chat
+from snapstream.types import Logprob, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -97,13 +98,11 @@ class SnapstreamLM(TemplateLM):
         return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -2,7 +2,7 @@
 
 A prompt passes the model as ever. When the attention of a layer has seen it, the layer's keys and values shrink to a
 row of ``budget`` slots, chosen by the prompt's last queries (SnapStream, arXiv 2511.03092, section 3); from then on
-memory and shapes are constant. The rows are those of the engine (``cache/layout.py``), and so are the tokens.
+memory and shapes are constant. The rows are those of the engine (``kv/layout.py``), and so are the tokens.
 
 A cache sees keys and values, but no queries. So the constructor makes ``snapstream`` the attention that the config
 names: PyTorch's ``sdpa``, which hands the queries of a prompt on to the cache whose keys it was given, and is nothing
@@ -21,13 +21,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from snapstream.cache import layout
-from snapstream.cache.compress import kept_positions
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, Selector, make_selector
-from snapstream.kernels.bound import bind
-from snapstream.models.families import kv_spec_of
-from snapstream.models.registry import model_config_from_dict
-from snapstream.start.resolve import resolve_budget
+from snapstream.kernels.interface import bind
+from snapstream.kv import layout
+from snapstream.kv.compress import kept_positions
+from snapstream.models.registry import kv_spec_of, model_config_from_dict
+from snapstream.startup.resolve import resolve_budget
 
 NAME = "snapstream"  # of the attention, as a config says it
 PLAIN = ("sdpa", "eager", NAME)  # attentions that ours can stand in for
@@ -38,11 +37,19 @@ class SnapStreamCache(Cache):
     """A row per sequence of the batch and layer, of constant size from the end of the prompt on."""
 
     def __init__(
-        self, config: PreTrainedConfig, budget: int | KVBudget, *, selector: str | Selector = "snapkv"
+        self, config: PreTrainedConfig, budget: int | KVBudget | None = None, *, selector: str | Selector = "snapkv"
     ) -> None:
-        """``budget``: slots of a row. ValueError for a model whose attention the engine does not have, or that runs
-        another attention than ``sdpa`` or ``eager``; the config's attention is ``snapstream`` from now on.
+        """``budget``: slots of a row. TypeError without one.
+
+        ValueError for a model whose attention the engine does not have, or that runs another attention than ``sdpa`` or
+        ``eager``; the config's attention is ``snapstream`` from now on.
         """
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(
+                f"config is a {type(config).__name__}; give the model's config: SnapStreamCache(model.config, 4096)"
+            )
+        if budget is None:
+            raise TypeError("budget is missing; give the slots of a row: SnapStreamCache(model.config, budget=4096)")
         model = _model_config(config)
         chosen = make_selector(selector)
         self.budget = resolve_budget(budget, model.max_position, chosen.observation_len)
@@ -171,6 +178,10 @@ def rows_attention(
     layer = getattr(key, LAYER, None)
     if layer is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
+    if others.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        raise ValueError(
+            "output_attentions is True; SnapStreamCache attends with sdpa, which returns no attention weights"
+        )
     return layer.attend(module, query, key, value, attention_mask, others.get("scaling"))
 
 

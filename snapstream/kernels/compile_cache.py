@@ -1,7 +1,7 @@
 """Where compiled code is kept between runs: one folder per user, machine and version.
 
-Invariant: the folder belongs to this user and nobody else can write to it, because what lies in it is loaded and run.
-``cpu/native.py`` keeps its kernels here, ``runner/programs.py`` the products of ``torch.compile``.
+Invariant: the folder belongs to this user and no other user can write to it, because what lies in it is loaded and run.
+``cpu/looped/build.py`` keeps the library of the looped executor here.
 """
 
 from __future__ import annotations

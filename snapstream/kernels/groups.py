@@ -15,12 +15,12 @@ from torch import Tensor
 SCALE_DTYPE = torch.float16
 
 
-def largest_code(bits: int) -> int:
+def largest_value(bits: int) -> int:
     """The magnitude that stands for the largest of a group: 127 for 8 bits, 8 for 4."""
     return 127 if bits == 8 else 8
 
 
-def quantise(x: Tensor, bits: int, group: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, bits: int, group: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Codes ``[..., in * bits / 8]`` uint8 and scales ``[..., in / group]`` fp16 of ``x [..., in]``, any float dtype.
 
     ``in`` must be a multiple of ``group``, and no magnitude above ``65504 * largest_code``. Every scale is a number of
@@ -39,7 +39,7 @@ def quantise(x: Tensor, bits: int, group: int, dtype: torch.dtype = torch.float3
     return pack(codes.flatten(-2).to(torch.uint8), bits), scales
 
 
-def widen(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     """The numbers ``[..., in]`` fp32 that ``codes [..., in * bits / 8]`` and ``scales [..., in / group]`` stand for."""
     numbers = unpack(codes, bits).to(torch.float32).sub_(2 ** (bits - 1))
     return numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.to(torch.float32)[..., None]).flatten(-2)
@@ -55,35 +55,19 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
-def activation_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantize_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """``x [T, in]`` as whole numbers ``[T, in]`` from -127 to 127, fp32, and scales ``[T, in / group]`` fp32.
 
     Scales never leave a product, so they need no narrow dtype. One below the least normal number is 0; what is not
     finite gives a scale that is not.
     """
     groups = x.float().unflatten(-1, (-1, group))
-    scales = groups.abs().amax(-1) / largest_code(8)
+    scales = groups.abs().amax(-1) / largest_value(8)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
     return (groups / torch.where(scales == 0, 1.0, scales)[..., None]).round().flatten(-2), scales
 
 
-def quantise_activations(x: Tensor, group: int) -> Tensor:
+def round_inputs(x: Tensor, group: int) -> Tensor:
     """``x [T, in]`` as it is after a trip through int8 per token and group, fp32: what a product of codes sees."""
-    codes, scales = activation_codes(x, group)
+    codes, scales = quantize_inputs(x, group)
     return (codes.unflatten(-1, (-1, group)) * scales[..., None]).flatten(-2)
-
-
-def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """``x [T, in]``, rounded to int8 per token and group, times the matrix of ``codes [out, in * bits / 8]`` and
-    ``scales [out, in / group]``, transposed: ``[T, out]`` fp32. The definition of products of whole numbers.
-
-    The sum of a group is a whole number, so it is exact in any order; groups are added from first to last.
-    """
-    num_groups = scales.shape[1]
-    inputs, input_scales = activation_codes(x, unpack(codes, bits).shape[1] // num_groups)
-    numbers = unpack(codes, bits).double().sub_(2 ** (bits - 1)).unflatten(-1, (num_groups, -1))  # [out, groups, g]
-    sums = torch.einsum("tgi,ogi->gto", inputs.double().unflatten(-1, (num_groups, -1)), numbers).float()
-    total = x.new_zeros(x.shape[0], codes.shape[0], dtype=torch.float32)
-    for index, own in enumerate(sums):
-        total += own * (scales[:, index].float() * input_scales[:, index, None])
-    return total

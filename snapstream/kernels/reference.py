@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapstream.kernels import fp8, groups, int8
+from snapstream.kernels import groups
+from snapstream.kernels.formats import encoding_of, spread
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 
 BLOCK = 128  # rows and columns of an FP8 weight that share a scale
@@ -43,7 +44,7 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
     batch, num_heads, head_dim = q.shape
     keys, values = cache.k[rows].float(), cache.v[rows].float()  # [B, G, C, E], [B, G, C, E']
     if cache.scales is not None:
-        keys, values = (x * of_slots(scale[rows]) for x, scale in zip((keys, values), cache.scales, strict=True))
+        keys, values = (x * spread(scale[rows], x) for x, scale in zip((keys, values), cache.scales, strict=True))
     grouped = q.float().view(batch, keys.shape[1], -1, head_dim)
     logits = torch.einsum("bgre,bgce->bgrc", grouped, keys) * head_dim**-0.5
     unseen = torch.arange(keys.shape[2], device=q.device) >= lengths[:, None, None, None]
@@ -56,14 +57,15 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
 def write_slots(k: Tensor, v: Tensor, cache: LayerRows, rows: Tensor, slots: Tensor) -> None:
     """Store ``k [B, G, E], v [B, G, E']`` in slot ``slots[b]`` of row ``rows[b]``, in place; of latents k alone."""
     for stored, new, scale in _stored(cache, k, v):
-        if stored.dtype == fp8.DTYPE:  # written as bytes: whether an index may be written in FP8 depends on the device
-            narrow = new.to(fp8.DTYPE) if scale is None else fp8.quantise(new, scale[rows][..., None])
-            stored.view(torch.uint8)[rows, :, slots] = narrow.view(torch.uint8)
-        elif scale is None:
-            stored[rows, :, slots] = new.to(stored.dtype)
-        else:
-            scale[rows, :, slots] = own = int8.scale_of(new)
-            stored[rows, :, slots] = int8.quantise(new, own)
+        encoding, own = encoding_of(stored), None
+        if scale is not None and encoding.format.scales == "slot":
+            scale[rows, :, slots] = own = encoding.scale_of(new)
+        elif scale is not None:
+            own = scale[rows]
+        encoded = encoding.encode(new, own)
+        if stored.itemsize == 1:  # not every device writes FP8 at an index
+            stored, encoded = stored.view(torch.uint8), encoded.view(torch.uint8)
+        stored[rows, :, slots] = encoded
 
 
 def taken(tokens: Tensor, index: Tensor) -> Tensor:
@@ -85,21 +87,12 @@ def fill_rows(
 ) -> None:  # fmt: skip
     """``gather_rows`` by another ``take``, which means what ``taken`` does."""
     for stored, tokens, scale in _stored(cache, keys, values):
-        kept = take(tokens, index)
+        kept, slots, encoding = take(tokens, index), slice(index.shape[1]), encoding_of(stored)
         for row in rows:
-            place = row, slice(None), slice(index.shape[1])
-            if scale is None:
-                stored[place] = kept
-            elif stored.dtype == int8.DTYPE:
-                scale[place] = own = int8.scale_of(kept)
-                stored[place] = int8.quantise(kept, own)
-            else:
-                stored[place] = fp8.quantise(kept, scale[row, :, None, None])
-
-
-def of_slots(scale: Tensor) -> Tensor:
-    """Scales ``[B, G]`` of whole heads or ``[B, G, n]`` of slots, as factors of ``[B, G, n, E]``."""
-    return scale[..., None, None] if scale.dim() == 2 else scale[..., None]
+            own = None if scale is None else scale[row]  # [G] or [G, C]
+            if own is not None and encoding.format.scales == "slot":
+                own = own[:, slots]
+            encoding.store(stored[row, :, slots], own, kept)
 
 
 def _stored(cache: LayerRows, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
@@ -150,16 +143,11 @@ def attend_rows(
     return decode_attention(q, cache, places.rows, places.lengths)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x [T, D] weight [O, D]^T + bias [O]``: ``[T, O]``."""
-    return F.linear(x, weight, bias)
-
-
 def code_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """``x [T, D]`` times the matrix of ``codes [O, D * bits / 8]`` and ``scales [O, D / group]``, transposed, plus
     ``bias [O]``: ``[T, O]``. ``groups.widen`` says what the codes mean; nothing is rounded before the result.
     """
-    wide = groups.widen(codes, scales, 8 * codes.shape[1] // x.shape[1])
+    wide = groups.dequantize(codes, scales, 8 * codes.shape[1] // x.shape[1])
     return F.linear(x.float(), wide, None if bias is None else bias.float()).to(x.dtype)
 
 
@@ -173,12 +161,12 @@ def grouped_linear(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor
     out = x.new_empty(len(x), weight.shape[1])
     for row in range(int(ends[-1])):
         expert = int((ends <= row).sum())
-        matrix = weight[expert].float() if scale is None else widen_blocks(weight[expert], scale[expert])
+        matrix = weight[expert].float() if scale is None else dequantize_blocks(weight[expert], scale[expert])
         out[row] = (matrix @ x[row].float()).to(x.dtype)
     return out
 
 
-def widen_blocks(data: Tensor, scale: Tensor) -> Tensor:
+def dequantize_blocks(data: Tensor, scale: Tensor) -> Tensor:
     """FP8 numbers ``[.., O, D]``, each times the scale of its block, ``[.., ceil(O / 128), ceil(D / 128)]``: fp32."""
     rows, columns = (torch.arange(size, device=data.device) // BLOCK for size in data.shape[-2:])
     return data.float() * scale[..., rows, :][..., columns]

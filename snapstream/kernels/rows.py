@@ -1,4 +1,4 @@
-"""Arguments of kernels beside plain tensors: one layer of all rows, places in it, the norm of heads."""
+"""Compound arguments of kernels: one layer of all rows, places in it, norms, tokens sorted by expert."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from snapstream.kernels.fp8 import Scales
+from snapstream.kernels.formats import Scales
 
 CosSin = tuple[Tensor, Tensor]  # [T, 1, E] fp32 each, the minus of the rotation in the sine
 Keep = Callable[[Tensor], object]  # takes the rotated queries [B, H, E] of a decode step
@@ -49,13 +49,11 @@ class RowPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """Stored tensors of one layer, as views of the stacks; FP8 rows have scales per head, int8 rows per slot.
+    """One layer of the tensors of all rows.
 
-    FP8 rows without scales hold their numbers as they are (``models/heads_view.py`` scales them before and after).
-
-    The stacks stay in the handle because an operator of a compiled graph must write to a whole tensor, not to a view.
-    Where values are the first numbers of the keys (latents), ``values`` is a view of ``keys`` and nothing is written
-    to it.
+    The handle has the tensors of all layers because an operator of torch must write to a whole tensor, not to a view.
+    FP8 rows without scales hold their numbers as they are (``models/views.py`` scales them before and after). Where
+    values are the first numbers of the keys (latents), ``values`` is a view of ``keys`` and nothing is written to it.
     """
 
     keys: Tensor  # [L, rows+1, G, C, E], all layers

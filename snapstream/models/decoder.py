@@ -2,7 +2,7 @@
 
 It keeps no state: tokens are packed along T whatever sequence they belong to, positions come from the caller, and
 attention is left to a ``KVView``. The caller holds ``torch.inference_mode``. Read ``dense.py`` for a layer,
-``weights.py`` for storage, ``layers/rope.py`` for the rotation, ``layer_pass.py`` and ``runner/forward.py`` for the two
+``weights.py`` for storage, ``models/rope.py`` for the rotation, ``layer_pass.py`` and ``exec/eager.py`` for the two
 ways in which layers are run. Of several ranks each has a decoder over its share of the weights, all are called alike,
 and each returns the same bits: ``shards.py`` says who stores what.
 """
@@ -10,6 +10,7 @@ and each returns the same bits: ``shards.py`` says who stores what.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,19 +18,62 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from snapstream.cache.spec import KVSpec
-from snapstream.config import DType, KVDType, ModelConfig, WeightForms
-from snapstream.distributed.group import Alone, Group
-from snapstream.kernels.bound import CosSin, Kernels, bind
-from snapstream.layers.attention import KVView
-from snapstream.layers.rope import Rope
-from snapstream.models import loader
-from snapstream.models.dealt import DealtLatentLayer, is_dealt, own_heads, with_own_heads
-from snapstream.models.families import FAMILIES, kv_spec_of
-from snapstream.models.narrow import MakeWeight, make_weight
-from snapstream.models.shared_votes import share_votes
-from snapstream.models.vocabulary import Vocabulary
+from snapstream.config import DType, KVDType, ModelConfig, WeightFormats
+from snapstream.distributed.group import Alone, Group, ReduceOp
+from snapstream.kernels.interface import CosSin, Kernels, bind
+from snapstream.kv.spec import KVSpec
+from snapstream.models import checkpoint
+from snapstream.models.latent import DealtLatentLayer, LatentLayer, is_dealt, own_heads, with_own_heads
+from snapstream.models.layers import DenseLayer, KVView, Vocabulary
+from snapstream.models.matrix import MakeMatrix, make_matrix
+from snapstream.models.registry import FAMILIES, kv_spec_of
+from snapstream.models.rope import Rope
 from snapstream.models.weights import DecoderWeights, LayerWeights
+
+# Votes for the tokens of a row where the query heads of one kv head are spread over ranks.
+#
+# A selector merges the votes of all query heads that share a kv head. With one kv head on several ranks - of latents,
+# on all of them - each rank has the votes of its own query heads only, so they are merged over the ranks before a
+# selector sees them: every rank then keeps the same tokens. Kv heads that are whole on a rank need nothing of this.
+
+
+def share_votes(kernels: Kernels, whole: KVSpec, own: KVSpec, group: Group) -> Kernels:
+    """``kernels`` whose votes are those of whole kv heads; ``own``: the rank's share of the rows of ``whole``."""
+    copies = group.size * own.num_kv_heads // whole.num_kv_heads
+    if copies == 1:
+        return kernels
+    votes = _SharedVotes(kernels, whole.num_kv_heads, copies, group)
+    return replace(kernels, snapkv_scores=votes.snapkv_scores, hop_scores=votes.hop_scores)
+
+
+class _SharedVotes:
+    """Each rank has one of G kv heads, and ``copies`` ranks have the same."""
+
+    def __init__(self, kernels: Kernels, num_kv_heads: int, copies: int, group: Group) -> None:
+        self._kernels, self._num_kv_heads, self._copies, self._group = kernels, num_kv_heads, copies, group
+        self._own = slice(group.rank // copies, group.rank // copies + 1)
+
+    def snapkv_scores(
+        self, queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool
+    ) -> Tensor:
+        """See ``reference.snapkv_scores``."""
+        own = self._kernels.snapkv_scores(
+            queries, keys, first_query, start, stop, over_row=over_row, group_max=group_max
+        )
+        return self._merged(own, "max" if group_max else "sum")
+
+    def hop_scores(
+        self, weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int
+    ) -> Tensor:
+        """See ``reference.hop_scores``, a mean over query heads."""
+        own = self._kernels.hop_scores(weights, voters, queries, keys, start, stop)
+        return self._merged(own, "sum") / self._copies
+
+    def _merged(self, own: Tensor, op: ReduceOp) -> Tensor:
+        """``own [1, n]``, merged over the ranks that have this kv head. Votes are >= 0, so zeros do not count."""
+        everyone = own.new_zeros(self._num_kv_heads, own.shape[1])  # [G, n]
+        everyone[self._own] = own
+        return self._group.all_reduce(everyone, op)[self._own]
 
 
 class Layer(Protocol):
@@ -80,7 +124,7 @@ class Decoder:
         self._kv_heads = slice(None, None, self.group.size * own.num_kv_heads // whole.num_kv_heads)
         own_kernels = bind(self.device) if kernels is None else kernels
         self.kernels = share_votes(own_kernels, whole, own, self.group)
-        # In decode a rank that has whole rows asks them with all heads, and nobody has to add votes.
+        # In decode a rank that has whole rows asks them with all heads, and no scores need adding.
         self.decode_heads = weights.config.num_heads
         self.decode_kernels = own_kernels if self.is_dealt else self.kernels
         if self.is_dealt:
@@ -100,34 +144,16 @@ class Decoder:
         dtype: str,
         device: str,
         *,
-        max_tokens: int,
         progress: bool,
-        forms: WeightForms | None = None,
-        make: MakeWeight = make_weight,
+        formats: WeightFormats | None = None,
+        make: MakeMatrix = make_matrix,
     ) -> Decoder:
-        """Read a checkpoint, and choose by trial how steps of up to ``max_tokens`` tokens multiply on this machine.
+        """Read a checkpoint.
 
-        ``forms``: how the matrices lie in memory, by default in ``dtype``; ``make`` makes the storage of a form.
+        ``formats``: how the matrices lie in memory, by default in ``dtype``; ``make`` makes the storage of a form.
         """
-        weights = loader.load_weights(folder, config, getattr(torch, dtype), device, progress, forms, make)
-        return cls.tuned(config, weights, max_tokens)
-
-    @classmethod
-    def tuned(
-        cls,
-        config: ModelConfig,
-        weights: DecoderWeights,
-        max_tokens: int,
-        group: Group | None = None,
-        adapt: Callable[[Kernels], Kernels] | None = None,
-    ) -> Decoder:
-        """Over weights that are loaded, under kernels that were chosen by trial as ``load`` chooses them.
-
-        ``adapt`` may put others in their place, before votes are shared over the ranks.
-        """
-        group = Alone() if group is None else group
-        kernels = bind(weights.device).tuned(weights.factors(), max_tokens, group.all_reduce)
-        return cls(config, weights, kernels if adapt is None else adapt(kernels), group)
+        weights = checkpoint.load_weights(folder, config, getattr(torch, dtype), device, progress, formats, make)
+        return cls(config, weights)
 
     def wide_layer(self, index: int) -> Layer:
         """A layer for many tokens: its matrices as they are computed with, until another layer is asked for."""
@@ -136,11 +162,11 @@ class Decoder:
         return self._wide_layers[index]
 
     @property
-    def sums_alike(self) -> bool:
+    def is_batch_invariant(self) -> bool:
         """Whether what a token gets from the second half of a layer is the same bits alone and beside others. Not so
         among experts, whose products over panels would be: a router's product is a plain one.
         """
-        return self.config.moe is None and all(weight.sums_alike for weight in self.weights.matrices.values())
+        return self.config.moe is None and all(weight.is_batch_invariant for weight in self.weights.matrices.values())
 
     def with_kernels(self, kernels: Kernels) -> Decoder:
         """The same weights under other kernels, as they are bound to a device: ranks share their votes anew."""
@@ -218,8 +244,10 @@ class Decoder:
 
 
 def _layer_class(config: ModelConfig) -> Any:
-    """The class of a family's layers."""
+    """The family's own layer, or that of the recipe."""
     layer = FAMILIES.get(config.architecture).layer
+    if layer is None:
+        return DenseLayer if config.latent is None else LatentLayer
     if not isinstance(layer, str):
         return layer
     module, _, name = layer.partition(":")

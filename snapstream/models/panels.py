@@ -1,8 +1,7 @@
-"""Matrices in panels, as the looped decode step on a CPU reads them; prefill reads the same bytes.
+"""Matrices in panels, as the looped library of a CPU reads them; eager products and prefill read the same bytes.
 
-The panel product takes any number of tokens and widens as it goes, so nothing is widened beforehand and a weight lies
-in memory once. ``panel_weight.py`` has what forms share, ``block_panels.py`` FP8, ``kernels/cpu/looped`` the layouts
-and the products.
+The panel product takes any number of tokens and dequantizes as it goes, so a weight lies in memory once. FP8 rows are
+stored in whole blocks of 128, so that a block has one scale. Layouts and products are those of ``kernels/cpu/looped``.
 """
 
 from __future__ import annotations
@@ -12,44 +11,189 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from snapstream.config import DType, WeightForm
-from snapstream.kernels import groups
-from snapstream.kernels.cpu import pages
-from snapstream.kernels.cpu.looped import code_panels, panels
-from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack
-from snapstream.models.block_panels import BlockPanels
-from snapstream.models.narrow import MakeWeight
-from snapstream.models.panel_weight import Panels
-from snapstream.models.weight import Weight
+from snapstream.config import DType, WeightFormat
+from snapstream.kernels import memory
+from snapstream.kernels.cpu.looped import panels, prompt
+from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack, address
+from snapstream.kernels.formats import FP8
+from snapstream.kernels.interface import Kernels, Pairs, SumNorm
+from snapstream.kernels.reference import BLOCK
+from snapstream.models.matrix import Index, MakeMatrix, Matrix, block_rows, decode, encode, num_blocks
 
-_ROWS_AT_ONCE = 16 * PANEL  # that are quantised: what is wide meanwhile stays small
+_ROWS_AT_ONCE = 16 * PANEL  # that are quantized: what is in fp32 meanwhile stays small
 
 
-def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeWeight:
+class PanelMatrix(Matrix):
+    """A matrix or a stack in panels, computed with in fp32. A view is a layer, or a range of the rows of a matrix."""
+
+    is_read_by_prefill = True
+    is_batch_invariant = True
+
+    def __init__(
+        self,
+        library: Library,
+        data: Tensor,
+        shape: tuple[int, ...],
+        form: WeightFormat,
+        scales: Tensor | None = None,
+        *,
+        inputs: str = "float32",
+        rows: range | None = None,
+    ) -> None:
+        """``data``: panels of matrices ``shape [..., out, in]``, of int8 and int4 with their scales; ``scales``: of FP8
+        blocks; ``inputs``: to what ``multiply`` rounds; ``rows``: those that belong to the view.
+        """
+        super().__init__(data, scales, form, torch.float32)
+        self.library, self._matrix, self._inputs = library, shape, inputs
+        self._rows = range(shape[-2]) if rows is None else rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self._matrix[:-2], len(self._rows), self._matrix[-1])
+
+    def __getitem__(self, index: Index) -> Self:
+        """See ``Matrix.__getitem__``; TypeError for a view of anything but layers, experts or rows."""
+        data, scales, shape, rows = self.data, self.scales, self._matrix, self._rows
+        for part in index if isinstance(index, tuple) else (index,):
+            if len(shape) > 2 and isinstance(part, int):
+                data, scales, shape = data[part], None if scales is None else scales[part], shape[1:]
+            elif len(shape) == 2 and isinstance(part, slice):
+                rows = rows[part]
+            else:
+                raise TypeError(f"panels of shape {list(self.shape)} have no view {index!r}")
+        if self.form.is_fp8:
+            block_rows(rows.start, rows.stop, shape[-2:])  # which refuses others
+        return type(self)(self.library, data, shape, self.form, scales, inputs=self._inputs, rows=rows)
+
+    def fill(self, numbers: Tensor) -> None:
+        """See ``Matrix.fill``."""
+        if tuple(numbers.shape) != self.shape:
+            raise ValueError(f"numbers of shape {list(numbers.shape)} for panels of shape {list(self.shape)}")
+        if len(self._matrix) > 2:
+            for index, part in enumerate(numbers):
+                self[index].fill(part)
+        elif not self.form.is_quantized:
+            panels.fill_rows(self.data, self._rows.start, numbers)
+        else:
+            count = BLOCK if self.form.is_fp8 else _ROWS_AT_ONCE
+            for start in range(0, len(numbers), count):
+                part = numbers[start : start + count]
+                self[start : start + len(part)].fill_quantized(*encode(part, self.form))
+
+    def fill_quantized(self, values: Tensor, scales: Tensor) -> None:
+        """See ``Matrix.fill_quantized``."""
+        first = self._rows.start
+        if not self.form.is_quantized:
+            super().fill_quantized(values, scales)
+        elif self.scales is None:
+            panels.fill_codes(self.data, first, values, scales, self.form.bits)
+        else:
+            panels.fill_rows(self.data.view(torch.uint8), first, values.view(torch.uint8))
+            self.scales[block_rows(first, self._rows.stop, self._matrix[-2:])] = scales
+
+    def dense(self) -> Tensor:
+        """See ``Matrix.dense``: a copy in fp32."""
+        self._need_whole()
+        num_out, num_in = self._matrix[-2:]
+        if self.form.is_fp8:
+            numbers = panels.rows_of(self.data.view(torch.uint8), num_out, num_in).view(FP8.dtype)
+            return decode(numbers, self.scales, self.form)  # type: ignore[arg-type]
+        if not self.form.is_quantized:
+            return panels.rows_of(self.data, num_out, num_in).to(torch.float32)
+        if len(self._matrix) > 2:
+            return torch.stack([self[index].dense() for index in range(self._matrix[0])])
+        return decode(*panels.codes_of(self.data, num_out, self.form.bits), self.form)
+
+    def dequantize_into(self, out: Tensor) -> None:
+        """See ``Matrix.dequantize_into``."""
+        out.copy_(self.dense())
+
+    @property
+    def stack(self) -> Stack:
+        """The struct for the library, of whole matrices; the weight must outlive its use."""
+        self._need_whole()
+        num_out, num_in, form = *self._matrix[-2:], self.form
+        if form.is_quantized and not form.is_fp8:
+            return panels.stack_of_codes(self.data, num_out, num_in, form.bits, rounds_inputs=form.rounds_inputs)
+        stack = panels.stack_of(self.data, num_out, num_in)
+        if form.is_fp8:
+            stack.scales = address(self.scales)
+        else:
+            stack.inputs = FORMATS["bfloat16" if form.rounds_inputs else "float32"]
+        return stack
+
+    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """See ``Matrix.multiply``; the same sums for a token whatever is beside it. Looped decode does not come here:
+        its steps round inputs as the form says, prefill as it was decided for prefill.
+        """
+        return panels.linear(self.library, self._prefill_stack, x, bias)
+
+    def multiply_normed(self, given: SumNorm, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """See ``Matrix.multiply_normed``: in one call, whose norm is made as steps make it."""
+        return prompt.normed_linear(self.library, self._prefill_stack, given, bias)
+
+    def swiglu(
+        self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
+    ) -> Tensor:
+        """See ``Matrix.swiglu``: in one call, where gate and up are whole panels."""
+        if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL or down._inputs == "int8":
+            return super().swiglu(down, given, biases, kernels)
+        return prompt.swiglu(self.library, (self._prefill_stack, down._prefill_stack), given, biases)
+
+    def swiglu_grouped(self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels) -> Tensor:
+        """See ``Matrix.swiglu_grouped``: in one call, where gate and up are whole panels."""
+        if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL or down._inputs == "int8":
+            return super().swiglu_grouped(down, x, pairs, kernels)
+        return prompt.swiglu_grouped(self.library, (self._prefill_stack, down._prefill_stack), x, pairs)
+
+    def multiply_grouped(self, x: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
+        """See ``Matrix.multiply_grouped``; one expert after the other."""
+        return self._multiply_each(x, ends, kernels)
+
+    @property
+    def _prefill_stack(self) -> Stack:
+        stack = self.stack
+        stack.inputs = FORMATS[self._inputs]
+        return stack
+
+    def lookup(self, token_ids: Tensor) -> Tensor:
+        """See ``Matrix.lookup``."""
+        if self.form.is_fp8:
+            raise TypeError("a table of embeddings is not kept in FP8 blocks")
+        return panels.lookup(self.library, self.stack, token_ids)
+
+    def _need_whole(self) -> None:
+        if len(self._rows) != self._matrix[-2]:
+            raise TypeError(f"rows {self._rows.start} to {self._rows.stop} of {self._matrix[-2]} cannot be read alone")
+
+
+def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeMatrix:
     """Makes storage in panels for a computation in fp32 on a CPU.
 
-    ``rounds_prefill``: see ``WeightForms``; matrices of bf16 and of codes have such products. The output embedding
-    sees a few tokens of a prompt at most, in prefill too, and rounds as in decode. ValueError where this processor does
-    not multiply bf16: of ranks, the leader's decides.
+    ``rounds_prefill``: see ``WeightFormats``; products of bf16, int8 and int4 can. The output embedding sees a few
+    tokens of a prompt at most, in prefill too, and rounds as in decode. ValueError where this processor does not
+    multiply bf16: of several ranks, rank 0's decides.
     """
     if rounds_prefill:
         _need_bf16(library)
 
-    def make(form: WeightForm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Weight:
-        if form.rounds_inputs and not form.is_codes:
+    def make(form: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Matrix:
+        if form.rounds_inputs and not form.is_quantized:
             _need_bf16(library)
-        if form.is_blocks:
-            return BlockPanels.empty(library, shape)
+        if form.is_fp8:
+            return PanelMatrix(
+                library, panels.empty_panels(shape, FP8.dtype), shape, form, torch.empty(num_blocks(shape))
+            )
         is_table = len(shape) == 2
-        if not form.is_codes:
-            rounds = form.rounds_inputs if is_table else rounds_prefill and form.width == "bfloat16"
-            storage = panels.empty_panels(shape, getattr(torch, form.width))
-            return FloatPanels(library, storage, shape, "bfloat16" if rounds else "float32", form)
+        if not form.is_quantized:
+            rounds = form.rounds_inputs if is_table else rounds_prefill and form.dtype == "bfloat16"
+            storage = panels.empty_panels(shape, getattr(torch, form.dtype))
+            return PanelMatrix(library, storage, shape, form, inputs="bfloat16" if rounds else "float32")
         inputs: DType | Literal["int8"] = "bfloat16" if rounds_prefill else "float32"
         if is_table:
             inputs = "int8" if form.rounds_inputs else "float32"
-        storage = pages.zeros(code_panels.code_panel_shape(shape, form.bits, form.group), torch.uint8)
-        return CodePanels(library, storage, shape, inputs, form)
+        storage = memory.zeros(panels.code_panel_shape(shape, form.bits, form.group), torch.uint8)
+        return PanelMatrix(library, storage, shape, form, inputs=inputs)
 
     return make
 
@@ -57,65 +201,3 @@ def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeWeight
 def _need_bf16(library: Library) -> None:
     if not library.multiplies_bf16():
         raise ValueError("inputs are to be rounded to bfloat16, and this processor cannot; use activations 'dtype'")
-
-
-class _Formed(Panels):
-    """What has a form."""
-
-    def __init__(
-        self, library: Library, data: Tensor, shape: tuple[int, ...], inputs: str, form: WeightForm,
-        rows: range | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(library, data, shape, inputs, rows)
-        self.form = form
-
-    def _view(self, data: Tensor, shape: tuple[int, ...], rows: range) -> Self:
-        return type(self)(self.library, data, shape, self._inputs, self.form, rows)
-
-
-class FloatPanels(_Formed):
-    """Floats of 32 or 16 bits."""
-
-    def _fill_rows(self, first: int, numbers: Tensor) -> None:
-        panels.fill_rows(self.data, first, numbers)
-
-    @property
-    def stack(self) -> Stack:
-        """See ``Panels.stack``."""
-        self._need_whole()
-        stack = panels.stack_of(self.data, self._matrix[-2], self._matrix[-1])
-        stack.inputs = FORMATS["bfloat16" if self.form.rounds_inputs else "float32"]
-        return stack
-
-    def dense(self) -> Tensor:
-        """See ``Weight.dense``: a copy in fp32."""
-        self._need_whole()
-        return panels.rows_of(self.data, self._matrix[-2], self._matrix[-1]).to(torch.float32)
-
-
-class CodePanels(_Formed):
-    """Codes of 8 or 4 bits and a scale per group (``kernels/groups.py``)."""
-
-    def _fill_rows(self, first: int, numbers: Tensor) -> None:
-        for start in range(0, len(numbers), _ROWS_AT_ONCE):
-            codes = groups.quantise(numbers[start : start + _ROWS_AT_ONCE], self.form.bits, self.form.group)
-            code_panels.fill_codes(self.data, first + start, *codes, self.form.bits)
-
-    def fill_codes(self, codes: Tensor, scales: Tensor) -> None:
-        """Store what is in codes of these bits and groups already."""
-        code_panels.fill_codes(self.data, self._rows.start, codes, scales, self.form.bits)
-
-    @property
-    def stack(self) -> Stack:
-        """See ``Panels.stack``."""
-        self._need_whole()
-        return code_panels.stack_of_codes(
-            self.data, self._matrix[-2], self._matrix[-1], self.form.bits, rounds_inputs=self.form.rounds_inputs
-        )
-
-    def dense(self) -> Tensor:
-        """See ``Weight.dense``: a copy in fp32."""
-        self._need_whole()
-        if len(self._matrix) > 2:
-            return torch.stack([self[index].dense() for index in range(self._matrix[0])])
-        return groups.widen(*code_panels.codes_of(self.data, self._matrix[-2], self.form.bits), self.form.bits)

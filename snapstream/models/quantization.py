@@ -1,24 +1,29 @@
-"""What config.json says of codes in the files: read strictly, and written. No torch.
+"""How a checkpoint stores its numbers: what config.json says of quantized matrices, and the headers of the files.
 
 ``pack-quantized`` of compressed-tensors is read and written, for the matrices of the layers: 8 or 4 bits, symmetric, in
 groups along the input, activations as they are (W8A16, W4A16), and those around attention may have codes of their own.
 FP8 in blocks of 128 by 128, as DeepSeek and Qwen publish it, is read. Anything else is refused with the reason.
-``packed.py`` has the tensors of both forms.
+The headers tell dtypes, and whether the output embedding is tied; one that cannot be read counts as absent, and the
+loader (``checkpoint.py``, which has the tensors of both formats) refuses it with the reason. No torch.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
-from snapstream.config.weights import CODE_BITS, FP8_BLOCK, GROUPS, CodeWidth, WeightForm
+from snapstream.config import DTYPE_BYTES, DType, StoredWeights
+from snapstream.config.model import FP8_BLOCK, GROUPS, QUANTIZED_BITS, QuantizedDType, WeightFormat
+from snapstream.models.config_json import read_object
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
 FP8_METHOD = "fp8"
 SCALES = "_scale"  # behind the name of a matrix: the tensor of its scales
 FP8_SCALES = "_scale_inv"  # the same of FP8 blocks; a number is times its scale, in spite of the name
-LM_HEAD = ("lm_head", "re:lm_head", "re:.*lm_head", "re:.*lm_head.*")  # how its exception is written
+_HEADS = ("lm_head", "re:lm_head", "re:.*lm_head", "re:.*lm_head.*")  # how its exception is written
 # How that of routers is, which stay floats too. A pattern that leaves out more is found where tensors are compared.
 ROUTER = re.compile(
     r"model\.layers\.\d+\.(mlp|block_sparse_moe)\.gate|re:\.\*\\?\.?((mlp|block_sparse_moe)\\?\.)?gate\$?"
@@ -26,10 +31,10 @@ ROUTER = re.compile(
 LAYERS, ATTENTION = "Linear", r"re:.*\.self_attn\.\w*_proj(_with_mqa)?$"  # targets; a name goes before a class
 CONVERT = "convert the unquantized checkpoint with `snapstream quantize`"
 
-_WIDTHS: dict[int, CodeWidth] = {8: "int8", 4: "int4"}
+_WIDTHS: dict[int, QuantizedDType] = {8: "int8", 4: "int4"}
 
 
-def stored_form(settings: Mapping[str, Any]) -> WeightForm | None:
+def stored_format(settings: Mapping[str, Any]) -> WeightFormat | None:
     """The form of the layers' matrices in a checkpoint with this config.json; None where they are plain floats.
 
     ``settings`` without ``refusals``.
@@ -38,11 +43,11 @@ def stored_form(settings: Mapping[str, Any]) -> WeightForm | None:
     if not quantization:
         return None
     if quantization["quant_method"] == FP8_METHOD:
-        return WeightForm(width="fp8")
+        return WeightFormat(dtype="fp8")
     return _form_of_target(quantization, LAYERS)
 
 
-def stored_attention(settings: Mapping[str, Any]) -> WeightForm | None:
+def stored_attention(settings: Mapping[str, Any]) -> WeightFormat | None:
     """The form of the matrices around attention where the checkpoint names one for them; ``settings`` as above."""
     quantization = settings.get("quantization_config")
     if not quantization or quantization["quant_method"] == FP8_METHOD:
@@ -50,10 +55,10 @@ def stored_attention(settings: Mapping[str, Any]) -> WeightForm | None:
     return _form_of_target(quantization, ATTENTION)
 
 
-def _form_of_target(quantization: Mapping[str, Any], target: str) -> WeightForm | None:
+def _form_of_target(quantization: Mapping[str, Any], target: str) -> WeightFormat | None:
     found = (group["weights"] for group in quantization["config_groups"].values() if group["targets"] == [target])
     weights = next(found, None)
-    return weights and WeightForm(width=_WIDTHS[weights["num_bits"]], group=weights["group_size"])
+    return weights and WeightFormat(dtype=_WIDTHS[weights["num_bits"]], group=weights["group_size"])
 
 
 def refusals(settings: Mapping[str, Any]) -> list[str]:
@@ -83,7 +88,7 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     ignored = quantization.get("ignore")
     names = ignored if isinstance(ignored, list) else []
     others = [name for name in names if not (isinstance(name, str) and ROUTER.fullmatch(name))]
-    if (ignored is not None and ignored != names) or any(name not in LM_HEAD for name in others):
+    if (ignored is not None and ignored != names) or any(name not in _HEADS for name in others):
         reasons.append(f"quantization_config.ignore is {ignored!r}; every matrix of the layers must be quantized")
     elif not others and not tied:
         reasons.append("quantization_config.ignore does not name lm_head; output embeddings must be floats")
@@ -155,7 +160,7 @@ def _named(value: Any) -> str:
 
 
 def quantization_config(
-    form: WeightForm, routers: Sequence[str] = (), attention: WeightForm | None = None
+    form: WeightFormat, routers: Sequence[str] = (), attention: WeightFormat | None = None
 ) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint whose layers' matrices are codes of ``form``, those around attention
     of ``attention`` if it is given; ``routers`` are names of modules, behind the prefix of a layer, that are floats.
@@ -165,12 +170,104 @@ def quantization_config(
         groups["group_1"] = _scheme(ATTENTION, attention)
     return {"quant_method": METHOD, "format": FORMAT, "quantization_status": "compressed",
             "config_groups": groups, "kv_cache_scheme": None,
-            "ignore": [LM_HEAD[0], *(f"re:.*{name}$" for name in routers)]}  # fmt: skip
+            "ignore": [_HEADS[0], *(f"re:.*{name}$" for name in routers)]}  # fmt: skip
 
 
-def _scheme(target: str, form: WeightForm) -> dict[str, Any]:
+def _scheme(target: str, form: WeightFormat) -> dict[str, Any]:
     """An entry of ``config_groups``."""
-    weights = {"num_bits": CODE_BITS[form.width], "type": "int", "symmetric": True, "strategy": "group",
+    weights = {"num_bits": QUANTIZED_BITS[form.dtype], "type": "int", "symmetric": True, "strategy": "group",
                "group_size": form.group, "dynamic": False, "actorder": None, "block_structure": None,
                "observer": "minmax", "observer_kwargs": {}}  # fmt: skip
     return {"targets": [target], "weights": weights, "input_activations": None, "output_activations": None}
+
+
+_NAMES: dict[str, DType] = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MOST_HEADER_BYTES = 100 * 2**20
+_COMPARED_BYTES, _MOST_COMPARED_BYTES = 2**20, 2**34  # at a time; of a table, larger ones count as different
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def stored_weights(folder: Path, settings: Mapping[str, Any]) -> StoredWeights:
+    """``settings``: the parsed config.json of ``folder``, which need not hold weights."""
+    found = {dtype for file in sorted(folder.glob("*.safetensors")) for dtype in _matrix_dtypes(file)}
+    dtype = found.pop() if len(found) == 1 else "float32" if found else _declared(settings)  # fp32 holds all of them
+    return StoredWeights(dtype=dtype, quantized=stored_format(settings), attention=stored_attention(settings))
+
+
+def _declared(settings: Mapping[str, Any]) -> DType | None:
+    name = settings.get("dtype") or settings.get("torch_dtype")
+    plain = name.removeprefix("torch.") if isinstance(name, str) else ""
+    plain = "float32" if plain == "float64" else plain
+    return cast(DType, plain) if plain in DTYPE_BYTES else None
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether the files hold an output embedding that differs from the input embedding.
+
+    transformers then ties nothing, whatever tie_word_embeddings says. An equal one costs a reading of both.
+    """
+    tables: dict[str, tuple[Path, int, int, Any]] = {}
+    for file in _weight_files(folder):
+        header, start = _read_header(file)
+        room = file.stat().st_size - start
+        for name in (EMBED, LM_HEAD):
+            match header.get(name):
+                case {"data_offsets": [int(begin), int(end)], "dtype": dtype, "shape": shape} if (
+                    0 <= begin <= end <= room
+                ):
+                    tables[name] = file, start + begin, end - begin, (dtype, shape)
+    if len(tables) < 2:
+        return False
+    (one, at_one, size, kind), (other, at_other, other_size, other_kind) = tables.values()
+    if size != other_size or kind != other_kind or size > _MOST_COMPARED_BYTES:
+        return True
+    return not _is_same(one, at_one, other, at_other, size)
+
+
+def _is_same(one: Path, at_one: int, other: Path, at_other: int, size: int) -> bool:
+    """Whether ``size`` bytes of two files are equal."""
+    with one.open("rb") as left, other.open("rb") as right:
+        left.seek(at_one)
+        right.seek(at_other)
+        for done in range(0, size, _COMPARED_BYTES):
+            count = min(_COMPARED_BYTES, size - done)
+            found = left.read(count)
+            if len(found) < count or found != right.read(count):
+                return False
+    return True
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that the loader reads."""
+    index = folder / INDEX_FILE
+    names: Any = [SINGLE_FILE]
+    if index.is_file():
+        weight_map = read_object(index).get("weight_map")
+        names = weight_map.values() if isinstance(weight_map, dict) else ()
+    own = {name for name in names if isinstance(name, str) and Path(name).name == name and "\0" not in name}
+    return [folder / name for name in sorted(own) if (folder / name).is_file()]
+
+
+def _matrix_dtypes(file: Path) -> Iterator[DType]:
+    """Of every tensor of two dimensions or more but scales."""
+    for name, tensor in _read_header(file)[0].items():
+        if name.endswith((SCALES, FP8_SCALES)):
+            continue
+        if isinstance(tensor, dict) and isinstance(tensor.get("shape"), list) and len(tensor["shape"]) > 1:
+            dtype = tensor.get("dtype")
+            if isinstance(dtype, str) and dtype in _NAMES:
+                yield _NAMES[dtype]
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its data begins."""
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size)) if size <= _MOST_HEADER_BYTES else {}
+    except (OSError, ValueError, RecursionError):
+        return {}, 0
+    return (header, 8 + size) if isinstance(header, dict) else ({}, 0)

@@ -1,28 +1,73 @@
-"""From config.json to a ``ModelConfig``; a model that cannot be run faithfully is refused, with every reason.
+"""The families that can be run, and from config.json to a ``ModelConfig``. No torch, no transformers.
 
-Invariant: a folder whose files name code of their own is refused (``json_file.py``), and so is every malformed field,
-with file and field (``fields.py``).
-
-Neither torch nor transformers is imported, so ``snapstream plan`` answers at once. Both spellings of the rope
-settings are read: ``rope_theta`` beside ``rope_scaling``, and the ``rope_parameters`` of transformers 5. Rope
-is parsed in ``rope_config.py``; a new architecture is a row of ``FAMILIES`` (``families.py``).
+A model that would not be computed faithfully is refused, with every reason; a folder whose files name Python code and
+every malformed field are refused with file and field. Both spellings of the rope settings are read: ``rope_theta``
+beside ``rope_scaling``, and the ``rope_parameters`` of transformers 5.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from snapstream.config import ModelConfig, as_path
+from snapstream.config import DType, KVDType, ModelConfig, as_path
+from snapstream.config.values import Registry
+from snapstream.kv.spec import KVSpec
 from snapstream.models import quantization
-from snapstream.models.families import FAMILIES, Family
-from snapstream.models.fields import flag, number, token_ids, whole_number
-from snapstream.models.json_file import read_object, refuse_code
-from snapstream.models.rope_config import parse_rope, stretched_max_position
-from snapstream.models.stored import stored_weights
+from snapstream.models.config_json import (
+    check_file,
+    check_folder,
+    flag,
+    number,
+    parse_rope,
+    read_object,
+    stretched_max_position,
+    token_ids,
+    whole_number,
+)
+from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from snapstream.models.family import Family
+from snapstream.models.glm import GLM4_MOE, GLM4_MOE_LITE
+from snapstream.models.llama import LLAMA
+from snapstream.models.mistral import MISTRAL, MIXTRAL
+from snapstream.models.quantization import has_own_head, stored_weights
+from snapstream.models.qwen import QWEN2, QWEN3, QWEN3_MOE
+from snapstream.models.smollm import SMOLLM3
+from snapstream.models.tensors import TensorSpecs
+from snapstream.types import MAX_END_TOKEN_IDS
+
+FAMILIES: Registry[Family] = Registry(
+    "architecture",
+    {
+        "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+        "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+        "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+        "LlamaForCausalLM": LLAMA,
+        "MistralForCausalLM": MISTRAL,
+        "Qwen2ForCausalLM": QWEN2,
+        "Qwen3ForCausalLM": QWEN3,
+        "Qwen3MoeForCausalLM": QWEN3_MOE,
+        "MixtralForCausalLM": MIXTRAL,
+        "Glm4MoeForCausalLM": GLM4_MOE,
+        "SmolLM3ForCausalLM": SMOLLM3,
+    },
+)
+
+
+def kv_spec_of(config: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
+    """What a layer of a model keeps per token."""
+    return FAMILIES.get(config.architecture).kv_spec(config, dtype, kv_dtype)
+
+
+def tensor_specs(config: ModelConfig) -> TensorSpecs:
+    """Every stored tensor of a model by name."""
+    specs = FAMILIES.get(config.architecture).tensors(config)
+    return {**specs, **{name: replace(specs[name], is_float=True) for name in config.float_tensors}}
+
 
 EXPERT_FIELDS = (
     "num_experts",
@@ -32,6 +77,21 @@ EXPERT_FIELDS = (
     "num_experts_per_tok",
 )
 
+
+# Fields of architectures that are not supported, and what their layers have that ours do not.
+UNSUPPORTED_FIELDS = {
+    "vision_config": "image inputs (a vision tower)",
+    "audio_config": "audio inputs (an audio tower)",
+    "sliding_window_pattern": "sliding-window attention layers",
+    "linear_num_key_heads": "linear attention layers (Gated DeltaNet)",
+    "attention_chunk_size": "chunked attention layers",
+    "no_rope_layers": "layers without rotary embedding",
+    "attn_logit_softcapping": "capped attention scores",
+    "final_logit_softcapping": "capped logits",
+    "ssm_state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+}
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 # What config.json may call the type of the weights; the loader reads their own headers.
 DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
@@ -45,18 +105,37 @@ def read_model_config(path: str | Path) -> ModelConfig:
     file = as_path("the model's folder", path)
     if file.is_dir():
         file = file / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist; expected a checkpoint folder or a config.json")
-    refuse_code(file.parent)
+    check_file(file)
+    is_absent = not file.is_file()
+    if file.suffix == ".gguf" or (is_absent and file.name == "config.json" and any(file.parent.glob("*.gguf"))):
+        raise ValueError(f"{path} is a GGUF model; only checkpoint folders of safetensors and a config.json are read")
+    if is_absent:
+        is_id = HUB_ID.fullmatch(str(path)) and not file.parent.is_dir()
+        hint = (
+            f"; to download it from the Hugging Face hub: hf download {path} --local-dir {file.name}" if is_id else ""
+        )
+        raise ValueError(f"{file} does not exist; expected a checkpoint folder or a config.json{hint}")
+    check_folder(file.parent)
     settings = read_object(file)
     with _naming(file):
         config = replace(model_config_from_dict(settings), stored=stored_weights(file.parent, settings))
+        if config.tie_word_embeddings and has_own_head(file.parent):
+            config = replace(config, tie_word_embeddings=False)
     beside = file.parent / "generation_config.json"
     if not beside.is_file():
-        return config
+        return _checked_ends(config, file)
+    stated = token_ids(settings, "eos_token_id")  # transformers' default counts only without a generation_config.json
     with _naming(beside):
         extra = token_ids(read_object(beside), "eos_token_id")
-    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
+    return _checked_ends(replace(config, eos_token_ids=tuple(dict.fromkeys(stated + extra))), beside)
+
+
+def _checked_ends(config: ModelConfig, file: Path) -> ModelConfig:
+    """``config``, unless it has more end tokens than a row has room for; those outside the vocabulary take none."""
+    count = len({token for token in config.eos_token_ids if token < config.vocab_size})
+    if count > MAX_END_TOKEN_IDS:
+        raise ValueError(f"{file}: eos_token_id names {count:,} tokens; the limit is {MAX_END_TOKEN_IDS}")
+    return config
 
 
 @contextmanager
@@ -76,54 +155,56 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
     if refusals:
         raise ValueError(f"cannot run {architecture}: " + "; ".join(refusals))
     family = FAMILIES.get(architecture)
+    settings = family.complete(settings)
     hidden, heads = whole_number(settings, "hidden_size"), whole_number(settings, "num_attention_heads")
     max_position = whole_number(settings, "max_position_embeddings")
-    rope = parse_rope(settings, max_position, theta=family.rope_theta, partial=family.partial_rotary)
-    has_attention_bias = family.reads_attention_bias and flag(settings, "attention_bias")
-    more = family.read_more(settings)
-    plain = dict(
+    rope = parse_rope(settings, max_position, is_partial=family.is_partly_rotated)
+    recipe = family.recipe(settings)
+    plain: dict[str, Any] = dict(
         architecture=architecture,
         vocab_size=whole_number(settings, "vocab_size"),
         hidden_size=hidden,
         num_layers=whole_number(settings, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=whole_number(settings, "num_key_value_heads", heads),
-        head_dim=more["head_dim"] if "head_dim" in more else _head_dim(settings, family, hidden, heads),
+        head_dim=recipe["head_dim"] if "head_dim" in recipe else _head_dim(settings, hidden, heads),
         intermediate_size=whole_number(settings, "intermediate_size"),
         max_position=stretched_max_position(rope, max_position),
-        # Absent it has a value, null it has none: transformers would compute with None.
-        rms_norm_eps=number({"rms_norm_eps": family.rms_norm_eps, **settings}, "rms_norm_eps", above=0.0, most=1.0),
+        rms_norm_eps=number(settings, "rms_norm_eps", above=0.0, most=1.0),
         rope=rope,
         tie_word_embeddings=flag(settings, "tie_word_embeddings"),
-        qkv_bias=family.qkv_bias or has_attention_bias,
-        o_bias=has_attention_bias,
-        mlp_bias=family.reads_mlp_bias and flag(settings, "mlp_bias"),
-        qk_norm=family.qk_norm,
         bos_token_id=next(iter(token_ids(settings, "bos_token_id")), None),
         eos_token_ids=token_ids(settings, "eos_token_id"),
     )
-    return family.config_class(**{**plain, **more})
+    return ModelConfig(**{**plain, **recipe})
 
 
 def find_refusals(settings: Mapping[str, Any]) -> list[str]:
     """Every reason why this model would not be computed faithfully; empty when it can run."""
     architecture = _architecture(settings)
     reasons = []
-    if architecture not in FAMILIES:
+    is_known = architecture in FAMILIES
+    if not is_known:
         reasons.append(f"unknown architecture (known: {', '.join(FAMILIES.names)})")
+        inner = settings.get("text_config")
+        settings = {**settings, **(inner if isinstance(inner, dict) else {})}
+        missing = [what for name, what in UNSUPPORTED_FIELDS.items() if settings.get(name)]
+        if missing:
+            reasons.append(f"not supported: {', '.join(dict.fromkeys(missing))}")
     if flag(settings, "is_encoder_decoder"):
         reasons.append("encoder-decoder models have cross attention, which rows do not hold")
     if settings.get("model_type") == "gpt_oss" or "GptOss" in architecture:
         reasons.append("learned attention sinks (gpt-oss) are not supported")
     reasons += _layer_type_refusals(settings)
     unknown = Family(has_window_switch="use_sliding_window" in settings)
-    family = FAMILIES.get(architecture) if architecture in FAMILIES else unknown
+    family = FAMILIES.get(architecture) if is_known else unknown
+    settings = family.complete(settings)
     window = _sliding_window(settings, family)
     if window is not None:
         reasons.append(f"sliding_window is in use ({window}); only full attention layers are supported")
     reasons += family.refusals(settings)
     experts = [name for name in EXPERT_FIELDS if settings.get(name)]
-    if experts and not family.has_experts:
+    if experts and is_known and not family.has_experts:
         reasons.append(f"mixture-of-experts layers are not supported ({experts[0]} is {settings[experts[0]]})")
     if settings.get("index_topk"):
         reasons.append(
@@ -171,7 +252,7 @@ def _sliding_window(settings: Mapping[str, Any], family: Family) -> int | None:
     """The window, if any layer would use it. Qwen models name one and switch it on separately."""
     if family.has_window_switch and not flag(settings, "use_sliding_window"):
         return None
-    window: int | None = settings.get("sliding_window", family.sliding_window)
+    window: int | None = settings.get("sliding_window")
     return window
 
 
@@ -183,11 +264,9 @@ def _architecture(settings: Mapping[str, Any]) -> str:
     return names[0]
 
 
-def _head_dim(settings: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
+def _head_dim(settings: Mapping[str, Any], hidden: int, heads: int) -> int:
     if settings.get("head_dim") is not None:
         return whole_number(settings, "head_dim")
-    if family.head_dim is not None:
-        return family.head_dim
-    if hidden % heads:
+    if heads < 1 or hidden % heads:
         raise ValueError(f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads})")
     return hidden // heads

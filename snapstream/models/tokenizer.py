@@ -1,8 +1,8 @@
 """The one place that loads a tokenizer, from a checkpoint folder on disk.
 
-Invariant: nothing of the folder is run. ``refuse_code`` turns away folders that name code, before transformers sees
+Invariant: nothing of the folder is run. ``check_folder`` turns away folders that name code, before transformers sees
 them; ``trust_remote_code=False`` keeps transformers from asking on stdin whatever it finds. Chat templates are rendered
-in transformers' sandbox, without a loader, so that they include no file. transformers is imported on first use.
+by ``chat_template.py``. transformers is imported on first use.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from snapstream.models.json_file import read_object, refuse_code
+from snapstream.models.chat_template import TemplateFault, check_template
+from snapstream.models.config_json import MAX_TEMPLATE_BYTES, check_folder, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,12 +19,10 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
 
-MAX_TEMPLATE_BYTES = 2**20
-
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder holds a file that a tokenizer can be read from."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -32,7 +31,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"{folder} is not a folder; a tokenizer is read from a checkpoint folder")
     if not has_tokenizer(folder):
         raise ValueError(f"{folder} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
-    refuse_code(folder)
+    check_folder(folder)
     for name in JSON_FILES[:-1]:  # the last is large: transformers parses it, and we only where that fails
         if (folder / name).is_file():
             read_object(folder / name)
@@ -55,10 +54,7 @@ def find_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def read_template(file: Path) -> str:
-    """The chat template in a file; ValueError, with the line, for one that is broken. Rendered in jinja's sandbox."""
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    """The chat template in a file; ValueError, with the line, for one that is broken."""
     try:
         size = file.stat().st_size
         text = file.read_text(encoding="utf-8") if size <= MAX_TEMPLATE_BYTES else ""
@@ -69,11 +65,10 @@ def read_template(file: Path) -> str:
     if not text.strip():
         raise ValueError(f"{file} is empty; it must be a chat template")
     try:
-        render_jinja_template([], chat_template=text)  # compiles it, and renders nothing
-    except TemplateSyntaxError as error:
-        raise ValueError(f"{file}, line {error.lineno}: {error.message}") from None
-    except RecursionError:
-        raise ValueError(f"{file} is nested too deeply") from None
+        check_template(text)
+    except TemplateFault as fault:
+        place = "" if fault.line is None else f", line {fault.line}"
+        raise ValueError(f"{file}{place}: {fault}") from None
     return text
 
 

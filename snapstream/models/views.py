@@ -1,4 +1,4 @@
-"""The two implementations of the seam ``view.attend``: staging (prefill) and rows (decode).
+"""The two implementations of the interface ``view.attend``: staging buffers (prefill) and rows (decode).
 
 A layer hands over its heads and never knows which of the two it talks to.
 """
@@ -13,13 +13,55 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from snapstream.cache.kv_cache import KVCache
-from snapstream.kernels.bound import CosSin, HeadNorm, Kernels, RowPlaces
-from snapstream.kernels.prefill.choice import PrefillAttention
-from snapstream.kernels.prefill.packages import PackedLens
-from snapstream.kernels.sdpa import one_query_attention
-from snapstream.layers.attention import LatentHeads
-from snapstream.models.staging import StagingBuffers
+from snapstream.kernels.backends.autotune import PrefillAttention
+from snapstream.kernels.backends.packages import PackedLens
+from snapstream.kernels.formats import Scales
+from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, RowPlaces
+from snapstream.kernels.pytorch import one_query_attention
+from snapstream.kv.cache import KVCache
+from snapstream.kv.spec import KVSpec
+from snapstream.models.layers import LatentHeads
+
+
+class StagingBuffers:
+    """One layer of K and V, and the hidden states, of ``num_tokens`` tokens that are being prefilled; allocated once.
+
+    Prefill is layer-major, so one layer's worth serves all layers in turn. A pass owns a range of tokens from its first
+    unit to its last; its caller decides which. Of latents there are also the keys and values expanded from them.
+    """
+
+    def __init__(
+        self, spec: KVSpec, hidden_size: int, num_tokens: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.spec = spec
+        self.keys = torch.empty((spec.num_kv_heads, num_tokens, spec.key_dim), dtype=dtype, device=device)  # [G, P, E]
+        self.values = (  # [G, P, E']
+            self.keys[..., : spec.value_dim]
+            if spec.values_are_keys
+            else torch.empty((spec.num_kv_heads, num_tokens, spec.value_dim), dtype=dtype, device=device)
+        )
+        # Keys and values of every head, made from latents [H, P, X]; without latents empty. Where a key and a value
+        # differ in size the rest of the smaller stays 0.
+        expanded = (spec.num_heads if spec.expanded_dim else 0, num_tokens, spec.expanded_dim)
+        self._expanded_keys = torch.zeros(expanded, dtype=dtype, device=device)
+        self._expanded_values = torch.zeros(expanded, dtype=dtype, device=device)
+        self.hidden = torch.empty((num_tokens, hidden_size), dtype=dtype, device=device)  # [P, D]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        own_values = 0 if self.spec.values_are_keys else self.values.nbytes
+        expanded = self._expanded_keys.nbytes + self._expanded_values.nbytes
+        return self.keys.nbytes + own_values + expanded + self.hidden.nbytes
+
+    def tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[G, n, E]`` of tokens ``start .. stop - 1`` of the buffers."""
+        return self.keys[:, start:stop], self.values[:, start:stop]
+
+    def expanded(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[H, n, X]`` that were made from the latents of these tokens."""
+        return self._expanded_keys[:, start:stop], self._expanded_values[:, start:stop]
+
 
 _EXPANDED_AT_ONCE = 512  # latents; fewer than a long prompt's chunk, whose temporaries are counted
 QueriesAt = Callable[[slice], Tensor]  # rotated queries [t, H, E] of these tokens of a chunk
@@ -167,14 +209,63 @@ class QuerySink(Protocol):
 
 
 class RowsView:
-    """Attention of one new token per row against the row's visible slots."""
+    """Attention of one new token per row against the row's visible slots.
 
-    def __init__(self, cache: KVCache, places: RowPlaces, kernels: Kernels, queries: QuerySink | None = None) -> None:
-        """``queries`` keeps what rows will be rescored with; None where they are not."""
-        self._cache, self._places, self._kernels, self._queries = cache, places, kernels, queries
+    Equal kv heads are attended in one call per layer, which also norms, rotates and writes. Where heads have budgets of
+    their own, the heads are normed and rotated together; then every kv head goes to the kernel as a batch entry with
+    its query heads, its slot and its length (``kv/cache.py``), and the kernel's own rotation turns by nothing, which
+    changes no number. A format's scales per head, powers of two, are then applied to the queries, the new token and
+    the result, because the kernel would look for a scale at each address.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: Tensor,
+        places: Sequence[RowPlaces],
+        kernels: Kernels,
+        queries: QuerySink | None = None,
+    ) -> None:
+        """``rows [B]``; ``places`` of every layer: of each row, or where heads have budgets of their own ``[B * G]``;
+        ``queries`` keeps what rows re-select with, None where they do not.
+        """
+        self._cache, self._rows, self._places, self._kernels = cache, rows, places, kernels
+        self._queries = queries
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
-        """Write a slot per row, then attend: ``heads [B, H+2G, E]`` -> ``[B, H, E]``."""
+        """Write a slot per row and kv head, then attend: ``heads [B, H+2G, E]`` -> ``[B, H, E]``."""
+        if self._cache.heads is not None:
+            return self._attend_by_head(layer, heads, norm, rope)
         sink = self._queries
         keep = None if sink is None else lambda q: sink.put(layer, q)
-        return self._kernels.attend_rows(heads, norm, rope, self._cache.layer(layer), self._places, keep)
+        return self._kernels.attend_rows(heads, norm, rope, self._cache.layer(layer), self._places[layer], keep)
+
+    def _attend_by_head(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
+        assert rope is not None, "rows of latents have equal heads"
+        batch, _, size = heads.shape
+        groups = self._cache.spec.num_kv_heads
+        qk = self._kernels.norm_rope(heads, norm, rope, groups)  # [B, H+G, E]
+        if self._queries is not None:
+            self._queries.put(layer, qk[:, :-groups])
+        q = qk[:, :-groups].reshape(batch, groups, -1, size)
+        k, v = qk[:, -groups:, None], heads[:, -groups:, None]  # [B, G, 1, E]
+        scales = self._head_scales(layer)
+        if scales is not None:
+            (k_scale, v_scale), encoding = scales, self._cache.encoding
+            q, k, v = q * k_scale, encoding.scaled(k, k_scale), encoding.scaled(v, v_scale)
+        entries = torch.cat([q, k, v], dim=2).flatten(0, 1).to(heads.dtype)  # [B * G, H/G + 2, E]
+        still = torch.ones_like(rope[0][:1]).expand(len(entries), 1, size)
+        out = self._kernels.attend_rows(
+            entries, HeadNorm(None, norm.eps), (still, torch.zeros_like(still)), self._cache.layer(layer),
+            self._places[layer], None,
+        )  # fmt: skip
+        if scales is not None:
+            out = (out.view(batch, groups, -1, size) * scales[1]).to(heads.dtype)
+        return out.reshape(batch, -1, size)
+
+    def _head_scales(self, layer: int) -> Scales | None:
+        """Scales of K and V of rows in FP8, ``[B, G, 1, 1]`` each; None for other rows."""
+        k_scale, v_scale = self._cache.k_scale, self._cache.v_scale
+        if self._cache.encoding.format.scales != "head" or k_scale is None or v_scale is None:
+            return None
+        return k_scale[layer][self._rows][..., None, None], v_scale[layer][self._rows][..., None, None]

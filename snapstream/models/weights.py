@@ -2,23 +2,73 @@
 
 Invariant: a layer's parameters are views of the stacks, never copies, so that one kernel can walk all layers with a
 stride and a loader can fill the stacks in any order. Roles and shapes are the family's (``families.py``); how a matrix
-lies in memory is the ``Weight``'s business (``weight.py``).
+lies in memory is the ``Matrix``'s business (``weight.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from snapstream.config import ModelConfig, WeightForms
-from snapstream.models.families import roles_of
-from snapstream.models.narrow import MakeWeight, make_weight
-from snapstream.models.roles import Place, checkpoint_parts, stacked_shape
-from snapstream.models.shapes import form_of, is_widened
-from snapstream.models.weight import Dense, Weight
-from snapstream.models.widening import Stack, WideBuffer
+from snapstream.config import ModelConfig, WeightFormats
+from snapstream.models.matrix import MakeMatrix, Matrix, make_matrix
+from snapstream.models.registry import tensor_specs
+from snapstream.models.sharding import format_of, is_dequantized
+from snapstream.models.tensors import Place, stacked_shape
+
+# One layer's narrow matrices in the numbers that are computed with, in a buffer that all layers share.
+#
+# Prefill goes layer by layer, so a layer is widened once per pass, not once per chunk. Invariant: the buffer holds the
+# layer that was asked for last; passes that take turns within a layer share what is there.
+
+
+class Stack(NamedTuple):
+    """A role's narrow matrices ``[L', out, in]`` and the layers that have one."""
+
+    matrices: Matrix
+    layers: range
+
+
+class DequantizedLayer:
+    """Room for the widest form of one layer."""
+
+    def __init__(
+        self, stacks: Mapping[str, Stack], dtype: torch.dtype, device: torch.device | str, *, rounds: bool = False
+    ) -> None:
+        """``stacks``: the narrow matrices of all layers by role; ``rounds``: see ``WeightFormats.rounds_prefill``."""
+        self._stacks = stacks
+        self._rounds = rounds
+        self._data = {
+            role: torch.empty(stack.matrices.shape[1:], dtype=dtype, device=device) for role, stack in stacks.items()
+        }
+        self._layer: int | None = None  # the one that it holds
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(data.nbytes for data in self._data.values())
+
+    def matrices(self, layer: int) -> dict[str, Matrix]:
+        """The buffer by role, as far as this layer has the role: for when it holds the layer."""
+        held = {role: Matrix(self._data[role]) for role, stack in self._stacks.items() if layer in stack.layers}
+        return {role: matrix.with_rounded_inputs() for role, matrix in held.items()} if self._rounds else held
+
+    def experts(self, stored: Mapping[str, Matrix]) -> dict[str, Matrix]:
+        """Of a layer's matrices as they are ``stored`` those of experts, as prefill multiplies with them."""
+        found = {role: weight for role, weight in stored.items() if len(weight.shape) == 3}
+        return {role: weight.with_rounded_inputs() for role, weight in found.items()} if self._rounds else found
+
+    def hold(self, layer: int) -> None:
+        """Widen a layer, unless it is there."""
+        if layer == self._layer:
+            return
+        self._layer = None  # in case a widening is broken off
+        for role, stack in self._stacks.items():
+            if layer in stack.layers:
+                stack.matrices[stack.layers.index(layer)].dequantize_into(self._data[role])
+        self._layer = layer
 
 
 class DecoderWeights:
@@ -27,13 +77,12 @@ class DecoderWeights:
     def __init__(
         self,
         config: ModelConfig,
-        matrices: Mapping[str, Weight],
+        matrices: Mapping[str, Matrix],
         vectors: Mapping[str, Tensor],
         dtype: torch.dtype,
-        wide: WideBuffer | None = None,
+        wide: DequantizedLayer | None = None,
     ) -> None:
         self.config, self.dtype = config, dtype
-        self._roles = roles_of(config)
         self.matrices, self.vectors = matrices, vectors
         self.wide = wide  # where prefill widens a layer; None where every matrix is dense
 
@@ -43,53 +92,38 @@ class DecoderWeights:
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device | str,
-        forms: WeightForms | None = None,
-        make: MakeWeight = make_weight,
+        formats: WeightFormats | None = None,
+        make: MakeMatrix = make_matrix,
     ) -> DecoderWeights:
         """Uninitialised storage of the right shapes, for numbers that are computed with in ``dtype``.
 
-        ``forms``: how they lie in memory, by default in ``dtype``; ``make`` makes the storage of a form.
+        ``formats``: how they lie in memory, by default in ``dtype``; ``make`` makes the storage of a form.
         """
-        matrices: dict[str, Weight] = {}
+        matrices: dict[str, Matrix] = {}
         vectors: dict[str, Tensor] = {}
         narrow: dict[str, Stack] = {}
         name_of_dtype = str(dtype).removeprefix("torch.")
-        for name, role in roles_of(config).items():
+        for name, role in tensor_specs(config).items():
             shape = stacked_shape(role, config.num_layers)
             if not role.is_matrix:
                 own = dtype if role.dtype is None else getattr(torch, role.dtype)
                 vectors[name] = torch.empty(shape, dtype=own, device=device)
                 continue
-            own_make = make_weight if role.is_wide else make  # what layers read by themselves lies row by row
-            matrices[name] = own_make(form_of(role, name_of_dtype, forms), shape, dtype, device)
-            if is_widened(role, name_of_dtype, forms) and not matrices[name].multiplies_narrow:
+            own_make = make_matrix if role.is_wide else make  # what layers read by themselves lies row by row
+            matrices[name] = own_make(format_of(role, name_of_dtype, formats), shape, dtype, device)
+            if is_dequantized(role, name_of_dtype, formats) and not matrices[name].is_read_by_prefill:
                 narrow[name] = Stack(matrices[name], role.layers_of(config.num_layers))
-        rounds = forms is not None and forms.rounds_prefill
-        wide = WideBuffer(narrow, dtype, device, rounds=rounds) if narrow else None
+        rounds = formats is not None and formats.rounds_prefill
+        wide = DequantizedLayer(narrow, dtype, device, rounds=rounds) if narrow else None
         return cls(config, matrices, vectors, dtype, wide)
 
-    @classmethod
-    def random(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int) -> DecoderWeights:
-        """Random weights at real shapes, for benchmarks: every matrix keeps the size of its input."""
-        weights = cls.empty(config, dtype, device)
-        generator = torch.Generator(device=device).manual_seed(seed)
-        for role, tensor in weights.stored().items():
-            if role.endswith("norm"):
-                tensor.fill_(1.0)
-            elif role.endswith("bias"):
-                tensor.zero_()
-            else:
-                bound = random_bound(role, tensor.shape[-1], config.num_layers)
-                tensor.uniform_(-bound, bound, generator=generator)
-        return weights
-
     @property
-    def embed(self) -> Weight:
+    def embed(self) -> Matrix:
         """Token embedding ``[V, D]``."""
         return self.matrices["embed"]
 
     @property
-    def lm_head(self) -> Weight:
+    def lm_head(self) -> Matrix:
         """Output embedding ``[V, D]``."""
         return self.matrices.get("lm_head", self.embed)
 
@@ -105,14 +139,7 @@ class DecoderWeights:
     def stored(self) -> dict[str, Tensor]:
         """The numbers of every role, as they are computed with; the storage itself where matrices are dense."""
         return {name: self.matrices[name].dense() if name in self.matrices else self.vectors[name]
-                for name in roles_of(self.config)}  # fmt: skip
-
-    def factors(self) -> list[Tensor]:
-        """The dense matrices ``[out, in]`` that a step multiplies with, of every layer and the output embedding."""
-        names = [name for name, role in roles_of(self.config).items() if role.per_layer and role.is_matrix]
-        weights = [*(self.matrices[name] for name in names), self.lm_head]
-        stacks = [weight.data for weight in weights if isinstance(weight, Dense)]
-        return [matrix for stack in stacks for matrix in stack.reshape(-1, *stack.shape[-2:])]
+                for name in tensor_specs(self.config)}  # fmt: skip
 
     def fill(self, role: str, place: tuple[Place, ...], numbers: Tensor) -> None:
         """Store a checkpoint tensor, its rows in the order of ``Role.row_order``, in its place of a role."""
@@ -123,15 +150,15 @@ class DecoderWeights:
             target_numbers = self.vectors[role]
             (target_numbers[place] if place else target_numbers).copy_(numbers)
 
-    def fill_codes(self, role: str, place: tuple[Place, ...], codes: Tensor, scales: Tensor) -> None:
+    def fill_quantized(self, role: str, place: tuple[Place, ...], codes: Tensor, scales: Tensor) -> None:
         """Store a matrix that a checkpoint has in codes in its place of a role."""
         target = self.matrices[role]
-        (target[place] if place else target).fill_codes(codes, scales)
+        (target[place] if place else target).fill_quantized(codes, scales)
 
     def layer(self, index: int) -> LayerWeights:
         """Parameters of one layer, as views."""
         places = {}  # of this layer in the stacks of the roles that it has
-        for name, role in roles_of(self.config).items():
+        for name, role in tensor_specs(self.config).items():
             layers = role.layers_of(self.config.num_layers)
             if role.per_layer and index in layers:
                 places[name] = layers.index(index)
@@ -148,33 +175,14 @@ class DecoderWeights:
         experts = self.wide.experts(own.matrices)
         return LayerWeights({**own.matrices, **experts, **self.wide.matrices(index)}, own.vectors)
 
-    def checkpoint(self) -> dict[str, Tensor]:
-        """The numbers by the names they have in a checkpoint of transformers."""
-        stored, found = self.stored(), {}
-        for part in checkpoint_parts(self._roles, self.config.num_layers):
-            numbers = stored[part.role][part.place] if part.place else stored[part.role]
-            if part.row_order is not None:
-                order = torch.tensor(part.row_order, device=numbers.device)
-                numbers = torch.empty_like(numbers).index_copy_(0, order, numbers)
-            found[part.name] = numbers
-        return found
-
-
-def random_bound(role: str, num_in: int, num_layers: int) -> float:
-    """Largest magnitude of random weights that are uniform, of a matrix with rows of ``num_in`` numbers."""
-    bound = (3.0 / num_in) ** 0.5  # uniform on [-b, b] has variance b^2 / 3 = 1 / fan-in
-    if role == "o" or role.endswith("down"):
-        bound /= (2 * num_layers) ** 0.5  # 2L residual additions sum to order 1
-    return float(bound)
-
 
 class LayerWeights:
     """Views of one layer's weights by role."""
 
-    def __init__(self, matrices: Mapping[str, Weight], vectors: Mapping[str, Tensor]) -> None:
+    def __init__(self, matrices: Mapping[str, Matrix], vectors: Mapping[str, Tensor]) -> None:
         self.matrices, self.vectors = matrices, vectors
 
-    def matrix(self, role: str) -> Weight:
+    def matrix(self, role: str) -> Matrix:
         """A matrix that the family always has."""
         return self.matrices[role]
 

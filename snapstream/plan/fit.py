@@ -1,15 +1,17 @@
 """The config of an engine that follows from options, a device and a budget, and how many of its rows fit.
 
-``start/resolve.py`` builds an engine by this and ``plan.py`` plans one: one formula for both.
+``startup/resolve.py`` builds an engine by this and ``plan.py`` plans one: one formula for both.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import cast
 
 from snapstream.config import (
+    ROW_FORMATS,
     AutoCount,
+    Chunking,
     EngineConfig,
     EngineOptions,
     KVBudget,
@@ -17,30 +19,123 @@ from snapstream.config import (
     ModelConfig,
     PrefixStoreConfig,
     Settings,
+    StoredWeights,
+    WeightFormat,
+    WeightFormats,
+    as_count,
     make_selector,
 )
-from snapstream.config.heads import HeadProfile, HeadSlots
-from snapstream.models.families import kv_spec_of
-from snapstream.models.looping import problem_of_capture, problem_of_looped_ranks, problem_of_looping
-from snapstream.models.shards import check_cuts, rank_config
-from snapstream.plan.chunking import resolve_chunking
-from snapstream.plan.memory import EngineMemory, engine_memory, split_heads
-from snapstream.plan.widths import weight_forms
+from snapstream.config.kv import HeadProfile, HeadSlots
+from snapstream.exec.requirements import preferred_executor, requirements_of, why_not, why_not_rounded_inputs
+from snapstream.models.registry import kv_spec_of
+from snapstream.models.sharding import check_groups, decode_weight_bytes, layer_parameters, rank_config
+from snapstream.plan.memory import EngineMemory, chunk_bytes, engine_memory, split_heads, store_token_bytes
 
-ON_CPU: tuple[KVDType, ...] = ("bfloat16", "int8")  # rows that no kernel of a GPU reads
-MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
+# How prefill is cut: tokens of a unit, and how much of it a step may hold while rows decode. No torch.
+#
+# On a CPU a unit is 512 tokens and a step holds as many units as the model has layers. On a GPU both follow from the
+# model. The work of a unit is counted in query-key pairs, ``T (A + N)``: T tokens attend to N keys, and their matrix
+# products weigh as ``A = P / (2 H E)`` keys (P parameters of a layer; a pair costs ``4 H E`` flop, a token ``2 P``).
+#
+# * ``chunk_len``: the largest power of two whose temporaries stay within ``MOST_TRANSIENT_BYTES``, from 512 to 4096.
+#   That
+#   is enough for the products to be bound by arithmetic: T flop per byte of weights, where a GPU has about 150.
+# * ``step_work``: the work that takes ``STEP_SHARE`` of the time in which a decode step reads the weights, so that a
+#   step
+#   with prefill lasts less than two without. ``FLOP_PER_BYTE`` turns one into the other.
+# * Prompts so long that one such unit would exceed ``step_work`` are cut shorter (``engine/admission.py``), down to
+#   ``LEAST_CHUNK_LEN``.
+#
+# The constants are those of an H200 and predictions; ``docs/research/gpu.md`` has the arithmetic for an 8B model.
+
+CPU_CHUNK_LEN = 512
+LEAST_CHUNK_LEN, MOST_CHUNK_LEN = 512, 4096  # at most what is reserved for short prompts
+MOST_TRANSIENT_BYTES = 256 * 2**20
+FLOP_PER_BYTE = 140  # 55 % of 989 TFLOP/s of products over 80 % of 4.8 TB/s of reads
+STEP_SHARE = 0.8
 
 
-def default_executor(model: ModelConfig, options: EngineOptions, device: str) -> str:
-    """On a GPU graphs, which take seconds to capture, where steps can be captured. On a CPU looped steps, whose library
-    takes seconds to compile once, where they know the model; else plain calls: what ``graph`` compiles takes a minute.
+def resolve_chunking(
+    model: ModelConfig,
+    *,
+    dtype: str,
+    device: str,
+    chunk_len: AutoCount = "auto",
+    prefill_quantum: int = 0,
+    formats: WeightFormats | None = None,
+) -> Chunking:
+    """Defaults of the device; a number given as ``chunk_len`` holds for every prompt, as ``prefill_quantum`` for every
+    step. Prompts that fit one unit are short. ValueError for anything else.
     """
-    if device.startswith("cuda"):
-        forms = weight_forms(model, options, device=device, executor="graph")
-        return "eager" if problem_of_capture(model, forms) else "graph"
-    if problem_of_looped_ranks(options.parallel) is not None:
-        return "eager"
-    return "eager" if problem_of_looping(model, dtype=options.dtype, device=device) else "looped"
+    if chunk_len != "auto":
+        as_count("chunk_len", chunk_len, 1)
+    if not device.startswith("cuda"):
+        size = CPU_CHUNK_LEN if chunk_len == "auto" else chunk_len
+        return Chunking(chunk_len=size, short_len=size, prefill_quantum=prefill_quantum)
+    head_dim = model.head_dim if model.latent is None else model.latent.expanded_dim
+    pair_flop = 4 * model.num_heads * head_dim
+    size = _largest_chunk(model, dtype) if chunk_len == "auto" else chunk_len
+    step_work = int(STEP_SHARE * FLOP_PER_BYTE * decode_weight_bytes(model, dtype, formats) / pair_flop)
+    return Chunking(
+        chunk_len=size,
+        short_len=size,
+        prefill_quantum=prefill_quantum,
+        step_work=0 if prefill_quantum else step_work,
+        token_keys=2 * layer_parameters(model) // pair_flop,
+        least_chunk_len=LEAST_CHUNK_LEN if chunk_len == "auto" else 0,
+    )
+
+
+def _largest_chunk(model: ModelConfig, dtype: str) -> int:
+    size = MOST_CHUNK_LEN
+    while size > LEAST_CHUNK_LEN and chunk_bytes(model, size, dtype) > MOST_TRANSIENT_BYTES:
+        size //= 2
+    return size
+
+
+# Decides how wide the matrices of a model lie in memory, from what the user said and what the checkpoint stores.
+#
+# ``auto`` keeps what the checkpoint stores where a CPU computes in fp32: every number of 16 bits is one of fp32, so
+# nothing is lost, and a step reads half the bytes. Elsewhere it is the dtype of the computation.
+
+
+def weight_forms(model: ModelConfig, options: EngineOptions, *, device: str) -> WeightFormats:
+    """ValueError for widths that the model or the dtype cannot take."""
+    formats = _matrices(model, options, device)
+    if options.activations == "dtype":
+        return formats
+    problem = why_not_rounded_inputs(model, formats, dtype=options.dtype, device=device)
+    if problem is None:
+        return formats.rounding_inputs()
+    if options.activations == "int8":
+        raise ValueError(f"activations is 'int8': {problem}; use 'dtype'")
+    return formats
+
+
+def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> WeightFormats:
+    wanted, dtype = options.weights, options.dtype
+    keeps_stored = dtype == "float32" and not device.startswith("cuda")
+    plain = WeightFormats.of((model.stored.dtype if keeps_stored else None) or dtype)
+    formats = plain if wanted == "auto" else WeightFormats.of(wanted)
+    if model.stored.quantized is not None:
+        tables = (plain if wanted == "auto" else formats).tables
+        formats = _stored_forms(model.stored.quantized, model.stored, wanted, tables)
+    if formats.layers.is_quantized:
+        check_groups(model, formats)
+    elif formats.layers.dtype != dtype and dtype != "float32":
+        raise ValueError(f"weights is {wanted!r} and dtype {dtype!r}; weights must be {dtype}, int8, int4 or auto")
+    return formats
+
+
+def _stored_forms(codes: WeightFormat, stored: StoredWeights, wanted: str, tables: WeightFormat) -> WeightFormats:
+    """Layers as a quantized checkpoint has them; its embeddings, which are floats, as anywhere else."""
+    if wanted not in ("auto", codes.dtype):
+        known = "'auto'" if codes.is_fp8 else f"'auto' or {codes.dtype!r}"
+        raise ValueError(f"weights is {wanted!r}; the checkpoint has {stored.describe_quantized()}: use {known}")
+    return WeightFormats(layers=codes, attention=stored.attention, tables=tables)
+
+
+MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
 
 
 def engine_config(
@@ -52,31 +147,30 @@ def engine_config(
     device: str,
     max_rows: int = 1,
     reserved_bytes: int = 0,
+    native_problem: str | None = None,
 ) -> EngineConfig:
     """All that follows from the options once budget and max_model_len are known. ValueError where they contradict.
 
-    A prefix store that is "auto" is none here: who has measured the machine decides (``start/resolve.py``).
+    ``native_problem``: see ``exec.requirements.why_not``.
+
+    A prefix store that is "auto" is none here: who has measured the machine decides (``startup/resolve.py``).
     """
-    _check_rows(model, options, device)
     heads = None
     if isinstance(options.heads, HeadProfile):
         heads = head_slots(model, options.heads, budget, max_model_len)
     store = options.prefix_store if isinstance(options.prefix_store, PrefixStoreConfig) else None
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
-    executor = options.executor or default_executor(model, options, device)
-    if executor == "graph" and options.kv_dtype in ON_CPU:
-        raise ValueError(f"kv_dtype is {options.kv_dtype!r}, which executor 'graph' does not read; use 'eager'")
-    forms = weight_forms(model, options, device=device, executor=executor)
-    check_cuts(model, options.parallel, forms)
+    executor = options.executor or preferred_executor(device)
+    formats, kept["kv_dtype"] = widths(model, options, device=device)
     chunking = resolve_chunking(
-        rank_config(model, split_heads(options.parallel)),
+        rank_config(model, split_heads(options.parallel), formats=formats),
         dtype=options.dtype,
         device=device,
         chunk_len=options.chunk_len,
         prefill_quantum=options.prefill_quantum,
-        forms=forms,
+        formats=formats,
     )
-    return EngineConfig(
+    config = EngineConfig(
         budget=budget,
         heads=heads,
         max_model_len=max_model_len,
@@ -85,17 +179,25 @@ def engine_config(
         chunking=chunking,
         device=device,
         executor=executor,
-        weights=forms,
+        weights=formats,
         reserved_bytes=reserved_bytes,
         prefix_store=store,
         prefix_dir="" if store is None else options.prefix_dir or "",
         prefix_disk=cast(int, options.prefix_disk),
-        prefix_blocks=0 if store is None else store.num_blocks(kv_spec_of(model, options.dtype).prefix_token_bytes),
+        prefix_blocks=0
+        if store is None
+        else store.num_blocks(store_token_bytes(model, options.parallel, options.dtype)),
         parallel=options.parallel,
         # A rotation that depends on the whole length gives keys beyond the original context to one prompt alone.
         prefix_max_len=model.rope.original_max_position if model.rope.kind == "dynamic" else 0,
         **kept,
     )
+    problem = why_not(executor, model, config, native_problem)
+    if problem is None:
+        return config
+    if options.executor is None:
+        return replace(config, executor="eager")
+    raise ValueError(f"executor {executor!r}: {problem}; use {requirements_of(executor, device).instead}")
 
 
 def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:
@@ -111,12 +213,30 @@ def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_m
     return profile.slots(budget, max_model_len)
 
 
+def widths(model: ModelConfig, options: EngineOptions, *, device: str) -> tuple[WeightFormats, KVDType]:
+    """Of weights and of rows, ``"auto"`` if these have the dtype of the computation. ValueError where they contradict.
+
+    Rows follow bf16 weights, of which keys and values are products: the evals found no accuracy that this costs
+    (docs/research/accuracy.md).
+    """
+    _check_rows(model, options, device)
+    formats = weight_forms(model, options, device=device)
+    if options.kv_dtype != "auto":
+        return formats, "auto" if options.kv_dtype == options.dtype else options.kv_dtype
+    follows = device == "cpu" and options.dtype == "float32" and formats.layers.dtype == "bfloat16"
+    reads = options.executor in (None, "eager", "looped") and model.latent is None and options.reselection is None
+    return formats, "bfloat16" if follows and reads else "auto"
+
+
 def _check_rows(model: ModelConfig, options: EngineOptions, device: str) -> None:
     """ValueError for rows that the model or the device cannot have."""
     wanted = options.kv_dtype
-    if model.latent is not None and wanted in ON_CPU:
+    if wanted == "float32" and options.dtype != "float32":
+        raise ValueError(f"kv_dtype is {wanted!r} and dtype {options.dtype!r}; such rows need dtype 'float32'")
+    is_cpu_only = wanted != "auto" and ROW_FORMATS[wanted].cpu_only
+    if model.latent is not None and is_cpu_only:
         raise ValueError(f"kv_dtype is {wanted!r}, and this model keeps latents, which rows hold as 'auto' or 'fp8'")
-    if wanted in ON_CPU and (device != "cpu" or options.dtype != "float32"):
+    if is_cpu_only and (device != "cpu" or options.dtype != "float32"):
         raise ValueError(
             f"kv_dtype is {wanted!r}, device {device!r} and dtype {options.dtype!r}; such rows are for a CPU that "
             "computes in float32: use 'fp8' or 'auto'"

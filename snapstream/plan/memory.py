@@ -1,34 +1,166 @@
-"""The bytes that an engine allocates, from the integers of its config: ``plan`` prints them, the start checks them.
+"""The memory that a draft takes on its device beside the engine, from the integers of its config. No torch.
 
-Bytes that do not depend on the number of rows: weights, where they are narrow one layer of them as they are computed
-with, staging buffers, the temporaries of one prefill chunk and of
-one scoring block, the padding row. Bytes per row: keys and values, the sampler's state, and what one entry of a decode
-batch needs - logits, the sampler's integer weights, activations - twice on a GPU whose graphs hold a copy of their own;
-of looped steps on a CPU their workspace, for as many threads as there are processors.
-With hops a layer's queries of all staged tokens are held beside the pool. No torch.
-
-Of several ranks these are the bytes of each (``models/shards.py``): hidden states, the sampler's state and what a
-decode batch needs for it are the same on all, weights and heads are split, and rows as the heads are or, where
-attention is ``dp``, dealt out whole.
+It is allocated when a prompt is scored, so the start keeps it free: ``startup/resolve.py`` counts it, ``plan --draft``
+prints it. The worst text is longer than the draft's context: then as many passages as look ahead together are held at
+once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from snapstream.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, ParallelConfig, Selector
-from snapstream.config.cores import num_cores
-from snapstream.config.sizes import format_bytes
-from snapstream.layers.row_state import row_state_bytes
-from snapstream.models.families import kv_spec_of
-from snapstream.models.shapes import weight_bytes, wide_bytes, widening_bytes
-from snapstream.models.shards import rank_config
-from snapstream.plan.workspace import looped_kernel_bytes, looped_workspace
+from snapstream.config import (
+    DEFAULT_OBSERVATION,
+    DTYPE_BYTES,
+    DType,
+    EngineConfig,
+    KVBudget,
+    ModelConfig,
+    ParallelConfig,
+    Selector,
+)
+from snapstream.config.values import format_bytes, num_cores
+from snapstream.disaggregation.protocol import RowSizes
+from snapstream.exec.requirements import why_not_looped_cpu
+from snapstream.exec.row_state import row_state_bytes
+from snapstream.kv.spec import KVSpec
+from snapstream.models.registry import kv_spec_of
+from snapstream.models.sharding import dequantized_bytes, dequantizing_bytes, rank_config, weight_bytes
+from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, step_config
+
+# Bytes of a row on its way from one engine to another, as both ends hold them on the host. No torch.
+
+
+def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
+    """Bytes of the pieces of a row, as ``exec/row_transfer.py`` lays them; ranks send and receive whole ones."""
+    spec = kv_spec_of(model, config.dtype, config.kv_dtype)
+    return RowSizes(
+        num_layers=spec.num_layers,
+        slot_bytes=spec.token_bytes() // spec.num_layers,
+        scale_bytes=spec.scale_bytes() // spec.num_layers,
+        vote_bytes=0 if config.reselection is None else 4 * spec.num_kv_heads,
+        hidden_bytes=model.hidden_size * DTYPE_BYTES[config.dtype],
+        num_kv_heads=spec.num_kv_heads,
+        heads=config.heads,
+    )
+
+
+# Bytes that looped decode sets aside between its stages, by the rule of ``kernels/cpu/looped``. No torch.
+#
+# A batch entry has the numbers of every stage, and each thread some more for a mixture of experts; beside them each
+# thread has a scratch of its own, whatever the batch, and room to draw a token in. Invariant: never less than
+# ``library.cpp`` and ``sample.cpp`` ask for, and a few percent more at most (a thread's scratch serves one stage at a
+# time, here the largest and a panel's sums are added).
+
+_NUMBER = 4  # bytes: fp32
+_PANEL, _ALIGN, _LANES, _DOTS = 32, 4, 16, 4  # the widest that a CPU has
+_PART_SLOTS = 1024  # of a row, that one task attends
+_TARGET_SPLITS, _MAX_SPLITS, _LEAST_SPLIT = 132, 64, 128  # of a row, and slots of one, by the kernel of a GPU
+_DRAWN_BYTES, _TOKENS_OF_MAXIMUM = 20, 64  # of a token of the vocabulary: its score, a candidate, its weight
+_LATENTS_AT_ONCE = 32  # of a row, that a thread reads at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """Of one engine."""
+
+    entry_bytes: int  # of one row of the batch, for all threads together
+    scratch_bytes: int  # of the threads, whatever the batch
+
+
+def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int) -> Workspace:
+    """``model``: as the device stores it."""
+    slots = config.budget.capacity if config.heads is None else config.heads.widest.capacity
+    entry = _dense_entry(model, slots) + _latent_entry(model) + _mixture_entry(model, num_threads)
+    around = config.weights and (config.weights.attention or config.weights.layers)
+    if around and around.is_quantized and around.rounds_inputs:
+        entry += model.num_heads * model.head_dim  # what was attended, to be rounded
+    entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
+    scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
+    drawing = min(num_threads, config.max_rows) * _drawing_bytes(model.vocab_size)
+    return Workspace(entry_bytes=_NUMBER * entry, scratch_bytes=_NUMBER * scratch + drawing)
+
+
+def looped_kernel_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Of an entry of a looped step on a GPU: what its stages hand each other, and the logits."""
+    wide, heads = model.num_heads * model.head_dim, model.num_heads + 2 * model.num_kv_heads
+    splits = min(-(-_TARGET_SPLITS // model.num_kv_heads), _MAX_SPLITS, -(-config.budget.capacity // _LEAST_SPLIT))
+    attention = model.num_heads * splits * (model.head_dim + 1) + model.num_kv_heads + 2  # sums, shares, counters
+    stored = heads * model.head_dim + wide + model.intermediate_size  # in the dtype of the weights
+    return _NUMBER * (model.hidden_size + attention + model.vocab_size) + DTYPE_BYTES[config.dtype] * stored
+
+
+def _dense_entry(model: ModelConfig, slots: int) -> int:
+    heads, latent = model.num_heads, model.latent
+    attended = heads * (model.head_dim if latent is None else max(model.head_dim, latent.value_dim))
+    q_rank = 0 if latent is None else latent.q_rank or 0
+    widest = max(model.hidden_size, model.intermediate_size, attended, q_rank) + _ALIGN
+    projected = (heads + 2 * model.num_kv_heads) * model.head_dim
+    parts = heads * -(-slots // _PART_SLOTS) * (2 + model.head_dim)
+    return model.hidden_size + projected + 2 * model.intermediate_size + widest + model.head_dim + parts
+
+
+def _latent_entry(model: ModelConfig) -> int:
+    latent, heads = model.latent, model.num_heads
+    if latent is None:
+        return 0
+    kept = latent.kv_rank + latent.rope_dim
+    return (latent.q_rank or 0) + heads * (latent.nope_dim + latent.rope_dim + kept + latent.kv_rank) + kept
+
+
+def _mixture_entry(model: ModelConfig, num_threads: int) -> int:
+    moe = model.moe
+    if moe is None:
+        return 0
+    wide, pairs = _padded(model.hidden_size), moe.top_k
+    chosen = 2 * wide + moe.num_experts + _LANES + pairs * (1 + 2 * moe.inner + _padded(moe.inner))
+    shared = 2 * moe.shared_inner + _padded(moe.shared_inner)
+    return chosen + shared + num_threads * (wide + 2 * (pairs + 1) * _PANEL)
+
+
+def _scratch(model: ModelConfig) -> int:
+    """Of one thread: the largest of its stages."""
+    latent, moe = model.latent, model.moe
+    if latent is None:
+        shared = model.num_heads // model.num_kv_heads
+        group = shared * model.head_dim
+        attention = group + max(group, shared * (_PART_SLOTS + 2 * _LANES))
+    else:
+        attention = max(_LATENTS_AT_ONCE * (latent.kv_rank + latent.rope_dim + _DOTS), _DOTS * latent.nope_dim)
+    return max(attention, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)
+
+
+def _drawing_bytes(vocab_size: int) -> int:
+    """Of a thread that draws tokens: five arrays that begin on lines of a cache, three of them with a vector more."""
+    maxima = _NUMBER * (vocab_size // _TOKENS_OF_MAXIMUM + _LANES)
+    return _DRAWN_BYTES * vocab_size + maxima + (_DRAWN_BYTES - _NUMBER) * _LANES + 5 * _NUMBER * _LANES
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // _ALIGN) * _ALIGN
+
+
+# The bytes that an engine allocates, from the integers of its config: ``plan`` prints them, the start checks them.
+#
+# Bytes that do not depend on the number of rows: weights, where they are narrow one layer of them as they are computed
+# with, staging buffers, the temporaries of one prefill chunk and of one scoring block, the padding row. Bytes per row:
+# keys and values, the sampler's state, and what one entry of a decode batch needs - logits, the sampler's integer
+# weights, activations - twice on a GPU whose graphs hold a copy of their own; of looped steps on a CPU their
+# workspace, for as many threads as there are processors. With hops a layer's queries of all staged tokens are held
+# beside the pool. No torch.
+#
+# Of several ranks these are the bytes of each (``models/sharding.py``): hidden states, the sampler's state and what a
+# decode batch needs for it are the same on all, weights and heads are split, and rows as the heads are or, where
+# attention is ``dp``, dealt out whole.
 
 SCORING_KEYS = 4096  # keys that are scored at a time
 # Of one batch entry and token of the vocabulary, where top-p looks for its threshold: fp32 logits and scores, keys,
 # integer weights, and the buckets of a histogram.
 SAMPLING_BYTES = 52
+# The same where looped decode draws natively: logits of the step, and those of first tokens, once as computed and once
+# by row. Several ranks also hold a part of them before it is gathered.
+NATIVE_SAMPLING_BYTES = 12
+GATHERED_BYTES = 4
 _COUNTER_BYTES = 8  # int64
 FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: workspaces of the matrix library, kernels, what the allocator cannot fill
 
@@ -85,13 +217,11 @@ class EngineMemory:
     staging_bytes: int  # the pool: hidden states and one layer's keys and values
     transient_bytes: int  # of one prefill chunk or scoring block, or of a block of weights while it is widened
     framework_bytes: int
-    row_bytes: (
-        int  # keys and values of a row, in FP8 their scales, and what rescoring keeps of it; on a rank that has it
-    )
+    row_bytes: int  # keys, values, scales and re-selection state of a row; on a rank that has it
     state_bytes: int  # the sampler's, of a row
     batch_bytes: int  # of one entry of a decode batch
     max_rows: int
-    wide_bytes: int = 0  # of the buffer in which prefill widens a layer's narrow weights
+    dequantized_bytes: int = 0  # of the buffer in which prefill widens a layer's narrow weights
     query_bytes: int = 0  # with hops: one layer's queries of all tokens of the pool
     reserved_bytes: int = 0  # what a draft will take on this device
     store_bytes: int = 0  # of the prefix store, where it is in the same memory
@@ -102,18 +232,13 @@ class EngineMemory:
     def fixed_bytes(self) -> int:
         """Bytes that do not depend on the number of rows; the padding row is among them."""
         parts = self.weight_bytes, self.staging_bytes, self.transient_bytes, self.framework_bytes
-        more = self.wide_bytes, self.query_bytes, self.reserved_bytes, self.store_bytes, self.bounce_bytes
+        more = self.dequantized_bytes, self.query_bytes, self.reserved_bytes, self.store_bytes, self.bounce_bytes
         return sum(parts) + sum(more) + self.row_bytes + self.state_bytes
 
     @property
     def total_bytes(self) -> int:
         own_rows = -(-self.max_rows // self.dealt_to)
         return self.fixed_bytes + own_rows * self.row_bytes + self.max_rows * self._bytes_everywhere
-
-    @property
-    def bytes_per_row(self) -> int:
-        """What one more row costs the rank that gets it."""
-        return self.row_bytes + self._bytes_everywhere
 
     @property
     def _bytes_everywhere(self) -> int:
@@ -135,7 +260,7 @@ class EngineMemory:
             f"{-(-self.max_rows // self.dealt_to)} + 1 rows of {format_bytes(self.row_bytes)}",
             f"{format_bytes(self.staging_bytes)} of staging",
             f"{format_bytes(self.transient_bytes)} of prefill temporaries",
-            *([f"{format_bytes(self.wide_bytes)} for a widened layer"] if self.wide_bytes else []),
+            *([f"{format_bytes(self.dequantized_bytes)} for a widened layer"] if self.dequantized_bytes else []),
             *([f"{format_bytes(self.query_bytes)} of queries for hops"] if self.query_bytes else []),
             *([f"{format_bytes(self.reserved_bytes)} for the draft"] if self.reserved_bytes else []),
             *([f"{format_bytes(self.bounce_bytes)} for copies of the prefix store"] if self.bounce_bytes else []),
@@ -173,7 +298,8 @@ def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     if config.device.startswith("cuda"):
         return 2 * batch + (looped_kernel_bytes(model, config) if config.executor == "looped" else 0)
     if config.executor == "looped":  # which reads rows as they are stored
-        return model.vocab_size * SAMPLING_BYTES + looped_workspace(model, config, num_cores()).entry_bytes
+        sampling = NATIVE_SAMPLING_BYTES + (GATHERED_BYTES if config.parallel.size > 1 else 0)
+        return model.vocab_size * sampling + looped_workspace(model, config, num_cores()).entry_bytes
     if config.kv_dtype != "auto":  # plain PyTorch widens the visible slots of one layer, of unlike heads one by one
         widened = kv_spec_of(model, "float32").layer_bytes(config.row_budget.capacity)
         batch += widened if config.heads is None else widened // model.num_kv_heads
@@ -182,15 +308,19 @@ def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     """Bytes of an engine of this ``config``; of several ranks, those of each. ``model`` is the whole one."""
-    stored, model = rank_config(model, config.parallel), rank_config(model, split_heads(config.parallel))
+    whole = model
+    stored, model = (
+        rank_config(whole, parallel, formats=config.weights)
+        for parallel in (config.parallel, split_heads(config.parallel))
+    )
     is_dealt = config.parallel.attention == "dp"
     spec = kv_spec_of(stored if is_dealt else model, config.dtype, config.kv_dtype)
     capacity = slots = config.budget.capacity
     if config.heads is not None:  # of the rank whose heads have most
         slots = config.heads.mean_capacity(config.parallel.size)
-    refreshed, counted = spec.refresh_bytes(config.rescoring, capacity), 0
-    if config.heads is not None and config.rescoring is not None:  # which choose again head by head, and are counted so
-        refreshed = spec.refresh_bytes(config.rescoring, config.heads.widest.capacity) // spec.num_kv_heads
+    reselected, counted = spec.reselection_work_bytes(config.reselection, capacity), 0
+    if config.heads is not None and config.reselection is not None:  # which re-select head by head, and are counted so
+        reselected = spec.reselection_work_bytes(config.reselection, config.heads.widest.capacity) // spec.num_kv_heads
         counted = _COUNTER_BYTES * spec.num_layers * spec.num_kv_heads
     prefill = prefill_memory(
         model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector
@@ -198,26 +328,26 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     is_looped = config.executor == "looped" and config.device == "cpu"  # whose products widen as they go
     return EngineMemory(
         weight_bytes=weight_bytes(stored, config.dtype, config.weights),
-        wide_bytes=0 if is_looped else wide_bytes(stored, config.dtype, config.weights),
+        dequantized_bytes=0 if is_looped else dequantized_bytes(stored, config.dtype, config.weights),
         staging_bytes=prefill.hidden_bytes + prefill.staging_bytes,
         transient_bytes=max(
             prefill.transient_bytes,
-            refreshed,
-            0 if is_looped else widening_bytes(stored, config.dtype, config.weights, config.device.split(":")[0]),
+            reselected,
+            0 if is_looped else dequantizing_bytes(stored, config.dtype, config.weights, config.device.split(":")[0]),
         ),
         framework_bytes=FRAMEWORK_BYTES
         if config.device.startswith("cuda")
         else looped_workspace(model, config, num_cores()).scratch_bytes
         if is_looped
         else 0,
-        row_bytes=spec.row_bytes(slots) + spec.rescoring_bytes(config.rescoring, capacity) + counted,
+        row_bytes=spec.row_bytes(slots) + spec.reselection_bytes(config.reselection, capacity) + counted,
         state_bytes=row_state_bytes(model.vocab_size),
         batch_bytes=batch_bytes(model, config),
         max_rows=config.max_rows,
         query_bytes=prefill.query_bytes,
         reserved_bytes=config.reserved_bytes,
         bounce_bytes=bounce_bytes(model, config) if config.device.startswith("cuda") else 0,
-        store_bytes=0 if config.device.startswith("cuda") else prefix_store_bytes(model, config),
+        store_bytes=0 if config.device.startswith("cuda") else prefix_store_bytes(whole, config),
         dealt_to=config.parallel.size if is_dealt else 1,
     )
 
@@ -228,15 +358,74 @@ def split_heads(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def bounce_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """The bounce buffer of a GPU's prefix store (``runner/prefix_device.py``): whole blocks for the staging pool."""
+    """The bounce buffer of a GPU's prefix store (``exec/prefix_store.py``): whole blocks for the staging pool."""
     if config.prefix_store is None:
         return 0
     size = config.prefix_store.block_len
     return kv_spec_of(model, config.dtype).layer_bytes(-(-config.pool_tokens // size) * size)
 
 
+def store_token_bytes(model: ModelConfig, parallel: ParallelConfig, dtype: DType) -> int:
+    """Bytes of a token in the prefix stores of all ranks together. Latents, and kv heads that are fewer than ranks, are
+    stored on several ranks each.
+    """
+    own = rank_config(model, split_heads(parallel))
+    return parallel.size * kv_spec_of(own, dtype).prefix_token_bytes
+
+
 def prefix_store_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Host memory of the prefix store once it is full."""
+    """Host memory that one rank's prefix store takes once it is full; ``model`` is the whole one."""
     if config.prefix_store is None:
         return 0
-    return config.prefix_blocks * config.prefix_store.block_len * kv_spec_of(model, config.dtype).prefix_token_bytes
+    token_bytes = store_token_bytes(model, config.parallel, config.dtype) // config.parallel.size
+    return config.prefix_blocks * config.prefix_store.block_len * token_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftMemory:
+    """Bytes of a draft."""
+
+    weight_bytes: int
+    working_bytes: int  # at most, while it scores a text
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.working_bytes
+
+
+def draft_memory(model: ModelConfig, settings: ScoringSettings, *, dtype: DType, device: str) -> DraftMemory:
+    """Bytes of a draft of this shape that reads texts of any length."""
+    kind, context_len = device.split(":")[0], settings.context_len or model.max_position
+    spec, chunk_len = kv_spec_of(model, dtype), min(settings.num_prefill_tokens(kind), context_len)
+    one_layer = spec.staging_bytes(context_len)
+    if settings.look_ahead == 0:
+        held, voters = one_layer, settings.num_own_queries
+    elif settings.keys == "one_layer":
+        held, voters = one_layer + spec.row_bytes(ROW_SLOTS), max(settings.look_ahead, DEFAULT_OBSERVATION)
+        held += _step_bytes(model, KVBudget.of(ROW_SLOTS), 1, dtype, kind)
+    else:
+        num = 1 if settings.long_texts == "refuse" else settings.num_passages(kind)
+        voters = settings.look_ahead
+        held = one_layer + num * context_len * spec.token_bytes() + model.num_layers * spec.query_bytes(num * voters)
+        held += _step_bytes(model, KVBudget.full(context_len), num, dtype, kind)
+    hidden = context_len * model.hidden_size * DTYPE_BYTES[dtype]
+    return DraftMemory(
+        weight_bytes=weight_bytes(model, dtype),
+        working_bytes=held + hidden + chunk_bytes(model, chunk_len, dtype) + _scoring_bytes(spec, voters, context_len),
+    )
+
+
+def _step_bytes(model: ModelConfig, budget: KVBudget, num_rows: int, dtype: DType, kind: str) -> int:
+    """Buffers of looped decode, where the draft decodes so; the activations of eager decode are those of a chunk."""
+    if why_not_looped_cpu(model, dtype=dtype, device=kind) is not None:
+        return 0
+    config = step_config(budget, num_rows)
+    scratch = looped_workspace(model, config, num_cores()).scratch_bytes
+    return num_rows * batch_bytes(model, config) + (num_rows + 1) * row_state_bytes(model.vocab_size) + scratch
+
+
+def _scoring_bytes(spec: KVSpec, num_queries: int, context_len: int) -> int:
+    """Probabilities of a block of keys as they are, padded and pooled, the keys in fp32; the best of every token."""
+    keys = min(SCORING_KEYS, context_len)
+    probabilities = 3 * num_queries * spec.num_heads * keys
+    return 4 * (probabilities + spec.key_size * keys + num_queries * context_len)

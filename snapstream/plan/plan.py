@@ -3,8 +3,9 @@
 Everything follows from the config's integers, so the figures are bounds, not measurements. No torch.
 
 * a row: ``2 L G C E`` numbers (keys and values), however long the prompt was; in FP8 also ``2 L G`` fp32 scales; with
-  rescoring also ``L w H E`` numbers (its last queries) and ``L G C`` fp32 votes;
-* weights: the shapes and widths of ``models/shapes.py``; where they are narrower than the dtype also one layer of them
+  KV re-selection also ``L w H E`` numbers (its last queries) and ``L G C`` fp32 votes;
+* weights: the shapes and widths of ``models/sharding.py``; where they are narrower than the dtype also one layer of
+  them
   in the dtype, which prefill widens;
 * a prefill of N tokens: hidden states ``N D``, staging of the one layer in work ``2 N G E`` (latents: ``N E``, and keys
   and values of all heads made from them ``2 N H X``), and the larger
@@ -27,12 +28,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
-from snapstream.cache.layout import num_visible
 from snapstream.config import (
     DEFAULT_OBSERVATION,
     DEFAULT_SINK,
+    DType,
     EngineConfig,
     EngineOptions,
     KVBudget,
@@ -41,18 +43,85 @@ from snapstream.config import (
     PrefixStoreConfig,
     make_selector,
 )
-from snapstream.engine.pace import job_chunk_len
-from snapstream.models.families import kv_spec_of
-from snapstream.models.shapes import active_parameters, decode_weight_bytes, num_parameters
-from snapstream.models.shards import rank_config
-from snapstream.plan.draft_memory import DraftMemory
-from snapstream.plan.fit import auto_rows, engine_config
-from snapstream.plan.memory import EngineMemory, PrefillMemory, engine_memory, prefill_memory, split_heads
-from snapstream.plan.predict import Predictor
-from snapstream.plan.prefix import PrefixPlan, prefix_plan
-from snapstream.plan.ranks import RanksPlan
-from snapstream.plan.travelling import row_sizes
-from snapstream.plan.widths import weight_forms
+from snapstream.engine.admission import job_chunk_len
+from snapstream.kv.layout import num_visible
+from snapstream.models.registry import kv_spec_of
+from snapstream.models.sharding import (
+    active_parameters,
+    decode_weight_bytes,
+    layer_parameters,
+    num_parameters,
+    rank_config,
+)
+from snapstream.plan.fit import FLOP_PER_BYTE, auto_rows, engine_config, widths
+from snapstream.plan.memory import (
+    DraftMemory,
+    EngineMemory,
+    PrefillMemory,
+    engine_memory,
+    prefill_memory,
+    row_sizes,
+    split_heads,
+)
+from snapstream.plan.predict import Predictor, RanksPlan
+
+# What a prefix store holds, and when a hit is worth its copy. Integers and one prediction; no torch.
+#
+# A hit of N tokens copies ``N b`` bytes over the link between host and device instead of computing them, which takes
+# ``N (2 P + 2 H E L N)`` flop (P parameters read per token; causal attention over N keys). It pays where
+#
+#     link > b F / (2 P + 2 H E L N)
+#
+# with ``F`` flop per second, predicted from the device's memory bandwidth as ``chunking.py`` does. On a CPU there is
+# no link: a copy within the memory always costs less than computing what it copies.
+
+REACHED = 0.8  # of the bandwidth on paper, as chunking.py takes it
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixPlan:
+    """A prefix store beside a device; sizes in bytes."""
+
+    store_bytes: int
+    num_tokens: int  # that it holds
+    num_prompts: int  # of the planned length
+    link_bytes_per_s: int
+    prompt_bytes: int  # what a hit of the planned prompt copies
+    restore_ms: float  # and how long that takes
+    compute_ms: float  # what it spares, predicted
+    break_even_bytes_per_s: float  # of a link at which both are equal
+
+
+def prefix_plan(
+    model: ModelConfig,
+    dtype: DType,
+    store: PrefixStoreConfig,
+    prompt_len: int,
+    *,
+    bandwidth: int,
+    link: int,
+    num_ranks: int = 1,
+) -> PrefixPlan:
+    """For prompts of ``prompt_len`` tokens on a device of ``bandwidth`` bytes per second; ``model`` is that of one of
+    ``num_ranks``, all of which share the size of the store. ValueError for a store that holds not one block.
+    """
+    token_bytes = kv_spec_of(model, dtype).prefix_token_bytes
+    num_tokens = store.num_blocks(num_ranks * token_bytes) * store.block_len
+    prompt_blocks = prompt_len // store.block_len
+    token_flop = 2 * model.num_layers * (layer_parameters(model) + model.num_heads * model.head_dim * prompt_len)
+    flop_per_s = FLOP_PER_BYTE * REACHED * bandwidth
+    num_copied = prompt_blocks * store.block_len
+    return PrefixPlan(
+        store_bytes=num_tokens * num_ranks * token_bytes,
+        num_tokens=num_tokens,
+        num_prompts=num_tokens // num_copied if num_copied else 0,
+        link_bytes_per_s=link,
+        prompt_bytes=num_copied * token_bytes,
+        restore_ms=1e3 * num_copied * token_bytes / link,
+        compute_ms=1e3 * num_copied * token_flop / flop_per_s,
+        break_even_bytes_per_s=token_bytes * flop_per_s / token_flop,
+    )
+
 
 MAX_PLANNED_LEN = 131_072  # default prompt length where the model's context is longer
 DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of the prompt
@@ -64,12 +133,14 @@ class Here:
 
     device: str
     free_bytes: int  # now
+    dtype: DType | None = None  # of its engine; None: the plan's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The GPU that is planned for, by default one of 80 GiB."""
+    """The device that is planned for, by default a GPU of 80 GiB."""
 
+    kind: Literal["cpu", "cuda"] = "cuda"
     memory_bytes: int = 80 * 2**30
     bandwidth_bytes_per_s: int = 3_350_000_000_000
     link_bytes_per_s: int = 50_000_000_000  # between it and the host's memory
@@ -83,7 +154,7 @@ class RowPlan:
     name: str  # "full", or the number of slots
     capacity: int
     visible_slots: int  # slots that a decode step reads right after the prompt
-    row_bytes: int  # with what rescoring keeps of it
+    row_bytes: int  # with what KV re-selection keeps of it
     full_fraction: float  # of the full row's bytes
     max_rows: int  # rows that fit the memory, the padding row already taken off
     tokens_per_s_one: float  # byte bound, one row decoding
@@ -110,7 +181,7 @@ class Plan:
     memory_bytes: int
     bandwidth_bytes_per_s: int
     weight_bytes: int
-    wide_bytes: int  # of one layer, widened in prefill
+    dequantized_bytes: int  # of one layer, widened in prefill
     token_bytes: int  # K and V of one token, all layers
     prefill: PrefillMemory  # one prompt of prompt_len
     prefill_pool_bytes: int  # what the engine sets aside: the same for max_model_len + EngineConfig.short_reserve
@@ -156,36 +227,44 @@ class _Planner:
     ) -> None:
         self.model, self.options, self.gpu, self.here = model, options, gpu, here
         self.prompt_len, self.max_model_len = prompt_len, max_model_len
-        self.stored = rank_config(model, options.parallel)
-        self.own = rank_config(model, split_heads(options.parallel))
+        self.formats, self.kv_dtype = widths(model, options, device=gpu.kind)
+        self.stored = rank_config(model, options.parallel, formats=self.formats)
+        self.own = rank_config(model, split_heads(options.parallel), formats=self.formats)
         row_model = self.stored if options.attention == "dp" else self.own
-        self.spec = kv_spec_of(row_model, options.dtype, options.kv_dtype)
-        self.forms = weight_forms(model, options, device="cuda", executor="graph")
         self._reserved_bytes = 0 if draft is None else draft.total_bytes
+        self.spec = kv_spec_of(row_model, options.dtype, self.kv_dtype)
 
     def budgets(self, given: Sequence[int]) -> list[KVBudget]:
         """Of the table's lines but the first."""
         voters = make_selector(self.options.selector).observation_len
         budgets = [KVBudget.of(slots, observation_len=voters) for slots in given or default_budgets(self.prompt_len)]
-        if self.options.rescoring is not None:
+        if self.options.reselection is not None:
             for budget in budgets:
-                self.options.rescoring.check_budget(budget)
+                self.options.reselection.check_budget(budget)
         return budgets
 
-    def config(self, budget: KVBudget, device: str = "cuda") -> EngineConfig:
-        """Of an engine with such rows, on a GPU by default. Full rows have nothing to rescore or to share out."""
-        options = self.options if budget.num_topk else replace(self.options, rescoring=None, heads=None)
-        return engine_config(
-            self.model, options, budget, self.max_model_len, device=device, reserved_bytes=self._reserved_bytes
-        )
+    def config(self, budget: KVBudget, here: Here | None = None) -> EngineConfig:
+        """Of an engine with such rows, on the planned device or on this machine."""
+        options, device = self.options, self.gpu.kind if here is None else here.device
+        if here is not None and here.dtype is not None:
+            options = replace(options, dtype=here.dtype)
+        config = partial(
+            engine_config, self.model, max_model_len=self.max_model_len, device=device,
+            reserved_bytes=self._reserved_bytes,
+        )  # fmt: skip
+        if budget.num_topk:
+            return config(options, budget)
+        # Full rows have nothing to re-select or to share out, and are as wide as the others.
+        full = config(replace(options, reselection=None, heads=None), budget)
+        return replace(full, kv_dtype=widths(self.model, options, device=device)[1])
 
-    def memory(self, budget: KVBudget, device: str = "cuda") -> EngineMemory:
+    def memory(self, budget: KVBudget, here: Here | None = None) -> EngineMemory:
         """Of that engine."""
-        return engine_memory(self.model, self.config(budget, device))
+        return engine_memory(self.model, self.config(budget, here))
 
     def decode_bytes(self, num_rows: int) -> int:
         """Bytes of the weights that a step of so many rows reads."""
-        return decode_weight_bytes(self.stored, self.options.dtype, self.forms, num_rows)
+        return decode_weight_bytes(self.stored, self.options.dtype, self.formats, num_rows)
 
     def row(self, name: str, budget: KVBudget) -> RowPlan:
         """A line of the table."""
@@ -205,7 +284,7 @@ class _Planner:
             tokens_per_s_one=bandwidth / (one + read),
             tokens_per_s_max=max_rows * bandwidth / (all_rows + own_rows * read),
             travel_bytes=row_sizes(self.model, self.config(budget)).row_bytes(self.prompt_len, budget),
-            rows_here=None if here is None else auto_rows(self.memory(budget, here.device), here.free_bytes),
+            rows_here=None if here is None else auto_rows(self.memory(budget, here), here.free_bytes),
         )
 
     def ranks(self, rows: Sequence[RowPlan], chunk_len: int) -> RanksPlan | None:
@@ -214,7 +293,13 @@ class _Planner:
         if options.tensor_parallel == 1:
             return None
         gpu = self.gpu
-        predictor = Predictor.of(self.model, options, self.forms, gpu.bandwidth_bytes_per_s, gpu.flop_per_s)
+        predictor = Predictor.of(
+            self.model,
+            replace(options, kv_dtype=self.kv_dtype),
+            self.formats,
+            gpu.bandwidth_bytes_per_s,
+            gpu.flop_per_s,
+        )
         batches = {row.name: (row.max_rows, row.visible_slots) for row in rows}
         return RanksPlan.of(predictor, batches, self.prompt_len, chunk_len)
 
@@ -241,7 +326,9 @@ def _prefix_plan(model: ModelConfig, options: EngineOptions, prompt_len: int, gp
     if not isinstance(store, PrefixStoreConfig):
         return None
     bandwidth, link = gpu.bandwidth_bytes_per_s, gpu.link_bytes_per_s
-    return prefix_plan(model, options.dtype, store, prompt_len, bandwidth=bandwidth, link=link)
+    return prefix_plan(
+        model, options.dtype, store, prompt_len, bandwidth=bandwidth, link=link, num_ranks=options.tensor_parallel
+    )
 
 
 def make_plan(
@@ -258,12 +345,12 @@ def make_plan(
 
     ``prompt_len`` defaults to the model's context, at most 131,072; ``options.max_model_len``, the capacity of a full
     row, to ``prompt_len``. The options' own budget, rows and device are not looked at: the lines are for ``gpu``, and
-    beside them for ``here``. Rescoring holds for the rows of budgets; full rows have nothing to choose again.
+    beside them for ``here``. KV re-selection holds for the rows of budgets; full rows have nothing to re-select.
     """
     options, gpu = options or EngineOptions(dtype="bfloat16"), gpu or Device()
     prompt_len, max_model_len = _lengths(model, options, prompt_len)
     if options.tensor_parallel > 1:
-        here = None  # it has as many devices as it has, and nobody asked which
+        here = None  # the number of devices here is not asked for
     planner = _Planner(model, options, prompt_len, max_model_len, gpu, here, draft)
     full = KVBudget.full(max_model_len)
     chunking = planner.config(full).chunking
@@ -278,8 +365,8 @@ def make_plan(
         num_parameters=num_parameters(model),
         active_parameters=active_parameters(model),
         dtype=options.dtype,
-        weights=planner.forms.describe(),
-        kv_dtype=options.kv_dtype,
+        weights=planner.formats.describe(),
+        kv_dtype=planner.kv_dtype,
         prompt_len=prompt_len,
         max_model_len=max_model_len,
         chunk_len=chunk_len,
@@ -288,7 +375,7 @@ def make_plan(
         memory_bytes=gpu.memory_bytes,
         bandwidth_bytes_per_s=gpu.bandwidth_bytes_per_s,
         weight_bytes=of_full.weight_bytes,
-        wide_bytes=of_full.wide_bytes,
+        dequantized_bytes=of_full.dequantized_bytes,
         token_bytes=planner.spec.token_bytes(),
         prefill=prefill,
         prefill_pool_bytes=of_full.staging_bytes + of_full.transient_bytes + of_full.query_bytes,

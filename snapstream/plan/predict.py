@@ -1,30 +1,42 @@
-"""Predicts how long a decode step and a prompt take on a group of ranks. Predictions, with every assumption here.
+"""What ``plan`` adds where an engine has several ranks: weights of one by role, and how long steps would take.
 
-A part of a step takes the longer of two times: its bytes at ``READ_SHARE`` of the memory's bandwidth, and its products
-at ``PRODUCT_SHARE`` of what the device does in dense bf16. Parts follow each other:
-
-* weights: every matrix a rank stores is read once, of its experts those that the step's rows chose
-  (``MoEConfig.num_read``: evenly and apart, so no rank waits for another with more work);
-* rows: the visible slots of a rank's rows. Latents of a row are read once for all heads, and multiplied with all of
-  them: with 128 heads that is bound by products;
-* collectives: two per layer, one for the embedding, one for the logits. One takes the latency of its ``Link`` and the
-  time of its bytes. Two links bound what people have;
-* ``HOST_S``: the scheduler, the launch of a captured step, sampling.
-
-A prompt passes each layer in chunks: products of a chunk, or reading the layer's weights once more, whichever takes
-longer; attention of all pairs; two collectives of a chunk's hidden states. Nothing is overlapped. No torch.
+Times are predictions; ``predict.py`` has the formulas and the assumptions. No torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from snapstream.cache.spec import KVSpec
-from snapstream.config import DTYPE_BYTES, DType, EngineOptions, KVDType, ModelConfig, ParallelConfig, WeightForms
-from snapstream.models.families import kv_spec_of
-from snapstream.models.shapes import active_parameters, decode_weight_bytes, layer_parameters, layers_read_bytes
-from snapstream.models.shards import rank_config
+from snapstream.config import DTYPE_BYTES, DType, EngineOptions, KVDType, ModelConfig, ParallelConfig, WeightFormats
+from snapstream.kv.spec import KVSpec
+from snapstream.models.registry import kv_spec_of
+from snapstream.models.sharding import (
+    active_parameters,
+    decode_weight_bytes,
+    layer_parameters,
+    layers_read_bytes,
+    rank_config,
+    tensor_bytes,
+)
 from snapstream.plan.memory import split_heads
+
+# Predicts how long a decode step and a prompt take on a group of ranks. Predictions, with every assumption here.
+#
+# A part of a step takes the longer of two times: its bytes at ``READ_SHARE`` of the memory's bandwidth, and its
+# products at ``PRODUCT_SHARE`` of what the device does in dense bf16. Parts follow each other:
+#
+# * weights: every matrix a rank stores is read once, of its experts those that the step's rows chose
+#   (``MoEConfig.num_read``: evenly and apart, so no rank waits for another with more work);
+# * rows: the visible slots of a rank's rows. Latents of a row are read once for all heads, and multiplied with all of
+#   them: with 128 heads that is bound by products;
+# * collectives: two per layer, one for the embedding, one for the logits. One takes the latency of its ``Link`` and the
+#   time of its bytes. Two links bound what people have;
+# * ``HOST_S``: the scheduler, the launch of a captured step, sampling.
+#
+# A prompt passes each layer in chunks: products of a chunk, or reading the layer's weights once more, whichever takes
+# longer; attention of all pairs; two collectives of a chunk's hidden states. Nothing is overlapped. No torch.
 
 READ_SHARE = 0.8  # of the memory's bandwidth
 PRODUCT_SHARE = 0.6  # of dense products in bf16
@@ -97,7 +109,7 @@ class Predictor:
 
     model: ModelConfig  # the whole one
     parallel: ParallelConfig
-    forms: WeightForms | None
+    formats: WeightFormats | None
     dtype: DType
     kv_dtype: KVDType = "auto"
     bandwidth_bytes_per_s: float
@@ -105,13 +117,13 @@ class Predictor:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, options: EngineOptions, forms: WeightForms, bandwidth: float, flop_per_s: float
+        cls, model: ModelConfig, options: EngineOptions, formats: WeightFormats, bandwidth: float, flop_per_s: float
     ) -> Predictor:
         """Of an engine with these options, on devices of ``bandwidth`` bytes per second."""
         return cls(
             model=model,
             parallel=options.parallel,
-            forms=forms,
+            formats=formats,
             dtype=options.dtype,
             kv_dtype=options.kv_dtype,
             bandwidth_bytes_per_s=bandwidth,
@@ -121,7 +133,7 @@ class Predictor:
     def step(self, num_rows: int, visible_slots: int) -> StepTime:
         """A step of so many rows, each of which reads ``visible_slots``."""
         stored, own, size = self._stored, self._own, self.parallel.size
-        weights = decode_weight_bytes(stored, self.dtype, self.forms, num_rows)
+        weights = decode_weight_bytes(stored, self.dtype, self.formats, num_rows)
         is_dealt = self.parallel.attention == "dp"
         spec = kv_spec_of(stored if is_dealt else own, self.dtype, self.kv_dtype)
         rows = -(-num_rows // size) if is_dealt else num_rows
@@ -152,7 +164,7 @@ class Predictor:
         num_new = num_tokens - num_restored
         chunk = min(chunk_len, num_new)
         num_chunks = -(-num_new // chunk)
-        weights = layers_read_bytes(own, self.dtype, self.forms, chunk) / layers
+        weights = layers_read_bytes(own, self.dtype, self.formats, chunk) / layers
         spec = kv_spec_of(own, self.dtype)
         pairs = (num_tokens * (num_tokens + 1) - num_restored * (num_restored + 1)) / 2
         per_pair = 4 * spec.num_heads * spec.expanded_dim if spec.expanded_dim else _pair_flop(spec)
@@ -166,12 +178,12 @@ class Predictor:
 
     @property
     def _stored(self) -> ModelConfig:
-        return rank_config(self.model, self.parallel)
+        return rank_config(self.model, self.parallel, formats=self.formats)
 
     @property
     def _own(self) -> ModelConfig:
         """What a rank computes: its heads, where attention is dealt out by rows as much work as these."""
-        return rank_config(self.model, split_heads(self.parallel))
+        return rank_config(self.model, split_heads(self.parallel), formats=self.formats)
 
     def _longer(self, num_bytes: float, flop: float) -> float:
         """Seconds of what is bound by the slower of memory and products."""
@@ -184,3 +196,39 @@ class Predictor:
 def _pair_flop(spec: KVSpec) -> int:
     """Products of all query heads with one cached token of a layer, and with its value."""
     return 2 * spec.num_heads * (spec.key_dim + spec.value_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksPlan:
+    """Sizes in bytes, times in seconds."""
+
+    parallel: ParallelConfig
+    tensor_bytes: dict[str, int]  # weights of one rank
+    bandwidth_bytes_per_s: float  # of one device
+    flop_per_s: float
+    steps: dict[str, StepTime]  # by the name of a line of the plan: all rows that fit, right after their prompts
+    prompt: PromptTime  # alone
+
+    @classmethod
+    def of(
+        cls, predictor: Predictor, batches: Mapping[str, tuple[int, int]], prompt_len: int, chunk_len: int
+    ) -> RanksPlan:
+        """``batches``: rows and visible slots of each line; those of no rows have no step."""
+        stored = rank_config(predictor.model, predictor.parallel, formats=predictor.formats)
+        return cls(
+            parallel=predictor.parallel,
+            tensor_bytes=tensor_bytes(stored, predictor.dtype, predictor.formats),
+            bandwidth_bytes_per_s=predictor.bandwidth_bytes_per_s,
+            flop_per_s=predictor.flop_per_s,
+            steps={name: predictor.step(rows, slots) for name, (rows, slots) in batches.items() if rows > 0},
+            prompt=predictor.prompt(prompt_len, chunk_len),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields above under their names, with what follows from them: whole times over each of ``links``."""
+        plain = asdict(self)
+        plain["links"] = [asdict(link) for link in LINKS]
+        plain["prompt"]["seconds"] = self.prompt.seconds
+        for name, step in self.steps.items():
+            plain["steps"][name] |= {"seconds": step.seconds, "tokens_per_s": step.tokens_per_s}
+        return plain

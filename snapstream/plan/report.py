@@ -9,10 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from snapstream.config.sizes import format_bytes
+from snapstream.config.values import format_bytes
 from snapstream.plan.plan import Plan, RowPlan
-from snapstream.plan.predict import HOST_S, LINKS, PRODUCT_SHARE, READ_SHARE
-from snapstream.plan.ranks import RanksPlan
+from snapstream.plan.predict import HOST_S, LINKS, PRODUCT_SHARE, READ_SHARE, RanksPlan
 
 INDENT = " " * 9  # below the labels
 
@@ -48,9 +47,9 @@ def _short_chunks(plan: Plan) -> str:
 
 
 def _wide_layer(plan: Plan) -> str:
-    if not plan.wide_bytes:
+    if not plan.dequantized_bytes:
         return ""
-    return f"; prefill widens a layer to {plan.dtype} in {format_bytes(plan.wide_bytes)}"
+    return f"; prefill widens a layer to {plan.dtype} in {format_bytes(plan.dequantized_bytes)}"
 
 
 def _draft_costs(plan: Plan) -> list[tuple[str, str]]:
@@ -84,8 +83,8 @@ def _ranks(plan: Plan) -> list[tuple[str, str]]:
     ranks = plan.ranks
     if ranks is None:
         return []
-    total = sum(ranks.role_bytes.values())
-    sizes = sorted(ranks.role_bytes.items(), key=lambda item: -item[1])
+    total = sum(ranks.tensor_bytes.values())
+    sizes = sorted(ranks.tensor_bytes.items(), key=lambda item: -item[1])
     large = [(name, size) for name, size in sizes if size >= total / 100]
     rest = total - sum(size for _, size in large)
     parts = [f"{name} {format_bytes(size)}" for name, size in large] + (

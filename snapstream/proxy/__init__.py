@@ -1,1 +1,1 @@
-"""An OpenAI-compatible proxy that trims long prompts with a small draft before any server sees them."""
+"""An OpenAI-compatible proxy that compresses long prompts with a small draft before any server sees them."""

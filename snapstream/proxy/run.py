@@ -19,22 +19,21 @@ from typing import TYPE_CHECKING
 import uvicorn
 from starlette.types import ASGIApp
 
-from snapstream.config.addresses import is_loopback
-from snapstream.proxy.app import Proxy, make_proxy
-from snapstream.proxy.settings import ProxySettings
-from snapstream.server.http.draining import LAST_FRAMES_S, DrainingServer, check_place
-from snapstream.server.http.loading import Curtain
-from snapstream.server.http.wire import Wire
+from snapstream.config.values import is_loopback
+from snapstream.proxy.app import Proxy, ProxySettings, make_proxy
+from snapstream.server.apis import APIS
+from snapstream.server.http.connections import ConnectionGuard
+from snapstream.server.http.lifecycle import LAST_FRAMES_S, DrainingServer, StartupApp, check_place, listen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.text_trimmer import TextTrimmer
+    from snapstream.spec_prefill.compressor import PromptCompressor
 
 log = logging.getLogger(__name__)
 
 # Reads the draft, and the tokenizer that counts the upstream's tokens if there is one.
-Load = Callable[[], "tuple[TextTrimmer, PreTrainedTokenizerBase | None]"]
+Load = Callable[[], "tuple[PromptCompressor, PreTrainedTokenizerBase | None]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,7 @@ def run_proxy(load: Load, settings: ProxySettings, options: ProxyOptions, listen
 
 def bind(options: ProxyOptions) -> socket.socket:
     """OSError if the address is taken or is none of this machine's."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    return listen(options.host, options.port)
 
 
 def load_target(folder: Path | None) -> PreTrainedTokenizerBase | None:
@@ -72,7 +70,7 @@ def load_target(folder: Path | None) -> PreTrainedTokenizerBase | None:
 def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=Wire().protocol(),
+        http=ConnectionGuard().protocol(),
         ws="none",
         lifespan="off",  # the application comes later; _run closes it
         log_config=None,
@@ -86,12 +84,12 @@ def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
 async def _run(load: Load, settings: ProxySettings, options: ProxyOptions, listener: socket.socket) -> None:
     if not settings.api_keys and not is_loopback(options.host):
         log.warning("no API key is set: everyone who can reach %s may use this proxy", options.host)
-    curtain = Curtain(settings.retry_after_s, "proxy")
-    server = DrainingServer(uvicorn_config(curtain), curtain, options.drain_timeout_s)
+    startup = StartupApp(settings.retry_after_s, "proxy", apis=APIS)
+    server = DrainingServer(uvicorn_config(startup), startup, options.drain_timeout_s)
     host = f"[{options.host}]" if ":" in options.host else options.host
     place = f"http://{host}:{listener.getsockname()[1]}"
     log.info("loading the draft; %s answers 503 until then", place)
-    loading = asyncio.create_task(_load(curtain, load, settings))
+    loading = asyncio.create_task(_load(startup, load, settings))
 
     def after_loading(task: asyncio.Task[Proxy]) -> None:
         if task.cancelled() or task.exception() is not None:
@@ -102,7 +100,7 @@ async def _run(load: Load, settings: ProxySettings, options: ProxyOptions, liste
     loading.add_done_callback(after_loading)
     try:
         await server.serve(sockets=[listener])
-        if loading.done() and not curtain.is_draining:
+        if loading.done() and not startup.is_draining:
             loading.result()  # raises the error that ended it
     finally:
         loading.cancel()
@@ -111,10 +109,10 @@ async def _run(load: Load, settings: ProxySettings, options: ProxyOptions, liste
             await proxy.close()
 
 
-async def _load(curtain: Curtain, load: Load, settings: ProxySettings) -> Proxy:
+async def _load(startup: StartupApp, load: Load, settings: ProxySettings) -> Proxy:
     """Read the draft, and let the proxy answer."""
-    trimmer, target = await asyncio.to_thread(load)
-    app = make_proxy(trimmer, target, settings)
+    compressor, target = await asyncio.to_thread(load)
+    app = make_proxy(compressor, target, settings)
     proxy: Proxy = app.state.proxy
-    curtain.rise(app, proxy)
+    startup.start(app, proxy)
     return proxy

@@ -1,6 +1,5 @@
-"""The OpenAI-compatible server: HTTP in one process, the engine in another.
+"""The HTTP server, with the engine in a process of its own.
 
-``http/`` is what any front needs, ``openai/`` the API, ``engine/`` the other process, ``page/`` the chat page.
-``app.py`` puts them together, ``run.py`` puts that on a socket. Beside them stand what two rooms or the commands use:
-``settings.py`` (told once, at start), ``metrics.py`` (of front and engine), ``logs.py`` (of server and proxy).
+``apis.py`` lists the wire APIs (``openai/``, ``responses/``, ``anthropic/``), ``http/`` serves any of them, ``engine/``
+runs the engine process, ``page/`` is the chat page. ``app.py`` puts them together, ``run.py`` serves them on a socket.
 """

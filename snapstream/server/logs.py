@@ -1,7 +1,7 @@
 """Log lines for people (``text``) or for machines (``json``), on stderr, from one set-up at the start of a server.
 
 A record may carry ``fields`` (``extra={"fields": {...}}``): text shows them as ``name=value``, JSON as members of their
-own. Invariant: every record is one line, and no prompt or answer is ever part of one. ``http/visits.py`` writes
+own. Invariant: every record is one line, and no prompt or answer is ever part of one. ``http/admission.py`` writes
 the line of each request.
 """
 

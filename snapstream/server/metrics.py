@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the front measures per request, and the engine's gauges and totals at each scrape.
+"""Prometheus metrics: what the server measures per request, and the engine's gauges and totals at each scrape.
 
 Everything is named ``snapstream:...``; the names that dashboards, routers and benchmark clients know are the same
 series under ``vllm:``, made when they are read. Invariant: no global registry; two apps in one process do not mix.
@@ -6,7 +6,7 @@ series under ``vllm:``, made when they are read. Invariant: no global registry; 
 
 from __future__ import annotations
 
-from collections import Counter as TallyCounter
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import monotonic
@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
-from snapstream.request import FinishReason, Timings
 from snapstream.server.engine.api import EngineStats, RequestDelta
-from snapstream.server.http.wire import REASONS, Wire
+from snapstream.server.http.connections import REASONS, ConnectionGuard
+from snapstream.types import FinishReason, Timings
 
 OURS, THEIRS = "snapstream:", "vllm:"
 ALIASED = frozenset(
@@ -59,20 +59,20 @@ class Metrics:
         *,
         has_vllm_names: bool,
         has_transfers: bool = False,
-        wire: Wire | None = None,
+        guard: ConnectionGuard | None = None,
     ) -> None:
         self._model_name = model_name
         self._stats = stats
         self._has_vllm_names, self._has_transfers = has_vllm_names, has_transfers
-        self._wire = wire
+        self._guard = guard
         self.on_request: Callable[[RequestTimes], None] | None = None  # called at the end of every prompt
         self._registry = CollectorRegistry(auto_describe=False)
         self._histograms = {
             name: Histogram(OURS + name, text, ["model_name"], buckets=buckets, registry=self._registry)
             for name, text, buckets in _HISTOGRAMS
         }
-        self._num_trimmed = 0
-        self._faults = TallyCounter(dict.fromkeys(_USUAL_FAULTS, 0))  # by status and reason
+        self._num_dropped = 0
+        self._faults = Counts(dict.fromkeys(_USUAL_FAULTS, 0))  # by status and reason
         self._series: dict[tuple[str, str], Histogram] = {}
         self._success = Counter(
             OURS + "request_success", "Ended samples.", ["model_name", "finished_reason"], registry=self._registry
@@ -93,8 +93,8 @@ class Metrics:
         """An answer that is an error, also one within a stream."""
         self._faults[status, reason] += 1
 
-    def count_trimmed(self, num_tokens: int) -> None:
-        self._num_trimmed += num_tokens
+    def count_dropped(self, num_tokens: int) -> None:
+        self._num_dropped += num_tokens
 
     def render(self) -> bytes:
         """The Prometheus text of this moment."""
@@ -135,7 +135,7 @@ class Metrics:
             ("evicted_tokens", "Prompt tokens that rows did not keep.", stats.evicted_tokens_total),
             ("compressions", "Prompts longer than their row.", stats.compressions_total),
             ("compression_seconds", "Spent on scoring, selection and writing rows.", stats.compression_seconds_total),
-            ("prompt_tokens_trimmed", "Prompt tokens that the draft took out before prefill.", self._num_trimmed),
+            ("prompt_tokens_dropped", "Prompt tokens that the draft took out before prefill.", self._num_dropped),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix store.", stats.prefix_queries_total),
             ("prefix_cache_hits", "Prompt tokens that it gave back.", stats.prefix_hits_total),
             ("prefix_saved_tokens", "Prompt tokens put into the prefix store.", stats.prefix_saved_total),
@@ -152,14 +152,14 @@ class Metrics:
         )
         for (status, reason), total in sorted(self._faults.items()):
             faults.add_metric([model, str(status), reason], total)
-        num_malformed = 0 if self._wire is None else self._wire.num_malformed
+        num_malformed = 0 if self._guard is None else self._guard.num_malformed
         faults.add_metric([model, "400", "malformed_http"], num_malformed)
         yield faults
         closed = CounterMetricFamily(
             OURS + "connections_closed", "Connections that the server closed.", labels=["model_name", "reason"]
         )
         for reason in REASONS:
-            closed.add_metric([model, reason], 0 if self._wire is None else self._wire.closed[reason])
+            closed.add_metric([model, reason], 0 if self._guard is None else self._guard.closed[reason])
         yield closed
 
     def _row_totals(self, stats: EngineStats) -> tuple[tuple[str, str, int], ...]:

@@ -1,1 +1,1 @@
-"""Speculative prefill: a small draft model says which parts of a long prompt matter. Start at ``text_trimmer.py``."""
+"""Speculative prefill: a small draft model says which parts of a long prompt matter. Start at ``compressor.py``."""

@@ -3,31 +3,310 @@
 Invariant: scores are laid over the *source text* by the tokenizer's character offsets, so a kept part of the text is
 kept character by character; token ids never leave this module. A text longer than the context is read in overlapping
 passages of one size, each with the words around it (a template, a question) in full; where two passages overlap, a
-token's score is the mean. ``lookahead.py`` computes the scores, ``spans.py`` cuts the text.
+token's score is the mean. ``protection.py`` cuts the text.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from snapstream.config import DTYPE_BYTES, DType, as_path
+from snapstream.config import DTYPE_BYTES, DType, KVBudget, ModelConfig, as_path
+from snapstream.exec.eager import RowsForward, StepParts
+from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.requirements import why_not_looped_cpu
+from snapstream.exec.reselection import RecentQueries
+from snapstream.exec.rows import Rows
+from snapstream.exec.sampling_state import SamplingState
+from snapstream.kernels.backends.autotune import automatic
+from snapstream.kernels.backends.prefill import Case
+from snapstream.kernels.cpu.looped.library import library_problem, load
+from snapstream.kv.cache import KVCache
+from snapstream.kv.compress import write_rows
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.models.chat_template import render_chat
 from snapstream.models.decoder import Decoder
+from snapstream.models.matrix import MakeMatrix, make_matrix
+from snapstream.models.panels import PanelMatrix, make_panels
+from snapstream.models.prefill import LayerDone, LayerPass, Outputs, PassTokens
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import load_tokenizer
-from snapstream.spec_prefill.lookahead import scores_of_passages, token_scores
-from snapstream.spec_prefill.settings import ScoringSettings, check_choice
+from snapstream.models.views import StagingBuffers
+from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, check_choice, step_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-STEP_TOKENS = 4  # windows that look ahead together, as a rule: a token of each is fed at a time
+
+# How much attention each prompt token gets from the look-ahead: the scores of SpecPrefill.
+#
+# As published (arXiv 2502.02789, section 3; arXiv 2603.02631): per query, layer and head an fp32 softmax over the
+# *prompt* keys only; an average over ``pool_kernel`` neighbouring keys; the maximum over layers and heads; the mean
+# over queries. At the edges the average counts missing neighbours as zeros and always divides by the width, like
+# SnapKV.
+#
+# Invariant: a layer is done with when ``add`` returns, so a pass that holds one layer's keys at a time can use it; and
+# never more than ``O(queries x heads x chunk)`` of probabilities exist. ``lookahead.py`` makes queries and keys.
+
+CHUNK = 4096  # keys at a time; 8 queries x 32 heads x 4096 keys in fp32 are 4 MiB
+
+
+class Importance:
+    """Running maximum over layers and heads of the pooled attention, ``[w, N]`` fp32."""
+
+    def __init__(self, num_queries: int, num_keys: int, pool_kernel: int, device: torch.device) -> None:
+        self.best = torch.zeros(num_queries, num_keys, device=device)  # [w, N]; probabilities are never below 0
+        self._pool_kernel = pool_kernel
+
+    def add(self, queries: Tensor, keys: Tensor, first_query: int, *, chunk: int = CHUNK) -> None:
+        """One layer: ``queries [w, H, E]`` after RoPE, the first at position ``first_query``; ``keys [G, N, E]``.
+
+        A query sees the prompt keys up to its own position: all of them, if it comes after the prompt.
+        """
+        num_queries, num_heads, _ = queries.shape
+        half, num_keys = self._pool_kernel // 2, keys.shape[1]
+        normaliser = torch.full((num_heads * num_queries,), float("-inf"), device=keys.device)
+        for _, _, block in _logits(queries, keys, first_query, 0, chunk):
+            normaliser = torch.logaddexp(normaliser, block.logsumexp(-1))
+        for a, b, block in _logits(queries, keys, first_query, half, chunk):
+            weights = block.sub_(normaliser[:, None]).exp_()  # [H*w, c + neighbours]
+            before, after = min(half, a), min(half, num_keys - b)  # what the block holds of its neighbours
+            padded = F.pad(weights, (half - before, half - after))
+            pooled = F.avg_pool1d(padded[None], self._pool_kernel, stride=1)[0]  # [H*w, c]
+            most = pooled.unflatten(0, (num_heads, num_queries)).amax(0)  # [w, c]
+            torch.maximum(self.best[:, a:b], most, out=self.best[:, a:b])
+
+    def scores(self, num_queries: int | None = None) -> Tensor:
+        """Mean over the first ``num_queries`` queries, all by default: ``[N]`` fp32."""
+        return self.best[:num_queries].mean(0)
+
+
+def _logits(
+    queries: Tensor, keys: Tensor, first_query: int, margin: int, chunk: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Blocks ``a .. b - 1`` of keys with ``margin`` neighbours on both sides: ``[H*w, c + margins]`` fp32."""
+    num_queries, num_heads, head_dim = queries.shape
+    num_kv_heads, num_keys, _ = keys.shape
+    scaled = queries.float() * head_dim**-0.5
+    folded = scaled.view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)  # [G, r*w, E]
+    for a in range(0, num_keys, chunk):
+        b = min(a + chunk, num_keys)
+        low, high = max(0, a - margin), min(num_keys, b + margin)
+        block = torch.bmm(folded, keys[:, low:high].float().transpose(1, 2)).flatten(0, 1)  # [H*w, c]
+        if high - 1 > first_query:  # some query may not see some key
+            position = torch.arange(low, high, device=keys.device)
+            own = first_query + torch.arange(num_queries, device=keys.device)
+            block.masked_fill_((position > own[:, None]).repeat(num_heads, 1), float("-inf"))
+        yield a, b, block
+
+
+def chunk_means(scores: Tensor, chunk_len: int) -> Tensor:
+    """Mean score of each run of ``chunk_len`` tokens, the last one shorter: ``[N]`` to ``[ceil(N / chunk_len)]``."""
+    num_chunks = -(-scores.shape[0] // chunk_len)
+    padded = F.pad(scores, (0, num_chunks * chunk_len - scores.shape[0])).view(num_chunks, chunk_len)
+    counts = torch.full((num_chunks,), chunk_len, device=scores.device)
+    counts[-1] = scores.shape[0] - (num_chunks - 1) * chunk_len
+    return padded.sum(-1) / counts
+
+
+# The draft reads a prompt layer by layer, looks a few greedy tokens ahead, and scores every prompt token.
+#
+# Three ways, one meaning (``importance.py``); N prompt tokens, L layers:
+#
+# - ``look_ahead=0``: the prompt's own last queries vote while their layer's keys are staged. One pass, one layer of K
+#   and V. The last layer stops after its keys and queries: nothing reads its output.
+# - ``keys="all_layers"``: the prefill keeps K and V of all layers for the decode steps, ``2 L G E`` numbers per prompt
+#   token in the draft's dtype. Exact; the memory is bounded by the draft's context (``context_len``), not by the text.
+# - ``keys="one_layer"``: the first pass fills a compressed row (``kv/compress.py``) that the greedy tokens are decoded
+#   from; the second reads prompt and tokens together, one layer at a time. Twice the time, one layer of K and V; exact
+#   as long as the row leads to the same greedy tokens.
+#
+# Greedy tokens make the scores deterministic: the same draft, text and settings give the same numbers.
+
+ROW = KVBudget.of(ROW_SLOTS)  # keys="one_layer": the row that the greedy tokens are decoded from
+
+SELECTOR = SnapKV()  # and how its tokens are chosen
+
+
+@torch.inference_mode()
+def token_scores(decoder: Decoder, token_ids: Sequence[int], settings: ScoringSettings) -> Tensor:
+    """Score of every token of a prompt that fits the draft's context: ``[N]`` fp32."""
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=decoder.device)
+    if settings.look_ahead == 0:
+        return _score_in_pass(decoder, ids, len(ids), min(settings.num_own_queries, len(ids)), settings)
+    if settings.keys == "one_layer":
+        drawn = draw_from_row(decoder, ids, settings)
+        fed = torch.cat((ids, ids.new_tensor(drawn[:-1])))
+        return _score_in_pass(decoder, fed, len(ids), len(drawn), settings)
+    return _score_from_all_layers(decoder, [ids], settings)[0]
+
+
+@torch.inference_mode()
+def scores_of_passages(
+    decoder: Decoder, passages: Sequence[Sequence[int]], settings: ScoringSettings
+) -> Iterator[Tensor]:
+    """``token_scores`` of prompts of one length; some of them look ahead together, a decode step for all of them."""
+    if settings.look_ahead == 0 or settings.keys == "one_layer":
+        for token_ids in passages:
+            yield token_scores(decoder, token_ids, settings)
+        return
+    size = settings.num_passages(decoder.device.type)
+    for first in range(0, len(passages), size):
+        group = [torch.tensor(ids, dtype=torch.int64, device=decoder.device) for ids in passages[first : first + size]]
+        yield from _score_from_all_layers(decoder, group, settings)
+
+
+def _score_in_pass(
+    decoder: Decoder, ids: Tensor, prompt_len: int, num_queries: int, settings: ScoringSettings
+) -> Tensor:
+    """The last ``num_queries`` tokens of ``ids`` vote on the first ``prompt_len``, layer by layer."""
+    importance = Importance(num_queries, prompt_len, settings.pool_kernel, decoder.device)
+    first_query = len(ids) - num_queries
+
+    def score(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        assert queries is not None
+        importance.add(queries, keys[:, :prompt_len], first_query)
+
+    voting_pass(decoder, ids, prompt_len, num_queries, settings, score)
+    return importance.scores()
+
+
+def voting_pass(
+    decoder: Decoder, ids: Tensor, prompt_len: int, num_queries: int, settings: ScoringSettings, vote: LayerDone
+) -> None:
+    """Read ``ids [n]``, the prompt and look-ahead tokens after it, one layer at a time; ``vote`` sees each layer."""
+    _read(decoder, ids, prompt_len, num_queries, settings, vote, "none")
+
+
+def _score_from_all_layers(decoder: Decoder, passages: Sequence[Tensor], settings: ScoringSettings) -> list[Tensor]:
+    """Prefill each of ``passages [N]``, decode after all of them at once, then every layer's queries on its keys."""
+    prompt_len, ahead = len(passages[0]), settings.look_ahead
+    drawing = _Drawing(decoder, len(passages), KVBudget.full(prompt_len + ahead), ahead)
+    for row, ids in enumerate(passages):
+        drawing.read(row, ids, 1, settings)
+    drawn = drawing.draw(settings)
+    first = prompt_len - 1  # the query of the last prompt token votes too
+    scores = []
+    for row, tokens in enumerate(drawn):
+        queries = drawing.queries.last(row, first + len(tokens), len(tokens))  # [L, w, H, E]
+        importance = Importance(len(tokens), prompt_len, settings.pool_kernel, decoder.device)
+        for layer in range(decoder.config.num_layers):
+            importance.add(queries[layer], drawing.cache.layer(layer).k[row, :, :prompt_len], first)
+        scores.append(importance.scores())
+    return scores
+
+
+def draw_from_row(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> list[int]:
+    """Greedy tokens after the prompt, decoded from a compressed row."""
+    drawing = _Drawing(decoder, 1, ROW, 1)
+    drawing.read(0, ids, SELECTOR.num_queries(len(ids)), settings)
+    return drawing.draw(settings)[0]
+
+
+class _Drawing:
+    """Rows of one budget in which prompts of one length are read, and the greedy tokens after them drawn."""
+
+    def __init__(self, decoder: Decoder, num_rows: int, budget: KVBudget, num_queries: int) -> None:
+        """``num_queries``: of the last tokens fed to each row, kept in ``queries``."""
+        spec, device = decoder.kv_spec(), decoder.device
+        self._decoder, self._budget = decoder, budget
+        # A draft feeds all its rows at every step, so the padding row, which is the last, may be one of them.
+        self.cache = KVCache(spec, num_rows - 1, budget.capacity, device, decoder.kernels)
+        self.queries = RecentQueries(spec, num_rows - 1, num_queries, decoder.dtype, device)
+        self._rows = Rows(num_rows - 1, device)
+        self._forward: RowsForward | LoopedDecode
+        if isinstance(decoder.weights.lm_head, PanelMatrix):
+            sampling = SamplingState(num_rows, decoder.config.vocab_size, device)
+            parts = StepParts(
+                decoder=decoder, cache=self.cache, rows=self._rows, sampling=sampling,
+                config=step_config(budget, num_rows), queries=self.queries,
+            )  # fmt: skip
+            self._forward = LoopedDecode(parts)
+        else:
+            self._forward = RowsForward(decoder, self.cache, self._rows, self.queries)
+        self._hidden: list[Tensor] = []  # by row: output of the last prompt token [1, D]
+        self._prompt_len = 0
+
+    def read(self, row: int, ids: Tensor, num_queries: int, settings: ScoringSettings) -> None:
+        """Prefill ``ids [N]`` into a row; its last ``num_queries`` choose, where it does not fit."""
+        self._prompt_len = len(ids)
+
+        def write(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
+            assert queries is not None
+            self.queries.put(layer, row, self._prompt_len - 1, queries[-1])
+            write_rows(self.cache, layer, (row,), keys, values, queries, self._budget, SELECTOR)
+
+        self._hidden.append(_read(self._decoder, ids, len(ids), num_queries, settings, write, "last"))
+
+    def draw(self, settings: ScoringSettings) -> list[list[int]]:
+        """Greedy tokens after the prompts, ``look_ahead`` of each, fewer where the draft ends.
+
+        All but the last are fed. A row that has ended is fed on with the others, to no effect. RuntimeError where
+        logits are not finite.
+        """
+        device, ends = self._decoder.device, () if settings.ignore_eos else self._decoder.config.eos_token_ids
+        rows = torch.arange(len(self._hidden), dtype=torch.int64, device=device)
+        counters = self._rows.entry(self._prompt_len, self._prompt_len, self._budget)
+        self._rows.admit(rows, torch.tensor([counters] * len(rows), dtype=torch.int64, device=device))
+        tokens = _best(self._decoder.logits(torch.cat(self._hidden)))  # [B]
+        self._rows.last_token[rows] = tokens
+        drawn = [[token] for token in tokens.tolist()]
+        for _ in range(settings.look_ahead - 1):
+            if all(own[-1] in ends for own in drawn):
+                break
+            tokens = _best(self._forward.logits(rows))
+            self._rows.advance(rows, tokens)
+            for own, token in zip(drawn, tokens.tolist(), strict=True):
+                if own[-1] not in ends:
+                    own.append(token)
+        return drawn
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The likeliest token of each of ``logits [B, V]``: ``[B]``. RuntimeError where they are not finite."""
+    if not bool(logits.amax(-1).isfinite().all()):
+        raise RuntimeError("the draft's logits are not finite; it cannot say what matters")
+    return logits.argmax(-1)
+
+
+def _read(
+    decoder: Decoder,
+    ids: Tensor,
+    prompt_len: int,
+    num_queries: int,
+    settings: ScoringSettings,
+    layer_done: LayerDone,
+    outputs: Outputs,
+) -> Tensor:
+    """Run ``ids [N]`` layer by layer; returns the last token's output ``[1, D]``.
+
+    Tokens from ``prompt_len`` on are look-ahead tokens: their sequence was as long as their position + 1 (dynamic
+    RoPE).
+    """
+    config, device = decoder.config, decoder.device
+    positions = torch.arange(len(ids), device=device)
+    tokens = PassTokens(
+        token_ids=ids,
+        positions=positions,
+        seq_lens=(positions + 1).clamp(min=prompt_len),
+        prompt_lens=[len(ids)],
+        num_queries=[num_queries],
+    )
+    buffers = StagingBuffers(decoder.kv_spec(), config.hidden_size, len(ids), decoder.dtype, device)
+    case = Case.of_model(device, decoder.dtype, config)
+    attention = automatic(device, decoder.dtype, case.head_dim, case.group_size)
+    step = settings.num_prefill_tokens(device.type)
+    one = LayerPass(decoder, buffers, tokens, step, attention, layer_done, outputs)
+    one.run()
+    return one.last_hidden()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +345,9 @@ class Draft:
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             raise ValueError(f"{folder} has no tokenizer; a draft needs a tokenizer.json")
         tokenizer = load_tokenizer(folder)
-        decoder = Decoder.load(folder, config, dtype, device, max_tokens=STEP_TOKENS, progress=progress)
+        decoder = Decoder.load(
+            folder, config, dtype, device, progress=progress, make=_make_weight(config, dtype, device)
+        )
         return cls(decoder, tokenizer, f"{_digest_of(folder)}/{dtype}")
 
     def count_tokens(self, text: str) -> int:
@@ -83,11 +364,7 @@ class Draft:
         whole, start = before + text + after, len(before)
         template = as_chat and self.tokenizer.chat_template is not None
         if template:
-            rendered = str(
-                self.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": whole}], tokenize=False, add_generation_prompt=True
-                )
-            )
+            rendered = render_chat(self.tokenizer, [{"role": "user", "content": whole}])
             found = _place_of(whole, rendered)
             template = found is not None
             if found is not None:  # else a template that alters the words: read them plainly
@@ -150,6 +427,13 @@ class Draft:
             return_special_tokens_mask=True,
             verbose=False,  # a text longer than the context is no surprise here
         )
+
+
+def _make_weight(config: ModelConfig, dtype: DType, device: str) -> MakeMatrix:
+    """Panels where the library of the looped executor can run the draft; ``lookahead.py`` then decodes by it too."""
+    if why_not_looped_cpu(config, dtype=dtype, device=device) or library_problem():
+        return make_matrix
+    return make_panels(load())
 
 
 def check_torch_device(device: str) -> None:

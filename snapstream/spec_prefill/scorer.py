@@ -1,22 +1,26 @@
-"""Scores of the chunks of a text, remembered by content: in a long conversation most text was there before.
+"""Scores of the chunks of a text, cached by content, and the choice of the chunks that stay.
 
-The key is a hash of the text, what stands around it, the draft and every setting, so an entry can never be stale; the
-oldest unused entry goes first. One text is scored at a time, whatever the number of threads.
+The cache key is a hash of the text, its surroundings, the draft and every setting; the least recently used entry goes
+first. One text is scored at a time, whatever the number of threads.
+
+Chunks of one text compete by score, ties going to the earlier. Texts that were scored separately cannot be compared by
+score, so a ceiling takes from every text in the same proportion, by a chunk's rank over the number of chunks.
+Invariant: a choice that ``count`` finds above the ceiling is never returned.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from time import perf_counter
 
-from snapstream.spec_prefill.draft import Draft, ReadText
-from snapstream.spec_prefill.importance import chunk_means
-from snapstream.spec_prefill.protection import Candidate
-from snapstream.spec_prefill.settings import CutSettings, ScoringSettings
-from snapstream.spec_prefill.spans import Cutter, Span, chunk_spans
+from snapstream.spec_prefill.draft import Draft, ReadText, chunk_means
+from snapstream.spec_prefill.protection import Candidate, Cutter, Span, chunk_spans
+from snapstream.spec_prefill.settings import ChunkSettings, ScoringSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +42,8 @@ class ScoredText:
 class Scorer:
     """A draft with a bounded memory of what it has scored."""
 
-    def __init__(self, draft: Draft, scoring: ScoringSettings, cut: CutSettings, cache_size: int) -> None:
-        self._draft, self._scoring, self._cut = draft, scoring, cut
+    def __init__(self, draft: Draft, scoring: ScoringSettings, chunks: ChunkSettings, cache_size: int) -> None:
+        self._draft, self._scoring, self._chunks = draft, scoring, chunks
         self._cache_size = cache_size
         self._cache: OrderedDict[bytes, ScoredText] = OrderedDict()
         self._lock = Lock()
@@ -66,7 +70,7 @@ class Scorer:
             read = ReadText(ids=ids, first=0, stop=len(ids), starts=tuple(range(len(ids))))
             scores, num_passages = self._draft.score(read, self._scoring)
             elapsed = (perf_counter() - began) * 1e3
-        cutter = Cutter(CutSettings(chunk_len=chunk_len), "")
+        cutter = Cutter(ChunkSettings(chunk_len=chunk_len), "")
         found = []
         for index, (start, stop) in enumerate(ranges):
             chunks = tuple((a + start, b + start) for a, b in chunk_spans(range(stop - start), stop - start, chunk_len))
@@ -84,7 +88,7 @@ class Scorer:
 
     def _score(self, candidate: Candidate) -> ScoredText:
         began = perf_counter()
-        body, cutter = candidate.body, Cutter(self._cut, candidate.text)
+        body, cutter = candidate.body, Cutter(self._chunks, candidate.text)
         before = candidate.text[: candidate.start]
         read = self._draft.read(body, before=before, after=candidate.after, as_chat=candidate.as_chat)
         if read.num_tokens == 0:
@@ -104,7 +108,7 @@ class Scorer:
     def key(self, candidate: Candidate) -> bytes:
         """A digest of all that the scores depend on: 32 bytes."""
         parts = (
-            self._draft.digest, repr(self._scoring), repr(self._cut), str(candidate.as_chat),
+            self._draft.digest, repr(self._scoring), repr(self._chunks), str(candidate.as_chat),
             str(candidate.start), str(candidate.end), candidate.text, candidate.after,
         )  # fmt: skip
         digest = hashlib.sha256()
@@ -123,3 +127,49 @@ def _as_remembered(fresh: ScoredText) -> ScoredText:
         draft_ms=0.0,
         cutter=fresh.cutter,
     )
+
+
+Choice = list[set[int]]  # per text: indices of the chunks that stay
+
+
+def ranked(scores: Sequence[float]) -> list[int]:
+    """Indices, best first; ties go to the earlier."""
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+
+
+def num_kept(num_chunks: int, keep: float) -> int:
+    """``ceil(n * keep)``, not fooled by 0.1 * 30 being 3.0000000000000004."""
+    return min(num_chunks, math.ceil(num_chunks * keep - 1e-9))
+
+
+def keep_share(scores: Sequence[Sequence[float]], keep: float) -> Choice:
+    """The best ``ceil(n * keep)`` chunks of every text (SpecPrefill, arXiv 2502.02789)."""
+    return [set(ranked(own)[: num_kept(len(own), keep)]) for own in scores]
+
+
+def keep_ceiling(scores: Sequence[Sequence[float]], max_tokens: int, count: Callable[[Choice], int]) -> Choice:
+    """As many chunks as fit: the worst are taken away until ``count`` finds at most ``max_tokens``.
+
+    ValueError if even nothing but the protected text is more.
+    """
+    turns = sorted(
+        (rank / len(own), text, chunk) for text, own in enumerate(scores) for rank, chunk in enumerate(ranked(own))
+    )
+
+    def first(size: int) -> Choice:
+        chosen: Choice = [set() for _ in scores]
+        for _, text, chunk in turns[:size]:
+            chosen[text].add(chunk)
+        return chosen
+
+    least = count(first(0))
+    if least > max_tokens:
+        raise ValueError(f"max_tokens is {max_tokens}; what must stay takes {least} tokens on its own")
+    low, high = 0, len(turns)  # the counts grow with the size but for a delimiter now and then: low always fits
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count(first(middle)) <= max_tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return first(low)

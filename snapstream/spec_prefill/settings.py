@@ -1,15 +1,17 @@
 """How a draft scores a prompt and how much of it is kept, as frozen dataclasses validated once. No torch.
 
 ``ScoringSettings`` is the method (SpecPrefill, arXiv 2502.02789; cross-family, arXiv 2603.02631); the defaults are the
-published ones. ``Protection`` names the parts that are never cut. ``text_trimmer.py`` uses both.
+published ones. ``Protection`` names the parts that are never cut. ``compressor.py`` uses both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from snapstream.config import as_count, as_number
+from snapstream.config import EngineConfig, KVBudget, as_count, as_number
+from snapstream.config.engine import setting
 
 Mode = Literal["text", "code", "auto"]
 KeyStore = Literal["all_layers", "one_layer"]
@@ -22,6 +24,11 @@ CHUNK_LEN = {"text": 32, "code": 128}  # draft tokens per chunk, as published
 CPU_PREFILL_LEN, CPU_PASSAGES = 512, 1
 DEVICE_PREFILL_LEN, DEVICE_PASSAGES = 4096, 4
 ROW_SLOTS = 2048  # keys="one_layer": of the row that the greedy tokens are decoded from
+
+
+def step_config(budget: KVBudget, num_rows: int) -> EngineConfig:
+    """What a looped decode step over ``num_rows`` of the draft's rows must know."""
+    return EngineConfig(budget=budget, max_model_len=budget.capacity, max_rows=num_rows, executor="looped")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -66,7 +73,7 @@ class ScoringSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutSettings:
+class ChunkSettings:
     """How text is cut into chunks and put together again."""
 
     mode: Mode = "text"
@@ -111,14 +118,14 @@ def scoring_of(look_ahead: int | None, context_len: int | None, *, refuse_longer
     return settings if context_len is None else replace(settings, context_len=as_count("context_len", context_len, 1))
 
 
-def cut_of(chunk_len: int | None, **others: Any) -> CutSettings:
+def chunks_of(chunk_len: int | None, **others: Any) -> ChunkSettings:
     """The same for how text is cut."""
-    return CutSettings(chunk_len=0 if chunk_len is None else as_count("chunk_len", chunk_len, 1), **others)
+    return ChunkSettings(chunk_len=0 if chunk_len is None else as_count("chunk_len", chunk_len, 1), **others)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCompression:
-    """How the draft trims the prompts of a call or a request: the value of its ``prompt_compression``.
+    """How the draft compresses the prompts of a call or a request: the value of its ``prompt_compression``.
 
     ``hand_over="text"``: the kept text is tokenized anew, positions are contiguous; any draft. ``"ids"``: the kept
     tokens stand at the positions they had; the draft must have the target's tokenizer.
@@ -144,9 +151,43 @@ class PromptCompression:
             raise ValueError("query needs hand_over='text'; kept ids are scored as they stand in the prompt")
 
 
-def reason_to_keep(num_tokens: int, num_stored: int, how: PromptCompression, threshold: int) -> str:
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """A draft beside an engine or server, and how it compresses the prompts of requests that do not state it."""
+
+    draft: Path | None = setting(
+        None, "Draft's checkpoint folder: requests may have it shorten their prompts. Default: none."
+    )
+    prompt_keep: float | None = setting(
+        None, "With --draft: share that stays of long prompts whose request does not say."
+    )
+    prompt_max_tokens: int | None = setting(
+        None, "With --draft: ceiling of a prompt in tokens, instead of --prompt-keep."
+    )
+    prompt_threshold: int | None = setting(None, "With --draft: leave prompts of fewer tokens alone. Default: 1024.")
+    draft_context_len: int | None = setting(None, "With --draft: tokens it reads at once. Default: the model's limit.")
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_keep", "prompt_max_tokens", "prompt_threshold", "draft_context_len"):
+            if self.draft is None and (value := getattr(self, name)) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} is {value}, and there is no draft to shorten prompts; give one with --draft")
+
+    @property
+    def prompt_compression(self) -> PromptCompression | None:
+        """Of requests that state none; None: their prompts are left uncompressed."""
+        if self.prompt_keep is None and self.prompt_max_tokens is None:
+            return None
+        return PromptCompression(keep=self.prompt_keep, max_tokens=self.prompt_max_tokens)
+
+    @property
+    def scoring(self) -> ScoringSettings:
+        return scoring_of(None, self.draft_context_len)
+
+
+def why_uncompressed(num_tokens: int, num_stored: int, how: PromptCompression, threshold: int) -> str:
     """Why a prompt stays whole of which so much lies in a prefix store, or nothing: what is left to compute is no more
-    than trimming would leave, so exact is better than trimmed, and sooner. A ceiling holds in any case.
+    than compression would leave, so exact is better than compressed, and sooner. A ceiling holds in any case.
 
     ``threshold``: prompts of fewer tokens are left alone, unless ``how`` says otherwise.
     """

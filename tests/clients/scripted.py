@@ -11,10 +11,10 @@ from typing import Any
 import uvicorn
 
 from snapstream.config import EngineConfig, KVBudget
-from snapstream.request import Request
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import RequestDelta
 from snapstream.server.settings import ServerSettings
+from snapstream.types import Request
 from tests.server.fake_engine import FACTS, FakeEngine
 from tests.server.templates import prompt_of, template_tokenizer
 from tests.waiting import HANG_S, until
@@ -64,3 +64,27 @@ def scripted_server(answers: Sequence[str], **settings: Any) -> Iterator[Scripte
 def call(name: str, arguments: str) -> str:
     """A call as the model writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+QUESTIONS = ("What about one?", "What about two?", "What about three?")
+
+
+def three_turns(name: str, arguments: str) -> list[str]:
+    """Answers to ``QUESTIONS``: a call of the tool, then a text, for each."""
+    return [answer for number in (1, 2, 3) for answer in (call(name, arguments), f"Done {number}.")]
+
+
+def check_three_turns(running: Scripted, name: str) -> None:
+    """Six requests; the model was fed all questions, calls, results and answers before each, in their order."""
+    prompts = running.engine.prompts
+    assert len(prompts) == 6
+    said = [
+        words
+        for number, question in enumerate(QUESTIONS, 1)
+        for words in (question, f"{name}(", "tool: ", f"assistant: Done {number}.")
+    ]
+    for index, prompt in enumerate(prompts):
+        place = 0
+        for words in said[: 4 * (index // 2) + (3 if index % 2 else 1)]:
+            place = prompt.find(words, place) + len(words)
+            assert place >= len(words), (index, words)

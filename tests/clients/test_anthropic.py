@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.server_process import ServerProcess
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 from tests.clients.scripted import call, scripted_server
 from tests.waiting import HANG_S
 
@@ -128,6 +128,28 @@ def test_thirty_turns_of_a_coding_agent() -> None:
         assert after.startswith(before.removesuffix("assistant:")), "the beginning stays"
     assert "x-anthropic" not in prompts[-1] and prompts[-1].count("turns are left.") == TURNS - 1
     assert prompts[-1].count("<think>Step") == TURNS - 1 and "tool: Error: x = 1" in prompts[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_sends_the_whole_conversation(stream: bool) -> None:
+    """By default it continues a thread that the server holds; three turns, two calls."""
+
+    @anthropic.beta_tool
+    def read(path: str) -> str:
+        """Reads a file."""
+        return f"It says {path}."
+
+    answers = ["One. " + call("read", '{"path": "a.py"}'), call("read", '{"path": "b.py"}'), "Done."]
+    with scripted_server(answers) as running, client(running.url) as api:
+        runner = api.beta.messages.tool_runner(
+            model="tiny", max_tokens=200, system="Be brief.", tools=[read], messages=HI, stream=stream
+        )
+        final = runner.until_done()
+        prompts = running.engine.prompts
+    assert final.content[0].text == "Done." and len(prompts) == 3
+    for number, prompt in enumerate(prompts):
+        assert prompt.startswith("tools: read ") and "system: Be brief.\nuser: hi\n" in prompt
+        assert prompt.count("tool: It says ") == number
 
 
 def test_the_bare_requests_of_an_agent(server: ServerProcess) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.stand_ins import checkpoint_of
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
-from snapstream.config import WeightForm
-from snapstream.models.loader import load_weights
-from snapstream.models.quantized_checkpoint import quantize_checkpoint
+from snapstream.config import WeightFormat
+from snapstream.models.checkpoint import load_weights
+from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
 from tests.parity.checkpoints import make_model
 
@@ -20,14 +21,14 @@ pytest.importorskip("compressed_tensors")
 transformers = pytest.importorskip("transformers")
 
 
-INT8 = WeightForm(width="int8", group=32)
+INT8 = WeightFormat(dtype="int8", group=32)
 
 
-def check(source: Path, form: WeightForm, codes: Path, attention: WeightForm | None = None) -> None:
+def check(source: Path, form: WeightFormat, codes: Path, attention: WeightFormat | None = None) -> None:
     """Their logits from codes are those from the numbers that ours stand for."""
     quantize_checkpoint(source, codes, form, attention=attention)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(codes, dtype=torch.float32).eval()
-    wide = load_weights(codes, read_model_config(codes), torch.float32, "cpu", False).checkpoint()
+    wide = checkpoint_of(load_weights(codes, read_model_config(codes), torch.float32, "cpu", False))
     (codes.parent / "wide").mkdir()
     save_file({name: numbers.contiguous().clone() for name, numbers in wide.items()},
               codes.parent / "wide" / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
@@ -40,19 +41,19 @@ def check(source: Path, form: WeightForm, codes: Path, attention: WeightForm | N
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe"])
 @pytest.mark.parametrize("attention", [None, INT8], ids=["uniform", "mixed"])
-def test_transformers_reads_experts(attention: WeightForm | None, name: str, tmp_path: Path) -> None:
+def test_transformers_reads_experts(attention: WeightFormat | None, name: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
     sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32} if name == "deepseek-v3" else {}
     make_model(name, **sizes).save_pretrained(tmp_path / "own")
-    check(tmp_path / "own", WeightForm(width="int4", group=32), tmp_path / "codes", attention)
+    check(tmp_path / "own", WeightFormat(dtype="int4", group=32), tmp_path / "codes", attention)
 
 
 @pytest.mark.parametrize(
-    "form", [WeightForm(width="int4", group=32), WeightForm(width="int8", group=128)], ids=lambda form: form.width
+    "form", [WeightFormat(dtype="int4", group=32), WeightFormat(dtype="int8", group=128)], ids=lambda form: form.dtype
 )
 @pytest.mark.parametrize("attention", [None, INT8], ids=["uniform", "mixed"])
 @pytest.mark.parametrize("source", [TINY_MODEL, TINY_DRAFT_MODEL], ids=["llama", "qwen3"])
 def test_transformers_reads_what_quantize_writes(
-    source: Path, attention: WeightForm | None, form: WeightForm, tmp_path: Path
+    source: Path, attention: WeightFormat | None, form: WeightFormat, tmp_path: Path
 ) -> None:
     check(source, form, tmp_path / "codes", attention)

@@ -38,7 +38,7 @@ def test_langchain(block: str, server: ServerProcess, capsys: pytest.CaptureFixt
 def test_curl(block: str, server: ServerProcess) -> None:
     block = block.replace(PRINTED, server.url)
     result = subprocess.run(["bash", "-euc", block], capture_output=True, text=True, timeout=HANG_S, check=True)
-    assert '"error"' not in result.stdout and '"choices"' in result.stdout
+    assert '"error":{' not in result.stdout and ('"choices"' in result.stdout or "output_tokens" in result.stdout)
 
 
 @pytest.mark.skipif(not LM_EVAL.exists(), reason="the extra `clients` is not installed")
@@ -54,3 +54,16 @@ def test_lm_eval(block: str, server: ServerProcess, tmp_path: Path) -> None:
     result = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, timeout=5 * HANG_S, env=env)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "|local_choice|" in result.stdout.replace(" ", "")
+
+
+NEEDED = {"openai-agents": "agents", "anthropic SDK": "anthropic"}
+
+
+@pytest.mark.parametrize(
+    ("heading", "block"), [(heading, block) for heading in NEEDED for block in blocks(heading, "python")]
+)
+def test_python(heading: str, block: str, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(NEEDED[heading], reason="the extra `clients` is not installed")
+    assert PRINTED in block
+    exec(compile(block.replace(PRINTED, server.url), "docs/serving.md", "exec"), {})
+    assert capsys.readouterr().out.strip()

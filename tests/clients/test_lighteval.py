@@ -1,4 +1,5 @@
-"""lighteval against a running server, over rows at hand. It lives in an environment of its own (docs/public-suites.md);
+"""lighteval against a running server, over rows at hand. It lives in an environment of its own
+(docs/research/public-suites.md);
 ``LIGHTEVAL`` names that environment's folder.
 """
 

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.server_process import ServerProcess
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
+from tests.clients.scripted import QUESTIONS, check_three_turns, scripted_server, three_turns
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -33,3 +34,23 @@ def test_completion_and_stream(litellm: Any, server: ServerProcess, llm: LLM) ->
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == output.text
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(**{**fields, "model": "openai/none"})
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_three_turns_with_a_tool(litellm: Any, provider: str) -> None:
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    tools = [{"type": "function", "function": function}]
+    messages: list[Any] = []
+    with scripted_server(three_turns("weather", '{"city": "Rome"}')) as running:
+        fields: Any = {
+            "model": f"{provider}/tiny", "api_base": f"{running.url}/v1" if provider == "openai" else running.url,
+            "api_key": "none", "num_retries": 0, "max_tokens": 200, "tools": tools,
+        }  # fmt: skip
+        for number, question in enumerate(QUESTIONS, 1):
+            messages.append({"role": "user", "content": question})
+            messages.append(litellm.completion(messages=messages, **fields).choices[0].message)
+            for one in messages[-1].tool_calls:
+                messages.append({"role": "tool", "tool_call_id": one.id, "content": "sun in Rome"})
+            messages.append(litellm.completion(messages=messages, **fields).choices[0].message)
+            assert messages[-1].content == f"Done {number}."
+        check_three_turns(running, "weather")

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.server_process import ServerProcess
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 
 REASON = "the extra `clients` is not installed"
 DOCS = [

@@ -20,7 +20,7 @@ import pytest
 from benchmarks.server_process import ServerProcess
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 from tests.server.test_docs import PRINTED, blocks
 from tests.waiting import HANG_S, until
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.server_process import ServerProcess
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 from tests.waiting import HANG_S, until, until_async
 
 HI: Any = [{"role": "user", "content": "hi"}]

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from benchmarks.server_process import ServerProcess
-from tests.clients.scripted import ScriptedEngine, call, scripted_server
+from tests.clients.scripted import QUESTIONS, ScriptedEngine, call, check_three_turns, scripted_server, three_turns
 
 agents: Any = pytest.importorskip("agents", reason="the extra `clients` is not installed")
 
@@ -107,3 +107,23 @@ def test_a_streamed_run() -> None:
     assert text == final == "It is noon."
     assert kinds.count("response.created") == kinds.count("response.completed") == 2
     assert kinds.index("tool_called") < kinds.index("tool_output") < kinds.index("message_output_created")
+
+
+def test_three_turns_with_a_tool() -> None:
+    @agents.function_tool
+    def weather(city: str) -> str:
+        """The weather."""
+        return f"sun in {city}"
+
+    async def main(url: str) -> list[str]:
+        agent = agents.Agent(name="helper", model=model_at(url), tools=[weather])
+        said, items = [], []
+        for question in QUESTIONS:
+            result = await agents.Runner.run(agent, [*items, {"role": "user", "content": question}])
+            items = result.to_input_list()
+            said.append(result.final_output)
+        return said
+
+    with scripted_server(three_turns("weather", '{"city": "Rome"}')) as running:
+        assert asyncio.run(main(running.url)) == ["Done 1.", "Done 2.", "Done 3."]
+        check_three_turns(running, "weather")

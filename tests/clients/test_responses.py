@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from benchmarks.server_process import ServerProcess
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 from tests.clients.scripted import call, scripted_server
 
 HI: Any = [{"role": "user", "content": "hi"}]

@@ -10,36 +10,38 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from snapstream.cache.selectors.snapkv import SnapKV
+from benchmarks.stand_ins import Pretend, random_share
 from snapstream.config import (
     Chunking,
+    DType,
     EngineConfig,
     KVBudget,
+    KVDType,
     ModelConfig,
     ParallelConfig,
-    RescoringConfig,
+    ReselectionConfig,
     Selector,
     SplitAttention,
     SplitExperts,
-    WeightForms,
+    WeightFormats,
 )
-from snapstream.config.heads import HeadProfile
-from snapstream.distributed.group import Group, Pretend, ReduceOp
+from snapstream.config.kv import HeadProfile
+from snapstream.distributed.group import Group, ReduceOp
+from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.runner import ModelRunner
+from snapstream.kernels.backends import latents as plain
+from snapstream.kernels.backends.latents import LatentAttention
 from snapstream.kernels.cpu.looped.library import load, num_cores
-from snapstream.kernels.latents import plain
-from snapstream.kernels.latents.choice import LatentAttention
-from snapstream.models.cuts import Share
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.models.checkpoint import load_weights
 from snapstream.models.decoder import Decoder
-from snapstream.models.loader import load_weights
-from snapstream.models.narrow import make_weight
+from snapstream.models.matrix import make_matrix
 from snapstream.models.panels import make_panels
-from snapstream.models.random_share import random_share
 from snapstream.models.registry import read_model_config
-from snapstream.request import SamplingParams
-from snapstream.runner.decode_looped import LoopedDecode
-from snapstream.runner.model_runner import ModelRunner
-from snapstream.start.build import build_rank
+from snapstream.models.sharding import Share
+from snapstream.startup.build import build_rank
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
+from snapstream.types import SamplingParams
 
 
 def reduced(group: Group, dtype: torch.dtype, op: ReduceOp) -> tuple[int, Tensor, Tensor]:
@@ -64,7 +66,7 @@ def random_logits(group: Group, model: ModelConfig) -> tuple[Tensor, dict[str, T
     share = Share.of(model, ParallelConfig(size=group.size), group.rank)
     weights = random_share(share, torch.float32, "cpu", seed=1)
     config = EngineConfig(budget=KVBudget.full(20), max_model_len=20, max_rows=1)
-    runner = ModelRunner(Decoder.tuned(model, weights, 1, group), config)
+    runner = ModelRunner(Decoder(model, weights, group=group), config)
     runner.rows.last_token.fill_(7)
     return runner.decode.logits(torch.zeros(1, dtype=torch.int64)).clone(), weights.stored(), weights.num_bytes
 
@@ -100,7 +102,7 @@ def _looped_runner(folder: Path, parallel: ParallelConfig, group: Group) -> Mode
     share = Share.of(model, replace(parallel, attention="tp"), group.rank)
     weights = load_weights(folder, model, torch.float32, "cpu", False, make=make_panels(load()), share=share)
     config = EngineConfig(budget=KVBudget.full(20), max_model_len=20, max_rows=3, executor="looped", parallel=parallel)
-    return ModelRunner(Decoder.tuned(model, weights, 3, group), config)
+    return ModelRunner(Decoder(model, weights, group=group), config)
 
 
 PROMPTS = (tuple((7 * i) % 190 + 3 for i in range(70)), tuple((11 * i) % 150 + 5 for i in range(23)))
@@ -118,11 +120,43 @@ class Asked:
     attention: SplitAttention = "tp"
     budget: int | None = None  # None: all tokens are kept
     executor: str = "eager"
-    forms: WeightForms | None = None
-    rescoring: RescoringConfig | None = None
+    formats: WeightFormats | None = None
+    reselection: ReselectionConfig | None = None
     has_package: bool = False  # attends over latents by a stand-in for a package that was chosen at the start
     heads: HeadProfile | None = None
     selector: Selector = field(default_factory=lambda: SnapKV(observation_len=8))
+
+
+@torch.inference_mode()
+def forced_logits(
+    group: Group, asked: Asked, dtype: DType, kv_dtype: KVDType, num_steps: int, tokens: Tensor | None = None
+) -> Tensor:
+    """Logits ``[steps, rows, V]`` of ``PROMPTS``, fed ``tokens [steps, rows]``, by default the likeliest."""
+    model = read_model_config(asked.folder)
+    parallel = ParallelConfig(size=group.size)
+    make = make_panels(load()) if asked.executor == "looped" else make_matrix
+    share = Share.of(model, parallel, group.rank, asked.formats)
+    weights = load_weights(asked.folder, model, getattr(torch, dtype), "cpu", False, asked.formats, make, share)
+    config = EngineConfig(budget=KVBudget.full(200), max_model_len=200, max_rows=2, chunking=Chunking(chunk_len=16),
+                          executor=asked.executor, weights=asked.formats, dtype=dtype, kv_dtype=kv_dtype,
+                          parallel=parallel)  # fmt: skip
+    runner = ModelRunner(Decoder(model, weights, group=group), config)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_steps)
+    entries = tuple(
+        PrefillEntry(request_id=str(row), token_ids=prompt, rows=(row,), seeds=(row,), sampling=params,
+                     budget=config.budget, selector=config.selector)
+        for row, prompt in enumerate(PROMPTS)
+    )  # fmt: skip
+    job = JobSpec(job_id=0, staging_start=0, entries=entries)
+    units = UnitRange(0, 0, job.num_units(16, model.num_layers))
+    runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()
+    found, rows = [], torch.tensor([0, 1])
+    runner.rows.last_token[:2] = 7  # whatever was drawn
+    for step in range(num_steps):
+        found.append(runner.decode.logits(rows).float().clone())
+        runner.submit(StepPlan(step_id=step + 1, decode_rows=(0, 1))).result()
+        runner.rows.last_token[:2] = (found[-1].argmax(-1) if tokens is None else tokens[step]).to(torch.int64)
+    return torch.stack(found)
 
 
 @dataclass(frozen=True)
@@ -143,26 +177,26 @@ def answered(group: Group, asked: Asked) -> Answered:
     """Two prompts, prefilled in chunks and decoded by a runner over this rank's share."""
     model = read_model_config(asked.folder)
     parallel = ParallelConfig(size=group.size, attention=asked.attention, experts=asked.experts)
-    share = Share.of(model, parallel, group.rank)
-    make = make_panels(load()) if asked.executor == "looped" else make_weight
-    weights = load_weights(asked.folder, model, torch.float32, "cpu", False, asked.forms, make, share)
+    share = Share.of(model, parallel, group.rank, asked.formats)
+    make = make_panels(load()) if asked.executor == "looped" else make_matrix
+    weights = load_weights(asked.folder, model, torch.float32, "cpu", False, asked.formats, make, share)
     budget = KVBudget.full(100) if asked.budget is None else KVBudget.of(asked.budget, observation_len=8)
     config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, chunking=Chunking(chunk_len=16),
-                          executor=asked.executor, weights=asked.forms, rescoring=asked.rescoring,
+                          executor=asked.executor, weights=asked.formats, reselection=asked.reselection,
                           selector=asked.selector, parallel=parallel,
                           heads=None if asked.heads is None else asked.heads.slots(budget, 100))  # fmt: skip
     calls: list[int] = []
 
     def attend(q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:
         calls.append(q.shape[1])
-        return plain.attend(q, latents, rank, rows, lengths)
+        return plain.attend_plain(q, latents, rank, rows, lengths)
 
     if asked.has_package:
         found = LatentAttention("other", attend, "for a test")
-        with patch("snapstream.start.build.latent_attention", lambda model, config: found):
+        with patch("snapstream.startup.build.latent_attention", lambda model, config: found):
             runner = build_rank(asked.folder, model, config, None, False, group)
     else:
-        runner = ModelRunner(Decoder.tuned(model, weights, 2, group), config)
+        runner = ModelRunner(Decoder(model, weights, group=group), config)
     params = [SamplingParams(temperature=0.0, ignore_eos=True, return_kept=kept, prompt_logprobs=logprobs, max_tokens=9)
               for kept, logprobs in ((True, None), ("bitmap", 2))]  # fmt: skip
     entries = tuple(

@@ -1,4 +1,4 @@
-"""What followers do in tests of the leader: they say what they are told to, without torch, and then wait or end."""
+"""Worker ranks for tests of rank 0: they send what the test needs, without torch, and then wait or end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import signal
 import time
 from contextlib import suppress
 
-from snapstream.distributed.link import LinkClosed, inherited
-from snapstream.distributed.messages import TO_FOLLOWER, Failed, Hello, Joined, Ready
+from snapstream.distributed.control import TO_WORKER, Failed, Hello, Joined, Ready, inherited
 from snapstream.step import StepPlan
+from snapstream.wire import ConnectionFailed
 
 HELLO = Hello(version="1", torch="2", host="here", pid=0)
 
 
 def good(fileno: int) -> int:
-    """A follower that takes every plan."""
+    """A worker that takes every plan."""
     return take_plans(fileno, weak=False)
 
 
@@ -25,27 +25,27 @@ def weak(fileno: int) -> int:
 
 
 def take_plans(fileno: int, *, weak: bool) -> int:
-    link = inherited(fileno, TO_FOLLOWER)
+    channel = inherited(fileno, TO_WORKER)
     for said in (HELLO, Joined(), Ready()):
-        link.send(said)
+        channel.send(said)
     try:
         while True:
-            plan = link.receive()
+            plan = channel.receive()
             assert isinstance(plan, StepPlan)
             if weak and plan.step_id == 13:
                 os.kill(os.getpid(), signal.SIGKILL)
             if weak and plan.step_id == 14:
-                link.send(Failed("error", "RuntimeError: too much"))
+                channel.send(Failed("error", "RuntimeError: too much"))
                 return 3
-    except LinkClosed:
+    except ConnectionFailed:
         return 0
 
 
 def refusing(fileno: int) -> int:
     """One that cannot serve."""
-    link = inherited(fileno, TO_FOLLOWER)
-    link.send(HELLO)
-    link.send(Failed("value", "this is not the leader's checkpoint"))
+    channel = inherited(fileno, TO_WORKER)
+    channel.send(HELLO)
+    channel.send(Failed("value", "this is not rank 0's checkpoint"))
     return 1
 
 
@@ -55,16 +55,16 @@ def mute(fileno: int) -> int:
 
 
 def deaf(fileno: int) -> int:
-    """One that does not notice that its leader has closed the link."""
-    inherited(fileno, TO_FOLLOWER).send(HELLO)
+    """One that does not notice that rank 0 has closed the channel."""
+    inherited(fileno, TO_WORKER).send(HELLO)
     while True:
         time.sleep(1)
 
 
 def babbling(fileno: int) -> int:
     """One that says what is no message."""
-    link = inherited(fileno, TO_FOLLOWER)
-    link.send_packed(b"what?")
-    with suppress(LinkClosed):
-        link.receive()
+    channel = inherited(fileno, TO_WORKER)
+    channel.send_packed(b"what?")
+    with suppress(ConnectionFailed):
+        channel.receive()
     return 0

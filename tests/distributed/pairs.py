@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from snapstream import LLM, SamplingParams
-from snapstream.request import RequestOutput
+from snapstream.types import RequestOutput
 
 
 @dataclass(frozen=True)

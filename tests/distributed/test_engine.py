@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.server_process import is_running
+from benchmarks.stand_ins import Pretend
 from snapstream import LLM, Grammar, KVBudget, SamplingParams
-from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import PrefixStoreConfig, RescoringConfig
-from snapstream.distributed.group import Pretend
-from snapstream.request import Request
-from snapstream.runner.parallel import ParallelRunner, RanksDiffer, check_ranks
-from snapstream.runner.results import SubmittedStep
+from snapstream.config import PrefixStoreConfig, ReselectionConfig
+from snapstream.exec.parallel import ParallelRunner, RanksDiffer, check_ranks
+from snapstream.exec.results import SubmittedStep
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.step import StepPlan
+from snapstream.types import Request
 from tests.distributed.pairs import Pair, assert_same, ids
 from tests.llm.conftest import write_checkpoint
 
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
-SETTINGS: dict[str, Any] = {
+ENGINE_SETTINGS: dict[str, Any] = {
     "budget": BUDGET, "selector": SnapKV(observation_len=8), "max_rows": 6, "max_model_len": 512, "chunk_len": 32,
-    "executor": "eager", "rescoring": RescoringConfig(every=5, num_queries=5), "progress": False,
+    "executor": "eager", "reselection": ReselectionConfig(every=5, num_queries=5), "progress": False,
     "prefix_store": PrefixStoreConfig(num_bytes=2**22, block_len=8, min_tokens=16),
 }  # fmt: skip
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -45,7 +45,7 @@ def pair(folder: Path) -> Iterator[Pair]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SNAPSTREAM_CHECK_RANKS", "1")
-        with LLM(folder, **SETTINGS) as one, LLM(folder, **SETTINGS, tensor_parallel=2) as two:
+        with LLM(folder, **ENGINE_SETTINGS) as one, LLM(folder, **ENGINE_SETTINGS, tensor_parallel=2) as two:
             runner = two.engine.runner
             assert isinstance(runner, ParallelRunner) and len(runner.follower_pids) == 1
             assert all(is_running(pid) for pid in runner.follower_pids)
@@ -75,7 +75,7 @@ def test_the_start_says_how_many_ranks_there_are(pair: Pair) -> None:
     ids=["greedy", "seeded", "n", "penalties", "prompt_logprobs", "kept", "bitmap", "stop"],
 )  # fmt: skip
 def test_requests_of_every_kind_are_answered_alike(pair: Pair, params: SamplingParams) -> None:
-    """Prompts below and above the budget; rows that fill, wrap and are rescored."""
+    """Prompts below and above the budget; rows that fill, wrap and are re-selected."""
     outputs = pair.same([ids(5), ids(31, 2), ids(90, 3), ids(150, 4)], params)
     assert any(output.compression and output.compression.evicted_tokens for output in outputs)
 
@@ -101,7 +101,7 @@ def test_beginnings_that_are_stored_are_restored_on_every_rank(pair: Pair) -> No
 
 
 def test_prompts_with_positions_of_their_own(pair: Pair) -> None:
-    """As a draft trims them."""
+    """As a draft compresses them."""
     prompt = tuple(ids(40, 10))
     request = Request(request_id="mine", prompt_token_ids=prompt, positions=tuple(range(0, 120, 3)), sampling=GREEDY)
     [one], [two] = pair.one.answer([request]), pair.two.answer([request])
@@ -125,7 +125,7 @@ def test_streams_and_aborted_requests(pair: Pair) -> None:
 
 def test_a_second_engine_over_ranks_does_not_fit_into_a_process(pair: Pair, folder: Path) -> None:
     with pytest.raises(ValueError, match="this process has an engine over several ranks already; close it first"):
-        LLM(folder, **SETTINGS, tensor_parallel=2)
+        LLM(folder, **ENGINE_SETTINGS, tensor_parallel=2)
     pair.same([ids(20, 13)], GREEDY)
 
 
@@ -143,14 +143,14 @@ def test_ctrl_c_ends_the_requests_and_not_the_engine(pair: Pair) -> None:
     assert isinstance(runner, ParallelRunner)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with pytest.MonkeyPatch.context() as patch:
-        plain, count = runner.leader.submit, iter(range(100))
+        plain, count = runner.rank_0.submit, iter(range(100))
 
         def submit(plan: StepPlan) -> SubmittedStep:
             if next(count) == 4:
                 signal.raise_signal(signal.SIGINT)
             return plain(plan)
 
-        patch.setattr(runner.leader, "submit", submit)
+        patch.setattr(runner.rank_0, "submit", submit)
         with pytest.raises(KeyboardInterrupt):
             pair.two.generate([ids(60, 14)], GREEDY)
     signal.signal(signal.SIGINT, before)

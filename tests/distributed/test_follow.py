@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +17,15 @@ from typing import Any
 import pytest
 
 from snapstream import LLM, SamplingParams
-from snapstream.cli.follow import environment, run_all
+from snapstream.cli.serve import environment, run_all
 from snapstream.config import EngineOptions
+from snapstream.distributed.control import Hello
 from snapstream.distributed.launch import RankLost
-from snapstream.distributed.messages import Hello
-from snapstream.request import Request
-from snapstream.runner.parallel import ParallelRunner
-from snapstream.server.engine.messages import EngineSpec
+from snapstream.exec.parallel import ParallelRunner
+from snapstream.server.engine.api import EngineSpec
 from snapstream.server.engine.process import EngineProcess
-from snapstream.start.ranks import check_versions
+from snapstream.startup.ranks import check_versions
+from snapstream.types import Request
 from snapstream.version import __version__
 from tests.llm.conftest import write_checkpoint
 from tests.waiting import HANG_S, until, until_async
@@ -44,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def following(address: str, folder: Path, key: str = KEY) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "snapstream.cli", "follow", address, str(folder)]
     env = {**os.environ, "SNAPSTREAM_RANKS_KEY": key, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # its warnings on each failed attempt would fill the pipe, which is read late
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
         try:
             yield process
@@ -61,7 +63,7 @@ def spread(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_rank_from_elsewhere_is_one_like_any(folder: Path, tmp_path: Path, spread: dict[str, Any]) -> None:
-    """Its copy of the checkpoint lies in another folder. When the leader closes, it ends."""
+    """Its copy of the checkpoint lies in another folder. When rank 0 closes, it ends."""
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=4, n=2)
     prompts = ["Some words to begin with, more than fit.", "Few"]
     with LLM(folder, **SETTINGS) as llm:
@@ -70,31 +72,31 @@ def test_a_rank_from_elsewhere_is_one_like_any(folder: Path, tmp_path: Path, spr
     copy.mkdir()
     for file in folder.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
-    with following(spread["leader_address"], copy) as follower, LLM(folder, **spread) as llm:
+    with following(spread["leader_address"], copy) as worker, LLM(folder, **spread) as llm:
         assert llm.notes[0] == f"ranks: 2 (cpu, 1 thread each; 1 here, 1 come to {spread['leader_address']})"
         found = [[sample.token_ids for sample in output.samples] for output in llm.generate(prompts, params)]
         assert found == wanted
         runner = llm.engine.runner
         assert isinstance(runner, ParallelRunner) and runner.follower_pids == ()
         llm.close()
-        assert follower.wait(HANG_S) == 0
-        assert follower.stderr is not None and "the leader has closed its engine, or is gone" in follower.stderr.read()
+        assert worker.wait(HANG_S) == 0
+        assert worker.stderr is not None and "rank 0 has closed its engine, or is gone" in worker.stderr.read()
 
 
 def test_a_rank_from_elsewhere_that_dies_is_missed(folder: Path, spread: dict[str, Any]) -> None:
-    with following(spread["leader_address"], folder) as follower, LLM(folder, **spread) as llm:
-        os.kill(follower.pid, signal.SIGKILL)
+    with following(spread["leader_address"], folder) as worker, LLM(folder, **spread) as llm:
+        os.kill(worker.pid, signal.SIGKILL)
         runner = llm.engine.runner
         assert isinstance(runner, ParallelRunner)
         until(lambda: runner.lost is not None)
         with pytest.raises(RankLost, match="rank 1 has gone: its machine, its process or the network between"):
             llm.generate(["Some words"], SamplingParams(max_tokens=4))
-        with pytest.raises(RuntimeError, match="an earlier step of this LLM failed; make a new one"):
+        with pytest.raises(RuntimeError, match="an earlier step of this LLM failed, and nothing more is run"):
             llm.generate(["Some words"], SamplingParams(max_tokens=4))
 
 
 def test_a_server_starts_again_with_the_rank_that_comes_next(folder: Path, spread: dict[str, Any]) -> None:
-    """What starts followers again, a service manager or a loop, is played by the test."""
+    """What starts workers again, a service manager or a loop, is played by the test."""
     options = EngineOptions(**{name: value for name, value in spread.items() if name != "progress"})
     request = Request(request_id="a", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=4, temperature=0))
 
@@ -115,7 +117,9 @@ def test_a_server_starts_again_with_the_rank_that_comes_next(folder: Path, sprea
     asyncio.run(main())
 
 
-def test_another_checkpoint_is_refused_at_both_ends(folder: Path, tmp_path: Path, spread: dict[str, Any]) -> None:
+def test_another_checkpoint_is_refused_and_rank_0_waits_on(
+    folder: Path, tmp_path: Path, spread: dict[str, Any]
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for file in folder.iterdir():
@@ -123,11 +127,65 @@ def test_another_checkpoint_is_refused_at_both_ends(folder: Path, tmp_path: Path
     weights = bytearray((other / "model.safetensors").read_bytes())
     weights[-1] ^= 1  # the last number
     (other / "model.safetensors").write_bytes(weights)
-    with following(spread["leader_address"], other) as follower:
-        with pytest.raises(ValueError, match=f"rank 1: {other} on .* is not the leader's checkpoint"):
-            LLM(folder, **spread)
-        assert follower.wait(HANG_S) != 0
-        assert follower.stderr is not None and "is not the leader's checkpoint" in follower.stderr.read()
+    errors: list[str] = []
+
+    def be_refused_then_follow() -> None:
+        with following(spread["leader_address"], other) as worker:
+            assert worker.wait(HANG_S) == 1
+            assert worker.stderr is not None
+            errors.append(worker.stderr.read())
+        with following(spread["leader_address"], folder) as worker:
+            worker.wait(HANG_S)
+
+    rest = threading.Thread(target=be_refused_then_follow, daemon=True)
+    rest.start()
+    with LLM(folder, **spread) as llm:
+        assert llm.generate(["Some words"], SamplingParams(max_tokens=4))
+    rest.join(HANG_S)
+    assert len(errors) == 1 and "rank 0 does not admit this rank: its checkpoint is not rank 0's" in errors[0]
+
+
+def test_ranks_of_a_launcher(folder: Path, spread: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """RANK and WORLD_SIZE say who is who, whoever comes first."""
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    host, _, port = spread["leader_address"].rpartition(":")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", host), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value)
+    with LLM(folder, **SETTINGS) as llm:
+        wanted = llm.generate(["Some words"], greedy)[0].samples[0].token_ids
+    command = [sys.executable, "-m", "snapstream.cli", "serve", str(folder), "--leader-address", "env"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    others = [subprocess.Popen(command, env=env | {"RANK": str(rank)}, stderr=subprocess.PIPE) for rank in (3, 1, 2)]
+    try:
+        with LLM(folder, **SETTINGS, leader_address="env") as llm:
+            assert llm.config.parallel.size == 4
+            assert llm.generate(["Some words"], greedy)[0].samples[0].token_ids == wanted
+            llm.close()
+            assert [other.wait(HANG_S) for other in others] == [0, 0, 0]
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"RANK": "0"}, "the environment lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+            "RANK is '2'; it must be from 0 to 1",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "x", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "WORLD_SIZE is 'x'"),
+    ],
+)
+def test_a_launcher_that_says_too_little(said: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        EngineOptions(leader_address="env")
 
 
 def test_a_key_is_asked_for_before_anything_is_loaded(
@@ -138,7 +196,7 @@ def test_a_key_is_asked_for_before_anything_is_loaded(
         LLM(folder, **spread)
     monkeypatch.setenv("SNAPSTREAM_RANKS_KEY", KEY)
     port = int(spread["leader_address"].rpartition(":")[2])
-    in_use = pytest.raises(ValueError, match="nobody can be waited for there: .*in use")
+    in_use = pytest.raises(ValueError, match="cannot listen there: .*in use")
     with socket.create_server(("127.0.0.1", port)), in_use:
         LLM(folder, **spread)
 
@@ -149,9 +207,9 @@ def test_other_versions_are_refused() -> None:
 
     same = hello(__version__, "2.0")
     check_versions([same, same], "2.0")
-    with pytest.raises(ValueError, match=f"rank 2 on far runs snapstream 0; the leader runs {__version__}"):
+    with pytest.raises(ValueError, match=f"rank 2 on far runs snapstream 0; rank 0 runs {__version__}"):
         check_versions([same, hello("0", "2.0")], "2.0")
-    with pytest.raises(ValueError, match="rank 1 on far runs torch 2.0; the leader runs 2.1"):
+    with pytest.raises(ValueError, match="rank 1 on far runs torch 2.0; rank 0 runs 2.1"):
         check_versions([same], "2.1")
 
 

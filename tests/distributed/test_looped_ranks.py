@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from benchmarks.server_process import is_running
+from benchmarks.stand_ins import Pretend
 from snapstream import LLM, Grammar, KVBudget, SamplingParams
-from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import ParallelConfig, RescoringConfig, SplitExperts, WeightForms
-from snapstream.distributed.group import Alone, Pretend
+from snapstream.config import ParallelConfig, ReselectionConfig, SplitExperts, WeightFormats
+from snapstream.distributed.group import Alone, create, reach
 from snapstream.distributed.launch import RankLost
-from snapstream.distributed.shared_memory import create, reach
+from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.parallel import ParallelRunner
 from snapstream.kernels.cpu.looped.build import find_compiler
-from snapstream.runner.decode_looped import LoopedDecode
-from snapstream.runner.parallel import ParallelRunner
+from snapstream.kv.selectors.snapkv import SnapKV
 from tests.distributed import cases
 from tests.distributed.cases import Asked
 from tests.distributed.pairs import Pair, ids
@@ -63,22 +63,22 @@ def test_experts_and_latents(two: Pool, checkpoint: Checkpoint, name: str, exper
 
 @pytest.mark.parametrize("width", ["bfloat16", "int8", "int4"])
 def test_widths(two: Pool, checkpoint: Checkpoint, width: str) -> None:
-    check(two, looped(checkpoint("qwen3-groups"), forms=WeightForms.of(width)))
+    check(two, looped(checkpoint("qwen3-groups"), formats=WeightFormats.of(width)))
 
 
 @pytest.mark.parametrize("width", ["int8", "int4"])
 def test_products_of_codes(two: Pool, checkpoint: Checkpoint, width: str) -> None:
     """Inputs are rounded per group, and no group lies on two ranks; what rounds to the next code moves a logit."""
-    asked = looped(checkpoint("qwen3-groups"), forms=WeightForms.of(width).rounding_inputs())
+    asked = looped(checkpoint("qwen3-groups"), formats=WeightFormats.of(width).rounding_inputs())
     [one, other] = two.run(cases.answered, asked)
     assert torch.equal(one.logits, other.logits) and one.tokens == other.tokens
     alone = cases.answered(Alone(), asked)
     torch.testing.assert_close(one.logits, alone.logits, rtol=0.0, atol=2e-2 * float(alone.logits.abs().max()))
 
 
-def test_rows_that_choose_again(two: Pool, checkpoint: Checkpoint) -> None:
+def test_rows_that_reselect(two: Pool, checkpoint: Checkpoint) -> None:
     """The step keeps the queries of each rank's heads."""
-    check(two, looped(checkpoint("qwen3"), rescoring=RescoringConfig(every=8, num_queries=2)))
+    check(two, looped(checkpoint("qwen3"), reselection=ReselectionConfig(every=8, num_queries=2)))
 
 
 def test_a_row_does_not_depend_on_its_neighbours(two: Pool, checkpoint: Checkpoint) -> None:
@@ -192,10 +192,10 @@ def test_whole_engines(folder: Path, start: Callable[[], LLM], monkeypatch: pyte
 
 
 def test_a_rank_that_is_killed_amid_a_step_ends_the_engine(start: Callable[[], LLM]) -> None:
-    """It stops first, so that the leader waits for it within a step; its death wakes the leader."""
+    """It stops first, so that rank 0 waits for it within a step; its death wakes rank 0."""
     llm = start()
     runner = runner_of(llm)
-    [pid], decode = runner.follower_pids, runner.leader.runner.decode
+    [pid], decode = runner.follower_pids, runner.rank_0.runner.decode
     assert isinstance(decode, LoopedDecode)
     assert decode.shared is not None
     memory = decode.shared

@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 
 from snapstream import LLM, KVBudget, SamplingParams
-from snapstream.cache.prefix_blocks import PrefixBlocks
-from snapstream.cache.prefix_files import PrefixFiles
-from snapstream.cache.prefix_folder import PrefixFolder, rank_part
-from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.cache.spec import KVSpec
 from snapstream.config import ParallelConfig, PrefixStoreConfig
+from snapstream.distributed.control import BlocksDone, ForgetBlocks, ReadBlocks, WriteBlock
 from snapstream.distributed.launch import RankLost
-from snapstream.distributed.messages import BlocksDone, ForgetBlocks, ReadBlocks, WriteBlock
-from snapstream.request import RequestOutput
-from snapstream.runner.rank_files import RankFiles, answer
+from snapstream.exec.parallel import RankFiles, answer
+from snapstream.kv.prefix_folder import PrefixFolder, rank_part
+from snapstream.kv.prefix_store import PrefixBlocks, PrefixFiles
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.kv.spec import KVSpec
 from snapstream.step import StoredBlock
+from snapstream.types import RequestOutput
 from tests.distributed.pairs import ids
 from tests.llm.conftest import write_checkpoint
 
@@ -69,10 +68,10 @@ def test_a_restart_finds_what_every_rank_has(tmp_path: Path, monkeypatch: pytest
     assert names == [path.name for path in shares[1]]
     assert all(a.read_bytes() != b.read_bytes() for a, b in zip(*shares, strict=True)), "each has its own heads"
 
-    damage(shares[1][5 * 1 + 2])  # the second document's third block, of the follower
-    shares[0][5 * 2].unlink()  # the third document's first block, of the leader
+    damage(shares[1][5 * 1 + 2])  # the second document's third block, of the worker
+    shares[0][5 * 2].unlink()  # the third document's first block, of rank 0
     shutil.copyfile(shares[0][5 * 3 + 1], shares[1][5 * 3 + 1])  # the other rank's share under the right name
-    shares[1][5 * 4].unlink()  # the follower's alone: only it can notice
+    shares[1][5 * 4].unlink()  # the worker's alone: only it can notice
     with LLM(model, **SETTINGS, prefix_dir=str(store), tensor_parallel=2) as two:
         found = ask(two, questions)
         assert [output.cached_tokens for output in found] == [80, 32, 0, 16, 0]
@@ -153,7 +152,7 @@ def test_nobody_waits_for_a_rank_that_has_gone(files: PrefixFiles) -> None:
     ranks = RankFiles(files, 1, lambda message: None)
     read = ranks.load([stored(files, 0)])
     ranks.give_up()
-    with pytest.raises(RankLost, match="a rank has gone"):
+    with pytest.raises(RankLost, match="a rank ended"):
         read.result(10)
     ranks.note(1, BlocksDone(0, 1))  # too late
 
@@ -199,7 +198,7 @@ def test_nobody_waits_for_what_ctrl_c_kept_from_the_others(files: PrefixFiles, i
     assert not ended.is_alive(), "it waits for an answer to what nobody was asked"
 
 
-def test_a_follower_does_what_it_is_asked_for_and_nothing_else(files: PrefixFiles) -> None:
+def test_a_worker_does_what_it_is_asked_for_and_nothing_else(files: PrefixFiles) -> None:
     block = stored(files, 0)
     for number, message in enumerate(
         (WriteBlock(0, block), ReadBlocks(1, (block,)), ForgetBlocks(2, files.place("mine")), ReadBlocks(3, (block,)))

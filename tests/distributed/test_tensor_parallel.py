@@ -5,35 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from snapstream.cache.selectors.diverse import Diverse
-from snapstream.cache.selectors.hops import Hops
-from snapstream.cache.selectors.snapkv import SnapKV
+from benchmarks.stand_ins import Pretend
+from snapstream import LLM, SamplingParams
 from snapstream.config import (
+    DType,
+    EngineConfig,
+    KVBudget,
+    KVDType,
     ParallelConfig,
-    RescoringConfig,
+    ReselectionConfig,
     Selector,
     SplitAttention,
     SplitExperts,
-    WeightForm,
-    WeightForms,
+    WeightFormat,
+    WeightFormats,
 )
-from snapstream.distributed.group import Alone, Pretend
+from snapstream.config.kv import HeadProfile
+from snapstream.distributed.group import Alone, Group, Ranks, ReduceOp
 from snapstream.kernels.cpu.looped.build import find_compiler
+from snapstream.kv.selectors.diverse import Diverse
+from snapstream.kv.selectors.hops import Hops
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.models.checkpoint import load_weights
+from snapstream.models.config_json import fingerprint
 from snapstream.models.decoder import Decoder
-from snapstream.models.loader import load_weights
-from snapstream.models.quantized_checkpoint import quantize_checkpoint
+from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
-from snapstream.models.shapes import weight_bytes
-from snapstream.models.shards import rank_config
+from snapstream.models.sharding import rank_config, weight_bytes
+from snapstream.plan.memory import engine_memory
 from tests.distributed import cases
-from tests.distributed.cases import Asked
+from tests.distributed.cases import PROMPTS, UNLIKE, Asked
+from tests.distributed.pairs import Pair
 from tests.distributed.pool import Pool, ranks
 from tests.parity.checkpoints import make_model, save
-from tests.parity.test_fp8_blocks import narrowed
+from tests.parity.test_latents import narrowed
 
 TOLERANCE = 2e-5  # of logits of order 1
 Checkpoint = Callable[[str], Path]
@@ -54,7 +64,7 @@ MORE = {
     ),
     "qwen3-groups": ("qwen3", GROUPS),
 }  # fmt: skip
-FLOAT = WeightForm(width="float32")
+FLOAT = WeightFormat(dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +117,8 @@ def test_selectors(two: Pool, checkpoint: Checkpoint, selector: Selector) -> Non
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "deepseek-v3"])
-def test_rows_that_choose_again(two: Pool, checkpoint: Checkpoint, name: str) -> None:
-    check(two, Asked(checkpoint(name), budget=40, rescoring=RescoringConfig(every=8, num_queries=2)))
+def test_rows_that_reselect(two: Pool, checkpoint: Checkpoint, name: str) -> None:
+    check(two, Asked(checkpoint(name), budget=40, reselection=ReselectionConfig(every=8, num_queries=2)))
 
 
 @pytest.mark.parametrize("attention", ["tp", "dp"])
@@ -129,22 +139,86 @@ def test_fp8_blocks(
     two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts, executor: str, tmp_path: Path
 ) -> None:
     folder, _ = narrowed(checkpoint(name), tmp_path)
-    forms = WeightForms(layers=WeightForm(width="fp8"), tables=FLOAT)
+    formats = WeightFormats(layers=WeightFormat(dtype="fp8"), tables=FLOAT)
     if executor == "looped" and find_compiler() is None:
         pytest.skip("no C++ compiler")
     # Logits of this model of latents reach 7, and products that are rounded less move them by 1.5e-4 on one device.
     tolerance = 2 * TOLERANCE if executor == "looped" and "deepseek" in name else TOLERANCE
-    check(two, Asked(folder, experts=experts, forms=forms, executor=executor), tolerance)
+    check(two, Asked(folder, experts=experts, formats=formats, executor=executor), tolerance)
 
 
 def test_codes_in_groups(two: Pool, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Of a checkpoint, and made while it is read, embeddings too."""
     source = checkpoint("qwen3-groups")
     (source / "tokenizer.json").write_text("{}")
-    form = WeightForm(width="int4", group=32)
+    form = WeightFormat(dtype="int4", group=32)
     quantize_checkpoint(source, tmp_path / "codes", form)
-    check(two, Asked(tmp_path / "codes", forms=WeightForms(layers=form, tables=FLOAT)))
-    check(two, Asked(source, forms=WeightForms.of("int8")))
+    check(two, Asked(tmp_path / "codes", formats=WeightFormats(layers=form, tables=FLOAT)))
+    check(two, Asked(source, formats=WeightFormats.of("int8")))
+
+
+# Of four ranks each has 48 columns of ``o``, one and a half groups; 96 inner numbers are three groups.
+ODD = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 24, "num_attention_heads": 8, "num_key_value_heads": 4}
+ODD_EXPERTS = ODD | {"moe_intermediate_size": 96}
+
+
+@pytest.mark.parametrize("width", ["int8", "int4"])
+def test_shards_that_cut_through_groups(width: str, tmp_path: Path) -> None:
+    """Dense and experts, in both executors, of weights quantized at load and of a quantized checkpoint."""
+    dense = save(make_model("qwen3", **ODD), tmp_path / "dense")
+    mixture = save(make_model("qwen3-moe", **ODD_EXPERTS), tmp_path / "mixture")
+    (dense / "tokenizer.json").write_text("{}")
+    form = WeightFormat(dtype=width, group=32)  # type: ignore[arg-type]
+    quantize_checkpoint(dense, tmp_path / "codes", form)
+    executors = ["eager"] if find_compiler() is None else ["eager", "looped"]
+    made, own = WeightFormats.of(width), WeightFormats(layers=form, tables=FLOAT)
+    for size, asked in (
+        (2, [Asked(mixture, formats=made)]),
+        (4, [Asked(tmp_path / "codes", formats=own), Asked(dense, formats=made)]),
+    ):
+        with ranks(size, tmp_path) as pool:
+            for one in asked:
+                for executor in executors:
+                    check(pool, replace(one, executor=executor))
+
+
+BF16 = WeightFormats.of("bfloat16")
+INT4 = WeightFormats.of("int4")
+
+
+@pytest.mark.parametrize("executor", ["eager", "looped"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "formats", "exact"),
+    [
+        ("bfloat16", "auto", BF16, BF16),
+        ("float32", "bfloat16", BF16, BF16),
+        ("float32", "int8", BF16, BF16),
+        ("float32", "auto", INT4.rounding_inputs(), INT4),
+        ("float32", "auto", INT4, INT4),
+    ],
+    ids=["bf16", "bf16-rows", "int8-rows", "int4-weights-int8-inputs", "int4-weights"],
+)
+def test_ranks_differ_by_rounding_of_near_ties(
+    two: Pool, checkpoint: Checkpoint, dtype: DType, kv_dtype: KVDType, formats: WeightFormats, exact: WeightFormats,
+    executor: str,
+) -> None:  # fmt: skip
+    """Fed the same tokens, two ranks are as far from logits without that rounding as one rank is, and where they choose
+    another token, its margin on one rank is within that rounding.
+    """
+    if executor == "looped" and (dtype != "float32" or find_compiler() is None):
+        pytest.skip("looped steps compute in fp32, by a C++ compiler")
+    asked = Asked(checkpoint("qwen3-groups"), formats=formats, executor=executor)
+    one = cases.forced_logits(Alone(), asked, dtype, kv_dtype, 60)
+    tokens = one.argmax(-1)
+    ideal = cases.forced_logits(Alone(), replace(asked, formats=exact), "float32", "auto", 60, tokens)
+    both = two.run(cases.forced_logits, asked, dtype, kv_dtype, 60, tokens)
+    assert torch.equal(*both)
+    errors = [float((found - ideal).square().mean().sqrt()) for found in (one, both[0])]
+    best = one.topk(2).values
+    margins = best[..., 0] - best[..., 1]
+    differs = both[0].argmax(-1) != tokens
+    assert errors[1] <= 1.5 * errors[0] + TOLERANCE
+    assert bool((margins[differs] <= 6 * errors[0]).all())
 
 
 def test_four_ranks(tmp_path: Path, checkpoint: Checkpoint) -> None:
@@ -185,3 +259,126 @@ def test_random_shares(two: Pool, checkpoint: Checkpoint) -> None:
     other_q, other_k, other_v = others["qkv"].split((24, 12, 12), 1)
     assert torch.equal(k, other_k) and torch.equal(v, other_v) and not torch.equal(q, other_q)
     assert not torch.equal(own["down"], others["down"]) and torch.equal(own["input_norm"], others["input_norm"])
+
+
+# Rows whose kv heads have slots of their own, over ranks: each has those of its heads, and answers as one device.
+
+__all__ = ["checkpoint"]  # a fixture
+SHARED = HeadProfile(shares=((0.5,), (0.1,), (0.4,)), model="")
+
+
+def asked(folder: Path, profile: HeadProfile = UNLIKE, **more: object) -> Asked:
+    return Asked(folder, budget=24, heads=profile, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("executor", ["eager", "looped"])
+@pytest.mark.parametrize(("name", "profile"), [("llama-gqa-tied", UNLIKE), ("qwen3", UNLIKE), ("qwen2", SHARED)])
+def test_heads_of_each_rank(two: Pool, checkpoint: Checkpoint, name: str, profile: HeadProfile, executor: str) -> None:
+    """A kv head on each rank, or one on both."""
+    if executor == "looped" and find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    budgets = profile.slots(KVBudget.of(24, observation_len=8), 100).budgets
+    sizes = [own.capacity for layer in budgets for own in layer]
+    assert min(sizes) < len(PROMPTS[1]) < max(sizes) < len(PROMPTS[0])
+    given = asked(checkpoint(name), profile, executor=executor)
+    plain = cases.answered(Alone(), Asked(given.folder, budget=24))
+    assert cases.answered(Alone(), given).logits.ne(plain.logits).any(), "the profile matters"
+    check_rows(two, given)
+
+
+def check_rows(pool: Pool, given: Asked) -> None:
+    """Tokens and logits of one device; ranks have the rows of their heads, and none has more than ``plan`` says."""
+    check(pool, given)
+    size = len(rows := [rank.own_bytes[1] for rank in pool.run(cases.answered, given)])
+    model, budget = read_model_config(given.folder), KVBudget.of(24, observation_len=8)
+    assert given.heads is not None
+    heads = given.heads.slots(budget, 100)
+    config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, heads=heads, selector=given.selector,
+                          parallel=ParallelConfig(size=size))  # fmt: skip
+    token = 4 * 2 * model.head_dim  # fp32, key and value
+    assert rows == [3 * heads.of_rank(rank, size).row_slots * token for rank in range(size)]
+    planned = 3 * engine_memory(model, config).row_bytes
+    assert max(rows) <= planned <= max(rows) + 3 * model.num_layers * model.num_kv_heads * token
+
+
+def test_a_whole_engine_tells_what_each_head_kept(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("qwen3")
+    heads = HeadProfile(shares=UNLIKE.shares, model=fingerprint(folder))
+    settings = {"budget": KVBudget.of(24, observation_len=8), "selector": SnapKV(observation_len=8), "heads": heads,
+                "max_rows": 2, "max_model_len": 128, "executor": "eager", "progress": False}  # fmt: skip
+    with LLM(folder, **settings) as one, LLM(folder, **settings, tensor_parallel=2) as two:
+        for way in (True, "bitmap"):
+            params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, return_kept=way)
+            [output, _] = Pair(one, two).same([[7 * i % 190 + 3 for i in range(70)], list(range(5, 25))], params)
+            assert output.compression is not None
+            kept = output.compression.kept_positions
+            assert (kept is None) == (way == "bitmap")
+            assert kept is None or len({len(head) for layer in kept for head in layer}) > 1, "heads keep unlike numbers"
+
+
+# Groups of ranks: what collectives return, alone, pretended and between processes.
+
+
+def test_alone_and_pretend_communicate_nothing() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    one: Group = Alone()
+    assert (one.rank, one.size) == (0, 1)
+    assert one.all_reduce(x) is x and one.all_gather(x, 1) is x and one.broadcast(x, 0) is x
+    third: Group = Pretend(2, 4)
+    assert (third.rank, third.size) == (2, 4)
+    assert third.all_reduce(x, "max") is x and third.broadcast(x, 1) is x
+    assert torch.equal(third.all_gather(x, 1), x.repeat(1, 4))
+    assert third.all_gather(x, 0).shape == (8, 3)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_is_one_of_its_group(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank is {rank}; it must be from 0 to 3"):
+        Pretend(rank, 4)
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ranks_hold_the_same_bits_after_a_reduction(two: Pool, dtype: torch.dtype, op: ReduceOp) -> None:
+    answers = two.run(cases.reduced, dtype, op)
+    assert [rank for rank, _, _ in answers] == [0, 1]
+    both = [before for _, before, _ in answers]
+    assert not torch.equal(*both)
+    wanted = both[0] + both[1] if op == "sum" else torch.maximum(*both)
+    for _, _, after in answers:
+        assert after.dtype == dtype and torch.equal(after, wanted)
+
+
+def test_ranks_reduce_what_is_not_contiguous(two: Pool) -> None:
+    for after in two.run(cases.reduced_view):
+        assert torch.equal(after, (2 * torch.arange(6.0).view(2, 3) + 1).t())
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_ranks_gather_in_the_order_of_ranks(two: Pool, dim: int) -> None:
+    first = torch.arange(6.0).view(2, 3)
+    for after in two.run(cases.gathered, dim):
+        assert torch.equal(after, torch.cat((first, first + 100), dim))
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_ranks_have_what_one_of_them_had(two: Pool, source: int) -> None:
+    for after in two.run(cases.broadcast, source):
+        assert torch.equal(after, (torch.arange(6.0).view(2, 3) + 100 * source).t())
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cuda", "cuda:3"), ("cuda:1", "cuda:1"), ("cpu", None)])
+def test_a_gpu_joins_by_its_number(device: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses a GPU without one."""
+    asked: dict[str, Any] = {}
+
+    def init(**given: Any) -> None:
+        asked.update(given)
+        raise InterruptedError  # nobody is there to meet
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with pytest.raises(InterruptedError):
+        Ranks.join(0, 2, "file:///nowhere", device, 1.0)
+    assert asked["device_id"] == (None if wanted is None else torch.device(wanted))
+    assert asked["backend"] == ("gloo" if wanted is None else "nccl")

@@ -1,7 +1,7 @@
 """What a sample must be, computed by itself in a plain loop: the reference for what engines interleave."""
 
-from snapstream.engine.seeds import sample_seed
-from snapstream.request import FinishReason, Request, SampleOutput
+from snapstream.engine.request_state import sample_seed
+from snapstream.types import FinishReason, Request, SampleOutput
 
 VOCAB_SIZE = 12
 EOS = 0

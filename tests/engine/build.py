@@ -6,9 +6,9 @@ from typing import Any
 
 from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.engine.core import Engine
-from snapstream.engine.detokenizer import Tokenizer
-from snapstream.request import Request, RequestOutput, SamplingParams
+from snapstream.engine.request_state import Tokenizer
 from snapstream.step import PrefillEntry, Runner
+from snapstream.types import Request, RequestOutput, SamplingParams
 from tests.engine.alone import EOS, VOCAB_SIZE, LetterTokenizer
 from tests.engine.fake_runner import FakeRunner
 

@@ -8,10 +8,10 @@ none given to a second owner - allowing for the one step by which the host lags 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from snapstream.cache.layout import ring_start
 from snapstream.config import EngineConfig
-from snapstream.request import Compression, Logprob
-from snapstream.step import JobSpec, PrefillEntry, PrefillResult, PrefixTier, RowExchange, StepPlan, StepResult
+from snapstream.kv.layout import ring_start
+from snapstream.step import JobSpec, KVConnector, PrefillEntry, PrefillResult, PrefixTier, StepPlan, StepResult
+from snapstream.types import Compression, Logprob
 
 Draw = Callable[[PrefillEntry, int, int], int]  # entry, sample index, number of earlier tokens -> token
 LengthOf = Callable[[PrefillEntry, int], int]  # entry, sample index -> tokens of the finished sample
@@ -71,10 +71,10 @@ class FakeRunner:
     job_ids: set[int] = field(default_factory=set)
     prefix_tier: PrefixTier | None = None
     sending: dict[str, int] = field(default_factory=dict)  # rows by request; to be kept up to date by the test
-    exchange: RowExchange | None = None
+    connector: KVConnector | None = None
 
-    def connect(self, exchange: RowExchange) -> None:
-        self.exchange = exchange
+    def connect(self, connector: KVConnector) -> None:
+        self.connector = connector
 
     def is_ready(self, job_id: int) -> bool:
         return True

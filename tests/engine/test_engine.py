@@ -1,18 +1,25 @@
 """The engine loop: one step late, ends of samples, refusals, outputs and timings."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from random import Random
 from typing import Any
 
 import pytest
 
-from snapstream.config import KVBudget
-from snapstream.engine.seeds import sample_seed
+from snapstream.config import EngineConfig, KVBudget
+from snapstream.engine.admission import LEAST_TOKENS, unit_work
+from snapstream.engine.core import Engine
+from snapstream.engine.request_state import sample_seed
 from snapstream.engine.validate import QueueFull
-from snapstream.request import FinishReason, Request, SamplingParams
+from snapstream.step import JobSpec, PendingStep, StepPlan, StepResult
+from snapstream.types import NOT_FINITE, FinishReason, Request, SamplingParams
 from tests.engine.alone import HalfLetters
-from tests.engine.build import config_of, drain, engine_of, request_of
+from tests.engine.build import abort, config_of, drain, engine_of, request_of
+from tests.engine.fake_runner import FakeRunner
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -214,3 +221,269 @@ def test_a_runner_that_answers_another_step_is_found_out() -> None:
     object.__setattr__(runner.unread[0].answer, "step_id", 5)
     with pytest.raises(RuntimeError, match="step 0 with step 5"):
         engine.step()
+
+
+# Aborts at any moment, and when the id of a request is free again.
+
+ABORT = FinishReason.ABORT
+
+
+def test_abort_while_waiting() -> None:
+    engine, runner = engine_of(config_of(max_rows=1))
+    engine.add_request(request_of("a"))
+    engine.add_request(request_of("b"))
+    assert (engine.num_running, engine.num_waiting) == (0, 2)
+    engine.step()
+    assert (engine.num_running, engine.num_waiting, engine.rows_free) == (1, 1, 0)
+    assert abort(engine, runner, "b")
+    assert (engine.num_running, engine.num_waiting) == (1, 0)
+    outputs = {output.request_id: output for output in engine.step()}
+    assert outputs["b"].finish_reason is ABORT and outputs["b"].token_ids == []
+    assert outputs["b"].timings.total_ms > 0.0
+    assert len(drain(engine)["a"].token_ids) == 3
+
+
+def test_abort_while_decoding_keeps_what_was_read_and_frees_the_row_at_once() -> None:
+    engine, runner = engine_of(config_of(max_rows=1))
+    output = engine.add_request(request_of("a", max_tokens=50, stop="aaax"))
+    for _ in range(5):
+        engine.step()
+    assert (len(output.token_ids), output.text) == (4, "a")
+    assert abort(engine, runner, "a")
+    assert engine.rows_free == 1
+    assert output.text == "aaaa"  # what was held back cannot become a stop string any more
+    engine.add_request(request_of("b"))
+    assert engine.step() == [output]
+    assert (len(output.token_ids), output.finish_reason) == (4, ABORT)
+    assert len(drain(engine)["b"].token_ids) == 3
+    assert len(output.token_ids) == 4
+
+
+def test_abort_after_the_last_unit_was_planned() -> None:
+    engine, runner = engine_of()
+    output = engine.add_request(request_of("a"))
+    engine.step()  # the whole prefill; its result is not read yet
+    assert abort(engine, runner, "a")
+    drain(engine)
+    assert (output.token_ids, output.compression, engine.rows_free) == ([], None, 4)
+
+
+def test_abort_of_what_is_not_there() -> None:
+    engine, runner = engine_of()
+    assert not engine.abort("nobody")
+    engine.add_request(request_of("a"))
+    assert abort(engine, runner, "a")
+    assert not engine.abort("a")
+    assert [output.request_id for output in engine.step()] == ["a"]
+    assert not engine.has_work
+    assert not engine.abort("a")
+    assert runner.plans == []
+
+
+def test_ids_in_use_are_refused_and_free_again_afterwards() -> None:
+    engine, _ = engine_of()
+    engine.add_request(request_of("a"))
+    with pytest.raises(ValueError, match="'a' is in use"):
+        engine.add_request(request_of("a"))
+    drain(engine)
+    engine.add_request(request_of("a"))
+    assert len(drain(engine)["a"].token_ids) == 3
+
+
+def test_the_id_of_an_aborted_prompt_is_in_use_until_its_job_has_ended() -> None:
+    """Results of a prefill are matched by id: two prompts of one id must not end in the same step."""
+    engine, runner = engine_of(config_of(prefill_quantum=1))
+    for names in (["stream"], ["first"], ["a", "b"]):
+        for name in names:
+            engine.add_request(request_of(name, 1, max_tokens=50))
+        engine.step()  # of two layers each; in the last one "first" ends, the job of "a" and "b" opens
+    assert abort(engine, runner, "a")
+    assert "a" in {output.request_id for output in engine.step()}
+    with pytest.raises(ValueError, match="'a' is in use"):
+        engine.add_request(request_of("a"))
+    engine.step()
+    engine.add_request(request_of("a"))
+
+
+def test_the_id_of_a_dropped_prompt_is_free_once_it_was_handed_out() -> None:
+    engine, runner = engine_of()
+    engine.add_request(request_of("a", 40))
+    engine.step()
+    assert abort(engine, runner, "a")
+    with pytest.raises(ValueError, match="'a' is in use"):
+        engine.add_request(request_of("a", 1))
+    engine.step()
+    runner.aborted.clear()
+    engine.add_request(request_of("a", 1))
+    assert len(drain(engine)["a"].token_ids) == 3
+
+
+def test_an_aborted_sample_shows_no_stop_string_either() -> None:
+    engine, runner = engine_of(scripts={"r": [1, 2, 2, 2]}, tokenizer=HalfLetters())
+    output = engine.add_request(request_of("r", max_tokens=9, stop="x"))
+    for _ in range(3):
+        engine.step()
+    assert abort(engine, runner, "r")
+    assert (output.text, output.finish_reason) == ("a", ABORT)
+    drain(engine)
+
+
+# What the engine does with the runner's word that a grammar lets nothing follow.
+
+GO_ON = [1] * 9
+
+
+class _Ending:
+    """Says of some steps how grammars ended in them."""
+
+    def __init__(self, runner: FakeRunner, ends: dict[int, dict[int, str]]) -> None:
+        self._runner, self._ends = runner, ends  # by step id
+
+    prefix_tier = None
+
+    def is_ready(self, job_id: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        pending = self._runner.submit(plan)
+        ends = self._ends.get(plan.step_id, {})
+
+        class Ended:
+            def result(self) -> StepResult:
+                return replace(pending.result(), grammar_ends=ends)
+
+        return Ended()
+
+
+@pytest.mark.parametrize(
+    ("ends", "max_tokens", "count", "reason", "stop_reason"),
+    [
+        ({}, 5, 5, FinishReason.LENGTH, None),
+        ({2: {0: ""}}, 5, 3, FinishReason.STOP, None),
+        ({0: {0: ""}}, 5, 1, FinishReason.STOP, None),  # with the first token
+        ({4: {0: ""}}, 5, 5, FinishReason.STOP, None),  # with the last that is allowed
+        ({2: {0: "grammar: no way on"}}, 5, 3, FinishReason.ERROR, "grammar: no way on"),
+        ({2: {1: ""}}, 5, 5, FinishReason.LENGTH, None),  # another row
+    ],
+)
+def test_ends(
+    ends: dict[int, dict[int, str]], max_tokens: int, count: int, reason: FinishReason, stop_reason: str | None
+) -> None:
+    engine, runner = engine_of(config_of(), around=lambda runner: _Ending(runner, ends))
+    if count < max_tokens:
+        runner.length_of = lambda entry, index: count  # type: ignore[method-assign]
+    engine.add_request(request_of("r", max_tokens=max_tokens))
+    sample = drain(engine)["r"].samples[0]
+    assert (len(sample.token_ids), sample.finish_reason, sample.stop_reason) == (count, reason, stop_reason)
+    assert engine.rows_free == 4
+
+
+# What the engine does with the runner's word that a row's logits were not finite: a token id below 0.
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("sampling", [{}, {"stop": ["zz"]}, {"min_tokens": 4}, {"stop_token_ids": [5]}])
+def test_the_request_ends_and_others_go_on(count: int, sampling: dict[str, object]) -> None:
+    engine, _ = engine_of(config_of(), {"bad": [*range(1, count + 1), -1]})
+    engine.add_request(request_of("bad", max_tokens=9, **sampling))
+    engine.add_request(request_of("good", max_tokens=9))
+    outputs = drain(engine)
+    sample = outputs["bad"].samples[0]
+    assert (sample.finish_reason, sample.stop_reason) == (FinishReason.ERROR, NOT_FINITE)
+    assert sample.token_ids == list(range(1, count + 1)) and sample.text == "abc"[:count]
+    assert outputs["good"].finish_reason is FinishReason.LENGTH and outputs["good"].token_ids == [1] * 9
+    assert engine.rows_free == 4 and not engine.has_work
+
+
+def test_log_probabilities_have_as_many_entries_as_tokens() -> None:
+    engine, _ = engine_of(config_of(), {"bad": [1, 2, -1]})
+    engine.add_request(request_of("bad", max_tokens=9, logprobs=0))
+    sample = drain(engine)["bad"].samples[0]
+    assert sample.logprobs is not None and [one.token_id for one in sample.logprobs] == sample.token_ids == [1, 2]
+
+
+# While rows decode, a step holds units of so much work: few of a long prompt, many of a short one.
+
+LONG = 90
+KEYS = 30  # a token's matrix products weigh as so many keys
+WORK = 3 * LEAST_TOKENS * (KEYS + 50)
+
+
+def paced(**fields: int) -> tuple[Engine, FakeRunner, EngineConfig]:
+    config = config_of(step_work=WORK, token_keys=KEYS, least_chunk_len=1, chunk_len=8, short_len=8, **fields)
+    engine, runner = engine_of(config)
+    return engine, runner, config
+
+
+def works(config: EngineConfig, runner: FakeRunner) -> list[tuple[StepPlan, list[int]]]:
+    """Per plan, the work of each of its units."""
+    specs: dict[int, JobSpec] = {spec.job_id: spec for plan in runner.plans for spec in plan.opened_jobs}
+    return [
+        (
+            plan,
+            [
+                unit_work(config.chunking, specs[u.job_id], i)
+                for u in plan.units
+                for i in range(u.first, u.first + u.count)
+            ],
+        )
+        for plan in runner.plans
+    ]
+
+
+def test_steps_of_decoding_rows_hold_no_more_work_than_that() -> None:
+    engine, runner, config = paced()
+    engine.add_request(request_of("stream", 1, max_tokens=95))
+    engine.step()
+    engine.add_request(request_of("long", LONG))
+    drain(engine)
+    busy = [own for plan, own in works(config, runner) if plan.decode_rows and own]
+    assert all(sum(own) <= WORK for own in busy)
+    assert max(len(own) for own in busy) > min(len(own) for own in busy[:-1])  # late units see more keys
+    assert all(sum(own) + max(own) > WORK * 0.9 for own in busy[:-1])  # and no step is left half empty
+
+
+def test_a_unit_that_is_too_large_runs_alone() -> None:
+    """With units of a fixed length the last ones may exceed a step's work: one by one, never not at all."""
+    config = config_of(step_work=LEAST_TOKENS * (KEYS + 20), token_keys=KEYS)
+    engine, runner = engine_of(config)
+    engine.add_request(request_of("stream", 1, max_tokens=95))
+    engine.step()
+    engine.add_request(request_of("long", LONG))
+    drain(engine)
+    busy = [own for plan, own in works(config, runner) if plan.decode_rows and own]
+    assert any(own[0] > config.chunking.step_work for own in busy)
+    assert all(len(own) == 1 or sum(own) <= config.chunking.step_work for own in busy)
+
+
+def test_without_decode_a_step_is_bound_by_its_number_of_units() -> None:
+    engine, runner, config = paced()
+    engine.add_request(request_of("long", LONG))
+    engine.step()
+    plan, own = works(config, runner)[0]
+    assert not plan.decode_rows and len(own) == 8 and sum(own) > WORK  # four passes of two layers
+    drain(engine)
+
+
+def test_a_prompt_that_ends_within_a_step_makes_the_rest_of_it_wait_for_its_decode() -> None:
+    engine, runner, config = paced(max_rows=8)
+    engine.add_request(request_of("short", 2, max_tokens=9))
+    engine.add_request(request_of("long", LONG))
+    engine.step()
+    _, own = works(config, runner)[0]
+    assert len(own) < 8 and sum(own) <= WORK
+    drain(engine)
+
+
+@pytest.mark.parametrize(("size", "chunk_len"), [(8, 0), (90, 4)])
+def test_a_job_carries_its_own_chunk_len(size: int, chunk_len: int) -> None:
+    config = config_of(step_work=4 * (KEYS + 90), token_keys=KEYS, least_chunk_len=2, chunk_len=8, short_len=8)
+    engine, runner = engine_of(config)
+    engine.add_request(request_of("a", size))
+    drain(engine)
+    (spec,) = runner.plans[0].opened_jobs
+    assert spec.chunk_len == chunk_len
+    assert spec.num_chunks(config.chunking.chunk_len) == -(-size // (chunk_len or 8))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.engine.core import Engine
-from snapstream.request import FinishReason, Request, RequestOutput, SamplingParams
 from snapstream.step import PrefillEntry
+from snapstream.types import FinishReason, Request, RequestOutput, SamplingParams
 from tests.engine.alone import EOS, VOCAB_SIZE, LetterTokenizer, run_alone
 from tests.engine.fake_runner import FakeRunner, draw_by_hash
 

@@ -13,22 +13,22 @@ from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.engine.core import Engine
 from snapstream.engine.transfers import RowMissed, TicketIssued
 from snapstream.engine.validate import QueueFull
-from snapstream.request import FinishReason, Grammar, Request, RowTicket, SamplingParams
 from snapstream.step import PrefillEntry
+from snapstream.types import FinishReason, Grammar, Request, RowTicket, SamplingParams
 from tests.engine.alone import EOS, VOCAB_SIZE, LetterTokenizer, run_alone
 from tests.engine.build import abort, config_of, drain, engine_of, request_of
-from tests.engine.fake_exchange import FakeExchange
+from tests.engine.fake_connector import FakeConnector
 from tests.engine.fake_runner import FakeRunner, draw_by_hash
 from tests.engine.test_engine_properties import Session
 
 TICKET = RowTicket(host="127.0.0.1", port=1, key="00" * 16)
 
 
-def connected(**fields: Any) -> tuple[Engine, FakeRunner, FakeExchange]:
+def connected(**fields: Any) -> tuple[Engine, FakeRunner, FakeConnector]:
     engine, runner = engine_of(config_of(**fields))
-    exchange = FakeExchange()
-    engine.connect(exchange)
-    return engine, runner, exchange
+    connector = FakeConnector()
+    engine.connect(connector)
+    return engine, runner, connector
 
 
 def arriving(request_id: str, **sampling: Any) -> Request:
@@ -44,22 +44,22 @@ def issued(engine: Engine) -> list[str]:
 
 
 def test_a_request_waits_for_its_row_without_work_and_decodes_then() -> None:
-    engine, runner, exchange = connected()
+    engine, runner, connector = connected()
     output = engine.add_request(arriving("a", n=2))
     engine.step()
     assert issued(engine) == ["a"]
     assert not engine.has_work and engine.rows_free == 2 and engine.num_running == 1
-    exchange.arrive("a")
+    connector.arrive("a")
     assert engine.has_work
     assert set(drain(engine)) == {"a"}
     assert [len(sample.token_ids) for sample in output.samples] == [3, 3]
     assert output.cached_tokens == 1 and output.timings.first_token_ms > 0
-    assert engine.rows_free == 4 and not exchange.tickets
+    assert engine.rows_free == 4 and not connector.tickets
     assert not any(plan.units for plan in runner.plans)
 
 
 def test_tickets_are_issued_as_rows_come_free_and_in_order() -> None:
-    engine, runner, exchange = connected(max_waiting=1)
+    engine, runner, connector = connected(max_waiting=1)
     for name in "abcde":
         engine.add_request(arriving(name))
     engine.step()
@@ -70,7 +70,7 @@ def test_tickets_are_issued_as_rows_come_free_and_in_order() -> None:
     abort(engine, runner, "b")
     drain(engine)
     assert issued(engine) == ["e"]
-    assert sorted(exchange.tickets) == list("acde")
+    assert sorted(connector.tickets) == list("acde")
 
 
 def test_grammars_are_compiled_while_the_prompt_is_read_elsewhere() -> None:
@@ -82,42 +82,42 @@ def test_grammars_are_compiled_while_the_prompt_is_read_elsewhere() -> None:
 
 
 def test_a_lost_row_gets_another_ticket_once_per_loss() -> None:
-    engine, _, exchange = connected()
+    engine, _, connector = connected()
     engine.add_request(arriving("a"))
     engine.step()
-    first = exchange.tickets["a"].key
-    exchange.lose("a")
+    first = connector.tickets["a"].key
+    connector.lose("a")
     drain(engine)
     missed = [notice for notice in engine.take_notices() if isinstance(notice, RowMissed)]
     assert [(one.request_id, one.key, one.reason) for one in missed] == [("a", first, "cut")]
     engine.reissue("a", first)
     engine.reissue("a", first)  # the caller heard of the loss twice: from the engine, and from who was to send
     assert issued(engine) == ["a"]
-    exchange.arrive("a")
+    connector.arrive("a")
     engine.reissue("a", "no key of this request")
     assert "a" in drain(engine)
 
 
 def test_an_abort_frees_row_and_ticket_at_any_moment() -> None:
-    engine, runner, exchange = connected()
+    engine, runner, connector = connected()
     engine.add_request(arriving("waiting"))
     engine.add_request(arriving("whole"))
     engine.step()
-    exchange.arrive("whole")
+    connector.arrive("whole")
     abort(engine, runner, "waiting")
     abort(engine, runner, "whole")
     assert {output.finish_reason for output in drain(engine).values()} == {FinishReason.ABORT}
-    assert engine.rows_free == 4 and not exchange.tickets and not exchange.news
+    assert engine.rows_free == 4 and not connector.tickets and not connector.news
 
 
 def test_a_sent_row_ends_its_request_when_it_has_gone() -> None:
-    engine, runner, exchange = connected()
+    engine, runner, connector = connected()
     output = engine.add_request(to_send("a", 9))
-    assert list(exchange.open_senders) == ["a"], "connected while it waits: the other side hears that it lives"
+    assert list(connector.open_senders) == ["a"], "connected while it waits: the other side hears that it lives"
     drain(engine)
-    assert exchange.open_senders["a"] == ["report"] and not output.is_finished and engine.rows_free == 3
+    assert connector.open_senders["a"] == ["report"] and not output.is_finished and engine.rows_free == 3
     del runner.sending["a"]
-    exchange.sent("a")
+    connector.sent("a")
     assert set(drain(engine)) == {"a"}
     assert (output.finish_reason, output.token_ids) == (FinishReason.STOP, [])
     assert output.compression is not None and engine.rows_free == 4
@@ -126,14 +126,14 @@ def test_a_sent_row_ends_its_request_when_it_has_gone() -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 1, 9])
 def test_a_row_that_cannot_be_sent_ends_its_request_wherever_it_is(num_steps: int) -> None:
-    engine, runner, exchange = connected(chunk_len=4, prefill_quantum=1)
+    engine, runner, connector = connected(chunk_len=4, prefill_quantum=1)
     output = engine.add_request(to_send("a", 60))
     for _ in range(num_steps if num_steps < 9 else 60):
         if engine.has_work:
             engine.step()
     runner.aborted.add("a")
     runner.sending.pop("a", None)
-    exchange.sent("a", "the connection broke")
+    connector.sent("a", "the connection broke")
     drain(engine)
     assert (output.finish_reason, output.samples[0].stop_reason) == (FinishReason.ERROR, "the connection broke")
     assert (engine.rows_free, engine.staging_free) == (4, runner.config.pool_tokens)
@@ -145,16 +145,16 @@ def test_an_engine_that_is_not_connected_takes_no_travellers() -> None:
     for request in (arriving("a"), to_send("b")):
         with pytest.raises(ValueError, match="connected to no other"):
             engine.add_request(request)
-    engine.connect(FakeExchange(receives=False))
+    engine.connect(FakeConnector(receives=False))
     with pytest.raises(ValueError, match="no transfer address"):
         engine.add_request(arriving("a"))
 
 
 def test_requests_with_a_ticket_do_not_count_for_the_queue() -> None:
-    engine, _, exchange = connected(max_waiting=1, max_rows=1)
+    engine, _, connector = connected(max_waiting=1, max_rows=1)
     for number in range(5):
         engine.add_request(to_send(f"r{number}"))
-    assert len(exchange.open_senders) == 5
+    assert len(connector.open_senders) == 5
 
 
 Event = tuple[str, int]
@@ -186,28 +186,28 @@ def scripts(draw: st.DrawFn) -> tuple[EngineConfig, list[tuple[Request, Event]]]
     return config, script
 
 
-def play(session: Session, exchange: FakeExchange, event: Event) -> None:
+def play(session: Session, connector: FakeConnector, event: Event) -> None:
     """One thing happens; ``place`` chooses to whom."""
     kind, place = event
-    waiting, sending = list(exchange.tickets), list(session.runner.sending)
+    waiting, sending = list(connector.tickets), list(session.runner.sending)
     match kind:
         case "step":
             for _ in range(place):
                 session.step()
         case "arrive" if waiting:
-            exchange.arrive(waiting[place % len(waiting)])
+            connector.arrive(waiting[place % len(waiting)])
         case "lose" if waiting:
-            exchange.lose(waiting[place % len(waiting)])
+            connector.lose(waiting[place % len(waiting)])
         case "gone" if sending:
-            ready = [name for name in sending if exchange.open_senders.get(name) == ["report"]]
+            ready = [name for name in sending if connector.open_senders.get(name) == ["report"]]
             for name in ready[:1]:
                 del session.runner.sending[name]
-                exchange.sent(name)
-        case "fail" if exchange.open_senders:
-            name = list(exchange.open_senders)[place % len(exchange.open_senders)]
+                connector.sent(name)
+        case "fail" if connector.open_senders:
+            name = list(connector.open_senders)[place % len(connector.open_senders)]
             session.runner.sending.pop(name, None)
             session.runner.aborted.add(name)
-            exchange.sent(name, "broke")
+            connector.sent(name, "broke")
         case "abort":
             name = f"r{len(session.requests) - 1 - place}"
             if name in session.requests and name not in session.finished and name not in session.runner.aborted:
@@ -233,18 +233,18 @@ def test_whatever_comes_is_lost_or_leaves_every_request_ends_and_everything_is_f
     engine = Engine(
         runner, config, vocab_size=VOCAB_SIZE, num_layers=2, eos_token_ids=(EOS,), tokenizer=LetterTokenizer()
     )
-    exchange = FakeExchange()
-    engine.connect(exchange)
+    connector = FakeConnector()
+    engine.connect(connector)
     session = Session(engine, runner, requests)
     for request, event in events:
         if request.request_id not in requests:
             session.add(request)
-        play(session, exchange, event)
+        play(session, connector, event)
     for _ in range(60 * len(requests)):
         session.step()
-        for name in list(exchange.tickets)[:1]:
-            exchange.arrive(name)
-        play(session, exchange, ("gone", 0))
+        for name in list(connector.tickets)[:1]:
+            connector.arrive(name)
+        play(session, connector, ("gone", 0))
     assert not engine.has_work
 
     assert session.finished.keys() == requests.keys()
@@ -256,5 +256,5 @@ def test_whatever_comes_is_lost_or_leaves_every_request_ends_and_everything_is_f
             assert sample == run_alone(requests[name], sample.index)
     assert (engine.rows_free, engine.staging_free) == (config.max_rows, config.pool_tokens)
     assert (engine.num_running, engine.num_waiting) == (0, 0)
-    assert not exchange.tickets and not exchange.open_senders and not exchange.news
+    assert not connector.tickets and not connector.open_senders and not connector.news
     assert not runner.jobs and not runner.sending

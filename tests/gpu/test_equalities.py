@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget
-from snapstream.layers.sampling_state import SamplingNeeds
+from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")

@@ -10,22 +10,22 @@ from typing import Any, cast
 import pytest
 import torch
 
-from snapstream.cache.selectors.snapkv import SnapKV
+from benchmarks.stand_ins import random_weights
 from snapstream.config import Chunking, DType, EngineConfig, KVBudget, ModelConfig
-from snapstream.kernels import reference, sdpa
-from snapstream.kernels.prefill.choice import choose, problem_of
-from snapstream.kernels.prefill.packages import PackedLens
-from snapstream.kernels.prefill.versions import VERSIONS, Case
-from snapstream.layers.sampling_state import SamplingNeeds
+from snapstream.exec.cuda_graph import GraphDecode
+from snapstream.exec.eager import EagerDecode
+from snapstream.exec.runner import ModelRunner
+from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.kernels import pytorch, reference
+from snapstream.kernels.backends.autotune import choose, problem_of
+from snapstream.kernels.backends.packages import PackedLens
+from snapstream.kernels.backends.prefill import VERSIONS, Case
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
 from snapstream.models.decoder import Decoder
-from snapstream.models.weights import DecoderWeights
 from snapstream.plan.memory import engine_memory
-from snapstream.request import SamplingParams
-from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.decode_graph import GraphDecode
-from snapstream.runner.model_runner import ModelRunner
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
+from snapstream.types import SamplingParams
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
@@ -82,7 +82,7 @@ def make_runner(dtype: torch.dtype, executor: str, max_rows: int = 12) -> ModelR
         budget=KVBudget.of(512), max_model_len=4096, max_rows=max_rows, chunking=Chunking(chunk_len=256, short_len=256),
         dtype=cast(DType, str(dtype).removeprefix("torch.")), device="cuda", executor=executor,
     )  # fmt: skip
-    return ModelRunner(Decoder(model, DecoderWeights.random(model, dtype, "cuda", seed=0)), config)
+    return ModelRunner(Decoder(model, random_weights(model, dtype, "cuda", seed=0)), config)
 
 
 def prefill(runner: ModelRunner, rows: tuple[int, ...], length: int, job_id: int, sampling: SamplingParams) -> StepPlan:
@@ -155,7 +155,7 @@ def test_fused_prefill_attention_equals_the_reference(dtype: torch.dtype, chunk:
     assert {"sdpa_flash", "sdpa_efficient"} <= {version.name for version in usable}
     for version in usable:
         torch.testing.assert_close(version.attend(q, k, v), expected, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(sdpa.split(q, k, v, sdpa.flash), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(pytorch.split(q, k, v, pytorch.flash), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -208,7 +208,7 @@ def test_memory_is_what_the_plan_says() -> None:
     planned = engine_memory(model, config)
     if before < 1.1 * planned.total_bytes:
         pytest.skip("too little memory on this GPU")
-    runner = ModelRunner(Decoder(model, DecoderWeights.random(model, torch.bfloat16, "cuda", seed=0)), config)
+    runner = ModelRunner(Decoder(model, random_weights(model, torch.bfloat16, "cuda", seed=0)), config)
     runner.submit(prefill(runner, (0, 1, 2, 3), 4000, 0, SamplingParams(temperature=0.0))).result()
     for step in range(3):
         runner.submit(StepPlan(step_id=step + 1, decode_rows=(0, 1, 2, 3))).result()

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import KVBudget, WeightForms
+from benchmarks.stand_ins import random_share, random_weights
+from snapstream.config import KVBudget, WeightFormats
 from snapstream.kernels.rows import RowPlaces
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
-from snapstream.models.cuts import Share
 from snapstream.models.decoder import Decoder
-from snapstream.models.random_share import random_share
 from snapstream.models.registry import model_config_from_dict
-from snapstream.models.weights import DecoderWeights
-from snapstream.request import SamplingParams
+from snapstream.models.sharding import Share
+from snapstream.types import SamplingParams
 from tests.kernels.triton.checks import assert_near
 from tests.parity.checkpoints import VOCAB, make_model, save
 
@@ -40,16 +39,16 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["first", "ring", "int8", "int4"])  # the last two: the first form over codes
+@pytest.mark.parametrize("form", ["registers", "ring", "int8", "int4"])  # codes are loaded through registers
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("batch", [1, 3, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_looped_steps_equal_the_twin_eagerly_and_captured(
     form: str, shape: str, batch: int, dtype: torch.dtype
 ) -> None:
-    from snapstream.kernels.triton.looped import twin
-    from snapstream.kernels.triton.looped.launch import Looped, num_multiprocessors, ring_launch
-    from snapstream.runner.looped_kernel import looped_model
+    from snapstream.exec.looped_gpu import looped_model
+    from snapstream.kernels.triton.looped.launch import Looped, num_multiprocessors, register_launch
+    from tests.kernels.triton.looped import twin
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(batch)
@@ -58,11 +57,11 @@ def test_looped_steps_equal_the_twin_eagerly_and_captured(
          "rms_norm_eps": 1e-5, "hidden_act": "silu", "max_position_embeddings": 4096, "rope_theta": 10000.0,
          **SHAPES[shape]}
     )  # fmt: skip
-    if form in ("first", "ring"):
-        decoder = Decoder(config, DecoderWeights.random(config, dtype, "cuda", seed=1))
+    if form in ("registers", "ring"):
+        decoder = Decoder(config, random_weights(config, dtype, "cuda", seed=1))
     else:
         share = Share(whole=config, own=config)
-        decoder = Decoder(config, random_share(share, dtype, "cuda", 1, WeightForms.of(form)))
+        decoder = Decoder(config, random_share(share, dtype, "cuda", 1, WeightFormats.of(form)))
     model = looped_model(decoder)
     size = (config.num_layers, NUM_ROWS, config.num_kv_heads, CAPACITY, config.head_dim)
     keys, values = torch.randn(2, *size, device="cuda").to(dtype)
@@ -75,11 +74,13 @@ def test_looped_steps_equal_the_twin_eagerly_and_captured(
     assert want is not None
     factor = 8.0 if dtype == torch.bfloat16 else 4.0
     if form == "ring":
-        launch = ring_launch(model, num_multiprocessors(keys.device), batch)
-        forms = [Looped(model, keys, values, batch, launch)]
+        formats = [Looped(model, keys, values, batch)]
+        assert formats[0].launch.stages
     else:
-        forms = [Looped(model, keys, values, batch), Looped(model, keys, values, batch).without_loads_ahead()]
-    for looped in forms:
+        launch = register_launch(model, num_multiprocessors(keys.device), batch)
+        ahead = Looped(model, keys, values, batch, launch)
+        formats = [ahead, ahead.without_loads_ahead()]
+    for looped in formats:
         first = looped.run(token_ids, places, rope).clone()
         assert_near(first, want, dtype, factor)
         for _ in range(STEPS):  # a barrier that opens too early shows as another sum

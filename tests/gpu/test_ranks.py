@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.stand_ins import random_weights
 from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig
 from snapstream.distributed.group import Alone, Group, Ranks, ReduceOp
+from snapstream.exec.runner import ModelRunner
 from snapstream.models.decoder import Decoder
-from snapstream.models.weights import DecoderWeights
-from snapstream.request import SamplingParams
-from snapstream.runner.model_runner import ModelRunner
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
+from snapstream.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
@@ -61,7 +61,7 @@ def answered(group: Counted, executor: str) -> tuple[list[int], int]:
     """Tokens of a compressed row, and the collectives that Python called while it was decoded."""
     torch.backends.cuda.matmul.allow_tf32 = False
     config = replace(CONFIG, executor=executor)
-    weights = DecoderWeights.random(MODEL, torch.float32, "cuda", seed=0)
+    weights = random_weights(MODEL, torch.float32, "cuda", seed=0)
     runner = ModelRunner(Decoder(MODEL, weights, group=group), config)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     entry = PrefillEntry(request_id="r", token_ids=tuple(3 + 7 * i % 4000 for i in range(600)), rows=(1,), seeds=(0,),

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from snapstream.kernels import reference
-from snapstream.kernels.bound import HeadNorm, RowPlaces, bind
-from snapstream.kernels.latents import plain
-from snapstream.kernels.latents.choice import random_rows
-from snapstream.kernels.latents.versions import VERSIONS, Case
+from snapstream.kernels.backends import latents as plain
+from snapstream.kernels.backends.latents import VERSIONS, Case, random_rows
+from snapstream.kernels.interface import HeadNorm, RowPlaces, bind
 from tests.kernels.layers import one_layer
 from tests.kernels.triton import checks, checks_codes, checks_experts, checks_latent
 
@@ -77,13 +76,15 @@ def test_packages_over_latents(name: str, num_heads: int) -> None:
     attend = VERSIONS[name].make(case)
     q, latents, rows = random_rows(case, 5, 4096)
     lengths = torch.tensor([4096, 1, 2049, 64, 65], device=device)
-    checks.assert_near(attend(q, latents, 512, rows, lengths), plain.attend(q, latents, 512, rows, lengths), q.dtype)
+    checks.assert_near(
+        attend(q, latents, 512, rows, lengths), plain.attend_plain(q, latents, 512, rows, lengths), q.dtype
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = attend(q, latents, 512, rows, lengths)
     lengths.copy_(torch.tensor([7, 4095, 640, 1, 2048], device=device))
     graph.replay()
-    checks.assert_near(captured, plain.attend(q, latents, 512, rows, lengths), q.dtype)
+    checks.assert_near(captured, plain.attend_plain(q, latents, 512, rows, lengths), q.dtype)
 
 
 @dtypes

@@ -13,7 +13,7 @@ import torch
 
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra: clients)")
 

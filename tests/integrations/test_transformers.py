@@ -16,7 +16,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.config import KVBudget
 from snapstream.integrations.transformers import SnapStreamCache
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 from tests.parity.checkpoints import ARCHITECTURES, LATENTS, VOCAB, make_model, save
 
 NEW = 40
@@ -173,8 +173,23 @@ def test_models_and_budgets_that_the_engine_would_refuse() -> None:
         SnapStreamCache(config, budget=BUDGET)
 
 
+def test_attention_weights_are_refused() -> None:
+    model = make_model("llama-mha")
+    with pytest.raises(ValueError, match="output_attentions is True"):
+        generate(model, batch(prompts(5)), SnapStreamCache(model.config, budget=BUDGET), output_attentions=True)
+
+
+def test_wrong_arguments_name_the_remedy() -> None:
+    model = make_model("llama-mha")
+    with pytest.raises(TypeError, match="LlamaForCausalLM.*SnapStreamCache\\(model.config"):
+        SnapStreamCache(model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="budget is missing.*budget="):
+        SnapStreamCache(model.config)
+
+
 def blocks() -> list[str]:
-    text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    text = text.split("## SnapStreamCache")[1]
     found = [block.split("```")[0] for block in text.split("```python\n")[1:]]
     return [block.replace("path/to/model", str(TINY_MODEL)) for block in found]
 
@@ -183,7 +198,7 @@ def test_the_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -
     names: dict[str, Any] = {"__name__": "example"}
     first, second, _ = blocks()
     for block in (first, second):
-        exec(compile(block, "docs/transformers.md", "exec", dont_inherit=True), names)
+        exec(compile(block, "docs/python.md", "exec", dont_inherit=True), names)
     one, two = capsys.readouterr().out.splitlines()[:2]
     assert one and names["cache"].layers[0].keys.shape[2] == 128
     assert one.strip().startswith(two.strip()[:5])
@@ -193,7 +208,7 @@ def test_lm_evals_own_model() -> None:
     """Its answers are those of the engine with the same rows."""
     harness = pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval is not installed (extra: clients)")
     names: dict[str, Any] = {"__name__": "example", "SnapStreamCache": SnapStreamCache}
-    exec(compile(blocks()[2], "docs/transformers.md", "exec", dont_inherit=True), names)
+    exec(compile(blocks()[2], "docs/python.md", "exec", dont_inherit=True), names)
     assert issubclass(names["RowsLM"], harness.HFLM)
     model = names["RowsLM"](str(TINY_MODEL), device="cpu", dtype="float32", batch_size=1)
     text = "The ticket of dense arrow is 5024160. The number of golden oar is 6517328. " * 20 + "What is the ticket?"

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from snapstream.cache.kv_cache import KVCache
-from snapstream.cache.spec import KVSpec
 from snapstream.config import DType, ModelConfig
-from snapstream.kernels import reference
+from snapstream.kernels import memory, pytorch, reference
 from snapstream.kernels.cpu import attention as cpu
+from snapstream.kernels.interface import HeadNorm, Kernels, KernelVersion, bind
 from snapstream.kernels.rows import LayerRows
+from snapstream.kv.cache import KVCache
+from snapstream.kv.spec import KVSpec
 from tests.kernels.layers import one_layer
 
 HEADS = [(4, 4), (4, 2), (8, 1), (6, 2)]
@@ -127,3 +137,193 @@ def test_rows_begin_as_zeros_that_cost_nothing() -> None:
         assert not cache.k.any() and not cache.v.any()
         cache.k[1, 2] = 1.0
         assert cache.k.sum() == 2 * 50 * 64
+
+
+# Prefill attention through fused kernels equals the reference (on a CPU through the same calls, other kernels).
+
+
+def by_flash_of_the_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    repeated = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *repeated, 0.0, is_causal)
+    return out, lse
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 40), (7, 7), (7, 40), (39, 40), (40, 40)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 3), (6, 1)])
+def test_both_ways_equal_the_reference(num_queries: int, num_keys: int, num_heads: int, num_kv_heads: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(num_queries, num_heads, 16)
+    pool = torch.randn(2, num_kv_heads, num_keys + 9, 16)
+    k, v = pool[:, :, 5 : 5 + num_keys]  # as a range of the staging buffers
+    expected = reference.prefill_attention(q, k, v)
+    torch.testing.assert_close(pytorch.prefill_attention(q, k, v), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pytorch.split(q, k, v, by_flash_of_the_cpu), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 2), (1, 40), (7, 8), (7, 40), (40, 40)])
+@pytest.mark.parametrize("num_heads", [2, 6])
+def test_cudnn_never_gets_a_single_key(
+    num_queries: int, num_keys: int, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token of a prompt attends alone, and a chunk may begin at a prompt's second token."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, bias: None, with_lse: bool, dropout: float, is_causal: bool) -> Any:
+        assert with_lse and bias is None and k.shape[2] > 1
+        out, lse = by_flash_of_the_cpu(q, k, v, is_causal)
+        return out, lse[..., None]  # as cuDNN returns it
+
+    monkeypatch.setattr(pytorch, "cudnn_operator", kernel)
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(num_queries, num_heads, 16), torch.randn(2, 2, num_keys, 16)
+    expected = reference.prefill_attention(q, k, v)
+    torch.testing.assert_close(pytorch.by_cudnn(q, k, v), expected, rtol=1e-5, atol=1e-5)
+
+
+class Called(TorchDispatchMode):
+    """Names of the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 40), (7, 40), (40, 40)])
+def test_on_a_gpu_the_flash_kernel_is_called_by_name(num_queries: int, num_keys: int) -> None:
+    """Left to choose, PyTorch may take cuDNN, which plans every new pair of lengths. The tensors have no values."""
+    with FakeTensorMode(), Called() as called:
+        q = torch.empty(num_queries, 8, 64, dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.empty(2, num_keys, 64, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+        out = pytorch.prefill_attention(q, k, v)
+    assert out.shape == q.shape and out.is_contiguous()
+    assert sum("attention" in name for name in called.names) == 1
+    assert "_scaled_dot_product_flash_attention.default" in called.names
+
+
+# RMSNorm of every version against the formula in double precision, of whole tokens and of heads.
+
+VERSIONS: list[KernelVersion] = ["cpu", "torch"]
+STILL = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)  # a rotation by nothing
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.double()
+    return wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+def normed(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Tokens ``[T, D]`` with one weight, or heads ``[T, H+G, E]`` with one each."""
+    if x.dim() == 2:
+        return kernels.rms_norm(x, weight, eps)
+    return kernels.norm_rope(x, HeadNorm(weight, eps), STILL, 0)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("shape", [(1, 64), (5, 48), (3, 6, 20)])
+def test_formula(shape: tuple[int, ...], scale: float, version: KernelVersion) -> None:
+    """At the small scale eps decides; three-dimensional input has one weight per head."""
+    generator = torch.Generator().manual_seed(0)
+    x = scale * torch.randn(shape, generator=generator)
+    weight = torch.randn(shape[1:], generator=generator)
+    got, want = normed(bind("cpu", version), x, weight, 1e-6), exact(x, weight, 1e-6)
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_sum_is_made_in_place_and_normed(version: KernelVersion) -> None:
+    residual, x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(4))
+    weight, total, before = torch.rand(32), residual + x, x.clone()
+    got = bind("cpu", version).add_rms_norm(residual, x, weight, 1e-5)
+    assert torch.equal(residual, total) and torch.equal(x, before)
+    torch.testing.assert_close(got.double(), exact(total, weight, 1e-5), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_input_is_left_alone_and_zeros_stay_zero(version: KernelVersion) -> None:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    before, norm = x.clone(), bind("cpu", version).rms_norm
+    norm(x, torch.ones(16), 1e-5)
+    assert torch.equal(x, before)
+    assert torch.equal(norm(torch.zeros(2, 16), torch.ones(16), 1e-5), torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize(("version", "most"), [("cpu", 1.01), ("torch", 2.02)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_normed_in_fp32(dtype: torch.dtype, version: KernelVersion, most: float) -> None:
+    """Only the result is rounded (``torch`` may round before and after the weight): squares here overflow float16."""
+    x = (300 * torch.randn(8, 512, generator=torch.Generator().manual_seed(2))).to(dtype)
+    weight = torch.rand(512, generator=torch.Generator().manual_seed(3)).to(dtype)
+    got = bind("cpu", version).rms_norm(x, weight, 1e-6)
+    assert got.dtype == dtype
+    rounding = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(got.double(), exact(x, weight, 1e-6), rtol=most * rounding, atol=1e-6)
+
+
+def test_what_is_remembered_of_a_weight_is_never_given_to_another() -> None:
+    """Weights that come and go may lie where others lay; eps counts too."""
+    norm, x = bind("cpu", "cpu").rms_norm, torch.randn(2, 8, generator=torch.Generator().manual_seed(5))
+    for step in range(50):
+        weight = torch.full((8,), float(step))
+        for eps in (1e-6, 1.0):
+            for _ in range(2):
+                torch.testing.assert_close(norm(x, weight, eps).double(), exact(x, weight, eps), rtol=2e-6, atol=1e-5)
+        del weight
+        gc.collect()
+
+
+# Large memory of a CPU: what it holds, where it begins, what it costs before it is used.
+
+SHAPE = (3, memory.LEAST // 4 // 2, 2)  # of fp32: three times the least
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("shape", [(5, 7), (0, 4), SHAPE])
+def test_zeros_of_any_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """They are zeros that can be written, contiguous, and begin with a cache line."""
+    data = memory.zeros(shape, dtype)
+    assert data.shape == shape and data.dtype == dtype and data.is_contiguous() and data.data_ptr() % 64 == 0
+    assert data.untyped_storage().nbytes() == data.nbytes
+    assert not data.view(torch.uint8).any()
+    data.view(torch.uint8).fill_(1)
+    assert data.view(torch.uint8).all()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without huge pages")
+def test_what_is_large_asks_for_huge_pages_and_costs_nothing_untouched() -> None:
+    """The mapping has the flag, begins with a huge page, and is gone with the last tensor over it."""
+    data = memory.zeros(SHAPE, torch.float32)
+    start = data.data_ptr()
+    assert start % memory.HUGE == 0
+    assert _mapping(start)["Rss"] == 0
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in str(_mapping(start)["VmFlags"]).split()
+    part = data[1:]
+    del data
+    gc.collect()
+    assert not part.any()
+    del part
+    gc.collect()
+    assert not _mapping(start)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without huge pages")
+def test_what_the_system_does_not_give_is_told() -> None:
+    with pytest.raises(OSError, match=r"the system gives no 1,152,921,504,606,846,976 bytes of memory: \w+"):
+        memory.zeros((1 << 60,), torch.uint8)
+
+
+def _mapping(address: int) -> dict[str, int | str]:
+    """What the system says of the mapping with that address: sizes in kB, flags; nothing where there is none."""
+    found: dict[str, int | str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if border := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(border[1], 16) <= address < int(border[2], 16)
+        elif inside:
+            name, _, value = line.partition(":")
+            found[name] = int(value.split()[0]) if value.endswith(" kB") else value.strip()
+    return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+from ctypes import c_float, c_int64, c_void_p, sizeof
 from pathlib import Path
 from threading import Thread
 
@@ -12,12 +14,34 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from benchmarks import bounds
+from snapstream.config import WeightFormat
 from snapstream.kernels import groups
-from snapstream.kernels.compile_cache import VARIABLE
-from snapstream.kernels.cpu.looped import build, code_panels, panels
-from snapstream.kernels.cpu.looped.build import InstructionSet, compiled, find_compiler, instruction_sets
-from snapstream.kernels.cpu.looped.library import FORMATS, Team, load, num_cores
+from snapstream.kernels.compile_cache import VARIABLE, compile_folder
+from snapstream.kernels.cpu.looped import build, panels
+from snapstream.kernels.cpu.looped.build import (
+    InstructionSet,
+    compiled,
+    find_compiler,
+    instruction_sets,
+    library_name,
+    open_library,
+    write_libraries,
+)
+from snapstream.kernels.cpu.looped.library import (
+    FORMATS,
+    STRUCTS,
+    ThreadPool,
+    load,
+    num_cores,
+    struct_problem,
+)
+from snapstream.kernels.formats import FP8
+from snapstream.kernels.interface import bind
+from snapstream.kernels.reference import dequantize_blocks
+from snapstream.models.panels import make_panels
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -27,6 +51,52 @@ needs_bf16 = pytest.mark.skipif(
     reason="this processor does not multiply bf16",
 )
 needs_cores = pytest.mark.skipif(num_cores() < 2, reason="one core")
+
+
+def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """``x [T, in]``, rounded to int8 per token and group, times the matrix of ``codes [out, in * bits / 8]`` and
+    ``scales [out, in / group]``, transposed: ``[T, out]`` fp32. The definition of products of whole numbers.
+
+    The sum of a group is a whole number, so it is exact in any order; groups are added from first to last.
+    """
+    num_groups = scales.shape[1]
+    inputs, input_scales = groups.quantize_inputs(x, groups.unpack(codes, bits).shape[1] // num_groups)
+    numbers = (
+        groups.unpack(codes, bits).double().sub_(2 ** (bits - 1)).unflatten(-1, (num_groups, -1))
+    )  # [out, groups, g]
+    sums = torch.einsum("tgi,ogi->gto", inputs.double().unflatten(-1, (num_groups, -1)), numbers).float()
+    total = x.new_zeros(x.shape[0], codes.shape[0], dtype=torch.float32)
+    for index, own in enumerate(sums):
+        total += own * (scales[:, index].float() * input_scales[:, index, None])
+    return total
+
+
+def test_structs_are_laid_out_as_the_compiler_does(tmp_path: Path) -> None:
+    """Fields, offsets, sizes, and whether a field is a pointer, an integer, a float or a struct."""
+    kinds = {c_void_p: "is_pointer_v", c_int64: "is_integral_v", c_float: "is_floating_point_v"}
+    lines = ['#include "abi.h"', "#include <cstddef>", "#include <type_traits>", "using namespace looped;"]
+    for struct in STRUCTS:
+        name = struct.__name__
+        lines.append(f"static_assert(sizeof({name}) == {sizeof(struct)});")
+        for field, kind, *_ in struct._fields_:
+            placed = getattr(struct, field)
+            lines.append(f"static_assert(offsetof({name}, {field}) == {placed.offset});")
+            lines.append(f"static_assert(sizeof({name}::{field}) == {placed.size});")
+            lines.append(f"static_assert(std::{kinds.get(kind, 'is_class_v')}<decltype({name}::{field})>);")
+    assert len(lines) == 4 + 13 + 3 * 188  # no field was skipped
+    source = tmp_path / "structs.cpp"
+    source.write_text("\n".join(lines))
+    command = [str(find_compiler()), "-std=c++20", "-fsyntax-only", "-I", str(build.SOURCES), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_library_with_other_structs_is_refused() -> None:
+    own = [sizeof(struct) for struct in STRUCTS]
+    assert len(own) == 13 and struct_problem(own) is None
+    assert struct_problem([*own[:9], 144, *own[10:]]) == "its Prompt has 144 bytes where this package has 136"
+    with pytest.raises(ValueError, match="shorter"):
+        struct_problem(own[:-1])
 
 
 @pytest.mark.parametrize("instructions", instruction_sets())
@@ -70,14 +140,14 @@ def test_a_product_of_codes(
 ) -> None:
     """As over the widened numbers, which it reads exactly."""
     library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
-    codes, scales = groups.quantise(torch.randn(num_out, num_in, generator=generator), bits, group)
-    stored = torch.zeros(code_panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
+    codes, scales = groups.quantize(torch.randn(num_out, num_in, generator=generator), bits, group)
+    stored = torch.zeros(panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
     cut = seed % num_out
-    code_panels.fill_codes(stored, 0, codes[:cut], scales[:cut], bits)
-    code_panels.fill_codes(stored, cut, codes[cut:], scales[cut:], bits)
-    for own, want in zip(code_panels.codes_of(stored, num_out, bits), (codes, scales), strict=True):
+    panels.fill_codes(stored, 0, codes[:cut], scales[:cut], bits)
+    panels.fill_codes(stored, cut, codes[cut:], scales[cut:], bits)
+    for own, want in zip(panels.codes_of(stored, num_out, bits), (codes, scales), strict=True):
         assert torch.equal(own, want)
-    stack, wide = code_panels.stack_of_codes(stored, num_out, num_in, bits), groups.widen(codes, scales, bits)
+    stack, wide = panels.stack_of_codes(stored, num_out, num_in, bits), groups.dequantize(codes, scales, bits)
     assert torch.equal(panels.lookup(library, stack, torch.arange(num_out)), wide)
     x = torch.randn(tokens, num_in, generator=generator)
     got = panels.linear(library, stack, x, None)
@@ -101,16 +171,16 @@ def test_a_product_of_whole_numbers(
     instructions.
     """
     library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
-    codes, scales = groups.quantise(torch.randn(num_out, num_in, generator=generator), bits, group)
-    stored = torch.zeros(code_panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
-    code_panels.fill_codes(stored, 0, codes, scales, bits)
-    stack = code_panels.stack_of_codes(stored, num_out, num_in, bits, rounds_inputs=True)
+    codes, scales = groups.quantize(torch.randn(num_out, num_in, generator=generator), bits, group)
+    stored = torch.zeros(panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
+    panels.fill_codes(stored, 0, codes, scales, bits)
+    stack = panels.stack_of_codes(stored, num_out, num_in, bits, rounds_inputs=True)
     x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
     x[0, :group] = 0.0
-    got, want = panels.linear(library, stack, x, None), groups.multiply_codes(x, codes, scales, bits)
+    got, want = panels.linear(library, stack, x, None), multiply_codes(x, codes, scales, bits)
     limit = 1e-6 * num_groups**0.5 * float(want.abs().max())
     torch.testing.assert_close(got, want, rtol=0, atol=limit)
-    seen = groups.quantise_activations(x, group).double() @ groups.widen(codes, scales, bits).double().t()
+    seen = groups.round_inputs(x, group).double() @ groups.dequantize(codes, scales, bits).double().t()
     torch.testing.assert_close(got.double(), seen, rtol=0, atol=limit)
     chosen = library.way(-1)
     try:
@@ -143,10 +213,10 @@ def test_a_product_of_tokens_in_bf16(
         stack = panels.stack_of(stored, num_out, num_in)
     else:
         num_in, bits = num_groups * group, int(width[3:])
-        codes, scales = groups.quantise(torch.randn(num_out, num_in, generator=generator), bits, group)
-        stored = torch.zeros(code_panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
-        code_panels.fill_codes(stored, 0, codes, scales, bits)
-        wide, stack = groups.widen(codes, scales, bits), code_panels.stack_of_codes(stored, num_out, num_in, bits)
+        codes, scales = groups.quantize(torch.randn(num_out, num_in, generator=generator), bits, group)
+        stored = torch.zeros(panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
+        panels.fill_codes(stored, 0, codes, scales, bits)
+        wide, stack = groups.dequantize(codes, scales, bits), panels.stack_of_codes(stored, num_out, num_in, bits)
     stack.inputs = FORMATS["bfloat16"]
     x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
     x[0, 0] = 2.0**exponent * (1 + 2.0**-8)  # half-way between two numbers of bf16
@@ -176,12 +246,12 @@ def test_a_product_of_tokens_in_bf16_loses_nothing_that_is_not_finite(wrong: flo
 def test_a_product_of_whole_numbers_loses_nothing_that_is_not_finite(
     instructions: InstructionSet, wrong: float
 ) -> None:
-    codes, scales = groups.quantise(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), 8, 32)
-    stored = torch.zeros(code_panels.code_panel_shape((40, 64), 8, 32), dtype=torch.uint8)
-    code_panels.fill_codes(stored, 0, codes, scales, 8)
+    codes, scales = groups.quantize(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), 8, 32)
+    stored = torch.zeros(panels.code_panel_shape((40, 64), 8, 32), dtype=torch.uint8)
+    panels.fill_codes(stored, 0, codes, scales, 8)
     x = torch.ones(3, 64)
     x[1, 40] = wrong
-    stack = code_panels.stack_of_codes(stored, 40, 64, 8, rounds_inputs=True)
+    stack = panels.stack_of_codes(stored, 40, 64, 8, rounds_inputs=True)
     got = panels.linear(load(instructions), stack, x, None)
     assert got[[0, 2]].isfinite().all() and not got[1].isfinite().any()
 
@@ -193,25 +263,25 @@ def num_threads() -> int:
 @needs_cores
 def test_no_thread_is_left() -> None:
     before = num_threads()
-    teams = [Team(load(), 2) for _ in range(3)]
+    pools = [ThreadPool(load(), 2) for _ in range(3)]
     assert num_threads() == before + 3
-    for team in teams[:2]:
-        team.close()
-        team.close()
-    del teams, team
+    for pool in pools[:2]:
+        pool.close()
+        pool.close()
+    del pools, pool
     assert num_threads() == before
     for count in (0, num_cores() + 1):
         with pytest.raises(ValueError, match=f"{count} threads were asked for; this process may use {num_cores()}"):
-            Team(load(), count)
+            ThreadPool(load(), count)
 
 
 @needs_cores
 def test_a_team_works_for_any_thread_and_after_it_slept() -> None:
-    team, data = Team(load(), 2), torch.ones(2**14)
+    pool, data = ThreadPool(load(), 2), torch.ones(2**14)
     sums: list[float] = []
 
     def read() -> None:
-        sums.extend(team.library.read(team.handle, data.data_ptr(), data.nbytes) for _ in range(200))
+        sums.extend(bounds.run(pool, "read", data.data_ptr(), data.nbytes) for _ in range(200))
 
     threads = [Thread(target=read) for _ in range(3)]
     for thread in threads:
@@ -220,21 +290,22 @@ def test_a_team_works_for_any_thread_and_after_it_slept() -> None:
         thread.join()
     read()
     assert sums == [2.0**14] * 800
-    team.close()
+    pool.close()
 
 
 @needs_cores
 def test_a_child_of_a_fork_has_workers_of_its_own() -> None:
     program = (
         "import os, torch\n"
-        "from snapstream.kernels.cpu.looped.library import Team, load\n"
-        "team, data = Team(load(), 2), torch.ones(2**14)\n"
-        "read = lambda: team.library.read(team.handle, data.data_ptr(), data.nbytes)\n"
+        "from benchmarks import bounds\n"
+        "from snapstream.kernels.cpu.looped.library import ThreadPool, load\n"
+        "pool, data = ThreadPool(load(), 2), torch.ones(2**14)\n"
+        "read = lambda: bounds.run(pool, 'read', data.data_ptr(), data.nbytes)\n"
         "assert read() == 2.0**14\n"
         "child = os.fork()\n"
         "assert [read() for _ in range(50)] == [2.0**14] * 50\n"
         "if child == 0:\n"
-        "    team.close()\n"
+        "    pool.close()\n"
         "    assert len(os.listdir('/proc/self/task')) == 1\n"
         "    os._exit(7)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
@@ -245,7 +316,9 @@ def test_a_child_of_a_fork_has_workers_of_its_own() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     broken = tmp_path / "compiler"
     broken.write_text(
@@ -255,6 +328,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(ValueError, match=r"failed: file.cpp:3: error: no such thing"):
         compiled("portable")
+    assert caplog.messages == [f"compiling the portable kernels with {broken}; this happens once"]
     assert not list((tmp_path / "cache").rglob("*.so"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
@@ -274,3 +348,160 @@ def test_instructions_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build, "instruction_sets", lambda: ("portable",))
     with pytest.raises(ValueError, match="no avx512; it has portable"):
         build.check_instructions("avx512")
+
+
+def test_code_is_kept_where_nobody_else_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    folder = compile_folder()
+    assert folder.is_relative_to(tmp_path) and folder.stat().st_mode & 0o077 == 0
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="can be written by others"):
+        compile_folder()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "below"))
+    with pytest.raises(ValueError, match=VARIABLE):
+        compile_folder()
+
+
+# FP8 blocks in panels: products on every instruction set of this machine, and places for parts of a matrix.
+
+KERNELS = bind("cpu")
+FORM = WeightFormat(dtype="fp8")
+
+
+def blocks(num_out: int, num_in: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Every byte but NaN, the numbers below the normal ones among them, and scales that differ much."""
+    codes = torch.randint(0, 254, (num_out, num_in), generator=generator)
+    codes += (codes >= 127).int()  # 127 and 255 are NaN
+    scales = torch.exp2(torch.randn(-(-num_out // 128), -(-num_in // 128), generator=generator) * 6)
+    return codes.to(torch.uint8).view(FP8.dtype), scales
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+@settings(max_examples=25)
+@given(num_out=st.integers(1, 300), num_in=st.integers(1, 600), tokens=st.integers(1, 40), seed=st.integers(0, 99))
+def test_a_product(instructions: InstructionSet, num_out: int, num_in: int, tokens: int, seed: int) -> None:
+    """As over the widened numbers, which it reads exactly; for a token the same bits alone and beside any others."""
+    generator = torch.Generator().manual_seed(seed)
+    codes, scales = blocks(num_out, num_in, generator)
+    stack = make_panels(load(instructions))(FORM, (2, num_out, num_in), torch.float32, "cpu")
+    weight = stack[1]
+    weight.fill_quantized(codes, scales)
+    wide = dequantize_blocks(codes, scales)
+    assert torch.equal(weight.dense(), wide) and stack.num_bytes >= FORM.num_bytes(stack.shape)
+    x = torch.randn(tokens, num_in, generator=generator)
+    got = weight.multiply(x, None, KERNELS)
+    want, size = x.double() @ wide.double().t(), x.abs().double() @ wide.abs().double().t()
+    assert bool(((got - want).abs() <= 2e-6 * size).all())
+    for token in {0, tokens // 2, tokens - 1}:
+        assert torch.equal(weight.multiply(x[token : token + 1], None, KERNELS)[0], got[token])
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+def test_every_number_is_exact(instructions: InstructionSet) -> None:
+    """A token that has one number picks a column of the matrix."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(128, 1).view(FP8.dtype)
+    weight = make_panels(load(instructions))(FORM, (128, 256), torch.float32, "cpu")
+    weight.fill_quantized(codes, torch.tensor([[0.75, 2.0**-20]]))
+    columns = torch.tensor([column for column in range(256) if column % 128 != 127])
+    picked = torch.nn.functional.one_hot(columns, 256).float()
+    # NaN times zero is NaN, and is refused where it is loaded: without those columns
+    weight.data.view(torch.uint8)[weight.data.view(torch.uint8) % 128 == 127] = 0
+    for x in (picked, picked[:2], picked[5:6]):
+        assert torch.equal(weight.multiply(x, None, KERNELS), (x @ weight.dense().t()))
+
+
+def test_parts_of_a_stack_of_experts() -> None:
+    """Gate and up of an expert come apart; parts that are no whole blocks are refused."""
+    weight = make_panels(load())(FORM, (2, 3, 300, 200), torch.float32, "cpu")
+    assert weight.form == FORM and weight.scales is not None
+    assert weight.shape == (2, 3, 300, 200)
+    whole_panels = make_panels(load())(FORM, (2, 3, 320, 200), torch.float32, "cpu")
+    assert whole_panels.num_bytes == FORM.num_bytes((2, 3, 320, 200)) == 2 * 3 * (320 * 200 + 4 * 3 * 2)
+    numbers = torch.randn(2, 3, 300, 200)
+    weight.fill(numbers)
+    whole = weight.dense()
+    assert bool(((whole - numbers).abs() <= numbers.abs().amax() / 16).all())
+    codes, scales = blocks(172, 200, torch.Generator().manual_seed(1))
+    part = weight[1, 2, slice(128, 300)]
+    part.fill_quantized(codes, scales)
+    assert torch.equal(weight[1, 2].dense()[128:], dequantize_blocks(codes, scales))
+    changed = weight.dense()
+    changed[1, 2, 128:] = whole[1, 2, 128:]
+    assert torch.equal(changed, whole)
+    for rows in (slice(1, 128), slice(0, 100), slice(128, 299)):
+        with pytest.raises(ValueError, match=f"rows {rows.start} to {rows.stop} .* are not whole blocks of 128"):
+            weight[0, 1, rows]
+    with pytest.raises(TypeError, match="embeddings is not kept in FP8 blocks"):
+        weight[0, 0].lookup(torch.tensor([0]))
+
+
+# Libraries that came with the package: used where they are what today's sources would give, and no others.
+
+BEST = instruction_sets()[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (written,) = write_libraries(tmp_path / "prebuilt", [BEST])
+    assert written.name == library_name(BEST)
+    return written.parent
+
+
+@pytest.fixture
+def bare(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder on a machine that has no compiler and has compiled nothing yet."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    return folder
+
+
+def test_no_compiler_is_needed(bare: Path, tmp_path: Path) -> None:
+    assert open_library(BEST, bare).looped_pool is not None
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
+        open_library(BEST, tmp_path / "absent")
+
+
+@pytest.mark.parametrize("changed", ["source", "flag"])
+def test_a_library_of_other_sources_or_flags_is_not_opened(
+    changed: str, bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is another one, so nobody opens it."""
+    if changed == "flag":
+        monkeypatch.setitem(build.FLAGS_OF_SET, BEST, ("-DISA=0", "-O1"))
+    else:
+        sources = tmp_path / "sources"
+        sources.mkdir()
+        for source in (*build.SOURCES.glob("*.cpp"), *build.SOURCES.glob("*.h")):
+            (sources / source.name).write_bytes(source.read_bytes() + b" " * (source.name == "abi.h"))
+        monkeypatch.setattr(build, "SOURCES", sources)
+    with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
+        open_library(BEST, bare)
+
+
+def test_what_the_system_refuses_is_told_and_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / library_name(BEST)).write_bytes(b"made for another system")
+    with caplog.at_level(logging.WARNING):
+        assert open_library(BEST, folder).looped_pool is not None
+    assert "came with the package cannot be loaded" in caplog.text and "it is compiled instead" in caplog.text
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match="came with the package cannot be loaded .*; no C\\+\\+ compiler"):
+        open_library(BEST, folder)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(build, "sets_of_machine", lambda: (BEST,))
+    monkeypatch.setattr("sys.argv", ["prebuilt", str(tmp_path / "out")])
+    assert build.main() == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out' / library_name(BEST)}\n"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.main() == 1
+    assert "error: no C++ compiler" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["prebuilt"])
+    assert build.main() == 2

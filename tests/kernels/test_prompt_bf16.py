@@ -13,13 +13,13 @@ from torch import Tensor
 
 from snapstream.assets import TINY_MODEL
 from snapstream.kernels import reference
+from snapstream.kernels.backends.autotune import choose
+from snapstream.kernels.backends.prefill import Case
 from snapstream.kernels.cpu.looped import library
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.kernels.cpu.looped.prompt import prefill_attention
-from snapstream.kernels.prefill.choice import choose
-from snapstream.kernels.prefill.versions import Case
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 
 INFO = Path("/proc/cpuinfo")
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from snapstream import LLM, KVBudget, SamplingParams
-from snapstream.request import FinishReason
+from snapstream.types import FinishReason
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 PROMPT = "The quick brown fox jumps over the lazy dog."

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from snapstream import LLM, Grammar, KVBudget, SamplingParams
-from snapstream.request import FinishReason
+from snapstream.types import FinishReason
 
 SCHEMA = {
     "type": "object",

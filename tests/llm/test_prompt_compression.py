@@ -1,4 +1,4 @@
-"""``LLM(draft=...)``: a prompt is trimmed, then prefilled, and the output says what was left out."""
+"""``LLM(draft=...)``: a prompt is compressed, then prefilled, and the output says what was left out."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 import pytest
 
-from snapstream import LLM, PrefixStoreConfig, PromptCompression, SamplingParams, TextTrimmer
+from snapstream import LLM, PrefixStoreConfig, PromptCompression, PromptCompressor, SamplingParams
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import make_document
 from snapstream.spec_prefill.draft import Draft
-from snapstream.spec_prefill.prompt_trimmer import body_places, token_ranges
 from snapstream.spec_prefill.protection import Candidate
+from snapstream.spec_prefill.request_compressor import body_places, token_ranges
 from snapstream.spec_prefill.settings import Protection
-from snapstream.start import measure
+from snapstream.startup import measure
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 SHORT = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def trimmer() -> TextTrimmer:
-    return TextTrimmer(TINY_MODEL, protection=Protection(threshold=200, last_user_limit=100, tail=40))
+def compressor() -> PromptCompressor:
+    return PromptCompressor(TINY_MODEL, protection=Protection(threshold=200, last_user_limit=100, tail=40))
 
 
 @pytest.fixture(scope="module")
-def tiny(trimmer: TextTrimmer) -> Iterator[LLM]:
-    with LLM(TINY_MODEL, budget=512, max_rows=2, max_model_len=4096, progress=False, draft=trimmer) as llm:
+def tiny(compressor: PromptCompressor) -> Iterator[LLM]:
+    with LLM(TINY_MODEL, budget=512, max_rows=2, max_model_len=4096, progress=False, draft=compressor) as llm:
         yield llm
 
 
@@ -46,23 +46,27 @@ def document(llm: LLM, tokens: int):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("hand_over", ["text", "ids"])
-def test_a_conversation_is_trimmed_and_answered(tiny: LLM, hand_over: str) -> None:
+def test_a_conversation_is_compressed_and_answered(tiny: LLM, hand_over: str) -> None:
     found = document(tiny, 3000)
     messages = [{"role": "user", "content": found.prompt(found.questions[0])}]
     whole = tiny.chat(messages, GREEDY)[0]
     how = PromptCompression(max_tokens=700, hand_over=hand_over)  # type: ignore[arg-type]
     output = tiny.chat(messages, GREEDY, prompt_compression=how)[0]
     assert found.questions[0].is_answered_by(output.text)
-    assert output.trim is not None and output.trim.is_applied and output.trim.draft_ms > 0
-    assert output.num_prompt_tokens == output.trim.prompt_tokens == len(whole.prompt_token_ids)
-    assert output.trim.kept_tokens == len(output.prompt_token_ids) <= 700
-    assert output.trim.trimmed_tokens == len(whole.prompt_token_ids) - len(output.prompt_token_ids)
+    assert (
+        output.prompt_compression is not None
+        and output.prompt_compression.is_applied
+        and output.prompt_compression.draft_ms > 0
+    )
+    assert output.num_prompt_tokens == output.prompt_compression.tokens_before == len(whole.prompt_token_ids)
+    assert output.prompt_compression.tokens_after == len(output.prompt_token_ids) <= 700
+    assert output.prompt_compression.dropped_tokens == len(whole.prompt_token_ids) - len(output.prompt_token_ids)
     assert output.compression is not None and output.compression.prompt_tokens == len(output.prompt_token_ids)
-    assert output.compression.evicted_tokens > 0  # trimmed, then compressed
+    assert output.compression.evicted_tokens > 0  # compressed, then compressed
     # Template and question are as they were.
     assert output.prompt_token_ids[:2] == whole.prompt_token_ids[:2]
     assert output.prompt_token_ids[-8:] == whole.prompt_token_ids[-8:]
-    assert whole.trim is None and whole.num_prompt_tokens == len(whole.prompt_token_ids)
+    assert whole.prompt_compression is None and whole.num_prompt_tokens == len(whole.prompt_token_ids)
 
 
 def test_plain_prompts_and_streams(tiny: LLM) -> None:
@@ -71,7 +75,7 @@ def test_plain_prompts_and_streams(tiny: LLM) -> None:
     share = PromptCompression(keep=0.25)
     by_text = tiny.generate(text, SHORT, prompt_compression=share)[0]
     assert by_text.prompt is not None and len(by_text.prompt) < len(text) / 2
-    assert by_text.trim is not None and by_text.trim.prompt_tokens == len(ids)
+    assert by_text.prompt_compression is not None and by_text.prompt_compression.tokens_before == len(ids)
     kept = PromptCompression(keep=0.25, hand_over="ids")
     by_ids = tiny.generate([ids], SHORT, prompt_compression=kept)[0]
     streamed = list(tiny.stream(ids, SHORT, prompt_compression=kept))[-1]
@@ -86,18 +90,26 @@ def test_short_prompts_are_left_alone(tiny: LLM) -> None:
         how = PromptCompression(keep=0.25, hand_over=hand_over)  # type: ignore[arg-type]
         output = tiny.generate("A short text.", SHORT, prompt_compression=how)[0]
         assert output.token_ids == plain.token_ids and output.prompt_token_ids == plain.prompt_token_ids
-        assert output.trim is not None and not output.trim.is_applied and "threshold" in output.trim.reason
-        assert output.trim.trimmed_tokens == 0
+        assert (
+            output.prompt_compression is not None
+            and not output.prompt_compression.is_applied
+            and "threshold" in output.prompt_compression.reason
+        )
+        assert output.prompt_compression.dropped_tokens == 0
 
 
-def test_a_draft_of_another_family_hands_over_text(checkpoint: Path, trimmer: TextTrimmer) -> None:
-    with LLM(checkpoint, budget="full", max_rows=1, max_model_len=512, progress=False, draft=trimmer) as llm:
+def test_a_draft_of_another_family_hands_over_text(checkpoint: Path, compressor: PromptCompressor) -> None:
+    with LLM(checkpoint, budget="full", max_rows=1, max_model_len=512, progress=False, draft=compressor) as llm:
         text = "The mill was closed. " * 60
         with pytest.raises(ValueError, match="the limit is 512"):
             llm.generate(text, SHORT)
         how = PromptCompression(max_tokens=300)
         output = llm.generate(text, SHORT, prompt_compression=how)[0]
-        assert output.trim is not None and output.trim.prompt_tokens == 1260 and output.trim.kept_tokens <= 300
+        assert (
+            output.prompt_compression is not None
+            and output.prompt_compression.tokens_before == 1260
+            and output.prompt_compression.tokens_after <= 300
+        )
         with pytest.raises(ValueError, match="needs a draft with the target's tokenizer"):
             llm.generate(text, SHORT, prompt_compression=PromptCompression(keep=0.2, hand_over="ids"))
 
@@ -134,7 +146,7 @@ def test_a_document_that_the_system_message_has_too_is_cut_in_its_own_place(tiny
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     how = PromptCompression(keep=0.2, hand_over="ids", threshold=0)
     output = tiny.chat(messages, SHORT, prompt_compression=how)[0]
-    assert output.trim is not None and output.trim.is_applied
+    assert output.prompt_compression is not None and output.prompt_compression.is_applied
     assert system in tiny.tokenizer.decode(output.prompt_token_ids)  # type: ignore[union-attr]
 
 
@@ -156,24 +168,28 @@ def test_bodies_are_found_where_the_template_puts_them() -> None:
     assert places(["one", "two"], str.upper) == []
 
 
-def test_what_is_stored_is_not_trimmed(trimmer: TextTrimmer) -> None:
-    """Look up first, trim second: a conversation whose beginning is stored stays whole; a ceiling still holds."""
+def test_what_is_stored_is_not_compressed(compressor: PromptCompressor) -> None:
+    """Look up first, compress second: a conversation whose beginning is stored stays whole; a ceiling still holds."""
     store = PrefixStoreConfig(num_bytes=2**28, block_len=64, min_tokens=256)
     with LLM(
-        TINY_MODEL, budget=512, max_rows=1, max_model_len=4096, progress=False, draft=trimmer, prefix_store=store,
+        TINY_MODEL, budget=512, max_rows=1, max_model_len=4096, progress=False, draft=compressor, prefix_store=store,
         chunk_len=64,
     ) as llm:  # fmt: skip
         found = document(llm, 1500)
         messages = [{"role": "user", "content": found.prompt(found.questions[0])}]
         how = PromptCompression(keep=0.3)
         cold = llm.chat(messages, SHORT, prompt_compression=how)[0]
-        assert cold.trim is not None and cold.trim.is_applied, "nothing was stored yet"
+        assert cold.prompt_compression is not None and cold.prompt_compression.is_applied, "nothing was stored yet"
         whole = llm.chat(messages, SHORT)[0]
         assert whole.cached_tokens < 400
         for hand_over in ("text", "ids"):
             again = llm.chat(messages, SHORT, prompt_compression=replace(how, hand_over=hand_over))[0]  # type: ignore[arg-type]
-            assert again.trim is not None and not again.trim.is_applied
-            assert "tokens are in the prefix store" in again.trim.reason
+            assert again.prompt_compression is not None and not again.prompt_compression.is_applied
+            assert "tokens are in the prefix store" in again.prompt_compression.reason
             assert again.token_ids == whole.token_ids and again.cached_tokens > 1300
         limited = llm.chat(messages, SHORT, prompt_compression=PromptCompression(max_tokens=700))[0]
-        assert limited.trim is not None and limited.trim.is_applied and limited.trim.kept_tokens <= 700
+        assert (
+            limited.prompt_compression is not None
+            and limited.prompt_compression.is_applied
+            and limited.prompt_compression.tokens_after <= 700
+        )

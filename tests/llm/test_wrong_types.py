@@ -13,9 +13,9 @@ import torch
 
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.llm import LLM
-from snapstream.request import Grammar, SamplingParams
+from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.spec_prefill.text_trimmer import TextTrimmer
+from snapstream.types import Grammar, SamplingParams
 
 SHORT = SamplingParams(max_tokens=2, temperature=0.0)
 HALF = "a\ud800b"
@@ -25,8 +25,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"selector": 5}, "selector is 5; it must be a Selector or one of snapkv, hops"),
     ({"selector": "snap"}, "selector is 'snap'; it must be one of snapkv, hops"),
     ({"snapkv": 5}, "snapkv is no setting of an engine; the settings are"),
-    ({"rescoring": True}, "rescoring is True; it must be a RescoringConfig"),
-    ({"rescoring": 32}, "rescoring is 32; it must be a RescoringConfig"),
+    ({"reselection": True}, "reselection is True; it must be a ReselectionConfig"),
+    ({"reselection": 32}, "reselection is 32; it must be a ReselectionConfig"),
     ({"beside": 5}, "beside is 5; it must be a DraftMemory"),
     ({"max_rows": "x"}, "max_rows is 'x'; it must be a whole number"),
     ({"budget": 5.0}, "budget is 5.0; it must be a whole number"),
@@ -120,31 +120,31 @@ def test_arrays_and_tensors_in_parameters() -> None:
     assert SamplingParams(stop=np.array(["a"])).stop == ("a",)  # type: ignore[arg-type]
 
 
-DRAFT_CALLS: list[tuple[Callable[[TextTrimmer], object], str]] = [
-    (lambda draft: draft.trim(5, keep=0.5), "prompt is int 5; it must be a text"),  # type: ignore[arg-type]
-    (lambda draft: draft.trim([5], keep=0.5), r"prompt is list \[5\]"),  # type: ignore[list-item]
-    (lambda draft: draft.trim(b"x", keep=0.5), "prompt is bytes"),  # type: ignore[arg-type]
-    (lambda draft: draft.trim(HALF, keep=0.5), "prompt holds the lone surrogate"),
-    (lambda draft: draft.trim([{**HI, "content": HALF}], keep=0.5), r"messages\[0\].content holds the lone"),
-    (lambda draft: draft.trim("x", keep=0.5, query=5), "query is int 5; it must be text"),  # type: ignore[arg-type]
-    (lambda draft: draft.trim("x", keep=0.5, target_tokenizer=5), "target_tokenizer is int 5"),  # type: ignore[arg-type]
-    (lambda draft: draft.trim_ids(5, keep=0.5), "token_ids is 5; it must be a list of token ids"),  # type: ignore[arg-type]
-    (lambda draft: draft.trim_ids("abc", keep=0.5), "token_ids is 'abc'"),  # type: ignore[arg-type]
-    (lambda draft: draft.trim_ids([10**6], keep=0.5), "token id 1000000 is outside the draft's vocabulary"),
-    (lambda draft: TextTrimmer(5), "the draft's folder is 5"),  # type: ignore[arg-type]
-    (lambda draft: TextTrimmer(draft.draft, scoring=5), "scoring is 5; it must be a ScoringSettings"),  # type: ignore[arg-type]
-    (lambda draft: TextTrimmer(draft.draft, cut=5), "cut is 5; it must be a CutSettings"),  # type: ignore[arg-type]
-    (lambda draft: TextTrimmer(draft.draft, cache_size="x"), "cache_size is 'x'"),  # type: ignore[arg-type]
+DRAFT_CALLS: list[tuple[Callable[[PromptCompressor], object], str]] = [
+    (lambda draft: draft.compress(5, keep=0.5), "prompt is int 5; it must be a text"),  # type: ignore[arg-type]
+    (lambda draft: draft.compress([5], keep=0.5), r"prompt is list \[5\]"),  # type: ignore[list-item]
+    (lambda draft: draft.compress(b"x", keep=0.5), "prompt is bytes"),  # type: ignore[arg-type]
+    (lambda draft: draft.compress(HALF, keep=0.5), "prompt holds the lone surrogate"),
+    (lambda draft: draft.compress([{**HI, "content": HALF}], keep=0.5), r"messages\[0\].content holds the lone"),
+    (lambda draft: draft.compress("x", keep=0.5, query=5), "query is int 5; it must be text"),  # type: ignore[arg-type]
+    (lambda draft: draft.compress("x", keep=0.5, target_tokenizer=5), "target_tokenizer is int 5"),  # type: ignore[arg-type]
+    (lambda draft: draft.compress_ids(5, keep=0.5), "token_ids is 5; it must be a list of token ids"),  # type: ignore[arg-type]
+    (lambda draft: draft.compress_ids("abc", keep=0.5), "token_ids is 'abc'"),  # type: ignore[arg-type]
+    (lambda draft: draft.compress_ids([10**6], keep=0.5), "token id 1000000 is outside the draft's vocabulary"),
+    (lambda draft: PromptCompressor(5), "the draft's folder is 5"),  # type: ignore[arg-type]
+    (lambda draft: PromptCompressor(draft.draft, scoring=5), "scoring is 5; it must be a ScoringSettings"),  # type: ignore[arg-type]
+    (lambda draft: PromptCompressor(draft.draft, chunks=5), "chunks is 5; it must be a ChunkSettings"),  # type: ignore[arg-type]
+    (lambda draft: PromptCompressor(draft.draft, cache_size="x"), "cache_size is 'x'"),  # type: ignore[arg-type]
 ]
 
 
 @pytest.fixture(scope="module")
-def draft(checkpoint: Path) -> TextTrimmer:
-    return TextTrimmer(checkpoint)
+def draft(checkpoint: Path) -> PromptCompressor:
+    return PromptCompressor(checkpoint)
 
 
 @pytest.mark.parametrize(("call", "reason"), DRAFT_CALLS, ids=[reason[:30] for _, reason in DRAFT_CALLS])
-def test_calls_of_a_draft(call: Callable[[TextTrimmer], object], reason: str, draft: TextTrimmer) -> None:
+def test_calls_of_a_draft(call: Callable[[PromptCompressor], object], reason: str, draft: PromptCompressor) -> None:
     with pytest.raises((TypeError, ValueError), match=reason):
         call(draft)
 
@@ -152,11 +152,11 @@ def test_calls_of_a_draft(call: Callable[[TextTrimmer], object], reason: str, dr
 @pytest.mark.parametrize("device", ["nowhere", 5])
 def test_a_draft_on_no_device(device: Any, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=f"device {device!r} cannot be used"):
-        TextTrimmer(checkpoint, device=device)
+        PromptCompressor(checkpoint, device=device)
 
 
-def test_a_draft_takes_arrays(draft: TextTrimmer) -> None:
+def test_a_draft_takes_arrays(draft: PromptCompressor) -> None:
     ids = list(range(10, 140))
-    want = draft.trim_ids(ids, keep=0.5)
+    want = draft.compress_ids(ids, keep=0.5)
     for same in (np.array(ids), torch.tensor(ids)):
-        assert draft.trim_ids(same, keep=0.5).token_ids == want.token_ids  # type: ignore[arg-type]
+        assert draft.compress_ids(same, keep=0.5).token_ids == want.token_ids  # type: ignore[arg-type]

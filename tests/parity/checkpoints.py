@@ -38,6 +38,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": False, "num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"use_sliding_window": False, "head_dim": 20}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "attention_bias": True}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": None}),
     "qwen3-moe": (
         "Qwen3MoeConfig",

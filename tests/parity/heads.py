@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from snapstream.cache.spec import KVSpec
-from snapstream.kernels.bound import CosSin, HeadNorm, bind
+from snapstream.kernels.interface import CosSin, HeadNorm, bind
+from snapstream.kv.spec import KVSpec
 
 _KERNELS = bind("cpu", "torch")
 

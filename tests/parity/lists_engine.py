@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from evals.selectors import Random, Variant, as_variant
-from snapstream.cache.spec import KVSpec
-from snapstream.config import KVBudget, RescoringConfig, Selector
-from snapstream.kernels.bound import CosSin, HeadNorm
+from snapstream.config import KVBudget, ReselectionConfig, Selector
+from snapstream.kernels.interface import CosSin, HeadNorm
+from snapstream.kv.spec import KVSpec
 from snapstream.models.decoder import Decoder
 from tests.parity.heads import split
-from tests.unit.cache import row_by_lists
+from tests.unit.kv import row_by_lists
 
 Cell = tuple[int, Tensor, Tensor]  # position, key [E], value [E']
 
@@ -70,7 +70,7 @@ class ListsEngine:
         decoder: Decoder,
         budget: KVBudget,
         selector: Selector,
-        rescoring: RescoringConfig | None = None,
+        reselection: ReselectionConfig | None = None,
         budgets: Sequence[Sequence[KVBudget]] | None = None,
     ) -> None:
         """``budgets``: of every layer and kv head, where they differ in their top-k slots from ``budget``."""
@@ -80,10 +80,10 @@ class ListsEngine:
         self.cells: list[list[list[Cell]]] = [[[] for _ in heads] for _ in layers]
         self.frozen: list[list[set[int]]] = [[set() for _ in heads] for _ in layers]
         self.budgets = budgets or [[budget for _ in heads] for _ in layers]
-        self.rescoring = rescoring
+        self.reselection = reselection
         self.votes: list[list[dict[int, float]]] = [[{} for _ in heads] for _ in layers]  # by position
         self.queries: list[list[Tensor]] = [[] for _ in layers]  # of decoded tokens
-        self.prompt_len = self.num_refreshes = 0
+        self.prompt_len = self.num_reselections = 0
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
@@ -119,7 +119,7 @@ class ListsEngine:
         keys = k.transpose(0, 1).tolist()
         over_row, group_max = rule.softmax_over == "row", rule.group_reduce == "max"
         scores = row_by_lists.votes(queries, keys, start, stop, over_row, group_max)
-        recent = queries if self.rescoring is None else queries[-self.rescoring.num_queries :]
+        recent = queries if self.reselection is None else queries[-self.reselection.num_queries :]
         remembered = row_by_lists.votes(recent, keys, start, stop, over_row, group_max)
         latest = total = [row_by_lists.normalised(own) for own in scores]
         for _ in range(rule.num_hops):
@@ -147,8 +147,8 @@ class ListsEngine:
         where = torch.tensor([position])
         rope = self.decoder.rope(where, where + 1)
         for layer in range(self.decoder.config.num_layers):
-            if self.rescoring is not None and len(self.queries[layer]) >= self.rescoring.num_queries:
-                self._rescore(layer, self.rescoring)
+            if self.reselection is not None and len(self.queries[layer]) >= self.reselection.num_queries:
+                self._reselect(layer, self.reselection)
             hidden = self.decoder.layer(layer, hidden, rope, _Token(self, layer, position))
         return hidden
 
@@ -160,23 +160,23 @@ class ListsEngine:
                 own.remove(min(movable, key=lambda cell: cell[0]))
             own.append((position, k[head], v[head]))
 
-    def _rescore(self, layer: int, rescoring: RescoringConfig) -> None:
+    def _reselect(self, layer: int, reselection: ReselectionConfig) -> None:
         """A full row: what is neither sink, window nor among the newest is voted on, and ``every`` of it go."""
         rule = self.rule
         for head, own in enumerate(self.cells[layer]):
             budget = self.budgets[layer][head]
             if len(own) < budget.capacity or not budget.num_topk:
                 continue
-            self.num_refreshes += 1
+            self.num_reselections += 1
             first = self.prompt_len - budget.num_window
             own.sort(key=lambda cell: cell[0])
             stay = [c for i, c in enumerate(own) if i < budget.num_sink or first <= c[0] < self.prompt_len]
             others = [cell for cell in own if cell not in stay]
-            num_new = budget.num_recent - rescoring.every
+            num_new = budget.num_recent - reselection.every
             old, new = others[: len(others) - num_new], others[len(others) - num_new :]
             group = self.decoder.config.group_size
             queries = [
-                q[head * group : (head + 1) * group].tolist() for q in self.queries[layer][-rescoring.num_queries :]
+                q[head * group : (head + 1) * group].tolist() for q in self.queries[layer][-reselection.num_queries :]
             ]
             ordered = [cell[1].tolist() for cell in [*stay, *old, *new]]
             (fresh,) = row_by_lists.votes(
@@ -185,11 +185,11 @@ class ListsEngine:
             )  # fmt: skip
             before = self.votes[layer][head]
             total = [
-                max(score / len(queries), before.get(cell[0], 0.0) * rescoring.memory)
+                max(score / len(queries), before.get(cell[0], 0.0) * reselection.memory)
                 for score, cell in zip(fresh, old, strict=True)
             ]
             smooth = row_by_lists.pooled(total, rule.pool_width, rule.pooling, rule.pool_half_life)
-            chosen = row_by_lists.best(smooth, len(old) - rescoring.every)
+            chosen = row_by_lists.best(smooth, len(old) - reselection.every)
             self.votes[layer][head] = {old[i][0]: total[i] for i in chosen}
             kept = [*stay, *(old[i] for i in chosen)]
             self.frozen[layer][head] = {cell[0] for cell in kept}

@@ -5,18 +5,20 @@ Attention here is written out (one softmax over all past keys), so that this fil
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
-from snapstream.cache.spec import KVSpec
-from snapstream.kernels.bound import CosSin, HeadNorm
+from snapstream.kernels.interface import CosSin, HeadNorm
+from snapstream.kv.spec import KVSpec
+from snapstream.models.checkpoint import load_weights
 from snapstream.models.decoder import Decoder
-from snapstream.models.loader import load_weights
 from snapstream.models.registry import read_model_config
 from tests.parity.checkpoints import ARCHITECTURES, LLAMA3, SIZES, VOCAB, randomise_corrections, save
 from tests.parity.heads import split
@@ -34,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn-attention-factor": ("LlamaConfig", {"rope_parameters": LOOSE_YARN}),
     "mistral-head-dim": ("MistralConfig", {"sliding_window": None, "head_dim": 8}),
     "qwen2-tied-llama3": ("Qwen2Config", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "smollm3-listed": ("SmolLM3Config", {"no_rope_layers": [0, 1, 0], "mlp_bias": True, "tie_word_embeddings": True}),
     "qwen3-tied-bias": ("Qwen3Config", {"tie_word_embeddings": True, "head_dim": 8, "attention_bias": True}),
 }
 PROMPT, DECODED = 150, 6  # beyond every original window above (32 and 64), so that stretching acts
@@ -189,3 +192,34 @@ def test_tokens_of_a_layer_do_not_mix(num_tokens: int, tmp_path: Path) -> None:
             one = slice(index, index + 1)
             alone = decoder.layer(1, decoder.embed(ids[one]), (rope[0][one], rope[1][one]), ValuesOnly())
             torch.testing.assert_close(packed[one], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_stored_head_beside_tied_embeddings(is_equal: bool, shard_size: str, tmp_path: Path) -> None:
+    """transformers ties only what is equal: a stored lm_head of other values stays, whatever config.json says."""
+    torch.manual_seed(5)
+    made = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
+    if is_equal:
+        with torch.no_grad():
+            made.lm_head.weight.copy_(made.model.embed_tokens.weight)
+    made.save_pretrained(tmp_path, max_shard_size=shard_size)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight) == is_equal
+    decoder = load(tmp_path)
+    assert (decoder.weights.lm_head is decoder.weights.embed) == is_equal
+    ids = torch.randint(0, VOCAB, (20,), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        assert_close(run(decoder, full_attention(decoder), ids, 0), model(ids[None]).logits[0])
+
+
+def test_a_stored_head_of_another_dtype_is_kept(tmp_path: Path) -> None:
+    model = build("llama-gqa-tied")
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.bfloat16)
+    save(model, tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    decoder = load(tmp_path)
+    assert torch.equal(decoder.weights.lm_head.dense(), tensors["lm_head.weight"].float())

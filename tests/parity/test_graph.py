@@ -1,33 +1,25 @@
-"""Equality 4: the graph executor gives eager's tokens, and compiles nothing once it has started."""
+"""Equality 4: the graph executor gives eager's tokens, with plain functions in place of CUDA graphs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 
-from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import EXECUTORS, KVBudget
-from snapstream.kernels.compile_cache import VARIABLE
-from snapstream.kernels.cpu.native import find_compiler
-from snapstream.layers.sampling_state import LOGPROB_SIZES, SamplingNeeds
+from snapstream.exec.cuda_graph import SAMPLERS, bucket_sizes, covers
+from snapstream.exec.executors import make_graph
+from snapstream.exec.sampling_state import LOGPROB_SIZES, SamplingNeeds
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
-from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.decode_graph import SAMPLERS, GraphDecode, bucket_sizes, covers
-from snapstream.runner.executors import make_graph
-from snapstream.start.build import MakeRunner, build_runner
+from snapstream.startup.build import MakeRunner, build_runner
+from snapstream.types import SamplingParams
 from tests.parity.checkpoints import VOCAB, make_model, save
 
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 SMALL = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 SETTINGS: dict[str, Any] = {
     "executor": "eager",
@@ -65,68 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model("qwen3"), tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def compiled(folder: Path) -> Iterator[LLM]:
-    """Compiling is slow: programs of one batch size, and one engine for all who ask."""
-    with LLM(folder, make_runner=graph(buckets=(3,)), max_rows=3, **SETTINGS) as llm:
-        yield llm
-
-
-@needs_compiler
-def test_tokens_equal_eager_and_nothing_compiles_later(prompts: list[list[int]], folder: Path, compiled: LLM) -> None:
-    with LLM(folder, max_rows=3, **SETTINGS) as llm:
-        expected = [output.token_ids for output in llm.generate(prompts, params())]
-    before = dict(counters["stats"])
-    outputs = compiled.generate(prompts, params())
-    assert dict(counters["stats"]) == before
-    assert [output.token_ids for output in outputs] == expected
-    assert outputs[5].logprobs is not None and len(outputs[5].logprobs[0].top) == 2
-
-
-@needs_compiler
-def test_a_user_who_waits_is_told_for_what(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save(make_model("llama-gqa-tied"), tmp_path / "model")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-
-    def told(**changes: Any) -> str:
-        with LLM(folder, make_runner=graph(maker=_Plain()), max_rows=2, **SETTINGS | {"progress": True} | changes):
-            return capsys.readouterr().err
-
-    assert "Compiling decode (first start only)" in told()
-    assert "Loading compiled decode" in told() and "first start" not in told()
-    assert "Compiling decode (first start only)" in told(kv_dtype="fp8")  # other programs
-    assert told(progress=False) == ""
-
-
-@needs_compiler
-def test_logits_equal_eager_in_any_rows(compiled: LLM) -> None:
-    runner: Any = compiled.engine.runner
-    assert isinstance(runner.decode, GraphDecode)
-    torch.manual_seed(0)
-    runner.cache.k.normal_()
-    runner.cache.v.normal_()
-    for counter, values in ((runner.rows.num_tokens, [40, 7, 31, 0]), (runner.rows.next_position, [50, 7, 31, 0])):
-        counter.copy_(torch.tensor(values))
-    runner.rows.capacity[:3] = SMALL.capacity
-    runner.rows.last_token.copy_(torch.tensor([3, 30, 90, 0]))
-    before = runner.cache.k.clone(), runner.cache.v.clone()
-    with torch.inference_mode():
-        for batch in ([0], [2, 0], [1, 2, 0]):
-            rows = torch.tensor(batch)
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-                got = runner.decode.logits(rows).clone()
-            assert max(event.cpu_memory_usage for event in seen.events()) < runner.cache.k[0].nbytes  # no copy of it
-            written = runner.cache.k.clone()
-            runner.cache.k.copy_(before[0])
-            runner.cache.v.copy_(before[1])
-            eager = EagerDecode(runner.step_parts)
-            torch.testing.assert_close(got, eager.logits(rows), rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(written[:, :3], runner.cache.k[:, :3], rtol=1e-5, atol=1e-5)
-
-
-class _Plain:
+class PlainMaker:
     """A maker whose programs are the functions themselves: buckets and padding without a compiler."""
 
     def __init__(self) -> None:
@@ -144,7 +75,6 @@ class _Plain:
         return program
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("name", "dtype"), [("llama-gqa-tied", "float32"), ("qwen2", "bfloat16"), ("mistral", "float32")]
 )
@@ -152,12 +82,12 @@ def test_a_batch_runs_in_the_smallest_bucket_and_padding_harms_nobody(
     name: str, dtype: str, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
     folder = save(make_model(name), tmp_path)
-    maker = _Plain()
+    maker = PlainMaker()
     made = graph(maker=maker, buckets=(2, 5))
     with LLM(folder, dtype=dtype, max_rows=5, **SETTINGS) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, params())]
     with LLM(folder, dtype=dtype, make_runner=made, max_rows=5, **SETTINGS) as llm:
-        assert maker.sizes == [5, 5, 5, 5, 2, 2, 2, 2]  # the largest first
+        assert maker.sizes == [5] * (1 + len(SAMPLERS)) + [2] * (1 + len(SAMPLERS))  # the largest first
         got = [output.token_ids for output in llm.generate(prompts, params())]
     if dtype == "float32":
         assert got == expected
@@ -171,36 +101,29 @@ def test_the_executor_of_that_name_makes_it() -> None:
 
 
 def test_buckets_hold_every_batch() -> None:
-    for device in ("cpu", "cuda"):
-        for max_rows in (1, 2, 7, 8, 9, 100, 256, 300):
-            sizes = bucket_sizes(max_rows, device)
-            assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max_rows
-    assert bucket_sizes(8, "cpu") == (1, 8)
-    assert bucket_sizes(20, "cuda") == (1, 2, 4, 8, 16, 20)
+    for max_rows in (1, 2, 7, 8, 9, 100, 256, 300):
+        sizes = bucket_sizes(max_rows)
+        assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max_rows
+    assert bucket_sizes(20) == (1, 2, 4, 8, 16, 20)
 
 
-def test_a_cpu_leaves_rare_needs_to_the_plain_calls_and_a_gpu_none() -> None:
-    few, all_of_them = SAMPLERS["cpu"], SAMPLERS["cuda"]
-    assert covers(few[0], SamplingNeeds()) and not covers(few[0], SamplingNeeds(random=True))
-    assert covers(few[-1], SamplingNeeds(random=True, top_k=True)) and covers(few[-1], SamplingNeeds())
+def test_samplers_cover_every_need() -> None:
+    assert covers(SAMPLERS[0], SamplingNeeds()) and not covers(SAMPLERS[0], SamplingNeeds(random=True))
     flags = [field.name for field in fields(SamplingNeeds) if field.name != "num_logprobs"]
     for name in flags:
         needs = SamplingNeeds(**{name: True})  # type: ignore[arg-type]
-        assert any(covers(sampler, needs) for sampler in few) == (name in ("random", "top_k", "top_p", "min_p"))
-        assert any(covers(sampler, needs) for sampler in all_of_them)
+        assert any(covers(sampler, needs) for sampler in SAMPLERS)
     for num_logprobs in LOGPROB_SIZES:
         needs = SamplingNeeds(num_logprobs=num_logprobs)
-        assert not any(covers(sampler, needs) for sampler in few)
-        assert covers(all_of_them[1], needs) and not covers(all_of_them[0], needs)
+        assert covers(SAMPLERS[1], needs) and not covers(SAMPLERS[0], needs)
     most = SamplingNeeds(**dict.fromkeys(flags, True), num_logprobs=LOGPROB_SIZES[-1])  # type: ignore[arg-type]
-    assert covers(all_of_them[-1], most)
+    assert covers(SAMPLERS[-1], most)
 
 
-@needs_compiler
-def test_every_need_of_a_request_is_a_program_on_a_gpu(tmp_path: Path, prompts: list[list[int]]) -> None:
-    """A GPU's samplers as plain functions: eager's tokens and log-probabilities, and nothing is drawn beside them."""
-    maker = _Plain()
-    made = graph(maker=maker, buckets=(2, 5), samplers=SAMPLERS["cuda"])
+def test_every_need_of_a_request_is_a_program(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """Eager's tokens and log-probabilities, and nothing is drawn beside them."""
+    maker = PlainMaker()
+    made = graph(maker=maker, buckets=(2, 5))
     folder = save(make_model("llama-gqa-tied"), tmp_path)
     kinds = [
         *params(),

@@ -6,31 +6,40 @@ The twin is ``evals.uneven.HeadRows``: a tensor per head, loops, no kernel of ro
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
-from evals.uneven import HeadRows, HeadRule, RoundingOf, exact
-from snapstream.cache.selectors.diverse import Diverse
-from snapstream.cache.selectors.hops import Hops
-from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import KVBudget, PrefixStoreConfig, Selector
-from snapstream.config.heads import HeadProfile
-from snapstream.kernels.bound import KernelVersion, bind
-from snapstream.kernels.cpu.native import find_compiler
+from evals.uneven import HeadRows, HeadRule, Rounding, RoundingOf, exact
+from snapstream.config import KVBudget, PrefixStoreConfig, ReselectionConfig, Selector
+from snapstream.config.kv import HeadProfile
+from snapstream.exec.runner import ModelRunner
+from snapstream.kernels.cpu.looped.build import find_compiler
+from snapstream.kernels.formats import FP8, INT8
+from snapstream.kernels.interface import HeadNorm, KernelVersion, bind
+from snapstream.kv.cache import KVCache
+from snapstream.kv.compress import write_rows
+from snapstream.kv.selectors.diverse import Diverse
+from snapstream.kv.selectors.hops import Hops
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.kv.spec import KVSpec
 from snapstream.llm import LLM
-from snapstream.models.fingerprint import fingerprint
-from snapstream.request import SamplingParams
-from snapstream.runner.executors import make_graph
-from snapstream.runner.model_runner import ModelRunner
-from snapstream.start.build import MakeRunner, build_runner
+from snapstream.models.config_json import fingerprint
+from snapstream.models.views import RowsView
+from snapstream.plan.memory import engine_memory
+from snapstream.startup.build import build_runner
+from snapstream.types import SamplingParams
 from tests.kernels.triton import interpreter
+from tests.parity import tape
 from tests.parity.checkpoints import VOCAB, make_model, save
-from tests.parity.test_capture import OnTapes
+from tests.parity.lists_engine import ListsEngine
+from tests.parity.test_invariance import OnTapes
 
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 VOTES = SnapKV(observation_len=8)
@@ -107,16 +116,6 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(qwen: Path, prompts: list[list[int]]) -> list[list[int]]:
     with LLM(qwen, heads=profile(qwen), **SETTINGS) as llm:
         return [output.token_ids for output in llm.generate(prompts, GREEDY)]
-
-
-def graph(**parts: Any) -> MakeRunner:
-    return partial(build_runner, make_decode=partial(make_graph, **parts))
-
-
-@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-def test_compiled_steps_answer_alike(qwen: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    with LLM(qwen, heads=profile(qwen), make_runner=graph(buckets=(3,), samplers=()), **SETTINGS) as llm:
-        assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected
 
 
 def with_kernels(folder: Path, version: KernelVersion, prompts: list[list[int]], params: Any) -> list[list[int]]:
@@ -246,3 +245,214 @@ def test_requests_that_such_rows_cannot_serve_are_refused(qwen: Path, prompts: l
         with pytest.raises(ValueError, match="heads of this engine's rows have slots of their own"):
             llm.generate([prompts[0]], GREEDY, budget=smaller)
         assert llm.generate([prompts[0]], GREEDY, budget=BUDGET)[0].token_ids
+
+
+# Narrow rows whose kv heads have slots of their own: FP8 with scales per head, int8 with scales per slot, bf16.
+# The twin keeps a tensor of numbers per head and rounds what goes there by the forms' own definitions.
+
+__all__ = ["prompts"]  # a fixture
+
+
+def of_fp8(prompt: Tensor) -> Rounding:
+    scale = FP8.scale_of(prompt[None])  # [1]: of the whole prompt, and of what follows
+    return lambda tokens: FP8.decode(FP8.encode(tokens, scale), scale)
+
+
+def of_int8(prompt: Tensor) -> Rounding:
+    def rounded(tokens: Tensor) -> Tensor:
+        scale = INT8.scale_of(tokens)
+        return INT8.decode(INT8.encode(tokens, scale), scale)
+
+    return rounded
+
+
+def of_bfloat16(prompt: Tensor) -> Rounding:
+    return lambda tokens: tokens.bfloat16().float()
+
+
+ROUNDING: dict[str, RoundingOf] = {"fp8": of_fp8, "int8": of_int8, "bfloat16": of_bfloat16}
+
+
+@pytest.mark.parametrize(("name", "executor"), [("qwen3", "eager"), ("llama-mha", "looped")])
+@pytest.mark.parametrize("kv_dtype", ROUNDING)
+def test_answers_are_those_of_the_twin(
+    name: str, executor: str, kv_dtype: str, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    if executor == "looped" and find_compiler() is None:
+        pytest.skip("looped steps need a C++ compiler")
+    changes: dict[str, Any] = {"executor": executor, "kv_dtype": kv_dtype}
+    folder = save(make_model(name), tmp_path / name)
+    with LLM(folder, heads=heads_of(folder), **SETTINGS | changes) as llm:
+        got = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+        assert got == twin_answers(llm, prompts, rounding_of=ROUNDING[kv_dtype])
+        assert got != twin_answers(llm, prompts), "the rounding does something"
+        cache = cast(ModelRunner, llm.engine.runner).cache
+        planned = engine_memory(llm.model_config, llm.config).row_bytes
+        assert cache.num_bytes == (llm.config.max_rows + 1) * planned
+        assert planned == engine_memory(llm.model_config, replace(llm.config, heads=None)).row_bytes
+
+
+def answers(folder: Path, prompts: list[list[int]], params: SamplingParams = GREEDY, **more: Any) -> list[list[int]]:
+    with LLM(folder, heads=profile(folder), **SETTINGS | {"kv_dtype": "fp8"} | more) as llm:
+        return [output.token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module")
+def narrow_heads_expected(qwen: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return answers(qwen, prompts)
+
+
+def by_kernels(version: KernelVersion, **parts: Any) -> Callable[..., Any]:
+    return partial(build_runner, kernels=bind("cpu", version), **parts)
+
+
+def test_captured_steps_answer_alike_of_narrow_heads(
+    qwen: Path, prompts: list[list[int]], narrow_heads_expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tape.install(monkeypatch)
+    assert answers(qwen, prompts, make_runner=by_kernels("torch", make_decode=OnTapes)) == narrow_heads_expected
+
+
+def test_later_owners_and_samples_have_the_scales_of_their_prompt(
+    qwen: Path, prompts: list[list[int]], narrow_heads_expected: list[list[int]]
+) -> None:
+    """One row, so that each prompt follows another; then three rows of one prompt."""
+    assert answers(qwen, prompts, max_rows=1) == narrow_heads_expected
+    three = SamplingParams(n=3, max_tokens=24, temperature=0.0, ignore_eos=True)
+    with LLM(qwen, heads=profile(qwen), kv_dtype="fp8", **SETTINGS) as llm:
+        samples = llm.generate([prompts[0]], three)[0].samples
+        assert [sample.token_ids for sample in samples] == [narrow_heads_expected[0]] * 3
+
+
+class NarrowHeadsTestTriton:
+    pytestmark = interpreter.interpreted()
+
+    def test_its_kernels_serve_rows_in_fp8(
+        self, qwen: Path, prompts: list[list[int]], narrow_heads_expected: list[list[int]]
+    ) -> None:
+        few = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        got = answers(qwen, [prompts[3], prompts[4]], few, make_runner=by_kernels("triton"))
+        assert got == [narrow_heads_expected[3][:6], narrow_heads_expected[4][:6]]
+
+    def test_in_bfloat16_over_fp8_they_see_the_numbers_of_plain_kernels(self, qwen: Path) -> None:
+        """A decode step of a layer: the dtype of a GPU, with magnitudes that FP8 cuts and that it loses."""
+
+        slots = profile(qwen).slots(BUDGET, 160)
+        spec = KVSpec(
+            num_layers=3, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, dtype="bfloat16", kv_dtype="fp8"
+        )
+        torch.manual_seed(0)
+        keys, values = torch.randn(2, 2, 40, 16, dtype=torch.bfloat16) * 30
+        queries, heads = torch.randn(8, 4, 16), torch.randn(2, 8, 16).bfloat16()
+        heads[0, 4:] *= 1000
+        rows, rope = torch.tensor([0, 2]), (torch.ones(2, 1, 16), torch.zeros(2, 1, 16))
+        found = []
+        for version in ("torch", "triton"):
+            kernels = bind("cpu", version)
+            cache = KVCache(spec, 2, BUDGET.capacity, "cpu", kernels, heads=slots)
+            assert cache.heads is not None
+            write_rows(cache, 1, rows.tolist(), keys, values, queries.bfloat16(), BUDGET, VOTES)
+            places = cache.heads.places(rows, torch.tensor([40, 40]), torch.tensor([24, 24]))
+            out = RowsView(cache, rows, places, kernels).attend(1, heads, HeadNorm(None, 1e-6), rope)
+            found.append((out, cache.k.float(), cache.v.float(), cache.k_scale))
+        for own, other in zip(*found, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-2)
+        assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][2], found[1][2])
+
+
+# Kv heads with slots of their own re-select, each as a row of its own budget would.
+# The twin is the list-based engine (``lists_engine.py``), which knows of no slots, counters or executors.
+
+RESELECTION = ReselectionConfig(every=5, num_queries=5)
+RESELECTED_HEADS_LENGTHS = (24, 1, 60, 33)  # full in no head, in some, in all; more prompts than rows
+COUNT = 40
+PARAMS = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def reselected_heads_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("qwen3"), tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def reselected_heads_prompts() -> list[list[int]]:
+    rng = random.Random(11)
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in RESELECTED_HEADS_LENGTHS]
+
+
+def reselected_heads_answers(
+    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]], **changes: Any
+) -> list[list[int]]:
+    own = {"heads": profile(reselected_heads_folder), "reselection": RESELECTION, **changes}
+    with LLM(reselected_heads_folder, **SETTINGS | own) as llm:
+        return [output.token_ids for output in llm.generate(reselected_heads_prompts, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def reselected_heads_expected(
+    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]]
+) -> list[list[int]]:
+    return reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts)
+
+
+def test_answers_are_those_of_the_list_based_engine(
+    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]], reselected_heads_expected: list[list[int]]
+) -> None:
+    with LLM(
+        reselected_heads_folder, heads=profile(reselected_heads_folder), reselection=RESELECTION, **SETTINGS
+    ) as llm:
+        runner = cast(ModelRunner, llm.engine.runner)
+        assert llm.config.heads is not None and runner.reselector is not None
+        assert min(map(min, llm.config.heads.topk)) == 0, "a head that selects nothing never re-selects"
+        for prompt, own in zip(reselected_heads_prompts, reselected_heads_expected, strict=True):
+            lists = ListsEngine(runner.decoder, BUDGET, VOTES, RESELECTION, llm.config.heads.budgets)
+            assert lists.generate(prompt, COUNT)[0] == own, len(prompt)
+            assert lists.num_reselections
+        planned = engine_memory(llm.model_config, llm.config).row_bytes
+        assert runner.cache.num_bytes + runner.reselector.num_bytes == (llm.config.max_rows + 1) * planned
+    assert (
+        reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts, reselection=None)
+        != reselected_heads_expected
+    ), "reselection does something"
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_looped_steps_answer_alike(
+    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]], reselected_heads_expected: list[list[int]]
+) -> None:
+    assert (
+        reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts, executor="looped")
+        == reselected_heads_expected
+    )
+
+
+def test_captured_steps_answer_alike_of_reselected_heads(
+    reselected_heads_folder: Path,
+    reselected_heads_prompts: list[list[int]],
+    reselected_heads_expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tape.install(monkeypatch)
+    make_runner = partial(build_runner, kernels=bind("cpu", "torch"), make_decode=OnTapes)
+    assert (
+        reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts, make_runner=make_runner)
+        == reselected_heads_expected
+    )
+
+
+def test_a_row_of_another_owner_begins_anew(
+    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]], reselected_heads_expected: list[list[int]]
+) -> None:
+    assert (
+        reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts, max_rows=1)
+        == reselected_heads_expected
+    )
+
+
+def test_equal_shares_are_equal_heads_of_reselected_heads(
+    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]]
+) -> None:
+    even = HeadProfile(shares=((1 / 6, 1 / 6),) * 3, model=fingerprint(reselected_heads_folder))
+    assert reselected_heads_answers(
+        reselected_heads_folder, reselected_heads_prompts, heads=even
+    ) == reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts, heads=None)

@@ -14,26 +14,28 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.stand_ins import random_weights
 from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
-from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.config import EngineConfig, EngineOptions, KVBudget, ModelConfig, RescoringConfig, WeightForms
-from snapstream.kernels import int8
+from snapstream.config import EngineConfig, EngineOptions, KVBudget, ModelConfig, ReselectionConfig, WeightFormats
+from snapstream.exec import eager as decode_eager
+from snapstream.exec import prefill
+from snapstream.exec.eager import EagerDecode
+from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.runner import ModelRunner
+from snapstream.exec.sampling import NO_TOKEN, Sampled
+from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
-from snapstream.layers.sampler import NO_TOKEN, Sampled
-from snapstream.layers.sampling_state import SamplingNeeds
+from snapstream.kernels.formats import INT8
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
 from snapstream.models.decoder import Decoder
-from snapstream.models.narrow import MakeWeight, make_weight
+from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.weights import DecoderWeights
-from snapstream.request import SamplingParams
-from snapstream.runner import decode_eager, first_tokens
-from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.decode_looped import LoopedDecode
-from snapstream.runner.model_runner import ModelRunner
-from snapstream.start.measure import gains_by_bf16
+from snapstream.startup.measure import gains_by_bf16
+from snapstream.types import SamplingParams
 from tests.parity.checkpoints import ARCHITECTURES, VOCAB, make_model, save
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -90,7 +92,7 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
         {"kv_dtype": "fp8"},
         {"kv_dtype": "int8"},
         {"kv_dtype": "bfloat16"},
-        {"rescoring": RescoringConfig(every=5, num_queries=5)},
+        {"reselection": ReselectionConfig(every=5, num_queries=5)},
         {"max_rows": 7, "budget": "full"},
     ],
     ids=str,
@@ -111,7 +113,7 @@ def test_sampled_answers_of_the_tiny_model(monkeypatch: pytest.MonkeyPatch) -> N
     ]  # fmt: skip
     asked = [SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, **own) for seed, own in enumerate(options)]
     found, calls, counts = [], [], []
-    for room in (first_tokens, decode_eager):
+    for room in (prefill, decode_eager):
 
         def counted(*given: Any, own: Any = room.sample) -> Sampled:
             calls.append(own)
@@ -191,21 +193,26 @@ def runner_of(
     model: ModelConfig, width: str, kv_dtype: str, instructions: Any, capacity: int, seed: int
 ) -> ModelRunner:
     """As ``random_runner`` over panels of that width."""
-    return random_runner(model, WeightForms.of(width), kv_dtype, make_panels(load(instructions)), capacity, seed)
+    return random_runner(model, WeightFormats.of(width), kv_dtype, make_panels(load(instructions)), capacity, seed)
 
 
 def random_runner(
-    model: ModelConfig, forms: WeightForms, kv_dtype: str, make: MakeWeight, capacity: int, seed: int, num_rows: int = 5
-) -> ModelRunner:
+    model: ModelConfig, formats: WeightFormats, kv_dtype: str, make: MakeMatrix, capacity: int, seed: int,
+    num_rows: int = 5, reselection: ReselectionConfig | None = None,
+) -> ModelRunner:  # fmt: skip
     """Random weights, rows full of random numbers, and counters as after prompts shorter and longer than a row."""
     torch.manual_seed(seed)
-    weights = DecoderWeights.empty(model, torch.float32, "cpu", forms, make)
+    weights = DecoderWeights.empty(model, torch.float32, "cpu", formats, make)
     for matrix in weights.matrices.values():
         matrix.fill(torch.randn(matrix.shape) / matrix.shape[-1] ** 0.5)
     for name, vector in weights.vectors.items():
         vector.normal_().mul_(0.3).add_(1.0 * name.endswith("norm"))
-    budget = KVBudget(num_sink=capacity // 4, num_topk=0, num_recent=capacity - capacity // 4)
-    config = EngineConfig(budget=budget, max_model_len=4096, max_rows=num_rows, kv_dtype=kv_dtype, weights=forms)  # type: ignore[arg-type]
+    topk = capacity // 4 if reselection else 0
+    budget = KVBudget(num_sink=capacity // 4, num_topk=topk, num_recent=capacity - capacity // 4 - topk)
+    config = EngineConfig(
+        budget=budget, max_model_len=4096, max_rows=num_rows, kv_dtype=kv_dtype, weights=formats,
+        reselection=reselection,  # type: ignore[arg-type]
+    )  # fmt: skip
     runner = ModelRunner(Decoder(model, weights), config)
     for stored in (runner.cache.k, runner.cache.v):
         stored.copy_((torch.randn(stored.shape) * (40 if kv_dtype == "int8" else 1)).to(stored.dtype))
@@ -264,7 +271,7 @@ def numbers_of(runner: ModelRunner) -> tuple[Tensor, Tensor]:
     if cache.k.dtype != torch.int8:
         return cache.k.float().clone(), cache.v.float().clone()
     assert cache.k_scale is not None and cache.v_scale is not None
-    return int8.dequantise(cache.k, cache.k_scale), int8.dequantise(cache.v, cache.v_scale)
+    return INT8.decode(cache.k, cache.k_scale), INT8.decode(cache.v, cache.v_scale)
 
 
 @pytest.fixture
@@ -288,12 +295,12 @@ def test_steps_that_round_their_inputs(
 ) -> None:
     """As plain calls that round them; where the two differ by a bit, a number may round to the next code."""
     assume(width != "bfloat16" or load(instructions).multiplies_bf16())
-    forms, rows = rounding(width), torch.tensor(batch[:size])
-    runner = random_runner(model, forms, "auto", make_panels(load(instructions)), 17, seed)
+    formats, rows = rounding(width), torch.tensor(batch[:size])
+    runner = random_runner(model, formats, "auto", make_panels(load(instructions)), 17, seed)
     looped = LoopedDecode(runner.step_parts, threads)
     eager, unrounded = (
-        EagerDecode(random_runner(model, own, "auto", make_weight, 17, seed).step_parts)
-        for own in (forms, WeightForms.of(width))
+        EagerDecode(random_runner(model, own, "auto", make_matrix, 17, seed).step_parts)
+        for own in (formats, WeightFormats.of(width))
     )
     with torch.inference_mode():
         got = looped.logits(rows).clone()
@@ -304,24 +311,24 @@ def test_steps_that_round_their_inputs(
     looped.close()
 
 
-def rounding(width: str) -> WeightForms:
+def rounding(width: str) -> WeightFormats:
     """Whose inputs decode rounds."""
-    return WeightForms.of(width).rounding_to_bf16().rounding_inputs()
+    return WeightFormats.of(width).rounding_to_bf16().rounding_inputs()
 
 
 @pytest.mark.parametrize("instructions", instruction_sets())
-@pytest.mark.parametrize("forms", [*map(WeightForms.of, WIDTHS), *map(rounding, ["bfloat16", "int8", "int4"])])
-def test_many_rows_get_the_bits_of_one(forms: WeightForms, instructions: Any) -> None:
+@pytest.mark.parametrize("formats", [*map(WeightFormats.of, WIDTHS), *map(rounding, ["bfloat16", "int8", "int4"])])
+def test_many_rows_get_the_bits_of_one(formats: WeightFormats, instructions: Any) -> None:
     """More than a product takes at a time, in groups of unequal size."""
     library = load(instructions)
-    if forms == rounding("bfloat16") and not library.multiplies_bf16():
+    if formats == rounding("bfloat16") and not library.multiplies_bf16():
         pytest.skip(f"{instructions} has no products of bfloat16")
     model = model_config_from_dict({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu",
         "vocab_size": 99, "hidden_size": 160, "num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 544, "max_position_embeddings": 4096,
     })  # fmt: skip
-    runner = random_runner(model, forms, "auto", make_panels(library), 24, 0, num_rows=29)
+    runner = random_runner(model, formats, "auto", make_panels(library), 24, 0, num_rows=29)
     looped, rows = LoopedDecode(runner.step_parts), torch.randperm(29)
     with torch.inference_mode():
         together = looped.logits(rows).clone()
@@ -374,8 +381,8 @@ def test_what_it_cannot_run_is_refused(runner: ModelRunner, tmp_path: Path) -> N
     message = "executor 'looped': dtype is 'bfloat16'; looped steps compute in float32.*use 'eager'"
     with pytest.raises(ValueError, match=message):
         LLM(folder, executor="looped", **SETTINGS | {"dtype": "bfloat16"})
-    plain = Decoder(runner.decoder.config, DecoderWeights.random(runner.decoder.config, torch.float32, "cpu", 0))
-    with pytest.raises(ValueError, match="reads weights in panels, and o is Dense"):
+    plain = Decoder(runner.decoder.config, random_weights(runner.decoder.config, torch.float32, "cpu", 0))
+    with pytest.raises(ValueError, match="reads weights in panels, and o is stored row by row"):
         LoopedDecode(replace(runner.step_parts, decoder=plain))
     with pytest.raises(ValueError, match="6 rows in a step; this engine has 5"):
         LoopedDecode(runner.step_parts).logits(torch.arange(6))

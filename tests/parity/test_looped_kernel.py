@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget
-from snapstream.kernels.bound import bind
-from snapstream.layers.sampling_state import SamplingNeeds
+from snapstream.exec.eager import DecodeStep, StepParts
+from snapstream.exec.executors import make_looped_kernel
+from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.kernels.interface import bind
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
-from snapstream.runner.decode_step import DecodeStep, StepParts
-from snapstream.runner.executors import make_looped_kernel
-from snapstream.start.build import MakeRunner, build_runner
+from snapstream.startup.build import MakeRunner, build_runner
+from snapstream.types import SamplingParams
 from tests.kernels.triton.interpreter import interpreted
 from tests.parity.checkpoints import VOCAB, make_model, save
 

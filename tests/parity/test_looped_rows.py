@@ -2,19 +2,183 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import random
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from snapstream.config import KVDType, ModelConfig
+from snapstream.config import KVDType, ModelConfig, ReselectionConfig, WeightFormats
+from snapstream.exec.eager import EagerDecode
+from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.sampling import NO_TOKEN
+from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
+from snapstream.kernels.cpu.looped.library import load, num_cores
+from snapstream.llm import LLM
+from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
-from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.decode_looped import LoopedDecode
-from tests.parity.test_looped import runner_of
+from tests.parity.checkpoints import ARCHITECTURES, VOCAB, make_model, save
+from tests.parity.test_looped import LENGTHS, ROPES, SETTINGS, WIDTHS, answers, random_runner, runner_of
+
+# Looped steps of models with experts and with latents: eager's tokens, its logits to rounding, the same bits in any
+# batch.
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+MIXTURES = [name for name, (config, _) in ARCHITECTURES.items() if "Mo" in config or "Mixtral" in config]
+LATENTS = [name for name, (config, _) in ARCHITECTURES.items() if "Deepseek" in config]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in LENGTHS]
+
+
+@pytest.mark.parametrize("name", [*MIXTURES, *LATENTS])
+def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    folder = save(make_model(name), tmp_path)
+    assert answers(folder, prompts, "looped") == answers(folder, prompts, "eager")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # Inputs that prefill rounds make an expert of difference here and there (test_prefill_that_rounds_its_inputs).
+        {"weights": "bfloat16", "activations": "dtype"},
+        {"weights": "int8", "activations": "dtype"},
+        {"weights": "int4", "activations": "dtype"},
+        {"reselection": ReselectionConfig(every=5, num_queries=5)},
+        {"max_rows": 7, "budget": "full"},
+        {"kv_dtype": "fp8"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
+def test_tokens_equal_eager_in_other_engines(
+    name: str, changes: dict[str, Any], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    sizes |= {"head_dim": 16} if name == "glm4-moe" else {"q_lora_rank": 32, "kv_lora_rank": 32}
+    folder = save(make_model(name, **sizes), tmp_path)
+    assert answers(folder, prompts, "looped", **changes) == answers(folder, prompts, "eager", **changes)
+
+
+def test_they_are_the_default(tmp_path: Path) -> None:
+    with LLM(save(make_model("deepseek-v3"), tmp_path), **SETTINGS) as llm:
+        assert isinstance(llm.engine.runner.decode, LoopedDecode)  # type: ignore[attr-defined]
+
+
+def test_scores_that_are_not_numbers_draw_no_token() -> None:
+    """Whatever experts they choose."""
+    model = model_config_from_dict({
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 40, "hidden_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 5,
+        "intermediate_size": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    })  # fmt: skip
+    runner = random_runner(model, WeightFormats.of("float32"), "auto", make_panels(load()), 24, 0)
+    runner.decoder.weights.vectors["router"][0, 2] = float("nan")
+    drawn = LoopedDecode(runner.step_parts, 1).step(torch.tensor([0, 3]), SamplingNeeds())
+    assert drawn.token_ids.tolist() == [NO_TOKEN, NO_TOKEN]
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+@pytest.mark.parametrize(("rank", "rope_dim"), [(16, 8), (24, 4), (32, 8)])
+def test_values_wider_than_latents(rank: int, rope_dim: int, instructions: Any) -> None:
+    """What all heads attended is the widest input of a product then: of every row of a full batch, in every layer."""
+    model = model_config_from_dict({
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 90, "hidden_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 80,
+        "kv_lora_rank": rank, "qk_nope_head_dim": 16, "qk_rope_head_dim": rope_dim, "v_head_dim": rank + rope_dim + 4,
+        "n_routed_experts": None, "first_k_dense_replace": 2, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "rope_theta": 10000.0,
+    })  # fmt: skip
+    for num_rows in (1, 4, 17):
+        runner = random_runner(
+            model, WeightFormats.of("float32"), "auto", make_panels(load(instructions)), 24, 0, num_rows=num_rows
+        )
+        rows = torch.arange(num_rows)
+        with torch.inference_mode():
+            got, want = (step(runner.step_parts).logits(rows).clone() for step in (LoopedDecode, EagerDecode))
+        torch.testing.assert_close(got, want, rtol=0, atol=5e-5 * float(want.abs().max()))
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, multiple: int) -> dict[str, Any]:
+    """Fields of experts by the names of DeepSeek-V3, in sizes that are multiples of ``multiple``."""
+    groups = draw(st.sampled_from([1, 2, 4]))
+    top_groups, size = draw(st.integers(1, groups)), draw(st.integers(2, 10))
+    return {
+        "n_routed_experts": groups * size, "n_group": groups, "topk_group": top_groups,
+        "num_experts_per_tok": draw(st.integers(1, min(top_groups * size, 6))),
+        "moe_intermediate_size": multiple * draw(st.integers(1, 100 // multiple)),
+        "n_shared_experts": draw(st.integers(0, 2)), "norm_topk_prob": draw(st.booleans()),
+        "routed_scaling_factor": 1.7, "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+
+
+@st.composite
+def models(draw: st.DrawFn, multiple: int) -> ModelConfig:
+    """Experts behind attention of every kind, scored either way; layers with one MLP before them, or nothing else."""
+    family = draw(st.sampled_from(["DeepseekV3", "DeepseekV2", "Glm4Moe", "Qwen3Moe"]))
+    layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 7))
+    found: dict[str, Any] = {
+        "architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), "rms_norm_eps": 1e-3,
+        "hidden_act": "silu", "vocab_size": 61, "hidden_size": multiple * draw(st.integers(1, 150 // multiple)),
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "intermediate_size": multiple * draw(st.integers(1, 90 // multiple)), "max_position_embeddings": 4096,
+        "rope_theta": 10000.0, "first_k_dense_replace": draw(st.integers(0, layers)), **draw(mixtures(multiple)),
+    }  # fmt: skip
+    if family in ("Glm4Moe", "Qwen3Moe"):
+        own = {"head_dim": 32, "attention_bias": draw(st.booleans()), "num_experts": found["n_routed_experts"]}
+        first = {"first_k_dense_replace": draw(st.integers(0, layers - 1))}
+        return model_config_from_dict(found | own | first)
+    rope = draw(st.sampled_from(ROPES))
+    return model_config_from_dict(
+        found | {"norm_topk_prob": False if family == "DeepseekV2" else found["norm_topk_prob"]} | {
+            "q_lora_rank": draw(st.sampled_from([None, 32, 2 * multiple])),
+            "kv_lora_rank": draw(st.sampled_from([32, 96, 3 + multiple])) if multiple == 1 else 64,
+            "qk_nope_head_dim": draw(st.integers(1, 40)), "qk_rope_head_dim": draw(st.sampled_from([4, 8, 64])),
+            "v_head_dim": 32 if multiple > 1 else draw(st.integers(1, 40)), "rope_scaling": rope,
+            "max_position_embeddings": 64 if rope and rope["rope_type"] == "dynamic" else 4096,
+            "topk_method": "noaux_tc" if family == "DeepseekV3" else draw(st.sampled_from(
+                ["greedy", "group_limited_greedy"])),
+        }
+    )  # fmt: skip
+
+
+@settings(max_examples=50)
+@given(
+    data=st.data(), width=st.sampled_from(WIDTHS), kv_dtype=st.sampled_from(["auto", "fp8"]),
+    instructions=st.sampled_from(instruction_sets()),
+    capacity=st.sampled_from([1, 2, 17, 40, 1100]), threads=st.integers(1, min(2, num_cores())),
+    batch=st.permutations(range(5)), size=st.integers(1, 5), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_logits_equal_eager_and_do_not_depend_on_neighbours(
+    data: st.DataObject, width: str, kv_dtype: str, instructions: Any, capacity: int, threads: int, batch: list[int],
+    size: int, seed: int,
+) -> None:  # fmt: skip
+    model = data.draw(models(multiple=32 if width in ("int8", "int4") else 1))
+    runner = random_runner(model, WeightFormats.of(width), kv_dtype, make_panels(load(instructions)), capacity, seed)
+    looped, eager = LoopedDecode(runner.step_parts, threads), EagerDecode(runner.step_parts)
+    before, rows = runner.cache.k.clone(), torch.tensor(batch[:size])
+    with torch.inference_mode():
+        got = looped.logits(rows).clone()
+        written = runner.cache.k.float().clone()
+        alone = torch.cat([looped.logits(rows[i : i + 1]).clone() for i in range(size)])
+        assert torch.equal(alone, got)
+        runner.cache.k.copy_(before)
+        want = eager.logits(rows)
+    # A number of FP8 rows may round to its neighbour, one part in eight of itself.
+    limit, rtol = (5e-5, 1e-4) if kv_dtype == "auto" else (2e-2, 0.13)
+    torch.testing.assert_close(got, want, rtol=0, atol=limit * float(want.abs().max()))
+    torch.testing.assert_close(written, runner.cache.k.float(), rtol=rtol, atol=1e-3)
+    looped.close()
 
 
 def model_of(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:

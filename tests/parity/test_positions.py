@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from snapstream.llm import LLM
-from snapstream.request import Request, SamplingParams
+from snapstream.types import Request, SamplingParams
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 NEW_TOKENS = 12
@@ -48,7 +48,7 @@ def test_kept_tokens_keep_their_positions(name: str, tmp_path: Path) -> None:
 
 
 def test_positions_survive_compression_of_the_row(tmp_path: Path) -> None:
-    """Trimmed, prefilled, compressed: a run of positions 0, 1, 2 ... is the same as none, and a shift changes it."""
+    """Compressed, prefilled, compressed: a run of positions 0, 1, 2 ... is the same as none, and a shift changes it."""
     model, rng = make_model("qwen3"), Random(2)
     ids = tuple(rng.randrange(3, VOCAB) for _ in range(100))
     folder = save(model, tmp_path)

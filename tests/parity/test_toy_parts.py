@@ -17,26 +17,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.stand_ins import checkpoint_of, random_weights
 from snapstream.config import EXECUTORS, EngineConfig, KVBudget, ModelConfig
 from snapstream.distributed.group import Group
-from snapstream.kernels.bound import CosSin, HeadNorm, Kernels
-from snapstream.layers.attention import KVView
-from snapstream.layers.sampler import Sampled
-from snapstream.layers.sampling_state import SamplingNeeds
+from snapstream.exec.eager import EagerDecode, StepParts
+from snapstream.exec.runner import ModelRunner
+from snapstream.exec.sampling import Sampled
+from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.kernels.interface import CosSin, HeadNorm, Kernels
 from snapstream.llm import LLM
+from snapstream.models.checkpoint import load_weights
 from snapstream.models.decoder import Decoder
-from snapstream.models.dense_roles import dense_roles
-from snapstream.models.families import FAMILIES, Family
-from snapstream.models.loader import load_weights
-from snapstream.models.registry import read_model_config
-from snapstream.models.roles import Role, Roles
-from snapstream.models.weight import Index, Weight
+from snapstream.models.layers import KVView
+from snapstream.models.matrix import Index, Matrix
+from snapstream.models.registry import FAMILIES, Family, read_model_config
+from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors
 from snapstream.models.weights import DecoderWeights, LayerWeights
-from snapstream.request import SamplingParams
-from snapstream.runner.decode_eager import EagerDecode
-from snapstream.runner.decode_step import StepParts
-from snapstream.runner.model_runner import ModelRunner
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
+from snapstream.types import SamplingParams
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -87,7 +85,7 @@ def test_an_executor(one_at_a_time: str, tmp_path: Path) -> None:
 # A form of weights: a byte per number, and a scale per row of the matrix.
 
 
-class Bytes(Weight):
+class Bytes(Matrix):
     """Rows of int8 and one scale each."""
 
     def __init__(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
@@ -177,16 +175,16 @@ class SideBySide:
         return kernels.rms_norm(self.group.all_reduce(both), weights.vector("after_norm"), eps)
 
 
-def side_by_side_roles(config: ModelConfig) -> Roles:
-    roles = dict(dense_roles(config))
+def side_by_side_tensors(config: ModelConfig) -> TensorSpecs:
+    roles = dict(decoder_tensors(config))
     del roles["post_norm"]
-    after = Role(shape=(config.hidden_size,), parts={"after_layernorm.weight": ()}, is_matrix=False)
+    after = TensorSpec(shape=(config.hidden_size,), parts={"after_layernorm.weight": ()}, is_matrix=False)
     return {**roles, "after_norm": after}
 
 
 @pytest.fixture
 def family() -> Iterator[str]:
-    FAMILIES.add("SideBySideForCausalLM", Family(layer=SideBySide, roles=side_by_side_roles))
+    FAMILIES.add("SideBySideForCausalLM", Family(layer=SideBySide, tensors=side_by_side_tensors))
     yield "SideBySideForCausalLM"
     FAMILIES.remove("SideBySideForCausalLM")
 
@@ -198,13 +196,13 @@ def test_a_family(family: str, tmp_path: Path) -> None:
                 "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(settings))
     config = read_model_config(tmp_path)
-    weights = DecoderWeights.random(config, torch.float32, "cpu", seed=1)
+    weights = random_weights(config, torch.float32, "cpu", seed=1)
     for name in ("after_norm", "input_norm"):
         weights.vectors[name].uniform_(0.5, 1.5)
-    save_file({name: tensor.clone() for name, tensor in weights.checkpoint().items()}, tmp_path / "model.safetensors")
+    save_file({name: tensor.clone() for name, tensor in checkpoint_of(weights).items()}, tmp_path / "model.safetensors")
     with LLM(tmp_path, budget="full", chunk_len=16, max_model_len=100, progress=False) as llm:
         (output,) = llm.generate(PROMPT, GREEDY)
-    assert output.token_ids == plain_answer(config, weights.checkpoint())
+    assert output.token_ids == plain_answer(config, checkpoint_of(weights))
     with LLM(tmp_path, budget=40, chunk_len=16, max_model_len=100, progress=False) as llm:
         (short,) = llm.generate(PROMPT + PROMPT, replace(GREEDY, max_tokens=4))
     assert short.compression is not None and short.compression.evicted_tokens == 40

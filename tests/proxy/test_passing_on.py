@@ -144,7 +144,7 @@ def test_bodies_are_bounded_together() -> None:
             assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         links.draft.gate.set()
         first.join(HANG_S)
-        until(lambda: links.app.state.proxy.visits.num_open == 0)
+        until(lambda: links.app.state.proxy.open_requests.num_open == 0)
         assert post(links, {"input": "x" * 900}, "/v1/embeddings").status_code == 200
 
 
@@ -158,7 +158,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(path: str) -> None:
             )
             trickling.sendall(head.encode())
             assert trickling.recv(4096).startswith(b"HTTP/1.1 408")
-        until(lambda: links.app.state.proxy.visits.num_open == 0)
+        until(lambda: links.app.state.proxy.open_requests.num_open == 0)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])

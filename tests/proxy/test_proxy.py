@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from snapstream.proxy.settings import ProxySettings
+from snapstream.proxy.app import ProxySettings
+from snapstream.proxy.run import ProxyOptions, bind, run_proxy
 from snapstream.spec_prefill.settings import PromptCompression
-from tests.proxy.upstream import CUT, Chain, chain
+from tests.proxy.upstream import CUT, Chain, FakeDraft, Seen, chain, make_upstream, on_socket
 from tests.waiting import HANG_S, until
 
 LONG = " ".join(f"word{i}" for i in range(40))
@@ -45,7 +50,7 @@ def post(links: Chain, body: object, path: str = "/v1/chat/completions", **optio
     return httpx.post(links.url + path, json=body, timeout=HANG_S, **options)  # type: ignore[arg-type]
 
 
-def test_a_long_prompt_is_trimmed_and_the_rest_of_the_body_is_kept(links: Chain) -> None:
+def test_a_long_prompt_is_compressed_and_the_rest_of_the_body_is_kept(links: Chain) -> None:
     answer = post(links, chat(LONG, temperature=0.25, tools=[{"type": "function"}], strange={"a": [1]}))
     assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == 5
     (body,) = links.seen.bodies
@@ -168,7 +173,7 @@ def test_a_reader_that_leaves_closes_the_upstream_stream(links: Chain) -> None:
     body = chat("hi", stream=True, max_tokens=2000)
     with httpx.stream("POST", links.url + "/v1/chat/completions", json=body, timeout=HANG_S) as stream:
         next(stream.iter_raw())
-    until(lambda: links.seen.num_left == left + 1 and links.app.state.proxy.visits.num_open == 0)
+    until(lambda: links.seen.num_left == left + 1 and links.app.state.proxy.open_requests.num_open == 0)
 
 
 def test_a_stream_that_breaks_ends_with_an_error_frame(links: Chain) -> None:
@@ -204,20 +209,20 @@ def test_an_answer_that_breaks_off_is_cut_and_leaves_one_line(caplog: pytest.Log
     with chain(upstream_app=upstream) as links:
         with pytest.raises(httpx.RemoteProtocolError):
             post(links, chat("hi"))
-        until(lambda: links.app.state.proxy.visits.num_open == 0)
+        until(lambda: links.app.state.proxy.open_requests.num_open == 0)
     said = [record.getMessage() for record in caplog.records]
     own = [line for line in said if "without completing" not in line]  # that one is the upstream's
     assert len(own) == 1 and own[0].startswith("the upstream server broke off an answer")
     assert len(said) == 2 and not any(record.exc_info for record in caplog.records)
 
 
-def test_metrics_count_what_was_trimmed() -> None:
+def test_metrics_count_dropped_tokens() -> None:
     with chain() as links:
         post(links, chat(LONG))
         post(links, chat("short"))
         text = httpx.get(links.url + "/metrics", timeout=HANG_S).text
     assert 'prompts_total{applied="true"} 1.0' in text and 'prompts_total{applied="false"} 1.0' in text
-    assert "prompt_tokens_trimmed_total 20.0" in text and "requests_open 0.0" in text
+    assert "prompt_tokens_dropped_total 20.0" in text and "requests_open 0.0" in text
 
 
 def test_keys_of_the_proxy_stay_here() -> None:
@@ -286,10 +291,116 @@ def test_draining_refuses_new_requests() -> None:
 )
 def test_an_upstream_must_be_a_url(upstream: str) -> None:
     with pytest.raises(ValueError, match="upstream"):
-        ProxySettings(upstream=upstream, wish=PromptCompression(keep=0.5))
+        ProxySettings(upstream=upstream, compression=PromptCompression(keep=0.5))
 
 
 def test_the_upstream_may_end_in_v1() -> None:
     for given in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
-        assert ProxySettings(upstream=given, wish=PromptCompression(keep=0.5)).root == "http://a:1"
-    assert ProxySettings(upstream="https://a/x/v1", wish=PromptCompression(keep=0.5)).root == "https://a/x"
+        assert ProxySettings(upstream=given, compression=PromptCompression(keep=0.5)).root == "http://a:1"
+    assert ProxySettings(upstream="https://a/x/v1", compression=PromptCompression(keep=0.5)).root == "https://a/x"
+
+
+# While the draft is read: everyone gets a 503 at once, and a signal ends the proxy in order.
+
+SLOW = """
+import sys
+from snapstream.proxy.run import ProxyOptions, bind, run_proxy
+from snapstream.proxy.app import ProxySettings
+from snapstream.server.logs import set_up
+from snapstream.spec_prefill.settings import PromptCompression
+
+def load():
+    sys.stdin.read()
+    raise ValueError("the draft is broken")
+
+set_up("text")
+options = ProxyOptions(port=0)
+with bind(options) as listener:
+    run_proxy(load, ProxySettings(upstream="http://a", compression=PromptCompression(keep=0.5)), options, listener)
+"""
+
+
+def started(load: Callable[[], Any], upstream: str) -> tuple[str, threading.Thread, list[str]]:
+    """A proxy in a thread: its URL, the thread, and what ended it."""
+    options, ended = ProxyOptions(port=0), []
+    listener = bind(options)
+    settings = ProxySettings(upstream=upstream, compression=PromptCompression(keep=0.5), retry_after_s=7)
+
+    def run() -> None:
+        with listener:
+            try:
+                run_proxy(load, settings, options, listener)
+            except ValueError as error:
+                ended.append(str(error))
+
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return url, thread, ended
+
+
+def all_refused(url: str) -> None:
+    for method, path in (("GET", "/health"), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/metrics")):
+        answer = httpx.request(method, url + path, timeout=HANG_S)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+        assert answer.json()["error"]["message"] == "the proxy is loading"
+
+
+def test_503_until_the_draft_is_read_then_answers() -> None:
+    may_go = threading.Event()
+
+    def load() -> Any:
+        assert may_go.wait(HANG_S)
+        return FakeDraft(), None
+
+    with on_socket(make_upstream(Seen())) as upstream:
+        url, _, _ = started(load, upstream)
+        all_refused(url)
+        assert httpx.get(f"{url}/health/live", timeout=HANG_S).status_code == 200
+        assert httpx.get(f"{url}/health/ready", timeout=HANG_S).status_code == 503
+        may_go.set()
+        until(lambda: httpx.get(f"{url}/health", timeout=HANG_S).status_code == 200)
+        for path in ("/health", "/health/live", "/health/ready", "/metrics"):  # health checks ask so
+            assert httpx.head(url + path, timeout=HANG_S).status_code == 200
+        assert httpx.get(f"{url}/v1/models", timeout=HANG_S).status_code == 200
+
+
+def test_a_draft_that_cannot_be_read_ends_the_proxy() -> None:
+    may_go = threading.Event()
+
+    def load() -> Any:
+        assert may_go.wait(HANG_S)
+        raise ValueError("the draft is broken")
+
+    url, thread, ended = started(load, "http://a")
+    all_refused(url)
+    may_go.set()
+    thread.join(HANG_S)
+    assert ended == ["the draft is broken"]
+
+
+def test_a_signal_while_the_draft_is_read_ends_in_order() -> None:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SLOW], **pipes) as running:
+        try:
+            found = None
+            while found is None:
+                line = running.stderr.readline()
+                assert line, "the process ended"
+                found = re.search(r"(http://\S+) answers 503", line)
+            until(lambda: httpx.get(f"{found[1]}/health", timeout=HANG_S).status_code == 503)
+            running.send_signal(signal.SIGTERM)
+            until(lambda: not is_open(found[1]))
+            _, log = running.communicate("", timeout=HANG_S)  # what is being read is read to its end
+        finally:
+            running.kill()
+    assert running.returncode == 0
+    assert "draining" in log and "Traceback" not in log and "broken" not in log
+
+
+def is_open(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health", timeout=HANG_S)
+    except httpx.TransportError:
+        return False
+    return True

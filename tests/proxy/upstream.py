@@ -15,34 +15,26 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp
 
-from snapstream.proxy.app import make_proxy
+from snapstream.proxy.app import ProxySettings, make_proxy
 from snapstream.proxy.run import uvicorn_config
-from snapstream.proxy.settings import ProxySettings
 from snapstream.spec_prefill.settings import PromptCompression, Protection
+from snapstream.types import CompressionSummary
 from tests.waiting import HANG_S, until
 
 CUT = "[...]"
 
 
 @dataclass
-class FakeReport:
-    is_applied: bool
-    tokens_before: int
-    tokens_after: int
-    draft_ms: float = 1.5
-    reason: str = ""
-    num_cached: int = 0
-
-
-@dataclass
 class FakeResult:
-    report: FakeReport
+    report: CompressionSummary
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
 
 
-def _report(before: int, after: int) -> FakeReport:
-    return FakeReport(before != after, before, after, reason="" if before != after else "short")
+def _report(before: int, after: int) -> CompressionSummary:
+    return CompressionSummary(
+        tokens_before=before, tokens_after=after, draft_ms=1.5, reason="" if before != after else "short"
+    )
 
 
 class FakeDraft:
@@ -55,7 +47,7 @@ class FakeDraft:
         self.num_calls = 0
         self.protection = Protection(threshold=0)
 
-    def trim(
+    def compress(
         self,
         prompt: str | list[dict[str, Any]],
         *,
@@ -172,7 +164,7 @@ def chain(*, upstream_app: ASGIApp | None = None, **settings: Any) -> Iterator[C
     seen, draft = Seen(), FakeDraft()
     with on_socket(upstream_app or make_upstream(seen)) as upstream:
         upstream += settings.pop("prefix", "")
-        options: dict[str, Any] = {"upstream": upstream, "wish": PromptCompression(keep=0.5), **settings}
+        options: dict[str, Any] = {"upstream": upstream, "compression": PromptCompression(keep=0.5), **settings}
         app = make_proxy(draft, None, ProxySettings(**options))  # type: ignore[arg-type]
         own = uvicorn_config(app)
         with on_socket(app, date_header=own.date_header, http=own.http) as url:

@@ -14,14 +14,14 @@ from typing import Any
 
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
-from snapstream.engine.detokenizer import TextStream
+from snapstream.engine.request_state import TextStream
 from snapstream.models.tokenizer import load_tokenizer
-from snapstream.request import NOT_FINITE, Compression, FinishReason, Logprob, Request, Timings
 from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta, SampleDelta
-from snapstream.server.settings import ModelFacts
+from snapstream.server.settings import ModelMetadata
+from snapstream.types import NOT_FINITE, Compression, FinishReason, Logprob, Request, Timings
 
 ANSWER = "Hello wörld 😀, goodbye."
-FACTS = ModelFacts(
+FACTS = ModelMetadata(
     names=("tiny", "alias"),
     vocab_size=4608,
     engine=EngineConfig(budget=KVBudget.of(128), max_model_len=512, max_rows=4),

@@ -10,8 +10,8 @@ from typing import Any
 
 from snapstream.server.app import make_app
 from snapstream.server.settings import ServerSettings
+from tests.server.app_client import AppClient
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
-from tests.server.front_client import AppClient
 
 # All that a template can show, a line for each message; calls in the form of Hermes, thoughts in that of Qwen 3.
 TELLING = r"""
@@ -40,7 +40,7 @@ async def template_client(engine: FakeEngine, template: str = TELLING, **setting
     app = make_app(engine, template_tokenizer(template), ServerSettings(**settings), lambda: FACTS)
     async with AppClient(app) as http:
         yield http
-    http.front.close()
+    http.server.close()
 
 
 def prompt_of(engine: FakeEngine, index: int = -1) -> str:

@@ -7,19 +7,37 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
+import re
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from io import StringIO
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import httpx
+import pytest
+from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.server_process import ServerProcess, is_running, served
+from benchmarks.soak import soak
 from snapstream.assets import TINY_MODEL
+from snapstream.server.anthropic.protocol import MessagesBody
+from snapstream.server.app import make_app
+from snapstream.server.logs import JsonFormatter, TextFormatter, fields_of
+from snapstream.server.responses.protocol import ResponsesBody
+from snapstream.server.settings import ServerSettings
+from tests.server.app_client import HI, JSON, AppClient, client
+from tests.server.fake_engine import ANSWER, FACTS, FakeEngine
+from tests.server.openai.test_errors import ANYTHING, bodies
+from tests.server.templates import template_tokenizer
 from tests.waiting import HANG_S, until
 
 ROWS = 3
@@ -184,3 +202,172 @@ def test_a_killed_server_leaves_no_engine_behind(tmp_path: Path) -> None:
 
         run(server, work)
         until(lambda: not is_running(server.engine_pid))  # else the engine outlives its server
+
+
+# The log as text and as JSON: one line each, fields by their names, nothing of what was asked or answered.
+
+# What docs/serving.md lists.
+FIELDS = """
+    request answer path status end prompt_tokens dropped_tokens cached_tokens diverged_at kept_tokens
+    completion_tokens queue_ms ttft_ms ms
+""".split()
+
+
+def record(**extra: object) -> logging.LogRecord:
+    made = logging.LogRecord("snapstream.x", logging.INFO, "file", 1, "said %d\nthings", (2,), None)
+    made.__dict__.update(extra)
+    return made
+
+
+def test_json_is_one_object_per_line() -> None:
+    line = JsonFormatter().format(record(fields={"request": "r", "ttft_ms": None, "ms": 1.25}))
+    assert "\n" not in line
+    parsed = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", parsed.pop("time"))
+    assert parsed == {
+        "level": "info", "logger": "snapstream.x", "message": "said 2\nthings", "request": "r", "ttft_ms": None,
+        "ms": 1.25,
+    }  # fmt: skip
+
+
+def test_json_keeps_a_traceback_in_its_line() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError as error:
+        line = JsonFormatter().format(record(exc_info=(type(error), error, error.__traceback__)))
+    assert "\n" not in line and "ValueError: broken" in json.loads(line)["exception"]
+
+
+def test_text_shows_the_fields() -> None:
+    line = TextFormatter().format(record(fields={"request": "r", "ttft_ms": None, "ms": 1.25}))
+    assert line.startswith("time=") and " level=INFO said 2" in line and line.endswith(" request=r ttft_ms=- ms=1.2")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_line_of_a_request(stream: bool) -> None:
+    out = StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("snapstream.server.http.admission")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+
+        async def run() -> None:
+            async with client(FakeEngine()) as http:
+                body = {"prompt": "a secret", "max_tokens": 3, "stream": stream}
+                await http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+
+        asyncio.run(run())
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    (text,) = out.getvalue().splitlines()
+    line = json.loads(text)
+    assert [name for name in line if name not in ("time", "level", "logger", "message")] == FIELDS
+    assert (line["request"], line["status"], line["end"], line["completion_tokens"]) == ("mine", 200, "length", 3)
+    assert 0 < line["ttft_ms"] <= line["ms"]
+    assert "secret" not in text and ANSWER[:5] not in text
+
+
+def test_records_without_fields_are_plain() -> None:
+    assert fields_of(record()) == {}
+
+
+# The soak of ``benchmarks/soak.py``, short: right answers beside leavers and nonsense, and nothing left over.
+
+
+def test_a_short_soak(tmp_path: Path) -> None:
+    figures = soak(300, 32, 1, tmp_path / "log", max_waiting=12, num_jobs=24)
+    assert figures["failures"] == []
+    outcomes = figures["outcomes"]
+    assert outcomes["right"] + outcomes["cancelled"] + outcomes["refused"] == 300
+    assert min(outcomes["cancelled"], outcomes["refused"], outcomes["tried again"]) > 0, "each must have happened"
+
+
+# Whatever a client sends to the Responses and the Messages API, it is answered or refused in their form, never 5xx.
+
+TEXTS = st.sampled_from(["", "x", "{}", "get", "c1"])
+KINDS = (
+    "message reasoning function_call function_call_output custom_tool_call custom_tool_call_output input_text "
+    "output_text"
+)
+BLOCKS = "text thinking redacted_thinking tool_use tool_result image input_text"
+
+
+def things(kinds: str, roles: str) -> st.SearchStrategy[Any]:
+    """Items, messages and blocks in each other, right and wrong."""
+    return st.recursive(
+        ANYTHING | TEXTS,
+        lambda inner: st.fixed_dictionaries(
+            {},
+            optional={
+                "type": st.sampled_from(kinds.split()), "role": st.sampled_from(roles.split()), "text": TEXTS,
+                "content": inner | st.lists(inner, max_size=2), "output": inner | st.lists(inner, max_size=2),
+                "name": TEXTS, "arguments": TEXTS, "input": st.dictionaries(TEXTS, ANYTHING, max_size=1) | TEXTS,
+                "call_id": TEXTS, "id": TEXTS, "tool_use_id": TEXTS, "thinking": TEXTS, "is_error": ANYTHING,
+            },
+        ),
+        max_leaves=8,
+    )  # fmt: skip
+
+
+TOOLS = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["function", "custom", "web_search", None]), "name": TEXTS, "parameters": ANYTHING,
+            "input_schema": ANYTHING | st.just({"type": "object"}), "format": ANYTHING, "strict": ANYTHING,
+        },
+    )
+    | ANYTHING,
+    max_size=2,
+)  # fmt: skip
+CHOICES = ANYTHING | st.fixed_dictionaries(
+    {}, optional={"type": st.sampled_from(["auto", "tool", "function", "allowed_tools"]), "name": TEXTS, "tools": TOOLS}
+)
+ITEMS = st.lists(things(KINDS, "user assistant system tool"), max_size=3)
+MESSAGES = st.lists(things(BLOCKS, "user assistant system tool"), max_size=3)
+
+
+@cache
+def app() -> FastAPI:
+    own = ServerSettings(tool_parser="hermes", responses_store=4)
+    return make_app(FakeEngine(), template_tokenizer(), own, lambda: FACTS)
+
+
+def answer(path: str, body: dict[str, Any]) -> None:
+    async def run() -> None:
+        async with AppClient(app()) as http:
+            response = await http.post(path, content=json.dumps(body).encode(), headers=JSON)
+        if response.status_code != 200:
+            assert 400 <= response.status_code < 500, (body, response.text)
+            error = response.json()["error"]
+            assert error["message"] and ("param" in error) == (path == "/v1/responses")
+
+    asyncio.run(run())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    bodies(ResponsesBody, {"input": "hi", "max_output_tokens": 3})
+    | st.fixed_dictionaries(
+        {"input": ITEMS}, optional={"tools": TOOLS, "tool_choice": CHOICES, "stream": st.booleans()}
+    )
+)
+def test_responses(body: dict[str, Any]) -> None:
+    answer("/v1/responses", body)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    bodies(MessagesBody, {"messages": HI, "max_tokens": 3})
+    | st.fixed_dictionaries(
+        {"messages": MESSAGES, "max_tokens": st.just(3)},
+        optional={"tools": TOOLS, "tool_choice": CHOICES, "system": MESSAGES, "stream": st.booleans()},
+    )
+)
+def test_messages(body: dict[str, Any]) -> None:
+    answer("/v1/messages", body)
+    answer("/v1/messages/count_tokens", body)

@@ -18,14 +18,14 @@ from benchmarks.server_process import ServerProcess, is_running, served
 from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
 from snapstream.config import EngineOptions
-from snapstream.server.engine.api import EngineDead, EngineStats
-from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.api import EngineDead, EngineSpec, EngineStats
 from snapstream.server.engine.process import EngineProcess
-from snapstream.server.http.loading import Curtain
+from snapstream.server.http.lifecycle import StartupApp
 from snapstream.server.metrics import Metrics
-from snapstream.server.run import ServeOptions, serve
+from snapstream.server.options import ServeOptions
+from snapstream.server.run import serve
 from snapstream.server.settings import ServerSettings
-from tests.server.front_client import frames
+from tests.server.app_client import frames
 from tests.waiting import HANG_S, until
 
 OPTIONS = ["--max-rows", "3", "--budget", "128"]
@@ -228,6 +228,9 @@ def test_503_while_anything_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         answer = httpx.request(method, url + path, timeout=HANG_S)
         assert answer.status_code == 503 and answer.headers["retry-after"] and answer.headers["x-request-id"]
         assert answer.json()["error"]["message"] == "the server is loading"
+    for path in ("/health/live", "/health/live/"):  # else a probe would restart what loads
+        assert httpx.get(url + path, timeout=HANG_S).status_code == 200
+    assert httpx.get(url + "/health/ready", timeout=HANG_S).status_code == 503
     may_go.set()
     thread.join(HANG_S)
     assert ended == ["the tokenizer is broken"]
@@ -242,10 +245,10 @@ def test_a_signal_while_loading_is_kept_for_the_application() -> None:
     class App:
         is_draining = False
 
-    curtain, app = Curtain(1), App()
-    asyncio.run(curtain.drain(HANG_S))  # nothing runs yet
-    curtain.is_draining = True
-    curtain.rise(app, app)  # type: ignore[arg-type]
+    startup, app = StartupApp(1), App()
+    asyncio.run(startup.drain(HANG_S))  # nothing runs yet
+    startup.is_draining = True
+    startup.start(app, app)  # type: ignore[arg-type]
     assert app.is_draining
 
 
@@ -266,7 +269,12 @@ def test_an_engine_that_dies_while_it_loads_ends_in_one_line(
 def test_a_taken_port_and_bad_options_end_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+        port = taken.getsockname()[1]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: cannot listen at 127.0.0.1 port {port}: the port is in use; choose another with --port"
+    )
+    assert main(["serve", "--host", "192.0.2.1"]) == 2  # nobody's address
+    assert "error: cannot listen at 192.0.2.1 port 8000: Cannot assign" in capsys.readouterr().err
     for options in (
         ["--tls-cert", "x"],
         ["--served-model-name", ""],

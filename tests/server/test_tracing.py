@@ -12,8 +12,8 @@ from snapstream.server.app import make_app
 from snapstream.server.metrics import RequestTimes
 from snapstream.server.settings import ServerSettings
 from snapstream.server.tracing import Tracing, otlp_tracing, parts
+from tests.server.app_client import CHAT, HI, TEXT, AppClient, client
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, tokenizer
-from tests.server.front_client import CHAT, HI, TEXT, AppClient, client
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET = "sesame"
@@ -35,7 +35,7 @@ def traced(*calls: tuple[str, dict[str, Any]], engine: FakeEngine | None = None)
             for path, body in calls:
                 await http.post(path, json=body, headers=headers)
             await http.get("/health")
-        http.front.close()
+        http.server.close()
 
     asyncio.run(run())
     return list(memory.get_finished_spans())
@@ -93,6 +93,6 @@ def test_the_exporter_asks_for_its_packages_and_a_url() -> None:
 def test_without_tracing_nothing_is_called() -> None:
     async def run() -> None:
         async with client(FakeEngine()) as http:
-            assert http.front.metrics.on_request is None
+            assert http.server.metrics.on_request is None
 
     asyncio.run(run())

@@ -19,7 +19,7 @@ from evals.widths import widths_table
 from figures import documents
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
-DOCS = documents.ROOT / "docs" / "accuracy.md"
+DOCS = documents.DOCS / "research" / "accuracy.md"
 
 
 def test_every_file_is_what_the_stored_results_give() -> None:

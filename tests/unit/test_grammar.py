@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from snapstream import grammar as module
 from snapstream.assets import TINY_MODEL
 from snapstream.grammar import GrammarCompiler, Matcher
-from snapstream.request import MAX_GRAMMAR_CHARS, Grammar, SamplingParams
+from snapstream.types import MAX_GRAMMAR_CHARS, Grammar, SamplingParams
 
 END = 2
 TINY = (TINY_MODEL / "tokenizer.json").read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 def test_a_runner_does_not_load_the_compiler() -> None:
     """It would double what the start of an engine, and of each of its ranks, imports."""
-    modules = loaded("import snapstream.runner.parallel, snapstream.start.follow, snapstream.models.loader")
+    modules = loaded("import snapstream.exec.parallel, snapstream.startup.follow, snapstream.models.checkpoint")
     assert "torch" in modules and "torch._dynamo" not in modules
 
 
@@ -64,7 +64,7 @@ def test_a_runner_does_not_load_the_compiler() -> None:
         "from snapstream import SamplingParams, KVBudget, SnapKV, RequestOutput, __version__",
         "from snapstream.assets import TINY_MODEL; from snapstream.cli import main; main(['plan', str(TINY_MODEL)])",
         "from snapstream.config import make_selector; make_selector('hops').num_queries(9)",
-        "import snapstream.models.registry, snapstream.cache.layout, snapstream.engine.core, snapstream.llm",
+        "import snapstream.models.registry, snapstream.kv.layout, snapstream.engine.core, snapstream.llm",
     ],
 )
 def test_import_without_torch(statement: str) -> None:

@@ -1,33 +1,74 @@
-"""From a config to a Serve application: what ``snapstream deploy`` runs, and ``serve run`` or KubeRay by this path:
+"""From a config to a Serve application, and ``snapstream deploy``, which runs it on a Ray cluster. Ray's own command:
 
     serve run snapstream.integrations.ray.application:build config=deploy.toml
 
-Invariant: two configs that are equal make deployments that are equal, so redeploying what runs replaces nothing.
+Invariants: equal configs make equal deployments, so redeploying what runs replaces nothing, and a change is rolled out
+replica by replica. A cluster that ``deploy`` started has ended when it returns; one that was there is left running,
+with the application in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application, Deployment
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, HTTPOptions, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.serve.schema import LoggingConfig
 
 from snapstream.integrations.ray.config import DecodeSettings, DeployConfig, ReplicaSettings, config_of, read_config
 from snapstream.integrations.ray.ingress import Ingress
+from snapstream.integrations.ray.registry import ByRowsAndTokens, Route
 from snapstream.integrations.ray.replica import EngineReplica
-from snapstream.integrations.ray.router import BoardRouter
-from snapstream.integrations.ray.scaling import ByRowsAndTokens
 from snapstream.models.registry import read_model_config
-from snapstream.models.shards import rank_config
-from snapstream.server.engine.messages import EngineSpec
-from snapstream.server.http.auth import all_keys
-from snapstream.server.http.hosts import answered_hosts
-from snapstream.server.run import ServeOptions, check_models, most_requests
+from snapstream.models.sharding import rank_config
+from snapstream.server.engine.api import EngineSpec
+from snapstream.server.http.lifecycle import listen
+from snapstream.server.http.middleware import all_keys, answered_hosts
+from snapstream.server.options import ServeOptions
+from snapstream.server.run import check_models, most_requests
 from snapstream.server.settings import ServerSettings
+
+
+class RegistryRouter(RequestRouter):
+    """Sends each call where the registry of its route says. Ray's API for this is alpha, so this does little.
+
+    Ray makes a router for each handle, on a thread of the ingress; a request's ``Route`` is still the ingress's own
+    object there, and so has the ingress's registry.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """A rank for each replica: Ray takes the first that has room for another call."""
+        route = None if pending_request is None else _route_of(pending_request)
+        if route is None or route.registry is None:
+            return [candidate_replicas]
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        return [[by_name[name]] for name in route.registry.rank(by_name, route)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        route = _route_of(pending_request)
+        if route is not None and route.on_taken is not None:
+            route.on_taken(replica_id.unique_id)
+
+
+def _route_of(pending_request: PendingRequest) -> Route | None:
+    return next((arg for arg in pending_request.args if isinstance(arg, Route)), None)
+
 
 QUIET = LoggingConfig(enable_access_log=False)  # the front logs requests itself, and a report is no news
 MAX_FAILED_STARTS = 3  # of a deployment's replicas, together, before it is given up; a load can take minutes
@@ -41,7 +82,7 @@ def build(args: Mapping[str, Any]) -> Application:
 
 
 def application_of(config: DeployConfig) -> Application:
-    """ValueError for what no server could be."""
+    """ValueError for a config that cannot be served."""
     settings = _settings(config)
     check_models(EngineSpec(model=config.model, options=config.engine), ServeOptions())
     answering = _spec(config, config.decode)
@@ -87,7 +128,7 @@ def _replicas(config: DeployConfig, name: str, own: ReplicaSettings) -> Deployme
         name=name,
         ray_actor_options={"num_cpus": own.cpus, "num_gpus": num_gpus},
         max_ongoing_requests=num_calls,
-        request_router_config=RequestRouterConfig(request_router_class=_path(BoardRouter)),
+        request_router_config=RequestRouterConfig(request_router_class=_path(RegistryRouter)),
         max_constructor_retry_count=MAX_FAILED_STARTS,
         graceful_shutdown_timeout_s=config.drain_timeout,
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
@@ -98,15 +139,11 @@ def _replicas(config: DeployConfig, name: str, own: ReplicaSettings) -> Deployme
 
 def _settings(config: DeployConfig) -> ServerSettings:
     front = config.front
-    return ServerSettings(
-        api_keys=all_keys((), Path(config.api_key_file) if config.api_key_file else None),
+    return ServerSettings.of(
+        front,
+        api_keys=all_keys((), config.api_key_file),
         allowed_hosts=answered_hosts(config.host, front.allowed_hosts),
-        cors_origins=front.cors_origins,
-        root_path=front.root_path,
-        tool_parser=front.tool_parser,
-        reasoning_parser=front.reasoning_parser,
-        responses_store=front.responses_store,
-        duty="both" if config.prefill is None else "decode",
+        role="both" if config.prefill is None else "decode",
         max_requests=config.decode.most * most_requests(config.engine.max_rows, config.engine.max_waiting),
     )
 
@@ -125,3 +162,114 @@ def scaling_of(own: ReplicaSettings, *, reads: bool) -> AutoscalingConfig | None
 
 def _path(kind: type, mark: str = ".") -> str:
     return f"{kind.__module__}{mark}{kind.__name__}"
+
+
+log = logging.getLogger(__name__)
+
+APPLICATION = "snapstream"
+KEEP_ALIVE_S = 75  # of an idle connection, as in ``server/run.py``
+OBJECT_STORE_BYTES = 100 * 2**20  # of a cluster of our own: nothing of ours is so large that Ray puts it there
+CONNECT_S = 10.0
+ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|EngineDead): (.+)$", re.MULTILINE)  # the last line of a traceback
+
+
+class CannotDeploy(RuntimeError):
+    """Ray could not start what the config says."""
+
+
+def deploy(config: DeployConfig, address: str | None) -> None:
+    """Deploy to the cluster at ``address``, or to one of our own until a signal. CannotDeploy, ValueError, OSError."""
+    application = application_of(config)  # refused before anything is started
+    if address is None:
+        check_free(config.host, config.port)
+    with _cluster(address), _signals() as signals:  # Ray sets handlers of its own when it starts
+        options = HTTPOptions(
+            host=config.host, port=config.port, keep_alive_timeout_s=KEEP_ALIVE_S, location="EveryNode"
+        )
+        try:
+            serve.start(http_options=options)
+            serve.run(application, name=APPLICATION, route_prefix="/")
+        except (RuntimeError, RayError, RayServeException) as error:
+            raise CannotDeploy(_replica_errors() or str(error)) from None
+        check_served(config.host, config.port)
+        log.info("serving %s at http://%s:%d/v1", ", ".join(config.names), config.host, config.port)
+        if address is None:
+            signals.wait()
+            log.info("draining for at most %g s", config.drain_timeout)
+            serve.delete(APPLICATION)
+            serve.shutdown()
+
+
+def check_free(host: str, port: int) -> None:
+    """OSError unless a server can listen there: Ray would only log it."""
+    listen(host, port).close()
+
+
+def check_served(host: str, port: int) -> None:
+    """CannotDeploy if nothing listens there: Serve was already running in that cluster, at another address."""
+    try:
+        with socket.create_connection((_reached(host), port), CONNECT_S):
+            return
+    except OSError:
+        raise CannotDeploy(
+            f"the application runs, but not at {host}:{port}: Serve was started in this cluster before, with another "
+            "address, which only `serve shutdown` and a new start can change"
+        ) from None
+
+
+@contextmanager
+def _cluster(address: str | None) -> Iterator[None]:
+    if address is None:
+        ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
+        log.info("a Ray cluster of this machine alone: --address %s", ray.get_runtime_context().gcs_address)
+    else:
+        ray.init(address=address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class _Signals:
+    """SIGTERM and SIGINT: they interrupt the start, and end ``wait`` afterwards."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._is_up = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_up:
+            raise KeyboardInterrupt
+        self._stop.set()
+
+    def wait(self) -> None:
+        self._is_up = True
+        self._stop.wait()
+
+
+@contextmanager
+def _signals() -> Iterator[_Signals]:
+    """Handles signals meanwhile; restores the handlers that were there."""
+    signals = _Signals()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, signals.note) for number in numbers}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _reached(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _replica_errors() -> str:
+    """Why replicas did not start: the last lines of their tracebacks, which Ray forwards as text."""
+    try:
+        application = serve.status().applications.get(APPLICATION)
+    except (RayError, RayServeException, RuntimeError):
+        return ""
+    deployments = {} if application is None else application.deployments
+    found = {name: ERROR.findall(status.message) for name, status in deployments.items()}
+    return "; ".join(f"{name}: {lines[-1]}" for name, lines in found.items() if lines)

@@ -1,18 +1,22 @@
-"""Certificates for rows that travel between replicas: one authority of a cluster, and a certificate per receiver.
+"""Secret and certificates for KV transfer between the replicas of a cluster.
 
-Users make none: replicas come and go at addresses that nobody knows before. Invariant: a certificate names one address,
-and only the authority's own key has signed it. Nothing lies on a disk: ``as_file`` gives OpenSSL a file in memory that
-ends with the process. No ray. ``keys.py`` hands the authority out.
+The first replica makes a secret and a certificate authority and starts ``KeyKeeper``, a detached actor that outlives
+redeployments, so that later replicas and other machines find them. A client that can call it can also run code on every
+replica. Invariants: two replicas that ask at once get the same keys, because Ray gives out an actor's name once; and a
+keeper that dies restarts with the same, because Ray's head keeps an actor's arguments. A certificate names one address
+and is signed by the authority. Nothing is written to disk: ``as_file`` gives OpenSSL a file in memory.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
+import ray
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -23,6 +27,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from cryptography.x509.oid import NameOID
+from ray.util import get_node_ip_address
+
+from snapstream.disaggregation.protocol import TransferSettings
 
 SKEW = timedelta(days=1)  # between the clocks of two machines
 VALID = timedelta(days=3650)  # a cluster ends before
@@ -115,3 +122,60 @@ def _identity(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) ->
         certificate.public_bytes(Encoding.PEM),
         key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
     )
+
+
+NAME, NAMESPACE = "transfer-keys", "snapstream"
+SECRET_BYTES = 32
+FOR_EVER = -1  # restarts, and calls that are made again
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Of one cluster."""
+
+    secret: bytes
+    authority: Identity
+
+
+class KeyKeeper:
+    """The actor; it does nothing but answer."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    def keys(self) -> Keys:
+        return self._keys
+
+
+def sender_settings() -> TransferSettings:
+    """Of a replica that sends rows. It blocks. RayError if the cluster has no keeper and can start none."""
+    keys = _shared()
+    return TransferSettings(secret=keys.secret, ca=as_file("rows-ca", keys.authority.certificate))
+
+
+def receiver_settings() -> TransferSettings:
+    """Of a replica at which rows arrive: at its machine's address in the cluster, a free port, over TLS.
+
+    It blocks. RayError as above.
+    """
+    keys = _shared()
+    host = get_node_ip_address()
+    own = certify(keys.authority, host)
+    return TransferSettings(
+        secret=keys.secret, host=host, cert=as_file("rows-cert", own.certificate), key=as_file("rows-key", own.key)
+    )
+
+
+def _shared() -> Keys:
+    made = Keys(secrets.token_hex(SECRET_BYTES).encode(), make_authority())  # in vain if there is a keeper
+    keeper = ray.remote(KeyKeeper).options(
+        name=NAME,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=FOR_EVER,
+        max_task_retries=FOR_EVER,
+    )
+    found: Keys = ray.get(keeper.remote(made).keys.remote())
+    return found

@@ -1,55 +1,65 @@
-"""What a user says of a deployment: one TOML or YAML file, read strictly. No ray.
+"""The config of a deployment: one TOML or YAML file, read strictly. No ray.
 
-Invariant: a name that nobody knows, a value of the wrong kind and a combination that cannot work are refused here, with
-their place in the file, before anything is started.
+Invariant: unknown names, wrong types and combinations that cannot work are refused here, with their place in the file,
+before anything is started.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineOptions, as_count, as_number
-from snapstream.server.engine.process import STALL_TIMEOUT_S
-from snapstream.server.http.draining import check_place
-from snapstream.server.settings import ReasoningParser
+from snapstream.config.engine import STALL_TIMEOUT_S
+from snapstream.server.options import ENGINE_DEFAULTS, ApiOptions, ListenOptions, set_text
+
+# Ray's environment in a cluster of our own, set before ray is imported unless the user has set it. By default Ray kills
+# a proxy that is not ready within 5 s, three times, and with it the start, and one that does not answer within 10 s,
+# and with it all streams; and it gives its workers a low priority.
+OWN_CLUSTER = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+    "RAY_worker_niceness": "0",
+}
+TOKEN = Path(".ray") / "auth_token"  # in the home folder; Ray writes it when it starts a cluster of its own
+
+
+def prepare(address: str | None) -> None:
+    """For a cluster of our own (None), or a client of the one at ``address``.
+
+    A cluster that Ray starts asks for a token, but its clients send theirs only if configured to.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # a line of a request is not "repeated", however alike two are
+    if address is None:
+        for name, value in OWN_CLUSTER.items():
+            os.environ.setdefault(name, value)
+    elif (Path.home() / TOKEN).is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
 
 Settings = TypeVar("Settings")
 MAX_REPLICAS = 10_000
 QUEUED_TOKENS = 65536
-# What the command ``serve`` also sets; an engine of the package alone has neither.
-ENGINE_DEFAULTS = {"max_waiting": 128, "prefix_store": "auto"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontSettings:
+class FrontSettings(ApiOptions):
     """``[front]``: the HTTP front; names and meanings are those of ``snapstream serve``."""
 
     replicas: int = 1
-    tool_parser: str = "auto"
-    reasoning_parser: ReasoningParser = "auto"
-    chat_template: str = ""  # a file; "": the checkpoint's
     responses_store: int = 0
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    root_path: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _count(self, "replicas", 1, MAX_REPLICAS)
-        _count(self, "responses_store", 0)
-        for name in ("tool_parser", "reasoning_parser", "chat_template", "root_path"):
-            _text(self, name)
-        for name in ("allowed_hosts", "cors_origins"):
-            _texts(self, name)
-        parsers = get_args(ReasoningParser)
-        if self.reasoning_parser not in parsers:
-            raise ValueError(f"reasoning_parser is {self.reasoning_parser!r}; it must be one of {', '.join(parsers)}")
         if self.responses_store and self.replicas > 1:
             raise ValueError(
                 f"responses_store is {self.responses_store} and replicas is {self.replicas}; "
@@ -102,27 +112,19 @@ class DecodeSettings(ReplicaSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeployConfig:
-    """The whole file."""
+class DeployConfig(ListenOptions):
+    """The whole file; ``drain_timeout`` is also what requests of a replica get before an update ends it."""
 
     model: str = str(TINY_MODEL)  # checkpoint folder, at the same path on every machine
-    served_model_name: tuple[str, ...] = ()  # default: the folder's
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key_file: str = ""  # one a line; SNAPSTREAM_API_KEY adds more
-    drain_timeout: float = 30.0  # seconds that requests of a replica get before an update or a signal ends it
     engine: EngineOptions = field(default_factory=lambda: EngineOptions.of(None, dict(ENGINE_DEFAULTS)))
     front: FrontSettings = field(default_factory=FrontSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
     prefill: PrefillSettings | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "host", "api_key_file"):
-            _text(self, name)
-        _texts(self, "served_model_name")
+        super().__post_init__()
+        set_text(self, "model")
         as_count("port", self.port, 1, 65535)
-        object.__setattr__(self, "drain_timeout", as_number("drain_timeout", self.drain_timeout, 0.0, 86399.0))
-        check_place(self.port, self.drain_timeout)
         if not self.model:
             raise ValueError("model is empty; it must be a checkpoint folder")
         if self.engine.leader_address is not None or self.engine.local_ranks:
@@ -161,7 +163,7 @@ class DeployConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.served_model_name or (Path(self.model).resolve().name,)
+        return self.names_of(self.model)
 
 
 def read_config(path: Path) -> DeployConfig:
@@ -224,16 +226,3 @@ def _table(place: str, value: Any) -> Mapping[str, Any]:
 
 def _count(settings: Any, name: str, low: int, high: int | None = None) -> None:
     object.__setattr__(settings, name, as_count(name, getattr(settings, name), low, high))
-
-
-def _text(settings: Any, name: str) -> None:
-    value = getattr(settings, name)
-    if not isinstance(value, str) or "\0" in value:
-        raise ValueError(f"{name} is {value!r}; it must be a text")
-
-
-def _texts(settings: Any, name: str) -> None:
-    value = getattr(settings, name)
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) and each for each in value):
-        raise ValueError(f"{name} is {value!r}; it must be a list of texts, none of them empty")
-    object.__setattr__(settings, name, tuple(value))

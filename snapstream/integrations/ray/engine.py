@@ -1,27 +1,128 @@
-"""``ReplicatedEngine``: many replicas as the one ``AsyncEngine`` that the HTTP front knows. No ray.
+"""``ReplicatedEngine``: the replicas as one ``AsyncEngine``, for the HTTP server. No ray.
 
-      generate -> the best replica -> parcels -> deltas         lost before the first delta: once more, elsewhere
+      generate -> the best replica -> batches -> deltas         lost before the first delta: retried on another replica
                                                                 lost after it: EngineDead, an error frame
 
-Invariant: what a caller has been given a delta of is never begun again, so no stream repeats itself; a request that
-was given none is repeated at most ``MAX_TRIES - 1`` times. ``board.py`` chooses, ``handles.py`` calls.
+Invariant: a request with a delta is never retried, so no stream repeats itself; one without is retried at most
+``MAX_TRIES - 1`` times. Callers are the ingress and, for remote prefill, decode replicas; each has a name, and holds
+its requests by asking for reports (``Leases``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
+from time import monotonic
+from typing import Protocol
+from uuid import uuid4
 
+from snapstream.config import EngineConfig
+from snapstream.disaggregation.requests import prefill_request, prefill_request_id
 from snapstream.engine.validate import QueueFull
-from snapstream.integrations.ray.board import Board, Route, route_key
-from snapstream.integrations.ray.replicas import ReplicaLost, Replicas, Watched
-from snapstream.request import Request
-from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta
-from snapstream.server.engine.messages import EngineFacts
+from snapstream.integrations.ray.registry import DeltaBatch, ReplicaRegistry, Report, Route, route_key
+from snapstream.server.engine.api import EngineDead, EngineFacts, EngineStats, RequestDelta
+from snapstream.server.engine.remote_prefill import SHUN_S, ReadFailed, why_not_sent
+from snapstream.types import Request, RowTicket
 
 log = logging.getLogger(__name__)
+
+ACCEPT_S = 30.0  # for Ray to find a replica that takes a request
+POLL_S = 1.0  # between two reports of a replica
+SOON_S = 0.2  # the same while a replica takes no requests
+REPORT_S = 10.0  # for a replica to report; one that takes longer keeps its last report, and Ray judges its health
+
+
+class ReplicaLost(RuntimeError):
+    """The replica died, or Ray could not reach it; what it had not said is lost."""
+
+
+class Replicas(Protocol):
+    """Calls to replicas. Each goes where the registry of its route says."""
+
+    def generate(self, request: Request, route: Route) -> AsyncGenerator[DeltaBatch, None]:
+        """Parcels of a request; the first has no deltas. ReplicaLost. Closing it early aborts the request."""
+        ...
+
+    async def report(self, route: Route) -> Report:
+        """ReplicaLost."""
+        ...
+
+    async def reset_prefixes(self, namespace: str | None, route: Route) -> None:
+        """ReplicaLost."""
+        ...
+
+
+class WatchedReplicas:
+    """The replicas, and a registry that is kept up to date as long as ``watch`` runs."""
+
+    def __init__(self, replicas: Replicas, registry: ReplicaRegistry) -> None:
+        self._replicas, self.registry = replicas, registry
+        self.caller = uuid4().hex
+        self.facts: EngineFacts | None = None  # about the engine of the replica that reported last
+
+    async def watch(self) -> None:
+        """Ask every replica for a report, for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(SOON_S if self.registry.absences else POLL_S)
+
+    async def look(self) -> None:
+        """Ask every replica once. Where none is known, whichever Ray offers."""
+        await asyncio.gather(*(self._ask(name) for name in self.registry.names or ("",)))
+
+    async def run(self, request: Request, route: Route) -> AsyncGenerator[RequestDelta, None]:
+        """The deltas of one replica, up to the last. EngineDead or QueueFull if there is no last one; ValueError."""
+        name = ""
+        try:
+            async with aclosing(self._replicas.generate(request, route)) as batches:
+                try:
+                    async with asyncio.timeout(ACCEPT_S):
+                        batch = await anext(batches)
+                except TimeoutError:
+                    raise EngineDead(f"no replica took the request within {ACCEPT_S:g} s") from None
+                while True:
+                    name = batch.replica
+                    self.registry.note_load(name, batch.load)
+                    for delta in batch.deltas.deltas:
+                        yield delta
+                        if delta.is_finished:
+                            return
+                    if batch.fault is not None:
+                        raise batch.fault.error()
+                    batch = await anext(batches)
+        except StopAsyncIteration:
+            raise EngineDead("a replica's answer ended early") from None
+        except ReplicaLost as error:
+            if name:
+                self.registry.mark_absent(name, str(error))
+            raise EngineDead(f"the replica was lost: {error}") from error
+
+    async def reset_prefixes(self, namespace: str | None, name: str) -> None:
+        """One replica is to forget the beginnings that it stores; one that is lost has forgotten."""
+        try:
+            async with asyncio.timeout(REPORT_S):
+                await self._replicas.reset_prefixes(namespace, Route(self.registry, to=name))
+        except (ReplicaLost, TimeoutError) as error:
+            log.warning("could not reset the prefix store of replica %s: %s", name, error)
+
+    async def _ask(self, name: str) -> None:
+        try:
+            async with asyncio.timeout(REPORT_S):
+                report = await self._replicas.report(Route(self.registry, self.caller, to=name))
+        except TimeoutError:
+            return
+        except ReplicaLost as error:
+            self.registry.mark_absent(name, str(error))
+            return
+        except Exception as error:  # a bug of ours, here or there: the watch must go on
+            log.error("replica %s could not be asked how it is: %r", name or "?", error)
+            return
+        self.registry.note_report(report)
+        self.facts = report.facts
+
 
 MAX_TRIES = 3
 
@@ -30,8 +131,8 @@ class ReplicatedEngine:
     """Make it on the event loop that will use it, and run ``watch`` there as long as it lives."""
 
     def __init__(self, replicas: Replicas) -> None:
-        self._board = Board()
-        self._replicas = Watched(replicas, self._board)
+        self._registry = ReplicaRegistry()
+        self._replicas = WatchedReplicas(replicas, self._registry)
         self._is_closing = False
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -46,9 +147,9 @@ class ReplicatedEngine:
     def absence(self) -> EngineDead | None:
         if self._is_closing:
             return EngineDead("the engine is shutting down")
-        if self._replicas.facts is not None and self._board.num_ready:
+        if self._replicas.facts is not None and self._registry.num_ready:
             return None
-        whys = self._board.absences
+        whys = self._registry.absences
         return EngineDead(f"no replica takes requests: {whys[0]}" if whys else "no replica has been started yet")
 
     @property
@@ -62,7 +163,7 @@ class ReplicatedEngine:
         """Run a request on one replica, or on another if the first is lost before it has said anything."""
         if self._is_closing:
             raise EngineDead("the engine is shutting down")
-        if self._resets:  # they are to be heard before what follows, whoever waits no longer
+        if self._resets:  # they must arrive before what follows, even if the caller has left
             await asyncio.wait(self._resets)
         facts = self._replicas.facts
         key = route_key(request, None if facts is None else facts.engine)
@@ -71,9 +172,9 @@ class ReplicatedEngine:
         self._open()
         try:
             for num_tries in range(1, MAX_TRIES + 1):
-                claim = self._board.claim(num_rows)
+                claim = self._registry.claim(num_rows)
                 route = Route(
-                    self._board,
+                    self._registry,
                     self._replicas.caller,
                     key=key,
                     size=num_rows,
@@ -99,10 +200,10 @@ class ReplicatedEngine:
             self._close()
 
     def stats(self) -> EngineStats:
-        return self._board.stats()
+        return self._registry.stats()
 
     async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
-        """0: which replica a prompt goes to is decided later, and a draft in this front trims without a look."""
+        """0: which replica gets a prompt is decided later, so a draft here cannot know what is cached."""
         return 0
 
     def reset_prefixes(self, namespace: str | None) -> None:
@@ -112,7 +213,7 @@ class ReplicatedEngine:
         """
         if self.absence is not None:
             raise self.absence
-        for name in self._board.names:
+        for name in self._registry.names:
             task = asyncio.create_task(self._replicas.reset_prefixes(namespace, name))
             self._resets.add(task)
             task.add_done_callback(self._resets.discard)
@@ -126,7 +227,7 @@ class ReplicatedEngine:
             log.warning("requests still run at the end of the drain")
 
     async def watch(self) -> None:
-        """Ask every replica how it is, for ever."""
+        """Ask every replica for a report, for ever."""
         await self._replicas.watch()
 
     async def look(self) -> None:
@@ -135,7 +236,7 @@ class ReplicatedEngine:
 
     def _has_other(self, avoid: set[str], error: Exception) -> bool:
         """Whether a repeat can do better. A replica that is gone will be replaced: Ray holds the request until then."""
-        others = [name for name in self._board.names if name not in avoid]
+        others = [name for name in self._registry.names if name not in avoid]
         return bool(others) or (isinstance(error.__cause__, ReplicaLost))
 
     def _open(self) -> None:
@@ -146,3 +247,88 @@ class ReplicatedEngine:
         self._num_open -= 1
         if not self._num_open:
             self._idle.set()
+
+
+class ReplicaReaders:
+    """Prefill replicas of a decode replica; a ``PromptReaders``. Make it on the event loop that will use it.
+
+    Ray carries the request and the end of its transfer; the row goes from engine to engine. The registry orders the
+    replicas; one that lost a row is asked last for a while. While there is none, a prompt waits for one as long as its
+    ticket is good.
+    """
+
+    def __init__(self, replicas: Replicas, config: Callable[[], EngineConfig]) -> None:
+        """``config``: of the engine that answers; its budget and selector are those of requests that name none."""
+        self._registry = ReplicaRegistry(reads_only=True)
+        self._watched = WatchedReplicas(replicas, self._registry)
+        self._config = config
+        self._shunned: dict[str, float] = {}  # until when
+        self._watching = asyncio.create_task(self._watched.watch(), name="prefill-watch")
+
+    @property
+    def absence(self) -> EngineDead | None:
+        """Why no replica prefills; None if one does, or the first is awaited."""
+        whys = self._registry.absences
+        return EngineDead(f"no replica reads prompts: {whys[0]}") if whys and not self._registry.num_ready else None
+
+    def choose(self, request: Request, tried: frozenset[str]) -> str:
+        """Who is to read it; "" for the first to be there."""
+        return self._registry.best(self._route(request, tried))
+
+    async def read(self, name: str, request: Request, ticket: RowTicket) -> None:
+        """Returns when the row has gone to ``ticket``. ReadFailed if it could not."""
+        config = self._config()
+        asked = replace(
+            prefill_request(request, ticket),
+            request_id=prefill_request_id(ticket),
+            budget=request.budget or config.budget,  # its own might be others, on a machine of another size
+            selector=request.selector or config.selector,
+        )
+        claim = self._registry.claim(len(request.prompt_token_ids))
+        try:
+            await self._until_ready()
+            to = name if name in self._registry.names else ""
+            route = replace(self._route(request, frozenset()), to=to, on_taken=claim.take)
+            async with aclosing(self._watched.run(asked, route)) as deltas:
+                problem = await why_not_sent(deltas)
+        except (EngineDead, QueueFull, ValueError) as error:
+            problem = str(error)
+        finally:
+            claim.give_back()
+        if problem:
+            for asked_one in claim.names:
+                self.shun(asked_one)
+            raise ReadFailed(problem)
+
+    async def check(self) -> None:
+        if self.absence is not None:
+            raise ReadFailed(str(self.absence))
+
+    def shun(self, name: str) -> None:
+        self._shunned[name] = monotonic() + SHUN_S
+
+    async def reset_prefixes(self, namespace: str | None) -> None:
+        """Every replica forgets the beginnings that it stores of a namespace's prompts."""
+        await asyncio.gather(*(self._watched.reset_prefixes(namespace, name) for name in self._registry.names))
+
+    async def close(self) -> None:
+        self._watching.cancel()
+        await asyncio.wait([self._watching])
+
+    def _route(self, request: Request, tried: frozenset[str]) -> Route:
+        now = monotonic()
+        self._shunned = {name: until for name, until in self._shunned.items() if until > now}
+        facts = self._watched.facts
+        return Route(
+            self._registry,
+            self._watched.caller,
+            key=route_key(request, None if facts is None else facts.engine),
+            size=len(request.prompt_token_ids),
+            avoid=tried | self._shunned.keys(),
+        )
+
+    async def _until_ready(self) -> None:
+        """Replicas that are known, but take nothing now, are given time: their engines come back, or others come."""
+        deadline = monotonic() + ACCEPT_S
+        while self.absence is not None and monotonic() < deadline:
+            await asyncio.sleep(SOON_S)

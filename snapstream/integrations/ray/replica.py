@@ -1,9 +1,8 @@
-"""``EngineReplica``: one replica, which owns one ``EngineProcess`` - child, restarts, stall watch and all.
+"""``EngineReplica``: one replica, which owns one ``EngineProcess``.
 
-It reads prompts and answers, or does one of both (``duty``): then rows travel from replica to replica (``readers.py``).
-Invariant: rows of a request that nobody reads any more are given back, however its reader left: closed, cancelled by
-Ray, or killed. Of a killed one Ray says nothing, so a caller holds its requests by a lease (``leases.py``). What
-gathers for a request while Ray carries its last parcel goes out together in the next.
+It does prefill, decode or both (``role``). Invariant: the rows of a request whose caller has left are freed, whether
+the caller closed the call, was cancelled by Ray, or was killed. Ray does not report a killed caller, so callers hold
+their requests by leases. Deltas that gather while Ray carries the last batch go out together in the next.
 """
 
 from __future__ import annotations
@@ -18,20 +17,17 @@ from time import monotonic
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from snapstream.engine.messages import Deltas
 from snapstream.engine.validate import QueueFull
-from snapstream.integrations.ray.board import Route
-from snapstream.integrations.ray.handles import HandleReplicas
-from snapstream.integrations.ray.keys import receiver_settings, sender_settings
-from snapstream.integrations.ray.leases import TICK_S, Leases
-from snapstream.integrations.ray.messages import Fault, Load, Parcel, Report
-from snapstream.integrations.ray.readers import ReplicaReaders
-from snapstream.request import Request
+from snapstream.engine.worker import Deltas
+from snapstream.integrations.ray.certificates import receiver_settings, sender_settings
+from snapstream.integrations.ray.engine import ReplicaReaders
+from snapstream.integrations.ray.ingress import HandleReplicas
+from snapstream.integrations.ray.registry import TICK_S, DeltaBatch, Fault, Leases, Load, Report, Route
 from snapstream.server import logs
-from snapstream.server.engine.api import EngineDead, RequestDelta
-from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.api import EngineDead, EngineSpec, RequestDelta
 from snapstream.server.engine.process import EngineProcess
-from snapstream.server.settings import Duty
+from snapstream.server.options import Role
+from snapstream.types import Request
 
 LEAST_ABSENCE_S = 60.0  # an engine that restarts may take so long at least; in all
 LOADS_OF_ABSENCE = 3.0  # as many times what its first load took
@@ -54,16 +50,16 @@ class EngineReplica:
     """Ray makes it, calls it on one event loop, and ends it when it has drained."""
 
     async def __init__(  # type: ignore[misc] # Ray awaits it
-        self, spec: EngineSpec, stall_timeout_s: float, duty: Duty = "both", prefill: DeploymentHandle | None = None
+        self, spec: EngineSpec, stall_timeout_s: float, role: Role = "both", prefill: DeploymentHandle | None = None
     ) -> None:
         """Returns when the engine serves. ValueError, EngineDead: it cannot be loaded; Ray shows the message.
 
-        ``prefill``: the replicas that read prompts for one with the duty "decode".
+        ``prefill``: the replicas that read prompts for one with the role "decode".
         """
         logs.set_up("text")
         self._name = serve.get_replica_context().replica_id.unique_id
-        if duty != "both":
-            settings = await asyncio.to_thread(receiver_settings if duty == "decode" else sender_settings)
+        if role != "both":
+            settings = await asyncio.to_thread(receiver_settings if role == "decode" else sender_settings)
             spec = replace(spec, transfer=settings)
         self._readers: ReplicaReaders | None = None
         if prefill is not None:
@@ -79,8 +75,8 @@ class EngineReplica:
         self._leases = Leases()
         self._sweeping = asyncio.create_task(self._sweep(), name="lease-sweep")
 
-    async def generate(self, request: Request, route: Route) -> AsyncGenerator[Parcel, None]:
-        """The parcels of a request (``messages.py``); ``route`` was for the router."""
+    async def generate(self, request: Request, route: Route) -> AsyncGenerator[DeltaBatch, None]:
+        """The batches of a request (``messages.py``); ``route`` was for the router."""
         waiting: list[RequestDelta | Fault] = []
         news = asyncio.Event()
         reading = asyncio.create_task(self._read(request, waiting, news))
@@ -88,7 +84,7 @@ class EngineReplica:
         self._open[id(own)] = own
         self._leases.open(route.caller)
         try:
-            yield Parcel(self._name, self._load())
+            yield DeltaBatch(self._name, self._load())
             is_over = False
             while not is_over:
                 await news.wait()
@@ -96,11 +92,11 @@ class EngineReplica:
                 if any(not isinstance(item, Fault) for item in waiting):
                     own.queued_tokens = 0
                 is_over = isinstance(waiting[-1], Fault) or waiting[-1].is_finished
-                if is_over:  # so that the last parcel says what is left to do without this request
+                if is_over:  # so that the last batch says what is left to do without this request
                     self._open.pop(id(own), None)
-                parcel = self._parcel(waiting)
+                batch = self._batch(waiting)
                 waiting.clear()
-                yield parcel
+                yield batch
         finally:
             self._open.pop(id(own), None)
             reading.cancel()
@@ -160,7 +156,7 @@ class EngineReplica:
             waiting.append(Fault("dead", f"the replica failed: {type(error).__name__}: {error}"))
             news.set()
         except asyncio.CancelledError:
-            waiting.append(Fault("dead", "nobody reads the answer any more"))
+            waiting.append(Fault("dead", "the client has left"))
             news.set()
             raise
 
@@ -185,7 +181,7 @@ class EngineReplica:
             absence="" if absence is None else str(absence),
         )
 
-    def _parcel(self, waiting: list[RequestDelta | Fault]) -> Parcel:
+    def _batch(self, waiting: list[RequestDelta | Fault]) -> DeltaBatch:
         deltas = tuple(item for item in waiting if not isinstance(item, Fault))
         fault = waiting[-1] if isinstance(waiting[-1], Fault) else None
-        return Parcel(self._name, self._load(), Deltas(deltas), fault)
+        return DeltaBatch(self._name, self._load(), Deltas(deltas), fault)

@@ -1,1 +1,1 @@
-"""Kernels for CPU tensors: the same meaning as ``kernels/reference.py``, without gathers and copies."""
+"""Kernels for CPU tensors. Reference: ``kernels/reference.py``."""

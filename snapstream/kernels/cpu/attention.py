@@ -1,11 +1,10 @@
 """Attention on a CPU through PyTorch's flash kernel, without masks, gathers or copies of K and V.
 
 Prefill: the keys before the chunk are visible to every query of it, so that part runs unmasked with the query heads of
-a group folded into the query length (no repeated keys); the chunk itself is one causal square; the two are merged by
-their log-sum-exp. Decode: rows are read in place, neighbouring rows of about one length in one call; a query per row is
-too few for the flash kernel, plain batched products read the row faster (figures in ``docs/log.md``). Slots past a
-row's length may then be read, with weight 0, and 0 x NaN is NaN: ``KVCache`` begins with zeros, and leftovers of an
-earlier owner of the row are zeroed where they are not numbers.
+a group folded into the query length; the chunk itself is one causal square; the two are merged by their log-sum-exp.
+Decode: rows are read in place, neighboring rows of similar length in one call; with one query per row batched products
+are faster than the flash kernel. Slots past a row's length may be read with weight 0, and 0 x NaN is NaN: ``KVCache``
+begins with zeros, and NaN left by an earlier request is zeroed.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from snapstream.kernels import int8
-from snapstream.kernels.fp8 import Scales
-from snapstream.kernels.reference import of_slots
+from snapstream.kernels.formats import Scales, encoding_of, spread
 from snapstream.kernels.rows import LayerRows
 
 MAX_WASTE = 1.25  # slots read over slots visible, up to which unequal rows share a call
@@ -78,21 +75,21 @@ def _attend_stored(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
     """``_attend`` over rows as they are stored; the scales of a whole head are left to ``q`` and the result."""
     if scales is None:
         return _attend(q, k.to(q.dtype), v.to(q.dtype), visible)
-    k_scale, v_scale = (of_slots(scale) for scale in scales)
-    if k.dtype == int8.DTYPE:
+    k_scale, v_scale = spread(scales[0], k), spread(scales[1], v)
+    if encoding_of(k).format.scales == "slot":
         return _attend(q.float(), k.float().mul_(k_scale), v.float().mul_(v_scale), visible).to(q.dtype)
     return (_attend(q.float() * k_scale, k.float(), v.float(), visible) * v_scale).to(q.dtype)
 
 
 def _silence(slots: Tensor, visible: Tensor) -> None:
-    """Zero the slots of ``slots [b, G, n, ...]``, in the cache, that lie past each row's end: nobody owns them."""
+    """Zero the slots of ``slots [b, G, n, ...]``, in the cache, that lie past each row's end."""
     stored = slots.view(torch.uint8) if slots.itemsize == 1 else slots  # FP8 is not filled everywhere
     for row, length in zip(stored, visible.tolist(), strict=True):
         row[:, length:].zero_()
 
 
 class Run(NamedTuple):
-    """Neighbouring batch entries that lie in neighbouring rows and are read in one call."""
+    """Consecutive batch entries in consecutive rows, read in one call."""
 
     start: int  # first entry of the batch
     row: int  # its row
@@ -124,10 +121,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         unseen = (torch.arange(k.shape[2]) >= visible[:, None])[:, None, None]  # [b, 1, 1, n]
     if q.dtype != torch.float32:  # products of half precision would round the scores
         return F.scaled_dot_product_attention(q, k, v, attn_mask=None if unseen is None else ~unseen)
-    keys, values = (
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-    )  # [b*G, n, E] and [b*G, n, E'], views: rows and heads lie evenly spaced
+    keys, values = k.flatten(0, 1), v.flatten(0, 1)  # views [b*G, n, E], [b*G, n, E']
     scaled = (q * head_dim**-0.5).reshape(batch * num_kv_heads, group, head_dim)
     if head_dim < 128:
         logits = torch.bmm(scaled, keys.transpose(1, 2))  # [b*G, r, n]

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from snapstream.kernels import scores as plain_scores
+from snapstream.kernels import pytorch as plain_scores
 from snapstream.kernels.triton import configs
 from snapstream.kernels.triton.attention import LOG2_E
 

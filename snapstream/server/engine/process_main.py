@@ -1,4 +1,4 @@
-"""The engine process: it loads the model, says so, and works until it is told to stop or nobody is left to answer.
+"""The engine process: loads the model, reports it, and serves until it is stopped or the server has gone.
 
 ``worker.py`` of ``snapstream/engine`` is the loop; ``child.py`` is the other end of the pipe.
 """
@@ -17,22 +17,23 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from snapstream.engine.messages import Beat, ToEngine
-from snapstream.engine.worker import EngineWorker
-from snapstream.server.engine.messages import EngineFacts, EngineSpec, Failed, FromProcess, Ready
-from snapstream.start.exchange import make_exchange
-from snapstream.transfer.settings import TransferSettings
+from snapstream.disaggregation.connector import TcpConnector
+from snapstream.disaggregation.protocol import TransferSettings
+from snapstream.engine.worker import Beat, EngineWorker, ToEngine
+from snapstream.server.engine.api import EngineFacts, EngineSpec, Failed, FromProcess, Loading, Ready
+from snapstream.startup.build import make_connector
 
 if TYPE_CHECKING:
     from snapstream.llm import LLM
+    from snapstream.step import Runner
 
 BEAT_S = 0.1
 
 
 class FrontGone(Exception):
-    """The other end of the pipe is closed: nobody is left to answer."""
+    """The other end of the pipe is closed: the server has gone."""
 
 
 class Pulse:
@@ -88,16 +89,23 @@ def build(
     spec: EngineSpec,
     on_unit: Callable[[], None] = lambda: None,
     on_lost: Callable[[str], None] = lambda why: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> LLM:
-    """Load the model and build everything around it; ``on_unit`` and ``on_lost`` as in ``build_ranks``."""
+    """Load the model and build everything around it; ``on_unit`` and ``on_lost`` as in ``build_ranks``. ``on_stage``
+    receives the current stage."""
     from snapstream.llm import LLM
-    from snapstream.start.ranks import build_ranks
+    from snapstream.startup.ranks import build_ranks
 
     if spec.num_threads is not None:
         import torch
 
         torch.set_num_threads(spec.num_threads)
-    make_runner = partial(build_ranks, on_unit=on_unit, on_lost=on_lost)
+
+    def make_runner(*given: Any) -> Runner:
+        on_stage("reading the weights")
+        return build_ranks(*given, on_unit=on_unit, on_lost=on_lost)
+
+    on_stage("choosing and compiling kernels")
     return LLM(spec.model, spec.options, progress=False, beside=spec.beside, make_runner=make_runner)
 
 
@@ -109,10 +117,12 @@ def child_main(connection: Connection, spec: EngineSpec) -> None:
     port = PipePort(connection)
     is_loaded = False
     try:
-        with build(spec, Pulse(port.send).note, partial(_end_without_rank, port)) as llm:
-            notes = () if spec.transfer is None else _connect(spec, spec.transfer, llm, port)
+        with build(
+            spec, Pulse(port.send).note, partial(_end_without_rank, port), lambda stage: port.send(Loading(stage))
+        ) as llm:
+            connector = None if spec.transfer is None else _connect(spec, spec.transfer, llm, port)
             is_loaded = True
-            port.send(Ready(_facts(spec, llm, notes)))
+            port.send(Ready(_facts(spec, llm, connector)))
             EngineWorker(llm.engine, llm.config.max_rows, port).run()
     except FrontGone:
         return
@@ -126,29 +136,37 @@ def child_main(connection: Connection, spec: EngineSpec) -> None:
             sys.exit(1)
 
 
-def _connect(spec: EngineSpec, settings: TransferSettings, llm: LLM, port: PipePort) -> tuple[str, ...]:
-    """Let rows travel; what the log should say of it."""
-    exchange = make_exchange(Path(spec.model), llm.model_config, llm.config, settings, port.wake)
-    llm.engine.connect(exchange)
-    if exchange.address is None:
+def _connect(spec: EngineSpec, settings: TransferSettings, llm: LLM, port: PipePort) -> TcpConnector:
+    """Connect the engine to its side of the KV transfer."""
+    connector = make_connector(Path(spec.model), llm.model_config, llm.config, settings, port.wake)
+    llm.engine.connect(connector)
+    return connector
+
+
+def _transfer_notes(spec: EngineSpec, connector: TcpConnector | None) -> tuple[str, ...]:
+    """What the log should say of the KV transfer."""
+    if connector is None or spec.transfer is None:
+        return ()
+    if connector.address is None:
         return ("rows go to the servers that ask for them",)
-    how = "TLS" if settings.cert is not None else "no TLS"
-    return (f"rows arrive at {exchange.address[0]} port {exchange.address[1]}, {how}",)
+    how = "TLS" if spec.transfer.cert is not None else "no TLS"
+    return (f"rows arrive at {connector.address[0]} port {connector.address[1]}, {how}",)
 
 
-def _facts(spec: EngineSpec, llm: LLM, notes: tuple[str, ...]) -> EngineFacts:
+def _facts(spec: EngineSpec, llm: LLM, connector: TcpConnector | None) -> EngineFacts:
     return EngineFacts(
         model=spec.model,
         engine=llm.config,
         architecture=llm.model_config,
         has_tokenizer=llm.tokenizer is not None,
         pid=os.getpid(),
-        notes=(*llm.notes, *notes),
+        notes=(*llm.notes, *_transfer_notes(spec, connector)),
+        row_facts={} if connector is None else dict(connector.fingerprint),
     )
 
 
 def _end_without_rank(port: PipePort, why: str) -> None:
-    """End at once, amid a step or at rest: a collective without that rank may wait for very long."""
+    """End at once, in a step or idle: a collective without that rank may wait for very long."""
     with suppress(FrontGone):
         port.send(Failed("error", f"the engine failed: {why}"))
     os._exit(1)

@@ -1,1 +1,1 @@
-"""Parts of any HTTP front: limits, keys, hosts, errors, streams, an orderly end. They know no engine and no OpenAI."""
+"""What any HTTP application of this package needs. Knows no engine, and of the APIs only the shapes of errors."""

@@ -1,14 +1,37 @@
-"""How many connections there may be, in all and from one address, and who goes when there are too many.
+"""HTTP/1.1 connections: uvicorn's protocol with time limits and a bound on the number of connections.
 
-Invariant: a connection that is being answered is never closed for another one. Beyond a limit a newcomer takes the
-place of the connection that has been silent the longest - of its own address, or of any where the process is full - and
-is refused only where all are being answered. So who opens connections and says nothing keeps nobody out.
+            head of a request    complete within ``head_timeout_s`` of the connection, or of its first byte
+            body                 ``admission.py``
+            answer               the client must read some of it every ``write_timeout_s``
+            between requests     uvicorn's keep-alive
+
+A client may close its sending half after its request and wait for the answer. The server cannot tell it from one that
+has left, so it sends an interim answer, ``100 Continue``: a client that waits ignores it, and the system of one that
+has left answers with a reset.
+
+Invariants: a connection that breaks a limit is aborted, its request is cancelled, and the reason is counted. Beyond a
+limit a new connection replaces the one that has been silent the longest - of its own address, or of any if the process
+is full - and is refused only if all are being answered; so idle connections cannot keep others out.
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import sys
 from collections import Counter
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import h11
+from pydantic_core import to_json
+from starlette.types import Scope
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from snapstream.server.http.errors import bad_value
 
 SPARE_FILES = 64  # descriptors for everything but connections: files, pipes, the engine
 MOST_FILES = 65536
@@ -37,7 +60,7 @@ class Connections:
         return len(self._open)
 
     def enter(self, connection: Connection) -> bool:
-        """A new one, which is silent at first. False if it must go: there is no room, and nobody to take it from."""
+        """Add a connection, silent at first. False if there is no room, and no silent connection to close."""
         address = connection.address
         is_full = len(self._open) >= self._most
         if is_full or self._counts[address] >= self._most_per_address:
@@ -87,3 +110,231 @@ def connections_for(num_files: int) -> Connections:
     """A server that may open so many files; one address gets half of the connections."""
     most = max(LEAST, num_files - SPARE_FILES)
     return Connections(most, max(LEAST, most // 2))
+
+
+UNSENT_BYTES = 65536  # of an answer that the system keeps for a slow reader, beside what is on its way
+ASKED_AGAIN_S = (0.01, 0.05, 0.25, 1.0)  # is a half-closed client still there? The last one repeats
+TCP_CLOSE = 7  # the state of a connection that was reset, in Linux' tcp_info
+REASONS = ("silent", "slow_head", "not_reading", "too_many", "crowded_out", "left_half_closed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """Seconds; see the module docstring."""
+
+    head_timeout_s: float = 20.0
+    write_timeout_s: float = 30.0
+
+
+@dataclass
+class ConnectionGuard:
+    """Limits and counters of one server's connections."""
+
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    connections: Connections = field(default_factory=lambda: connections_for(raise_file_limit()))
+    closed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(REASONS, 0)))  # by reason
+    num_malformed: int = 0  # requests that were no HTTP
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """For uvicorn's ``Config(http=...)``."""
+        guard = self
+
+        class Bound(GuardedProtocol):
+            def __init__(
+                self,
+                config: Config,
+                server_state: ServerState,
+                app_state: dict[str, Any],
+                _loop: asyncio.AbstractEventLoop | None = None,
+            ) -> None:
+                super().__init__(config, server_state, app_state, _loop)
+                self.guard = guard
+
+        return Bound
+
+
+class JoinedHead(h11.Connection):
+    """Returns the head of a response with its first body piece, so that both leave in one write.
+
+    ``flush`` writes a head whose body is not there by the next turn of the event loop.
+    """
+
+    def __init__(self, flush: Callable[[], object]) -> None:
+        super().__init__(h11.SERVER)
+        self._flush, self._head = flush, b""
+
+    def take_head(self) -> bytes:
+        """A head that is not written yet, or nothing."""
+        head, self._head = self._head, b""
+        return head
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]  # overloads, by kind of event
+        data = super().send(event)
+        if isinstance(event, h11.Response):
+            self._head = data or b""
+            self._flush()
+            return b""
+        return data if data is None else self.take_head() + data
+
+
+class GuardedProtocol(H11Protocol):
+    """One connection."""
+
+    guard: ConnectionGuard
+    conn: JoinedHead
+    address = ""
+    _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _leave_timer: asyncio.TimerHandle | None = None
+    _has_sent = False  # a byte of a request that is not whole yet
+    _is_half_closed = False
+    _num_unsent = 0  # bytes, when it was last looked
+
+    @property
+    def is_busy(self) -> bool:
+        """A request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        transport.set_write_buffer_limits(high=1, low=0)  # so that nothing is unsent without our knowledge
+        keep_little_unsent(transport)
+        # asyncio does so only for sockets with proto IPPROTO_TCP, and those of socket.create_server have 0. Nagle's
+        # algorithm and the client's delayed ACK would add 40 ms to every response on a kept-alive connection.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.conn = JoinedHead(lambda: self.loop.call_soon(self._write_head))
+        self.app_state = {**self.app_state, CUT: self.cut}
+        if self.guard.connections.enter(self):
+            self._head_timer = self.loop.call_later(self.guard.limits.head_timeout_s, self._end_head)
+        else:
+            self._close("too_many")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.guard.connections.leave(self)
+        for timer in (self._head_timer, self._write_timer, self._leave_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def crowd_out(self) -> None:
+        self._close("crowded_out")
+
+    def cut(self) -> None:
+        """End the connection during an answer, so that its reader knows that it is incomplete."""
+        self.transport.abort()
+
+    # requests
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._has_sent = True
+        self._look()
+        if not self.is_busy and self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.guard.limits.head_timeout_s, self._end_head)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # may begin the next request, if it has come already
+        self._look()
+        if self._is_half_closed and not self.is_busy and not self.transport.is_closing():
+            self.transport.close()
+
+    def _look(self) -> None:
+        if not self.is_busy:
+            self.guard.connections.set_silent(self)
+            return
+        self.guard.connections.set_busy(self)
+        self._has_sent = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _end_head(self) -> None:
+        self._head_timer = None
+        if not self.is_busy:
+            self._close("slow_head" if self._has_sent else "silent")
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's refusal of malformed HTTP, as an ``ApiError`` body."""
+        self.guard.num_malformed += 1
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer is under way: nothing can be added
+            self.transport.abort()
+            return
+        body = to_json(bad_value(msg, None, "malformed_http").body)
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    # answers
+
+    def _write_head(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(self.conn.take_head())
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _watch_writing(self) -> None:
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.guard.limits.write_timeout_s, self._end_writing)
+
+    def _end_writing(self) -> None:
+        self._write_timer = None
+        if self.transport.get_write_buffer_size() < self._num_unsent:
+            self._watch_writing()  # slow, but it reads
+        else:
+            self._close("not_reading")
+
+    # clients that have closed their half
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """True keeps the other half open."""
+        # Only a client that waits for its answer is asked; one that closes during the answer has left.
+        waits = self.is_busy and not self.cycle.more_body and not self.cycle.response_started
+        if not waits or self.scheme == "https" or self.scope["http_version"] != "1.1" or sys.platform != "linux":
+            return None  # TLS cannot be half closed; HTTP/1.0 has no interim answers
+        self._is_half_closed = True
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._leave_timer = self.loop.call_later(ASKED_AGAIN_S[0], self._end_if_left, 1)
+        return True
+
+    def _end_if_left(self, count: int) -> None:
+        self._leave_timer = None
+        if self.transport.is_closing():
+            return
+        peer: socket.socket = self.transport.get_extra_info("socket")
+        if peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE:
+            self._close("left_half_closed")
+            return
+        delay = ASKED_AGAIN_S[min(count, len(ASKED_AGAIN_S) - 1)]
+        self._leave_timer = self.loop.call_later(delay, self._end_if_left, count + 1)
+
+    def _close(self, reason: str) -> None:
+        if not self.transport.is_closing() or reason == "not_reading":
+            self.guard.closed[reason] += 1
+            self.transport.abort()
+
+
+CUT = "cut"  # in a request's state: a function that ends its connection
+
+
+async def cut_off(scope: Scope) -> None:
+    """End the connection of a request during its answer, and wait to be cancelled; returns at once without one."""
+    cut = scope.get("state", {}).get(CUT)
+    if cut is not None:
+        cut()
+        await asyncio.Event().wait()
+
+
+def keep_little_unsent(transport: asyncio.BaseTransport) -> None:
+    """Else the system buffers megabytes for a client that reads nothing, unnoticed."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)

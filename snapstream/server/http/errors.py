@@ -1,38 +1,78 @@
-"""Every error a client can see, in the shape that its API has: OpenAI's, and Anthropic's below /v1/messages.
+"""Every error that a client can see, in the shape of the API of its request.
 
-Invariant: ``{"error": {"message", "type", "param", "code"}}``, all four always there, whatever went wrong; or
-``{"type": "error", "error": {"type", "message"}}``. 5xx only where trying again may help, or where we have a bug.
-Clients retry 408, 409, 429 and 5xx on their own.
+Invariants: outside of all APIs the body is ``{"error": {"message", "type", "param", "code"}}``, always with all four.
+5xx only where a retry may help, or for a bug: clients retry 408, 409, 429 and 5xx. A request is counted as an error at
+most once, by status and a reason that is never a client's text; errors say what they are in the request's scope
+(``note_fault``), because an error within a stream has status 200.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from snapstream.request import NOT_FINITE
-from snapstream.server.http.faults import note_fault
+from snapstream.server.http.api import Api, api_of
+from snapstream.types import NOT_FINITE
+
+CLIENT_GONE = 499  # nginx's number; only logs and metrics see it
+FAULT = "fault"  # in a request's state
+
+Count = Callable[[int, str], None]  # takes status and reason
+
+
+def note_fault(scope: Scope, status: int, reason: str) -> None:
+    """The answer to this request is an error."""
+    scope.setdefault("state", {})[FAULT] = (status, reason)
+
+
+def note_no_fault(scope: Scope) -> None:
+    """The answer to this request is what was asked for, whatever its status."""
+    scope.setdefault("state", {})[FAULT] = None
+
+
+class FaultCount:
+    """Counts errors when the answer is over. Outermost middleware, so that it sees every refusal."""
+
+    def __init__(self, app: ASGIApp, *, count: Count) -> None:
+        self._app, self._count = app, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            note_fault(scope, 500, "internal_error")
+            raise
+        finally:
+            state = scope.get("state", {})
+            if FAULT in state:
+                if state[FAULT] is not None:
+                    self._count(*state[FAULT])
+            elif status >= 400:
+                self._count(status, "client_left" if status == CLIENT_GONE else "other")
+
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 500
-# A server may live below another path.
-MESSAGES_API = re.compile(r"(?:^|/)v1/messages(?:/|$)")
-_RESPONSES_API = re.compile(r"(?:^|/)v1/responses(?:/|$)")
-
-# Anthropic's words; other statuses below 500 are the request's fault.
-_ANTHROPIC_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -47,6 +87,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -54,6 +95,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.details = details  # for APIs whose errors have a place for them
 
     @property
     def message(self) -> str:
@@ -66,32 +108,29 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
-    def anthropic_body(self) -> dict[str, Any]:
-        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
-
-    @property
     def reason(self) -> str:
         """For metrics: its code, or where it has none its type."""
         return self.code or self.kind
 
-    def event(self, path: str) -> dict[str, Any] | None:
-        """What ends a stream of the API at ``path`` whose events have names; None where they have none."""
-        if MESSAGES_API.search(path):
-            return self.anthropic_body
-        if _RESPONSES_API.search(path):
-            return {"type": "error", "code": self.code, "message": self.message, "param": self.param, **self.body}
-        return None
-
-    def response(self, path: str) -> JSONResponse:
-        """``path`` of the request: its API decides on the form."""
-        body = self.anthropic_body if MESSAGES_API.search(path) else self.body
-        return ErrorResponse(self, body)
+    def response(self, api: Api | None) -> JSONResponse:
+        """The answer in the form of the request's API (``api_of``)."""
+        return ErrorResponse(self, self.body if api is None else api.error_body(self))
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error in an API that has other names for the fields at fault."""
         param = self.param if self.param is None else names.get(self.param, self.param)
-        return ApiError(self.status, str(self), kind=self.kind, param=param, code=self.code, headers=self.headers)
+        return ApiError(
+            self.status, str(self), kind=self.kind, param=param, code=self.code, headers=self.headers,
+            details=self.details,
+        )  # fmt: skip
+
+
+class ContextLengthError(ApiError):
+    """400: prompt and output do not fit ``limit``, the model's context in tokens. APIs word it from the numbers."""
+
+    def __init__(self, message: str, param: str, *, prompt_tokens: int, max_tokens: int | None, limit: int) -> None:
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.prompt_tokens, self.max_tokens, self.limit = prompt_tokens, max_tokens, limit
 
 
 class ErrorResponse(JSONResponse):
@@ -138,19 +177,33 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response(request.url.path)
+        return error.response(api_of(request.scope))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"There is nothing at {request.url.path}." if error.status_code == 404 else str(error.detail)
-        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
+        headers = {"Allow": _methods(request)} if error.status_code == 405 else error.headers
+        return ApiError(error.status_code, message, headers=headers).response(api_of(request.scope))
 
     async def on_invalid(request: Request, error: Exception) -> Response:
-        return bad_value(str(error), None).response(request.url.path)
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]  # of a query parameter; ``str(error)`` would name our source file
+        name = str(first["loc"][-1])
+        return bad_value(f"{name}: {first['msg']}", name).response(api_of(request.scope))
 
     async def on_bug(request: Request, error: Exception) -> Response:
         log.error("unhandled error", exc_info=error)
-        return internal().response(request.url.path)
+        return internal().response(api_of(request.scope))
+
+    def _methods(request: Request) -> str:
+        """Of every route at this path: Starlette names those of the first."""
+        methods = {
+            name
+            for name in ("DELETE", "GET", "POST")
+            for route in app.routes
+            if route.matches({**request.scope, "method": name})[0] is Match.FULL
+        }
+        return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))  # ``head.py``
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)

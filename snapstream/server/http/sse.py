@@ -1,7 +1,7 @@
-"""Server-sent events, and the watch over a client that may leave at any moment.
+"""Server-sent events, and cancellation of the work when the client leaves.
 
-``Frames`` is the form of a stream, which each API has for itself. Invariant: when the client is gone, whatever is
-computed for it is cancelled at once, not when the next byte could not be sent.
+Each API has its own ``Frames``. Invariant: when the client is gone, its work is cancelled at once, not when the next
+byte cannot be sent.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from fastapi import Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from snapstream.server.http.errors import ApiError, internal
-from snapstream.server.http.faults import note_fault
+from snapstream.server.http.errors import ApiError, internal, note_fault
 
 T = TypeVar("T")
 
@@ -26,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """The client has closed its connection."""
 
 
 def frame(data: Any) -> bytes:
@@ -39,7 +38,7 @@ def named_frame(event: dict[str, Any]) -> bytes:
 
 
 class Frames(Protocol):
-    """How one API writes a stream."""
+    """The form of one API's streams."""
 
     @property
     def end(self) -> bytes:
@@ -49,7 +48,7 @@ class Frames(Protocol):
     def item(self, item: Any) -> bytes: ...
 
     def fault(self, error: ApiError) -> bytes:
-        """What a stream that cannot go on says."""
+        """The frame of an error that ends the stream."""
         ...
 
 
@@ -113,7 +112,6 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await until_gone(receive, self._send_all(scope, send))
         except (ClientGone, OSError):
             pass
@@ -127,6 +125,8 @@ class EventStream(Response):
         async def put(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
+        # In the task of the first frame, so that both leave in one write.
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             await put(self._frames.item(self._first))
             async for item in self._rest:

@@ -1,23 +1,43 @@
-"""Runs the prompts of one HTTP request side by side and yields what they gain, as it comes.
+"""One conversation made ready for the engine, whatever API it came by, and the answer to it on its way.
 
-Invariant: closing or cancelling it closes every engine iterator, which frees every row; a delta of each prompt ends
-with ``is_finished``, or an exception is raised. ``chat.py`` and ``completions.py`` give the deltas their shapes.
+    body -> plan (tools, format) -> requested options (sampling) -> compressed by the draft, if asked for -> token ids
+    -> request
+
+Other APIs write their conversations as a ``ChatBody`` and go this way. Invariant: what leaves ``prepare_chat`` can be
+served; everything else was a 400 that names a field of the body.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from time import monotonic
-from typing import cast
+from typing import Any, cast
+
+from fastapi import Response
 
 from snapstream.engine.validate import QueueFull
-from snapstream.request import NOT_FINITE, FinishReason, Request
 from snapstream.server.engine.api import AsyncEngine, EngineDead, RequestDelta
-from snapstream.server.http.errors import not_finite
+from snapstream.server.http.errors import ApiError, not_finite
+from snapstream.server.http.sse import CHUNKS, EventStream, Frames
 from snapstream.server.metrics import Metrics, RequestWatch
-from snapstream.server.openai.errors import not_followed
+from snapstream.server.openai.answer_reader import (
+    CLOSING,
+    AnswerReader,
+    Beginning,
+    ToolCallParser,
+    allow_reasoning,
+    find_beginning,
+    unused_options,
+)
+from snapstream.server.openai.prompt_compression import RequestedCompression, compression_field
+from snapstream.server.openai.protocol import ChatBody, not_followed
+from snapstream.server.openai.sampling import chat_options, check_answer_size, check_samples, make_request
+from snapstream.server.openai.state import AnswerContext, ServerState, Usage
+from snapstream.server.openai.tools.request import plan_answer, template_tools
+from snapstream.types import NOT_FINITE, CompressionSummary, FinishReason, Request
 
 RETRY_S = 0.05  # how long a later prompt of a request waits when the queue is full; doubles up to
 MAX_RETRY_S = 1.0
@@ -31,7 +51,7 @@ async def run_prompts(
     """Deltas of all prompts in order of arrival. ValueError, QueueFull, EngineDead as in ``engine/api.py``.
 
     At most ``max_at_once`` prompts are submitted; the next one follows when one of them has ended. More would only
-    fill the queue for everyone else.
+    fill the queue for other requests. Closing or cancelling it closes every engine iterator, which frees every row.
     """
     if len(requests) == 1:  # the common case needs no tasks
         async with aclosing(_run(engine, metrics, requests[0], born)) as deltas:
@@ -133,3 +153,114 @@ def _watch(metrics: Metrics, request: Request, born: float) -> RequestWatch:
     return RequestWatch(
         metrics, num_prompt=request.num_prompt_tokens, num_samples=request.sampling.n, born=born or monotonic()
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedChat:
+    """A conversation that the engine can take, and how its answer is read."""
+
+    model: str  # the served name that the request means
+    request: Request
+    compression: RequestedCompression
+    beginning: Beginning
+    closing_id: int | None  # the token that ends reasoning, if it is one
+    make_calls: Callable[[], ToolCallParser] | None  # one for each choice; None: calls are text
+
+    def reader(self) -> AnswerReader:
+        return AnswerReader(self.beginning, self.closing_id, self.make_calls() if self.make_calls else None)
+
+
+async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, namespace: str) -> PreparedChat:
+    """Check and prepare a conversation of a caller in ``namespace``; ApiError for what cannot be served."""
+    model = server.need_model(body.model)
+    plan = plan_answer(body, server.call_format, server.texts, has_place=server.tells_tools)
+    server.ignored.note(unused_options(server.template, body))
+    options = chat_options(
+        body, server.metadata, plan.grammar, shows_special=plan.shows_special or server.shows_special
+    )
+    check_samples(1, options.sampling.n, server.settings)
+    compression = server.compression.requested(body)
+    if plan.grammar is not None:
+        await server.need_grammar(plan.grammar, plan.grammar_param)
+    done = await left_uncompressed(server, body, compression, namespace, has_tools=plan.has_tools)
+    if compression.how is not None and done is None:
+        messages, tools = await server.prompts.conversation(body.messages), template_tools(body.tools)
+        messages, done = await server.compression.chat(
+            messages, tools if plan.has_tools else None, compression, namespace
+        )
+        body = body.model_copy(update={"messages": messages})
+    prompt = await server.prompts.chat(body, server.metadata.max_model_len, has_tools=plan.has_tools)
+    beginning, ids = find_beginning(server.reasoning, prompt.ending, prompt.written), prompt.ids
+    if plan.grammar is not None and beginning is not Beginning.ANSWER:
+        grammar = allow_reasoning(plan.grammar, beginning, server.texts.symbols)
+        await server.need_grammar(grammar, plan.grammar_param)
+        options = replace(options, sampling=replace(options.sampling, grammar=grammar))
+    summary = None if done is None else done.summary(len(ids))
+    request = make_request(
+        answer_id,
+        ids,
+        options,
+        server.metadata,
+        prompt_param="messages",
+        has_tokenizer=True,
+        prompt_compression=summary,
+    )
+    check_answer_size([request], server.metadata, server.settings)
+    return PreparedChat(
+        model=model,
+        request=request,
+        compression=compression,
+        beginning=beginning,
+        closing_id=server.texts.id_of(CLOSING),
+        make_calls=plan.make_parser,
+    )
+
+
+async def left_uncompressed(
+    server: ServerState, body: ChatBody, compression: RequestedCompression, namespace: str, *, has_tools: bool
+) -> CompressionSummary | None:
+    """Why a conversation stays uncompressed: most of it is in the prefix cache. None where it does not.
+
+    A prompt that is too long as it stands may fit once it is compressed, so it is no error here.
+    """
+    if compression.how is None or compression.how.keep is None or server.metadata.engine.prefix_store is None:
+        return None
+    try:
+        ids = (await server.prompts.chat(body, server.metadata.max_model_len, has_tools=has_tools)).ids
+    except ApiError:
+        return None
+    return server.compression.left_uncompressed(len(ids), await server.engine.num_stored(ids, namespace), compression)
+
+
+def new_usage(
+    server: ServerState, requests: Sequence[Request], compression: RequestedCompression, context: AnswerContext
+) -> Usage:
+    """The usage of an answer; the request's log line reports it."""
+    context.usage = Usage(
+        requests=requests,
+        budget=requests[0].budget or server.metadata.engine.budget,
+        selector=requests[0].selector or server.metadata.engine.selector,
+        prompt_compression=compression_field(compression.how),
+    )
+    return context.usage
+
+
+def run(server: ServerState, requests: Sequence[Request], context: AnswerContext) -> AsyncGenerator[Step, None]:
+    """The engine's steps; nothing runs before the first is asked for."""
+    max_rows = server.metadata.engine.max_rows
+    requests = [replace(request, namespace=context.namespace) for request in requests]
+    return run_prompts(server.engine, server.metrics, requests, context.born, max_at_once=max_rows)
+
+
+async def stream(
+    server: ServerState, items: AsyncGenerator[Any, None], context: AnswerContext, frames: Frames = CHUNKS
+) -> Response:
+    """A streamed answer. It begins with the first item: what fails until then has a status of its own."""
+    try:
+        first = await anext(items)
+    except StopAsyncIteration:
+        raise RuntimeError("the engine's answer had no samples") from None
+    except BaseException:
+        await items.aclose()
+        raise
+    return EventStream(first, items, server.error, context.end, frames)

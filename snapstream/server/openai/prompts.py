@@ -1,31 +1,208 @@
-"""Text to token ids and back, off the event loop: a prompt of a million tokens must not stop anyone's stream.
+"""The tokenizer as the server uses it: text to token ids off the event loop, and single tokens back to text and bytes.
 
-Each thread has its own copy of the tokenizer, because the fast ones refuse to be used and reconfigured at once.
-Templates are rendered by transformers in jinja's sandbox; a request can never bring a template of its own.
-``conversation.py`` prepares the messages.
-"""
+A prompt of a million tokens must not stop other streams, so ``Prompts`` tokenizes on threads, each with its own copy of
+the tokenizer, because the fast ones refuse to be used and reconfigured at once. A request can never bring a template of
+its own; ``models/chat_template.py`` renders the model's, within limits."""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import copy
 import inspect
+import re
+import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from snapstream.models.chat_template import render_chat
 from snapstream.server.http.errors import ApiError, bad_value
-from snapstream.server.openai.conversation import normalise
-from snapstream.server.openai.errors import too_long, too_many_chars
-from snapstream.server.openai.protocol import TemplateOptions
-from snapstream.server.openai.spelled import Marks, SpelledTokens
-from snapstream.server.openai.thoughts import effort_arguments
-from snapstream.server.openai.tools.definitions import told_tools
+from snapstream.server.openai.answer_reader import effort_arguments
+from snapstream.server.openai.protocol import TemplateOptions, too_long, too_many_chars
+from snapstream.server.openai.tools.request import template_tools
+from snapstream.types import as_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+PASSED_TEXTS = ("name", "tool_call_id", "reasoning_content")  # beside role, content and tool_calls
+
+
+def normalise(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them, by the rules of ``LLM.chat``; 400 for a malformed one.
+
+    ``has_developer``: the template knows that role; otherwise it becomes ``system``, its older name.
+    """
+    if not messages:
+        raise bad_value("messages is empty; it needs at least one message", "messages")
+    try:
+        conversation = as_conversation(messages, has_developer=has_developer)
+    except ValueError as error:
+        raise bad_value(str(error), "messages") from None
+    for index, message in enumerate(messages):
+        if message.get("audio") is not None:
+            raise bad_value(
+                f"messages[{index}].audio refers to a stored answer; this server stores no audio", "messages"
+            )
+    return [{name: value for name, value in message.items() if _is_passed(name, value)} for message in conversation]
+
+
+def _is_passed(name: str, value: Any) -> bool:
+    return name in ("role", "content", "tool_calls") or (name in PASSED_TEXTS and isinstance(value, str))
+
+
+# Special tokens that users spell out (``<|im_end|>``) stay text, so that a message cannot close its own turn.
+#
+# The tokenizer cannot tell what a template wrote from what a user wrote. So spellings in messages of untrusted roles
+# are marked before the template is rendered; the marks are removed from the rendered text, and where the tokenizer then
+# makes a special token within a marked place, its characters are tokenized in parts instead. Invariant: all other
+# tokens are those of a conversation without such spellings.
+
+UNTRUSTED = ("user", "tool")  # roles whose texts come from anywhere
+_BEGIN, _END = "\ue000", "\ue001"  # around a random number, so that a mark cannot be forged
+
+Span = tuple[int, int]  # of characters
+Message = dict[str, Any]
+
+
+class SpelledTokens:
+    """The special tokens of a vocabulary, and added ones in angle brackets, which steer a model just as well."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = {
+            index: token for index, token in tokenizer.added_tokens_decoder.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }  # fmt: skip
+        self._ids = frozenset(added)
+        self._patterns = _patterns(token.content for token in added.values())
+        # Such a token also has other spellings, which only the tokenizer knows.
+        self._has_others = any(token.normalized for token in added.values())
+
+    def mark(self, tokenizer: Any, messages: Sequence[Message]) -> tuple[list[Message], Marks | None]:
+        """The messages with marks; None if there is nothing to mark. 400 if this tokenizer has no places of tokens."""
+        spans = [self._spans(tokenizer, one["content"]) if one["role"] in UNTRUSTED else [] for one in messages]
+        if not any(spans):
+            return list(messages), None
+        if not tokenizer.is_fast:
+            raise bad_value(
+                "messages contain the text of special tokens, which this model's tokenizer cannot encode as text",
+                "messages",
+            )
+        marks = Marks(self._ids)
+        return [
+            {**one, "content": marks.put(one["content"], own)} if own else one
+            for one, own in zip(messages, spans, strict=True)
+        ], marks
+
+    def _spans(self, tokenizer: Any, text: str) -> list[Span]:
+        if self._has_others and tokenizer.is_fast:
+            return [span for token, span in _tokens(tokenizer, text) if token in self._ids]
+        return _joined(sorted(found.span() for one in self._patterns for found in one.finditer(text)))
+
+
+def _patterns(spellings: Iterable[str]) -> list[re.Pattern[str]]:
+    """One for each two characters that some begin with: a search for a fixed beginning is a thousand times faster."""
+    groups: dict[str, list[str]] = {}
+    for one in sorted(filter(None, spellings), key=len, reverse=True):
+        groups.setdefault(one[:2], []).append(one[2:])
+    return [re.compile(f"{re.escape(start)}(?:{'|'.join(map(re.escape, rests))})") for start, rests in groups.items()]
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Those that overlap as one."""
+    out: list[Span] = []
+    for begin, end in spans:
+        if out and begin < out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((begin, end))
+    return out
+
+
+class Marks:
+    """Those of one request."""
+
+    def __init__(self, special: frozenset[int]) -> None:
+        self._special = special
+        number = secrets.token_hex(8)
+        self._begin, self._end = f"{_BEGIN}{number}{_BEGIN}", f"{_END}{number}{_END}"
+        self._either = re.compile(f"{self._begin}|{self._end}")
+        self._spans: list[Span] = []
+        self._longest = 0  # characters of a marked place
+
+    def put(self, text: str, spans: Sequence[Span]) -> str:
+        """``text`` with these places marked."""
+        parts, place = [], 0
+        for begin, end in spans:
+            parts += [text[place:begin], self._begin, text[begin:end], self._end]
+            place = end
+            self._longest = max(self._longest, end - begin)
+        return "".join([*parts, text[place:]])
+
+    def take(self, text: str) -> str:
+        """The text without the marks that a template left in it."""
+        parts: list[str] = []
+        place = size = begin = 0
+        is_inside = False
+        for found in self._either.finditer(text):
+            parts.append(text[place : found.start()])
+            size += found.start() - place
+            place = found.end()
+            if is_inside:  # also where the template cut the other mark off
+                self._spans.append((begin, min(size, begin + self._longest)))
+            is_inside, begin = found[0] == self._begin, size
+        parts.append(text[place:])
+        if is_inside:
+            self._spans.append((begin, min(size + len(parts[-1]), begin + self._longest)))
+        return "".join(parts)
+
+    def encode(self, tokenizer: Any, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """The tokens of what ``take`` gave: no special ones from the marked places."""
+        ids: list[int] = []
+        spans = iter(self._spans)
+        span = next(spans, None)
+        for token, (begin, end) in _tokens(tokenizer, text, add_special_tokens=add_special_tokens):
+            while span is not None and span[1] <= begin:
+                span = next(spans, None)
+            if token in self._special and begin < end and span is not None and span[0] < end:
+                ids += self._as_text(tokenizer, text[begin:end])
+            else:
+                ids.append(token)
+        return tuple(ids)
+
+    def _as_text(self, tokenizer: Any, spelling: str) -> list[int]:
+        """The coarsest cut of a spelling whose parts hold no special token."""
+        middle = spelling.find("<") + 1 or 1
+        ids: list[int] = []
+        for parts in ([spelling[:middle], spelling[middle:]], list(spelling)):
+            ids = [token for part in parts if part for token in _within(tokenizer, part)]
+            if not self._special & set(ids):
+                return ids
+        raise bad_value(
+            f"messages contain the text of the special token {spelling!r}, which no other tokens can encode", "messages"
+        )
+
+
+def _within(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text that stands in another one: some tokenizers put a space before what they get."""
+    before, both = (_spelled_ids(tokenizer, one) for one in ("\n", "\n" + text))
+    return both[len(before) :] if both[: len(before)] == before else _spelled_ids(tokenizer, text)
+
+
+def _spelled_ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[tuple[int, Span]]:
+    """Each token with the place of its characters."""
+    found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
+    return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+
 
 T = TypeVar("T")
 
@@ -38,12 +215,12 @@ class ChatPrompt:
     """A rendered conversation."""
 
     ids: tuple[int, ...]
-    ending: str  # the last characters of its text, where templates open or close a thought
+    ending: str  # the last characters of its text, where templates open or close reasoning
     written: str | None = None  # the beginning of the answer, where it is continued
 
 
 class Prompts:
-    """The tokenizer as the front uses it. ``tokenizer`` may be None: then only token ids are taken."""
+    """The tokenizer as the server uses it. ``tokenizer`` may be None: then only token ids are taken."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, threads: int, trusts_users: bool = False) -> None:
         """``trusts_users``: special tokens that they spell out become such."""
@@ -76,7 +253,7 @@ class Prompts:
 
     def _check_chars(self, text: str, max_len: int, param: str) -> None:
         if len(text) > max_len * self._longest:
-            raise too_many_chars(len(text), max_len, param)
+            raise too_many_chars(len(text), self._longest, max_len, param)
 
     async def decode(self, ids: Sequence[int]) -> str:
         size = len(self._need())
@@ -147,7 +324,9 @@ def _render(
         raise bad_value("this checkpoint has no chat template; use /v1/completions", "messages")
     is_continued = bool(options.continue_final_message)
     if is_continued and options.add_generation_prompt:
-        raise bad_value("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+        raise bad_value(
+            "continue_final_message and add_generation_prompt are mutually exclusive", "continue_final_message"
+        )
     effort = effort_arguments(str(tokenizer.chat_template), options.reasoning_effort)
     extra = {**effort, **_template_arguments(tokenizer, options.chat_template_kwargs or {})}
     messages = _normalised(tokenizer, options.messages)
@@ -156,15 +335,13 @@ def _render(
     if spelled is not None:
         messages, marks = spelled.mark(tokenizer, messages)
     try:
-        text = str(
-            tokenizer.apply_chat_template(
-                messages,
-                tools=told_tools(options.tools) if has_tools else None,
-                tokenize=False,
-                add_generation_prompt=not is_continued and options.add_generation_prompt is not False,
-                continue_final_message=is_continued,
-                **extra,
-            )
+        text = render_chat(
+            tokenizer,
+            messages,
+            tools=template_tools(options.tools) if has_tools else None,
+            add_generation_prompt=not is_continued and options.add_generation_prompt is not False,
+            continue_final_message=is_continued,
+            **extra,
         )
     except Exception as error:  # whatever a template does with what a client sent
         lines = str(error).splitlines() or [type(error).__name__]
@@ -212,3 +389,101 @@ def _ids(item: object, max_len: int) -> list[int]:
 
 def _bad_prompt() -> ApiError:
     return bad_value(f"prompt must be {PROMPT_FORMS}, and not empty", "prompt")
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # byte fallback of SentencePiece vocabularies
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE (GPT-2): printable Latin-1 as itself, the other bytes from U+0100 on."""
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(own)]
+    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+class TokenText:
+    """Text and bytes of single tokens; safe to use from the event loop (it only looks up)."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self._added: dict[int, str] = {}
+        self._special: frozenset[int] = frozenset()
+        self._is_byte_level = False
+        if tokenizer is not None:
+            self._added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
+            self._special = frozenset(tokenizer.all_special_ids)
+            self._is_byte_level = "ByteLevel" in str(getattr(tokenizer, "backend_tokenizer", None) and
+                                                     tokenizer.backend_tokenizer.decoder)  # fmt: skip
+
+    @property
+    def special(self) -> frozenset[str]:
+        """The special tokens, spelled out."""
+        return frozenset(self._added[token] for token in self._special if token in self._added)
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Added tokens that a grammar must name as one symbol: llguidance knows no spelling of them."""
+        return self.special | {text for text in self._added.values() if text.startswith("<") and text.endswith(">")}
+
+    @property
+    def symbol_ids(self) -> dict[str, int]:
+        """``symbols`` with their numbers."""
+        symbols = self.symbols
+        return {text: token for token, text in self._added.items() if text in symbols}
+
+    def id_of(self, text: str) -> int | None:
+        """The added token that is spelled so; None if there is none."""
+        return next((token for token, added in self._added.items() if added == text), None)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+    def raw(self, token: int) -> bytes:
+        """The bytes that this token stands for."""
+        if self._tokenizer is None:
+            return b""
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # an id of the padded part of the vocabulary
+            return b""
+        if self._is_byte_level:
+            table = _byte_of_char()
+            if all(char in table for char in piece):
+                return bytes(table[char] for char in piece)
+        elif match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return str(piece).replace("\u2581", " ").encode()  # SentencePiece's mark for a space
+
+    def text(self, token: int) -> str:
+        """The token's text; distinct tokens of half characters stay distinct."""
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        raw = self.raw(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def pieces(self, tokens: Iterable[int]) -> list[str]:
+        """What each token adds to their text: a character that takes several tokens comes with the last of them."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return [decoder.decode(self.raw(token)) for token in tokens]
+
+
+class Offsets:
+    """Where each token begins in its text, in characters; half characters count as the one they belong to."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._chars = start
+
+    def push(self, raw: bytes) -> int:
+        is_inside = bool(raw) and raw[0] & 0xC0 == 0x80  # UTF-8 continuation byte
+        offset = self._chars - is_inside
+        self._chars += sum(byte & 0xC0 != 0x80 for byte in raw)
+        return offset
+
+    @property
+    def num_chars(self) -> int:
+        return self._chars

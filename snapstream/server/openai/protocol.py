@@ -1,18 +1,26 @@
-"""The bodies of requests, as types. Strict: a number in quotes or a boolean for a count is an error, not a guess.
+"""Request bodies, which fields are refused, errors of the engine, and what ``/openapi.json`` says about answers.
 
-Values that cannot be judged without the model (prompt, budget, sampling limits) are checked in ``prompts.py`` and
-``sampling.py``; which fields are refused, and what happens to unknown ones, in ``parsing.py``.
+Bodies are strict: a number in quotes or a boolean for a count is an error. An unknown field is ignored and logged once;
+a known one that would change the result and is not implemented is refused by name, because ignoring it would be worse.
+Values that need the model (prompt, budget, sampling limits) are checked in ``prompts.py`` and ``sampling.py``.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema
+
+from snapstream.engine.validate import QueueFull
+from snapstream.server.engine.api import EngineDead
+from snapstream.server.http.errors import ApiError, ContextLengthError, bad_value, queue_full, unavailable
+from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, object_of
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT = {"type": "string"}
-_PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _IDS, {"type": "array", "items": _IDS}]}
+_TEXT = {"type": "string", "minLength": 1}
+_PROMPT = {"anyOf": [_TEXT, *({"type": "array", "items": items, "minItems": 1} for items in (_TEXT, _IDS)), _IDS]}
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -27,7 +35,7 @@ class StreamOptions(Body):
 
 
 class KVCacheOptions(Body):
-    """Ours: how large a row this request gets. A misspelled member would pass for a wish that was granted."""
+    """Ours: how large a row this request gets. Unknown members are refused: a misspelled one would seem to work."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -97,7 +105,7 @@ class TemplateOptions(Body):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None  # "none": the template is not told of the tools
+    tool_choice: Any = None  # "none": the template does not see the tools
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -147,3 +155,180 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: list[int]
+
+
+def too_long(num_prompt: int, max_tokens: int | None, limit: int, param: str) -> ApiError:
+    """400 with the code that clients look for to shorten a conversation."""
+    output = f" and {max_tokens} tokens of output" if max_tokens else ""
+    return ContextLengthError(
+        f"This model's maximum context length is {limit} tokens; "
+        f"the request has a prompt of {num_prompt} tokens{output}.",
+        param,
+        prompt_tokens=num_prompt,
+        max_tokens=max_tokens,
+        limit=limit,
+    )
+
+
+def too_many_chars(num_chars: int, longest: int, limit: int, param: str) -> ApiError:
+    """The same for a text that need not be tokenized to know it. ``longest``: characters of the longest token."""
+    return ContextLengthError(
+        f"This model's maximum context length is {limit} tokens; "
+        f"the prompt has {num_chars} characters, more than that many tokens can encode.",
+        param,
+        prompt_tokens=-(-num_chars // longest),  # at least
+        max_tokens=None,
+        limit=limit,
+    )
+
+
+def not_followed(reason: str | int | None) -> ApiError:
+    """400: the model got to a place where the request's own grammar, within its limits, names no next token."""
+    return bad_value(f"the answer could not satisfy its grammar: {reason}", None, "grammar_failed")
+
+
+def engine_error(error: Exception, retry_after_s: int) -> ApiError | None:
+    """What an exception of the engine (``engine/api.py``) means to a client; None for any other."""
+    if isinstance(error, QueueFull):
+        return queue_full(str(error), retry_after_s)
+    if isinstance(error, EngineDead):
+        return unavailable(str(error) or "the engine is not running", None if error.is_final else retry_after_s)
+    return None
+
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Body)
+
+MAX_LOGGED_FIELDS = 256  # names come from clients: neither the log nor the memory may grow with them
+
+# Fields, each of one API, that name a conversation stored on the server. Other APIs refuse them: if the field were
+# ignored, the model would answer without the conversation.
+STATE: Mapping[str, tuple[Any, ...]] = {"previous_response_id": (), "conversation": (), "thread": ()}
+
+# Field -> values besides null that change nothing.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    **STATE,
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "verbosity": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),  # of vLLM; ours come with echo
+    "prompt_embeds": (),
+    "logits_processors": ([],),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "chat_template": (),
+    "documents": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+}
+CHAT_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "best_of": (1,)}
+COMPLETION_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "reasoning_effort": (),
+    "top_logprobs": (0,),  # here logprobs is their number
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+}
+
+
+class IgnoredFields:
+    """Logs each unknown field once."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, names: set[str]) -> None:
+        for name in sorted(names - self._seen):
+            if len(self._seen) < MAX_LOGGED_FIELDS:
+                self._seen.add(name)
+                log.info("ignoring unknown request field %.64r (logged once)", name)
+
+
+def check_fields(data: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse what would change the result and is not built."""
+    for name in refused.keys() & data.keys():
+        if not is_harmless(data[name], refused[name]):
+            raise bad_value(f"{name} {data[name]!r} is not supported by this server", name, "unsupported_parameter")
+
+
+def is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
+    return value is None or any(type(value) is type(one) and value == one for one in harmless)
+
+
+def parse(kind: type[B], data: Mapping[str, Any]) -> B:
+    """Check types; the first error is a 400 that names its field."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = [str(part) for part in first["loc"]]
+        raise bad_value(f"{'.'.join(place)}: {first['msg']}", place[0] if place else None) from None
+
+
+def unknown_fields(kind: type[Body], data: Mapping[str, Any]) -> set[str]:
+    """Names of fields that will be ignored, also of those within ``stream_options``."""
+    known = {*kind.model_fields, *REFUSED, *CHAT_ONLY_REFUSED, *COMPLETION_ONLY_REFUSED}
+    inner = data.get("stream_options")
+    inside = set(inner) - set(StreamOptions.model_fields) if isinstance(inner, Mapping) else set()
+    return set(data) - known | {f"stream_options.{name}" for name in inside}
+
+
+def kinds_of(tools: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The types of tools, as they are logged where some are left out."""
+    return {f"tools[].type {tool.get('type')}" for tool in tools}
+
+
+MODEL: Mapping[str, Any] = {
+    "id": STRING,
+    "object": {"const": "model"},
+    "created": COUNT,
+    "owned_by": STRING,
+    "type": {"const": "model"},
+    "display_name": STRING,
+    "created_at": STRING,
+}
+_USAGE = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+    "properties": {
+        "prompt_tokens": COUNT,
+        "completion_tokens": COUNT,
+        "total_tokens": COUNT,
+        "prompt_tokens_details": object_of({"cached_tokens": COUNT}),
+    },
+}
+
+
+def completion(kind: str, **choice: Any) -> dict[str, Any]:
+    """Members of an answer of that ``object``, whose choices have at least the members ``choice``."""
+    members = {"index": COUNT, "finish_reason": STRING, "logprobs": {"type": ["object", "null"]}, **choice}
+    return {
+        "id": STRING,
+        "object": {"const": kind},
+        "created": COUNT,
+        "model": STRING,
+        "system_fingerprint": STRING,
+        "choices": {"type": "array", "items": object_of(members)},
+        "usage": _USAGE,
+        "snapstream": {"type": "object"},
+    }
+
+
+CHAT = completion("chat.completion", message={"type": "object"})
+COMPLETION = completion("text_completion", text=STRING)
+MODELS = {"object": {"const": "list"}, "data": {"type": "array", "items": {"type": "object", "properties": MODEL}}}
+IDS = {"type": "array", "items": COUNT}
+TOKENIZED = {"count": COUNT, "max_model_len": COUNT, "tokens": IDS}
+DETOKENIZED = {"prompt": STRING}
+TOKENIZER = {"tokenizer_class": STRING, "vocab_size": COUNT, "eos_token": STRING_OR_NULL, "chat_template": {}}

@@ -1,13 +1,12 @@
-"""POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
+"""POST /v1/chat/completions, /v1/completions, /tokenize and /detokenize; GET /v1/models and /tokenizer_info.
 
-The way of a request: body (``http/body.py``) -> fields (``parsing.py``) -> engine requests (``turns.py`` for chat) ->
-steps (``generation.py``) -> answer (``answers.py``), in one piece or as frames (``http/sse.py``).
+body (``http/admission.py``) -> fields (``protocol.py``) -> engine requests (``generation.py`` for chat) -> steps ->
+answer (``chat.py``), whole or as frames (``http/sse.py``)
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -15,161 +14,260 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 
 from snapstream.config import DEFAULT_SINK
-from snapstream.request import Request
+from snapstream.server.http.errors import bad_value
 from snapstream.server.http.openapi import answers, body_schema
-from snapstream.server.openai import schemas
-from snapstream.server.openai.answers import Answer, Head, Shape
-from snapstream.server.openai.chat import ChatShape
-from snapstream.server.openai.completions import CompletionShape
-from snapstream.server.openai.front import Front
-from snapstream.server.openai.parsing import (
+from snapstream.server.openai import protocol
+from snapstream.server.openai.chat import Answer, ChatAnswer, CompletionAnswer
+from snapstream.server.openai.generation import new_usage, prepare_chat, run, stream
+from snapstream.server.openai.prompt_compression import compression_field
+from snapstream.server.openai.prompts import as_prompts
+from snapstream.server.openai.protocol import (
     CHAT_ONLY_REFUSED,
     COMPLETION_ONLY_REFUSED,
     REFUSED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeChatBody,
+    TokenizePromptBody,
     check_fields,
     parse,
     unknown_fields,
 )
-from snapstream.server.openai.prompt_trims import TrimWish, told
-from snapstream.server.openai.prompts import as_prompts
-from snapstream.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
-from snapstream.server.openai.sampling import check_answer_size, check_samples, completion_wish, make_request
-from snapstream.server.openai.structured import read_form
-from snapstream.server.openai.turns import new_tally, ready_chat, run, stream
-from snapstream.server.openai.visit import AnswerVisit
+from snapstream.server.openai.sampling import (
+    check_answer_size,
+    check_samples,
+    completion_options,
+    make_request,
+    read_structured_output,
+)
+from snapstream.server.openai.state import AnswerContext, ServerState
+from snapstream.server.openai.tools.request import tools_of
 
 
-def openai_routes(front: Front) -> APIRouter:
+def tokenizer_routes(server: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.post(
+        "/tokenize",
+        openapi_extra=body_schema(TokenizePromptBody, TokenizeChatBody),
+        responses=answers(protocol.TOKENIZED),
+    )
+    async def tokenize(request: HttpRequest) -> Response:
+        return await server.answer(request, lambda data, *_: _tokenize(server, data))
+
+    @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody), responses=answers(protocol.DETOKENIZED))
+    async def detokenize(request: HttpRequest) -> Response:
+        return await server.answer(request, lambda data, *_: _detokenize(server, data))
+
+    @router.get("/tokenizer_info", responses=answers(protocol.TOKENIZER))
+    async def tokenizer_info() -> Response:
+        return JSONResponse(_tokenizer_info(server))
+
+    @router.post("/reset_prefix_cache", responses=answers({}))
+    async def reset_prefix_cache(request: HttpRequest) -> Response:
+        server.need_engine()
+        is_admin = getattr(request.state, "is_admin", False)
+        try:
+            server.engine.reset_prefixes(None if is_admin else server.namespace(request))
+        except ValueError as error:  # other servers store the prompts
+            raise bad_value(str(error), None) from None
+        return JSONResponse({})
+
+    return router
+
+
+async def _tokenize(server: ServerState, data: dict[str, Any]) -> Response:
+    """The prompt as its own endpoint would take it: whatever that refuses is refused here, too."""
+    max_len = server.metadata.max_model_len
+    body: TokenizeChatBody | TokenizePromptBody
+    if "messages" in data:
+        check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
+        body = parse(TokenizeChatBody, data)
+        # Clients may send a whole chat request to be counted: fields that only its answer would need are known, too.
+        server.ignored.note(unknown_fields(TokenizeChatBody, data) & unknown_fields(ChatBody, data))
+        server.need_model(body.model)
+        tools = tools_of(body, server.call_format, has_place=server.tells_tools)
+        ids = (await server.prompts.chat(body, max_len, has_tools=not tools.is_off)).ids
+    else:
+        check_fields(data, {**REFUSED, **COMPLETION_ONLY_REFUSED})
+        body = parse(TokenizePromptBody, data)
+        server.ignored.note(unknown_fields(TokenizePromptBody, data) & unknown_fields(CompletionBody, data))
+        server.need_model(body.model)
+        has_special = body.add_special_tokens is not False
+        ids = await server.prompts.encode(body.prompt, max_len, add_special_tokens=has_special)
+    strings = await server.prompts.token_strings(ids) if body.return_token_strs else None
+    answer = {"count": len(ids), "max_model_len": max_len, "tokens": ids, "token_strs": strings}
+    if body.return_token_texts:
+        answer["token_texts"] = await server.prompts.offload(lambda: server.texts.pieces(ids))
+    return JSONResponse(answer)
+
+
+async def _detokenize(server: ServerState, data: dict[str, Any]) -> Response:
+    body = parse(DetokenizeBody, data)
+    server.ignored.note(unknown_fields(DetokenizeBody, data))
+    server.need_model(body.model)
+    return JSONResponse({"prompt": await server.prompts.decode(body.tokens)})
+
+
+def _tokenizer_info(server: ServerState) -> dict[str, Any]:
+    """What lm-eval's remote tokenizer reads."""
+    tokenizer: Any = server.prompts.tokenizer
+    if tokenizer is None:
+        raise bad_value("this checkpoint has no tokenizer", None)
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "model_max_length": server.metadata.max_model_len,
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+        "unk_token": tokenizer.unk_token,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "chat_template": tokenizer.chat_template,
+    }
+
+
+def openai_routes(server: ServerState) -> APIRouter:
     router = APIRouter()
 
     @router.post(
         "/v1/chat/completions",
         openapi_extra=body_schema(ChatBody),
-        responses=answers(schemas.CHAT, can_stream=True),
+        responses=answers(protocol.CHAT, can_stream=True),
     )
     async def chat_completions(request: HttpRequest) -> Response:
-        return await front.answer(request, lambda data, visit: _chat(front, data, visit))
+        return await server.answer(request, lambda data, context: _chat(server, data, context))
 
     @router.post(
         "/v1/completions",
         openapi_extra=body_schema(CompletionBody),
-        responses=answers(schemas.COMPLETION, can_stream=True),
+        responses=answers(protocol.COMPLETION, can_stream=True),
     )
     async def completions(request: HttpRequest) -> Response:
-        return await front.answer(request, lambda data, visit: _completion(front, data, visit))
+        return await server.answer(request, lambda data, context: _completion(server, data, context))
 
-    @router.get("/v1/models", responses=answers(schemas.MODELS))
+    @router.get("/v1/models", responses=answers(protocol.MODELS))
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_model(front, name) for name in front.facts.names]})
+        names = server.metadata.names
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # the members of Anthropic's list
+        return JSONResponse({"object": "list", "data": [_model(server, name) for name in names], **ends})
 
-    @router.get("/v1/models/{name:path}", responses=answers(schemas.MODEL))
+    @router.get("/v1/models/{name:path}", responses=answers(protocol.MODEL))
     async def model(name: str) -> Response:
-        return JSONResponse(_model(front, front.need_model(name)))
+        return JSONResponse(_model(server, server.need_model(name)))
 
     return router
 
 
-async def _chat(front: Front, data: dict[str, Any], visit: AnswerVisit) -> Response:
-    front.need_engine()
+async def _chat(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
+    server.need_engine()
     check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
     body = parse(ChatBody, data)
-    front.ignored.note(unknown_fields(ChatBody, data))
-    ready = await ready_chat(front, body, f"chatcmpl-{visit.answer_id}", visit.namespace)
-    shape = ChatShape(front.texts, ready.reading, has_logprobs=bool(body.logprobs))
-    head = _head(front, ready.request.request_id, ready.model)
-    return await _respond(front, body, shape, [ready.request], head, visit, ready.trimming)
+    server.ignored.note(unknown_fields(ChatBody, data))
+    prepared = await prepare_chat(server, body, f"chatcmpl-{context.answer_id}", context.namespace)
+    answer = ChatAnswer(
+        answer_id=prepared.request.request_id,
+        model=prepared.model,
+        usage=new_usage(server, [prepared.request], prepared.compression, context),
+        prepared=prepared,
+        has_logprobs=bool(body.logprobs),
+        **_shared(server, body),
+    )
+    return await _respond(server, body, answer, context)
 
 
-async def _completion(front: Front, data: dict[str, Any], visit: AnswerVisit) -> Response:
-    front.need_engine()
+async def _completion(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
+    server.need_engine()
     check_fields(data, {**REFUSED, **COMPLETION_ONLY_REFUSED})
     body = parse(CompletionBody, data)
-    front.ignored.note(unknown_fields(CompletionBody, data))
-    model, form = front.need_model(body.model), read_form(body)
-    wish = completion_wish(body, front.facts, form.grammar)
-    max_len = front.facts.max_model_len
-    given = as_prompts(body.prompt, front.settings.max_prompts, max_len)
-    check_samples(len(given), wish.sampling.n, front.settings)
-    trimming = front.trims.wish(body, given)
-    if form.grammar is not None:
-        await front.need_grammar(form.grammar, form.param)
-    given, trims = await front.trims.texts(given, trimming)
-    prompts = await front.prompts.completion(given, max_len, add_special_tokens=body.add_special_tokens is not False)
-    answer_id = f"cmpl-{visit.answer_id}"
-    has_tokenizer = front.prompts.tokenizer is not None
+    server.ignored.note(unknown_fields(CompletionBody, data))
+    model, (grammar, param) = server.need_model(body.model), read_structured_output(body)
+    options = completion_options(body, server.metadata, grammar)
+    max_len = server.metadata.max_model_len
+    given = as_prompts(body.prompt, server.settings.max_prompts, max_len)
+    check_samples(len(given), options.sampling.n, server.settings)
+    compression = server.compression.requested(body, given)
+    if grammar is not None:
+        await server.need_grammar(grammar, param)
+    given, reports = await server.compression.texts(given, compression)
+    prompts = await server.prompts.completion(given, max_len, add_special_tokens=body.add_special_tokens is not False)
+    answer_id = f"cmpl-{context.answer_id}"
+    has_tokenizer = server.prompts.tokenizer is not None
     requests = [
         make_request(
             f"{answer_id}-{index}",
             ids,
-            wish,
-            front.facts,
+            options,
+            server.metadata,
             prompt_param="prompt",
             has_tokenizer=has_tokenizer,
-            trim=None if done is None else done.of(len(ids)),
+            prompt_compression=None if done is None else done.summary(len(ids)),
         )
-        for index, ((_, ids), done) in enumerate(zip(prompts, trims, strict=True))
+        for index, ((_, ids), done) in enumerate(zip(prompts, reports, strict=True))
     ]
-    check_answer_size(requests, front.facts, front.settings)
-    echo = [await front.prompts.echo(text, ids) for text, ids in prompts] if body.echo else None
-    shape = CompletionShape(front.texts, requests, echo=echo, is_prompt_only=body.output_limit == 0)
-    head = _head(front, answer_id, model)
-    return await _respond(front, body, shape, requests, head, visit, trimming)
-
-
-def _head(front: Front, answer_id: str, model: str) -> Head:
-    return Head(answer_id=answer_id, created=int(time.time()), model=model, fingerprint=front.facts.fingerprint)
-
-
-async def _respond(
-    front: Front,
-    body: GenerationBody,
-    shape: Shape,
-    requests: Sequence[Request],
-    head: Head,
-    visit: AnswerVisit,
-    trimming: TrimWish,
-) -> Response:
-    answer = Answer(
-        head=head,
-        shape=shape,
-        tally=new_tally(front, requests, trimming, visit),
-        offload=front.prompts.offload,
-        has_usage=body.has_usage,
-        has_running_usage=body.has_running_usage,
+    check_answer_size(requests, server.metadata, server.settings)
+    echo = [await server.prompts.echo(text, ids) for text, ids in prompts] if body.echo else None
+    answer = CompletionAnswer(
+        answer_id=answer_id,
+        model=model,
+        usage=new_usage(server, requests, compression, context),
+        echo=echo,
+        is_prompt_only=body.output_limit == 0,
+        **_shared(server, body),
     )
-    steps = run(front, requests, visit)
-    if not body.stream:
-        return Response(await answer.whole(steps), media_type="application/json")
-    return await stream(front, answer.chunks(steps), visit)
+    return await _respond(server, body, answer, context)
 
 
-def _model(front: Front, name: str) -> dict[str, Any]:
-    facts = front.facts
+def _shared(server: ServerState, body: GenerationBody) -> dict[str, Any]:
     return {
-        "id": name,
-        "object": "model",
-        "created": facts.created,
-        "owned_by": "snapstream",
-        "root": facts.name,
-        "parent": None,
-        "max_model_len": facts.max_model_len,
-        "snapstream": _limits(front),
+        "fingerprint": server.metadata.fingerprint,
+        "texts": server.texts,
+        "offload": server.prompts.offload,
+        "has_usage": body.has_usage,
+        "has_running_usage": body.has_running_usage,
     }
 
 
-def _limits(front: Front) -> dict[str, Any]:
+async def _respond(server: ServerState, body: GenerationBody, answer: Answer, context: AnswerContext) -> Response:
+    steps = run(server, answer.usage.requests, context)
+    if not body.stream:
+        return Response(await answer.whole(steps), media_type="application/json")
+    return await stream(server, answer.chunks(steps), context)
+
+
+def _model(server: ServerState, name: str) -> dict[str, Any]:
+    metadata = server.metadata
+    return {
+        "id": name,
+        "object": "model",
+        "created": metadata.created,
+        "type": "model",  # this and the next two for Anthropic's SDKs
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(metadata.created, UTC).isoformat().replace("+00:00", "Z"),
+        "owned_by": "snapstream",
+        "root": metadata.name,
+        "parent": None,
+        "max_model_len": metadata.max_model_len,
+        "snapstream": _limits(server),
+    }
+
+
+def _limits(server: ServerState) -> dict[str, Any]:
     """Ours: what a client must know to choose a budget."""
-    facts, tokenizer = front.facts, front.prompts.tokenizer
-    engine = facts.engine
+    metadata, tokenizer = server.metadata, server.prompts.tokenizer
+    engine = metadata.engine
     return {
         "max_budget": engine.budget.capacity,
         "min_budget": DEFAULT_SINK + engine.selector.observation_len,
         "max_rows": engine.max_rows,
-        "num_layers": facts.num_layers,
-        "num_kv_heads": facts.num_kv_heads,
-        "max_kept_bits": front.settings.max_kept_bits,
-        "has_draft": front.trims.has_draft,
-        "prompt_compression": told(front.settings.prompt_compression),  # of requests that bring none
+        "num_layers": metadata.num_layers,
+        "num_kv_heads": metadata.num_kv_heads,
+        "max_kept_bits": server.settings.max_kept_bits,
+        "has_draft": server.compression.has_draft,
+        "prompt_compression": compression_field(server.settings.prompt_compression),  # of requests that bring none
         "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
-        "has_examples": facts.has_examples and front.settings.has_page,
+        "has_examples": metadata.has_examples and server.settings.has_page,
     }

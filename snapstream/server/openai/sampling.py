@@ -1,24 +1,28 @@
-"""Request fields to ``SamplingParams`` and budget, with the server's limits.
+"""Request fields to ``SamplingParams``, row size and grammar, within the server's limits.
+
+The answer's format is given at most once, by one of
+
+    response_format            {"type": "text" | "json_object" | "json_schema", ...}
+    structured_outputs         one of json, regex, choice, grammar, json_object
+    guided_json and the rest   the same under older names
 
 Invariant: every request that comes out can be served (``engine/validate.py`` has checked it); any other raises a 400
-that names the field. Defaults are those of the OpenAI API, except that a chat answer may fill max_model_len.
-"""
+that names the field. Defaults are those of the OpenAI API, except that a chat answer may fill max_model_len."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from snapstream.config import InvalidValue, KVBudget, Selector, as_count, make_selector
 from snapstream.engine.validate import check_request
-from snapstream.request import MAX_LOGPROBS, Grammar, Request, SamplingParams, Trim
 from snapstream.server.http.errors import ApiError, bad_value
-from snapstream.server.openai.errors import too_long
-from snapstream.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
-from snapstream.server.openai.tools.plan import AnswerPlan
-from snapstream.server.settings import ModelFacts, ServerSettings
-from snapstream.start.resolve import resolve_budget
+from snapstream.server.openai.protocol import ChatBody, CompletionBody, GenerationBody, too_long
+from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.startup.resolve import resolve_budget
+from snapstream.types import MAX_LOGPROBS, CompressionSummary, Grammar, Request, SamplingParams
 
 T = TypeVar("T")
 
@@ -36,7 +40,7 @@ _API_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class RequestedOptions:
     """What a body asks for, before its prompts are known. ``max_tokens`` None: the rest of max_model_len."""
 
     sampling: SamplingParams
@@ -46,7 +50,10 @@ class Wish:
     priority: int = 0
 
 
-def chat_wish(body: ChatBody, facts: ModelFacts, plan: AnswerPlan) -> Wish:
+def chat_options(
+    body: ChatBody, metadata: ModelMetadata, grammar: Grammar | None, *, shows_special: bool
+) -> RequestedOptions:
+    """``shows_special``: special tokens belong to the answer's text unless the request says otherwise."""
     top = body.top_logprobs
     if top and not body.logprobs:
         raise bad_value("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -54,13 +61,15 @@ def chat_wish(body: ChatBody, facts: ModelFacts, plan: AnswerPlan) -> Wish:
         as_count("top_logprobs", top or 0, 0, MAX_LOGPROBS)  # ``SamplingParams`` would speak of logprobs
     except ValueError as error:
         raise _fault(error) from None
-    if plan.shows_special and body.skip_special_tokens is None:
+    if shows_special and body.skip_special_tokens is None:
         body = body.model_copy(update={"skip_special_tokens": False})
     logprobs = (top or 0) if body.logprobs else None
-    return _wish(body, facts, body.output_limit, logprobs=logprobs, prompt_logprobs=None, grammar=plan.grammar)
+    return _options(body, metadata, body.output_limit, logprobs=logprobs, prompt_logprobs=None, grammar=grammar)
 
 
-def completion_wish(body: CompletionBody, facts: ModelFacts, grammar: Grammar | None = None) -> Wish:
+def completion_options(
+    body: CompletionBody, metadata: ModelMetadata, grammar: Grammar | None = None
+) -> RequestedOptions:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_value(f"best_of {body.best_of} differs from n; choosing among samples is not supported", "best_of")
     max_tokens = COMPLETION_MAX_TOKENS if body.output_limit is None else body.output_limit
@@ -69,35 +78,37 @@ def completion_wish(body: CompletionBody, facts: ModelFacts, grammar: Grammar | 
         max_tokens = 1
         body = body.model_copy(update={"ignore_eos": True, "stop": None, "stop_token_ids": None, "min_tokens": None})
     prompt_logprobs = body.logprobs if body.echo else None
-    return _wish(body, facts, max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar)
+    return _options(
+        body, metadata, max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar
+    )
 
 
 def make_request(
     request_id: str,
     ids: tuple[int, ...],
-    wish: Wish,
-    facts: ModelFacts,
+    options: RequestedOptions,
+    metadata: ModelMetadata,
     *,
     prompt_param: str,
     has_tokenizer: bool,
-    trim: Trim | None = None,
+    prompt_compression: CompressionSummary | None = None,
 ) -> Request:
-    """One prompt as the engine takes it; 400 for what it would never serve. ``trim``: what the draft took out."""
-    rest = facts.max_model_len - len(ids)
-    if rest < (wish.max_tokens or 1):
-        raise too_long(len(ids), wish.max_tokens, facts.max_model_len, prompt_param)
+    """One prompt as the engine takes it; 400 for what it would never serve. ``compress``: what the draft took out."""
+    rest = metadata.max_model_len - len(ids)
+    if rest < (options.max_tokens or 1):
+        raise too_long(len(ids), options.max_tokens, metadata.max_model_len, prompt_param)
     try:
-        sampling = wish.sampling if wish.max_tokens is not None else replace(wish.sampling, max_tokens=rest)
+        sampling = options.sampling if options.max_tokens is not None else replace(options.sampling, max_tokens=rest)
         request = Request(
             request_id=request_id,
             prompt_token_ids=ids,
             sampling=sampling,
-            budget=wish.budget,
-            selector=wish.selector,
-            trim=trim,
-            priority=wish.priority,
+            budget=options.budget,
+            selector=options.selector,
+            prompt_compression=prompt_compression,
+            priority=options.priority,
         )
-        check_request(request, facts.engine, vocab_size=facts.vocab_size, has_tokenizer=has_tokenizer)
+        check_request(request, metadata.engine, vocab_size=metadata.vocab_size, has_tokenizer=has_tokenizer)
     except ValueError as error:
         raise _fault(error, prompt_param) from None
     return request
@@ -112,7 +123,7 @@ def check_samples(num_prompts: int, n: int, settings: ServerSettings) -> None:
         )
 
 
-def check_answer_size(requests: Sequence[Request], facts: ModelFacts, settings: ServerSettings) -> None:
+def check_answer_size(requests: Sequence[Request], metadata: ModelMetadata, settings: ServerSettings) -> None:
     """Refuse what would make an answer that fits no memory: it is built whole before it is sent."""
     sampling = requests[0].sampling
     if sampling.prompt_logprobs is not None:
@@ -125,43 +136,43 @@ def check_answer_size(requests: Sequence[Request], facts: ModelFacts, settings: 
                 "logprobs",
             )
     if sampling.return_kept == "bitmap":
-        bits = sum(_kept_bits(request, facts) for request in requests)
+        bits = sum(_kept_bits(request, metadata) for request in requests)
         if bits > settings.max_kept_bits:
             raise bad_value(f"return_kept would send {bits} bits; the limit is {settings.max_kept_bits}", "kv_cache")
     elif sampling.return_kept:
-        kept = sum(_kept_positions(request, facts) for request in requests)
+        kept = sum(_kept_positions(request, metadata) for request in requests)
         if kept > settings.max_kept_positions:
             raise bad_value(
                 f"return_kept would list {kept} positions; the limit is {settings.max_kept_positions}", "kv_cache"
             )
 
 
-def _kept_positions(request: Request, facts: ModelFacts) -> int:
+def _kept_positions(request: Request, metadata: ModelMetadata) -> int:
     """How many positions the answer would list of this prompt, at most."""
-    budget = request.budget or facts.engine.budget
-    return facts.num_heads * budget.num_topk if _is_compressed(request, facts) else 0
+    budget = request.budget or metadata.engine.budget
+    return metadata.num_heads * budget.num_topk if _is_compressed(request, metadata) else 0
 
 
-def _kept_bits(request: Request, facts: ModelFacts) -> int:
+def _kept_bits(request: Request, metadata: ModelMetadata) -> int:
     """How many bits the answer would have of this prompt."""
-    return facts.num_heads * len(request.prompt_token_ids) if _is_compressed(request, facts) else 0
+    return metadata.num_heads * len(request.prompt_token_ids) if _is_compressed(request, metadata) else 0
 
 
-def _is_compressed(request: Request, facts: ModelFacts) -> bool:
+def _is_compressed(request: Request, metadata: ModelMetadata) -> bool:
     """Whether the row keeps less than the prompt, in any of its heads."""
-    budget, heads = request.budget or facts.engine.budget, facts.engine.heads
+    budget, heads = request.budget or metadata.engine.budget, metadata.engine.heads
     return len(request.prompt_token_ids) > (budget.capacity if heads is None else heads.least)
 
 
-def _wish(
+def _options(
     body: GenerationBody,
-    facts: ModelFacts,
+    metadata: ModelMetadata,
     max_tokens: int | None,
     *,
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: Grammar | None = None,
-) -> Wish:
+) -> RequestedOptions:
     params = SamplingParams()  # for its defaults
     try:
         if body.max_completion_tokens is not None and max_tokens is not None:  # refused by the name it was sent under
@@ -169,7 +180,7 @@ def _wish(
         sampling = SamplingParams(
             n=_or(body.n, params.n),
             # Without a limit the rest of max_model_len is taken later; min_tokens must pass until then.
-            max_tokens=_or(max_tokens, facts.max_model_len),
+            max_tokens=_or(max_tokens, metadata.max_model_len),
             min_tokens=_or(body.min_tokens, params.min_tokens),
             temperature=_or(body.temperature, params.temperature),
             top_p=_or(body.top_p, params.top_p),
@@ -193,25 +204,25 @@ def _wish(
         selector = _selector(body)
     except ValueError as error:
         raise _fault(error) from None
-    return Wish(sampling, max_tokens, _budget(body, facts, selector), selector, body.priority or 0)
+    return RequestedOptions(sampling, max_tokens, _budget(body, metadata, selector), selector, body.priority or 0)
 
 
 def _selector(body: GenerationBody) -> Selector | None:
     return None if body.kv_cache is None or body.kv_cache.selector is None else make_selector(body.kv_cache.selector)
 
 
-def _budget(body: GenerationBody, facts: ModelFacts, selector: Selector | None) -> KVBudget | None:
+def _budget(body: GenerationBody, metadata: ModelMetadata, selector: Selector | None) -> KVBudget | None:
     """The request's own row size; the server's is the maximum."""
     if body.kv_cache is None or body.kv_cache.budget is None:
         return None
-    given, most = body.kv_cache.budget, facts.engine.budget.capacity
+    given, most = body.kv_cache.budget, metadata.engine.budget.capacity
     # Else the error would speak of max_model_len, not of the budget.
-    if given != "full" and most < facts.max_model_len <= given:
+    if given != "full" and most < metadata.max_model_len <= given:
         raise bad_value(f"a budget of {given} slots is larger than a row of this engine ({most})", "kv_cache")
     try:
-        observation_len = (selector or facts.engine.selector).observation_len
-        budget = resolve_budget(given, facts.max_model_len, observation_len)
-        facts.engine.check_budget(budget, selector)
+        observation_len = (selector or metadata.engine.selector).observation_len
+        budget = resolve_budget(given, metadata.max_model_len, observation_len)
+        metadata.engine.check_budget(budget, selector)
     except ValueError as error:
         raise bad_value(str(error), "kv_cache") from None
     return budget
@@ -234,3 +245,118 @@ def _fault(error: ValueError, prompt_param: str | None = None) -> ApiError:
     if field in ("prompt_token_ids", "positions"):
         return bad_value(str(error), prompt_param)
     return bad_value(str(error), None if field is None else _API_NAMES.get(field, field))
+
+
+_SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Members of structured_outputs beside the forms themselves -> values that ask for nothing that we do otherwise.
+_MEMBERS: Mapping[str, tuple[Any, ...]] = {
+    "disable_fallback": (False, True),
+    "disable_any_whitespace": (False, True),  # JSON is compact anyhow
+    "disable_additional_properties": (False,),
+    "whitespace_pattern": (),
+    "structural_tag": (),
+}
+
+
+def read_structured_output(
+    body: GenerationBody, response_format: Mapping[str, Any] | None = None
+) -> tuple[Grammar | None, str]:
+    """The grammar of the answer, None for any text, and the field that asked for it, for errors."""
+    found: list[tuple[Grammar | None, str]] = []
+    if (grammar := read_response_format(response_format)) is not None:
+        found.append((grammar, "response_format"))
+    if body.structured_outputs is not None:
+        found.append((_structured(body.structured_outputs), "structured_outputs"))
+    for kind in ("json", "regex", "choice", "grammar"):
+        param = f"guided_{kind}"
+        value = getattr(body, param)
+        if value is not None:
+            found.append((_one(kind, value, param, param), param))
+    if len(found) > 1:
+        raise bad_value(
+            f"{found[0][1]} and {found[1][1]} both set the format of the answer; send one of them", found[1][1]
+        )
+    return found[0] if found else (None, "response_format")
+
+
+def read_response_format(given: Mapping[str, Any] | None) -> Grammar | None:
+    """The grammar of a ``response_format``; None for text."""
+    if given is None:
+        return None
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar.json_object()
+    if kind != "json_schema":
+        raise _bad_format(f"type is {kind!r}; it must be 'text', 'json_object' or 'json_schema'")
+    inner = given.get("json_schema")
+    if not isinstance(inner, Mapping):
+        raise _bad_format("json_schema is missing")
+    name = inner.get("name")
+    if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
+        raise _bad_format(f"json_schema.name is {name!r}; it must have 1 to 64 letters, digits, _ and -")
+    schema, strict = inner.get("schema"), inner.get("strict")
+    if not isinstance(schema, Mapping):
+        raise _bad_format("json_schema.schema must be an object")
+    if strict is not None and not isinstance(strict, bool):
+        raise _bad_format(f"json_schema.strict is {strict!r}; it must be true or false")
+    try:
+        return Grammar.json_schema(schema, strict=bool(strict))
+    except ValueError as error:
+        raise _bad_format(str(error)) from None
+
+
+def _structured(given: Mapping[str, Any]) -> Grammar | None:
+    """None if it names no form."""
+    field = "structured_outputs"
+    for name, value in given.items():
+        if name in _MAKERS or value is None:
+            continue
+        if not any(value is harmless for harmless in _MEMBERS.get(name, ())):
+            raise bad_value(f"{field}.{name} {value!r} is not supported by this server", field, "unsupported_parameter")
+    wanted = {
+        name: value for name, value in given.items()
+        if name in _MAKERS and value is not None and not (name == "json_object" and value is False)
+    }  # fmt: skip
+    if len(wanted) != 1:
+        have = " and ".join(wanted) or "none"
+        raise bad_value(f"{field} must have one of {', '.join(_MAKERS)}; it has {have}", field)
+    ((kind, value),) = wanted.items()
+    return _one(kind, value, f"{field}.{kind}", field)
+
+
+def _one(kind: str, value: Any, place: str, param: str) -> Grammar:
+    make, is_fit, wanted = _MAKERS[kind]
+    if not is_fit(value):
+        raise bad_value(f"{place} is {value!r:.200}; it must be {wanted}", param)
+    try:
+        return make(value)
+    except ValueError as error:
+        raise bad_value(f"{place}: {error}", param) from None
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, (str, Mapping))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
+
+
+# vLLM enforces what it can of a schema, and takes it as JSON, too.
+_MAKERS: Mapping[str, tuple[Callable[[Any], Grammar], Callable[[Any], bool], str]] = {
+    "json": (lambda value: Grammar.json_schema(value, strict=False), _is_schema, "a JSON schema"),
+    "regex": (Grammar.regex, _is_text, "a regular expression"),
+    "choice": (Grammar.choice, _is_texts, "a list of texts, and not empty"),
+    "grammar": (Grammar.lark, _is_text, "a grammar (Lark or GBNF)"),
+    "json_object": (lambda _: Grammar.json_object(), lambda value: value is True, "true or false"),
+}
+
+
+def _bad_format(message: str) -> ApiError:
+    return bad_value(f"response_format.{message}", "response_format")

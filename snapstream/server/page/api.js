@@ -36,7 +36,10 @@ export class Api {
     let rest = "";
     try {
       for (;;) {
-        const { done, value } = await reader.read();
+        const { done, value } = await reader.read().catch((error) => {
+          if (error.name === "AbortError") throw error;
+          throw new Fault("The server ended, or the connection to it broke, before the answer was complete.");
+        });
         if (done) throw new Fault("The connection ended before the answer was complete.");
         const frames = (rest + value).split("\n\n");
         rest = frames.pop();

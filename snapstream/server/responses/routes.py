@@ -1,13 +1,27 @@
-"""POST /v1/responses, and the stored ones: GET and DELETE /v1/responses/{id}, POST /v1/responses/{id}/cancel.
+"""POST /v1/responses and /v1/responses/input_tokens, and stored responses: GET and DELETE /v1/responses/{id}, GET
+/v1/responses/{id}/input_items, POST /v1/responses/{id}/cancel.
 
-The way of a request: fields (``protocol.py``) -> what it goes on from (``store.py``) -> messages (``items.py``) and
-tools (``tools.py``) -> the chat path (``openai/turns.py``) -> items and events (``writer.py``, ``answer.py``).
-"""
+A request becomes a ``ChatBody`` (``protocol.py``), after the stored conversation that it continues (``store.py``), and
+takes the chat path. Its answer is a response object, whole or as numbered events:
+
+    response.created, response.in_progress,
+    (output_item.added, content_part.added, delta ..., done, content_part.done, output_item.done) ...,
+    response.completed | incomplete | failed
+
+Invariant: one item is open at a time, and the items at the end are what the events say together.
+``sequence_number`` counts the events of a stream from 0 without a gap; the last one carries the response that a
+request without a stream would have got."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -15,27 +29,40 @@ from fastapi.responses import JSONResponse
 from pydantic_core import to_json
 
 from snapstream.config import as_count
+from snapstream.server.engine.api import SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.openapi import answers, body_schema
-from snapstream.server.openai.front import Front
-from snapstream.server.openai.parsing import check_fields, parse
-from snapstream.server.openai.protocol import ChatBody, SamplingBody
-from snapstream.server.openai.turns import new_tally, ready_chat, run, stream
-from snapstream.server.openai.visit import AnswerVisit
-from snapstream.server.responses import schemas
-from snapstream.server.responses.answer import ResponseAnswer, ResponseFrames, new_head
-from snapstream.server.responses.items import Item, as_messages, read_input
+from snapstream.server.http.sse import DONE, named_frame
+from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, CallStart, Content, Event, Reasoning
+from snapstream.server.openai.chat import chat_entries
+from snapstream.server.openai.generation import Step, new_usage, prepare_chat, run, stream
+from snapstream.server.openai.prompts import TokenText
+from snapstream.server.openai.protocol import ChatBody, SamplingBody, check_fields, kinds_of, parse
+from snapstream.server.openai.state import AnswerContext, ServerState, Usage
+from snapstream.server.openai.tools.request import tools_of
+from snapstream.server.responses import protocol
 from snapstream.server.responses.protocol import (
     MAX_METADATA,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
     REFUSED,
+    Item,
     ResponsesBody,
+    as_chat_choice,
+    as_chat_tools,
+    as_messages,
+    as_response_format,
+    chosen_names,
+    named_items,
+    names_in_spaces,
+    own_tools,
+    page_of,
+    read_input,
 )
 from snapstream.server.responses.store import ResponseStore, Slot
-from snapstream.server.responses.tools import as_chat_choice, as_chat_tools, as_response_format
-from snapstream.server.responses.writer import OutputWriter
+from snapstream.types import FinishReason, Request
 
+Json = dict[str, Any]
 T = TypeVar("T")
 
 # Names of fields that the chat path has for those of this API.
@@ -48,31 +75,47 @@ NAMES = {
 }
 
 
-def responses_routes(front: Front) -> APIRouter:
+def responses_routes(server: ServerState) -> APIRouter:
     router = APIRouter()
-    store = ResponseStore(front.settings.responses_store, front.settings.max_stored_bytes)
+    store = ResponseStore(server.settings.responses_store, server.settings.max_stored_bytes)
 
     @router.post(
         "/v1/responses",
         openapi_extra=body_schema(ResponsesBody),
-        responses=answers(schemas.RESPONSE, can_stream=True),
+        responses=answers(protocol.RESPONSE, can_stream=True),
     )
     async def create(request: HttpRequest) -> Response:
         owner = owner_of(request)
-        return await front.answer(request, lambda data, visit: _renamed(_create(front, store, data, visit, owner)))
+        return await server.answer(
+            request, lambda data, context: _renamed(_create(server, store, data, context, owner))
+        )
 
-    @router.get("/v1/responses/{response_id}", responses=answers(schemas.RESPONSE))
+    @router.post(
+        "/v1/responses/input_tokens",
+        openapi_extra=body_schema(ResponsesBody),
+        responses=answers(protocol.COUNTED),
+    )
+    async def input_tokens(request: HttpRequest) -> Response:
+        owner = owner_of(request)
+        return await server.answer(request, lambda data, _: _renamed(_count(server, store, data, owner)))
+
+    @router.get("/v1/responses/{response_id}/input_items", responses=answers(protocol.ITEMS))
+    async def input_items(request: HttpRequest, response_id: str) -> Response:
+        items = named_items(response_id, store.inputs(response_id, owner_of(request)))
+        return JSONResponse(page_of(items, request.query_params))
+
+    @router.get("/v1/responses/{response_id}", responses=answers(protocol.RESPONSE))
     async def retrieve(request: HttpRequest, response_id: str) -> Response:
         if request.query_params.get("stream", "false") == "true":
             raise bad_value("a stored response cannot be streamed again", "stream", "unsupported_parameter")
         return JSONResponse(store.get(response_id, owner_of(request)))
 
-    @router.delete("/v1/responses/{response_id}", responses=answers(schemas.DELETED))
+    @router.delete("/v1/responses/{response_id}", responses=answers(protocol.DELETED))
     async def delete(request: HttpRequest, response_id: str) -> Response:
         store.delete(response_id, owner_of(request))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    @router.post("/v1/responses/{response_id}/cancel", responses=answers(schemas.RESPONSE))
+    @router.post("/v1/responses/{response_id}/cancel", responses=answers(protocol.RESPONSE))
     async def cancel(request: HttpRequest, response_id: str) -> Response:
         return JSONResponse(store.cancel(response_id, owner_of(request)))
 
@@ -93,36 +136,54 @@ async def _renamed(work: Awaitable[T]) -> T:
 
 
 async def _create(
-    front: Front, store: ResponseStore, data: dict[str, Any], visit: AnswerVisit, owner: bytes
+    server: ServerState, store: ResponseStore, data: dict[str, Any], context: AnswerContext, owner: bytes
 ) -> Response:
-    front.need_engine()
-    check_fields(data, REFUSED)
-    body = parse(ResponsesBody, data)
-    front.ignored.note(set(data) - {*ResponsesBody.model_fields, *REFUSED})
+    server.need_engine()
+    body = _parsed(server, data)
     _check(body, store)
-    own = read_input(body.input)
+    own = store.resolve(read_input(body.input), owner)
     before = store.before(body.previous_response_id, owner)
     chat = _as_chat(body, before.items if before else (), own)
-    ready = await ready_chat(front, chat, f"resp_{visit.answer_id}", visit.namespace)
-    request, is_stored = ready.request, store.is_on and body.store is not False
+    prepared = await prepare_chat(server, chat, f"resp_{context.answer_id}", context.namespace)
+    request, is_stored = prepared.request, store.is_on and body.store is not False
     answer = ResponseAnswer(
-        head=new_head(body, data, request, ready.model, is_stored=is_stored),
-        reader=ready.reading.reader(),
-        writer=OutputWriter(),
-        tally=new_tally(front, [request], ready.trimming, visit),
-        texts=front.texts,
+        head=new_head(body, data, request, prepared.model, is_stored=is_stored),
+        reader=prepared.reader(),
+        writer=OutputWriter(names_in_spaces(body.tools or ())),
+        usage=new_usage(server, [request], prepared.compression, context),
+        texts=server.texts,
         slot=Slot(store, owner, before, own) if is_stored else None,
     )
-    steps = run(front, [request], visit)
+    steps = run(server, [request], context)
     if not body.stream:
         return Response(to_json(await answer.whole(steps)), media_type="application/json")
-    return await stream(front, answer.events(steps), visit, ResponseFrames(answer))
+    return await stream(server, answer.events(steps), context, ResponseFrames(answer))
+
+
+async def _count(server: ServerState, store: ResponseStore, data: dict[str, Any], owner: bytes) -> Response:
+    """Tokens of the prompt that ``/v1/responses`` would make of the same fields."""
+    body = _parsed(server, data)
+    server.need_model(body.model)
+    before = store.before(body.previous_response_id, owner)
+    chat = _as_chat(body, before.items if before else (), store.resolve(read_input(body.input), owner))
+    tools = tools_of(chat, server.call_format, has_place=server.tells_tools)
+    prompt = await server.prompts.chat(chat, server.metadata.max_model_len, has_tools=not tools.is_off)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+
+
+def _parsed(server: ServerState, data: dict[str, Any]) -> ResponsesBody:
+    check_fields(data, REFUSED)
+    body = parse(ResponsesBody, data)
+    tools = own_tools(body.tools or [])
+    left_out = kinds_of(body.tools or []) - kinds_of(tools)
+    server.ignored.note(set(data) - {*ResponsesBody.model_fields, *REFUSED} | left_out)
+    return body.model_copy(update={"tools": tools})
 
 
 def _check(body: ResponsesBody, store: ResponseStore) -> None:
     """What needs more than types."""
     if body.store and not store.is_on:
-        message = "store true needs a server that stores responses, and this one does not (--responses-store)"
+        message = "store true needs a server that stores responses, and this one does not (--responses-store 0)"
         raise bad_value(message, "store", "unsupported_parameter")
     if body.max_output_tokens is not None:
         try:
@@ -139,14 +200,14 @@ def _check(body: ResponsesBody, store: ResponseStore) -> None:
 
 
 def _as_chat(body: ResponsesBody, before: Sequence[Item], own: Sequence[Item]) -> ChatBody:
-    """The same wish as a request for a chat answer. ``before``: items of the responses that it goes on from."""
+    """The same request as a chat body. ``before``: items of the responses that it continues."""
     shared = {name: getattr(body, name) for name in SamplingBody.model_fields}
     return ChatBody(
         **shared,
         messages=as_messages(body.instructions, [*before, *own], num_before=len(before)),
         max_completion_tokens=body.max_output_tokens,
         tools=as_chat_tools(body.tools) if body.tools else None,
-        tool_choice=as_chat_choice(body.tool_choice),
+        tool_choice=as_chat_choice(body.tool_choice, chosen_names(body.tools or ())),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=as_response_format(body.text.format if body.text else None),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
@@ -154,3 +215,325 @@ def _as_chat(body: ResponsesBody, before: Sequence[Item], own: Sequence[Item]) -
         logprobs=body.has_logprobs,
         top_logprobs=body.top_logprobs if body.has_logprobs else None,
     )
+
+
+@dataclass
+class ResponseAnswer:
+    """The answer to one request."""
+
+    head: Json  # what is the same from the first event to the last
+    reader: AnswerReader
+    writer: OutputWriter
+    usage: Usage
+    texts: TokenText
+    slot: Slot | None = None  # where it is stored
+    _status: str = "in_progress"
+    _details: Json = field(default_factory=dict)
+    _sequence: int = 0
+    _is_begun: bool = False
+    _completed_at: int | None = None
+
+    async def whole(self, steps: AsyncGenerator[Step, None]) -> Json:
+        """The response as one object."""
+        async with aclosing(self._events(steps)) as events:
+            async for _ in events:
+                pass
+        return self.response
+
+    async def events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
+        async with aclosing(self._events(steps)) as events:
+            async for event in events:
+                yield self._numbered(event)
+
+    def failed(self, error: ApiError) -> Json:
+        """The last event of a stream that cannot go on."""
+        self._end("failed", error={"code": "server_error", "message": error.message})
+        return self._numbered({"type": "response.failed", "response": self.response})
+
+    @property
+    def response(self) -> Json:
+        """As it stands."""
+        has_ended = self._status != "in_progress"
+        return {
+            **self.head,
+            "status": self._status,
+            "completed_at": self._completed_at,
+            "error": self._details.get("error"),
+            "incomplete_details": self._details.get("incomplete_details"),
+            "output": list(self.writer.items) if has_ended else [],
+            "usage": as_usage(self.usage) if has_ended else None,
+            **({"snapstream": self.usage.metadata} if has_ended else {}),
+        }
+
+    async def _events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
+        slot = self.slot
+        if slot is not None:
+            slot.open(self.head["id"], lambda: self.response)
+        try:
+            async with aclosing(until_set(steps, slot.cancelled if slot else None)) as watched:
+                async for prompt, delta in watched:
+                    for event in self._begin():
+                        yield event
+                    self.usage.take(prompt, delta)
+                    for sample in delta.samples:
+                        for event in self._take(sample):
+                            yield event
+        finally:
+            if slot is not None:
+                slot.close()
+        for event in self._begin():
+            yield event
+        if not self.usage.ends:  # cancelled
+            for event in self.writer.finish(is_whole=False):
+                yield event
+            self._end("cancelled")
+        yield {"type": "response.completed" if self._status == "completed" else "response.incomplete",
+               "response": self.response}  # fmt: skip
+
+    def _begin(self) -> list[Json]:
+        if self._is_begun:
+            return []
+        self._is_begun = True
+        return [{"type": f"response.{name}", "response": self.response} for name in ("created", "in_progress")]
+
+    def _take(self, sample: SampleDelta) -> list[Json]:
+        usage = self.usage
+        usage.completion_tokens += len(sample.token_ids)
+        usage.count(0, 0, sample)
+        read = self.reader.take(sample)
+        usage.reasoning_tokens = self.reader.num_reasoning_tokens
+        is_text = sample.logprobs and not self.reader.is_reasoning
+        events = self.writer.take(read, chat_entries(sample.logprobs or (), self.texts) if is_text else ())
+        if sample.finish_reason is None:
+            return events
+        is_whole = sample.finish_reason is FinishReason.STOP
+        reason = "stop" if is_whole else "length"
+        usage.ends[0] = {"finish_reason": reason, "stop_reason": sample.stop_reason}
+        events += self.writer.finish(is_whole=is_whole)
+        if is_whole:
+            self._end("completed")
+        else:
+            self._end("incomplete", incomplete_details={"reason": "max_output_tokens"})
+        return events
+
+    def _end(self, status: str, **details: Any) -> None:
+        self._status, self._details = status, details
+        self._completed_at = int(time.time()) if status == "completed" else None
+        if self.slot is not None:
+            self.slot.keep(self.response)
+
+    def _numbered(self, event: Json) -> Json:
+        numbered = {"type": event["type"], "sequence_number": self._sequence, **event}
+        self._sequence += 1
+        return numbered
+
+
+class ResponseFrames:
+    """Frames that name their events; a fault becomes the response's own end."""
+
+    end = DONE  # the specification's last frame
+
+    def __init__(self, answer: ResponseAnswer) -> None:
+        self._answer = answer
+
+    def item(self, item: Json) -> bytes:
+        return named_frame(item)
+
+    def fault(self, error: ApiError) -> bytes:
+        return named_frame(self._answer.failed(error))
+
+
+def as_usage(usage: Usage) -> Json:
+    counts = usage.as_openai
+    return {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": counts["total_tokens"],
+    }
+
+
+def new_head(body: ResponsesBody, data: Mapping[str, Any], request: Request, model: str, *, is_stored: bool) -> Json:
+    """What the response repeats of its request; ``data`` as it was sent."""
+    text, reasoning = data.get("text") or {}, data.get("reasoning") or {}
+    return {
+        "id": request.request_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": model,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": request.sampling.presence_penalty,
+        "frequency_penalty": request.sampling.frequency_penalty,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": is_stored,
+        "temperature": request.sampling.temperature,
+        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": request.sampling.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+async def until_set(steps: AsyncGenerator[Step, None], event: asyncio.Event | None) -> AsyncGenerator[Step, None]:
+    """The steps until there are no more, or ``event`` is set, which aborts the request."""
+    async with aclosing(steps):
+        if event is None:
+            async for step in steps:
+                yield step
+            return
+        stopped = asyncio.ensure_future(event.wait())
+        try:
+            while not event.is_set():
+                coming = asyncio.ensure_future(anext(steps))
+                try:
+                    await asyncio.wait({coming, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not coming.done():
+                        coming.cancel()
+                        await asyncio.gather(coming, return_exceptions=True)
+                if coming.cancelled():
+                    return
+                try:
+                    step = coming.result()
+                except StopAsyncIteration:
+                    return
+                yield step
+        finally:
+            stopped.cancel()
+
+
+class OutputWriter:
+    """The output of one response."""
+
+    def __init__(self, spaces: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        """``spaces``: name and namespace of the tools that are in one, by the name that the model knows."""
+        self._spaces = spaces or {}
+        self.items: list[Json] = []
+        self._logprobs: list[Json] = []  # of tokens whose text has not come yet
+        self._pieces: list[str] = []  # of the open item
+        self._listed: list[Json] = []  # log-probabilities of the open item
+        self._is_open = False
+
+    def take(self, events: Sequence[Event], logprobs: Sequence[Json] = ()) -> list[Json]:
+        """What was read, as events. ``logprobs``: of tokens of its text, which may still be held back."""
+        self._logprobs += logprobs
+        out: list[Json] = []
+        for event in events:
+            match event:
+                case Reasoning(text):
+                    out += self._open_as("reasoning") + [self._delta("response.reasoning_text.delta", text)]
+                case Content(text):
+                    out += self._open_as("message") + [self._text_delta(text)]
+                case CallStart():
+                    out += self._close() + self._open({**_call(event), **self._spaces.get(event.name, {})})
+                case CallPiece(_, text):
+                    out.append(self._delta(f"response.{self._argument_event}.delta", text))
+            if not isinstance(event, Content):
+                self._logprobs = []
+        return out
+
+    def finish(self, *, is_whole: bool) -> list[Json]:
+        """Close what is open. A response without any item gets an empty message, which clients look for."""
+        out = [] if self.items else self._open_as("message")
+        return out + self._close("completed" if is_whole else "incomplete")
+
+    @property
+    def _item(self) -> Json:
+        return self.items[-1]
+
+    @property
+    def _place(self) -> Json:
+        place = {"item_id": self._item["id"], "output_index": len(self.items) - 1}
+        return {**place, "content_index": 0} if self._item["type"] in ("reasoning", "message") else place
+
+    @property
+    def _argument_event(self) -> str:
+        return "custom_tool_call_input" if self._item["type"] == "custom_tool_call" else "function_call_arguments"
+
+    def _open_as(self, kind: str) -> list[Json]:
+        """An item of that kind, the open one if it is one."""
+        if self._is_open and self._item["type"] == kind:
+            return []
+        return self._close() + self._open(_reasoning() if kind == "reasoning" else _message())
+
+    def _open(self, item: Json) -> list[Json]:
+        self.items.append(item)
+        self._is_open, self._pieces, self._listed = True, [], []
+        out: list[Json] = [
+            {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": deepcopy(item)}
+        ]
+        if item["type"] in ("reasoning", "message"):
+            out.append({"type": "response.content_part.added", **self._place, "part": self._part("")})
+        return out
+
+    def _delta(self, kind: str, text: str) -> Json:
+        self._pieces.append(text)
+        return {"type": kind, **self._place, "delta": text}
+
+    def _text_delta(self, text: str) -> Json:
+        logprobs, self._logprobs = self._logprobs, []
+        self._listed += logprobs
+        return {**self._delta("response.output_text.delta", text), "logprobs": logprobs}
+
+    def _close(self, status: str = "completed") -> list[Json]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item, text, place = self._item, "".join(self._pieces), self._place
+        out: list[Json] = []
+        if item["type"] in ("reasoning", "message"):
+            part = self._part(text)
+            kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+            logprobs = {} if item["type"] == "reasoning" else {"logprobs": self._listed}
+            out.append({"type": f"response.{kind}.done", **place, "text": text, **logprobs})
+            out.append({"type": "response.content_part.done", **place, "part": part})
+            item["content"] = [part]
+        else:
+            member = "input" if item["type"] == "custom_tool_call" else "arguments"
+            item[member] = text
+            name = {} if member == "input" else {"name": item["name"]}
+            out.append({"type": f"response.{self._argument_event}.done", **place, **name, member: text})
+        item["status"] = status
+        out.append({"type": "response.output_item.done", "output_index": place["output_index"], "item": deepcopy(item)})
+        return out
+
+    def _part(self, text: str) -> Json:
+        if self._item["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._listed)}
+
+
+def _reasoning() -> Json:
+    return {
+        "id": f"rs_{uuid4().hex}", "type": "reasoning", "status": "in_progress", "summary": [], "content": [],
+        "encrypted_content": None,
+    }  # fmt: skip
+
+
+def _message() -> Json:
+    return {
+        "id": f"msg_{uuid4().hex}", "type": "message", "status": "in_progress", "role": "assistant", "content": [],
+    }  # fmt: skip
+
+
+def _call(start: CallStart) -> Json:
+    kind, letters, member = "function_call", "fc", "arguments"
+    if start.is_custom:
+        kind, letters, member = "custom_tool_call", "ctc", "input"
+    return {
+        "id": f"{letters}_{uuid4().hex}", "type": kind, "status": "in_progress", "call_id": start.call_id,
+        "name": start.name, member: "",
+    }  # fmt: skip

@@ -1,30 +1,59 @@
 """Responses that later requests may go on from, in memory: bounded, gone with the process, each key's own.
 
 A ``Slot`` is a response's place here while it runs.
-Invariant: never more than ``limit`` responses nor ``max_bytes`` of conversations; the oldest go first. A response holds
-the whole conversation up to it, so that it outlives those before it. Used on the event loop only.
+Invariant: never more than ``limit`` responses of one key, nor ``max_bytes`` of conversations of all; the oldest of a
+key go first, and of the key that has most where it is the bytes. A response holds the whole conversation up to it, so
+that it outlives those before it. Used on the event loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import to_json
 
 from snapstream.server.http.errors import ApiError, bad_value
-from snapstream.server.responses.items import Item
+from snapstream.server.responses.protocol import Item
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    owner: bytes  # digest of the key that it came by
     response: dict[str, Any]
     items: tuple[Item, ...]  # the conversation, its output included
     num_bytes: int  # of the conversation, whatever it shares with others
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """What is stored of one key."""
+
+    responses: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
+    items: dict[str, Item] = field(default_factory=dict)  # by id, of all its conversations
+    uses: Counter[str] = field(default_factory=Counter)  # how many conversations have an item of that id
+    num_bytes: int = 0
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        self.responses[response_id] = stored
+        self.num_bytes += stored.num_bytes
+        for name, item in _named(stored.items):
+            self.items.setdefault(name, item)
+            self.uses[name] += 1
+
+    def drop(self, response_id: str) -> None:
+        stored = self.responses.pop(response_id)
+        self.num_bytes -= stored.num_bytes
+        for name, _ in _named(stored.items):
+            self.uses[name] -= 1
+            if not self.uses[name]:
+                del self.uses[name], self.items[name]
+
+
+def _named(items: Sequence[Item]) -> list[tuple[str, Item]]:
+    return [(item["id"], item) for item in items if isinstance(item.get("id"), str)]
 
 
 class Slot:
@@ -32,8 +61,11 @@ class Slot:
 
     def __init__(self, store: ResponseStore, owner: bytes, before: Stored | None, own: Sequence[Item]) -> None:
         """``own``: the items of the request itself."""
-        self._store, self._before, self._own = store, before, own
+        self._store = store
         self._id = ""
+        self._num_bytes = before.num_bytes if before else 0
+        self._own = own
+        self.inputs = (*(before.items if before else ()), *own)
         self.owner = owner
         self.cancelled = asyncio.Event()
         self.current: Callable[[], dict[str, Any]] = dict
@@ -45,7 +77,9 @@ class Slot:
 
     def keep(self, response: Mapping[str, Any]) -> None:
         """It has ended like this."""
-        self._store.put(response, self.owner, self._before, (*self._own, *response["output"]))
+        output = response["output"]
+        size = self._num_bytes + len(to_json([*self._own, *output]))
+        self._store.put(response, self.owner, Stored(dict(response), (*self.inputs, *output), size))
 
     def close(self) -> None:
         """Nothing runs any more, however it ended."""
@@ -57,23 +91,26 @@ class ResponseStore:
 
     def __init__(self, limit: int, max_bytes: int) -> None:
         self._limit, self._max_bytes = limit, max_bytes
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._shelves: defaultdict[bytes, _Shelf] = defaultdict(_Shelf)  # by digest of the key
         self._running: dict[str, Slot] = {}
-        self.num_bytes = 0
 
     @property
     def is_on(self) -> bool:
         return self._limit > 0
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
+
     def __len__(self) -> int:
-        return len(self._stored)
+        return sum(len(shelf.responses) for shelf in self._shelves.values())
 
     def before(self, response_id: str | None, owner: bytes) -> Stored | None:
         """The response that a request goes on from; 400 if it is not there."""
         if response_id is None:
             return None
         if not self.is_on:
-            message = "previous_response_id needs stored responses, and this server stores none (--responses-store)"
+            message = "previous_response_id needs stored responses, and this server stores none (--responses-store 0)"
             raise bad_value(message, "previous_response_id", "unsupported_parameter")
         found = self._own(response_id, owner)
         if found is None:
@@ -81,31 +118,37 @@ class ResponseStore:
             raise bad_value(message, "previous_response_id", "previous_response_not_found")
         return found
 
+    def resolve(self, items: Sequence[Item], owner: bytes) -> list[Item]:
+        """The items with those that they refer to by id; 400 for one that is not there."""
+        return [self._referred(item, index, owner) if _is_reference(item) else item for index, item in enumerate(items)]
+
     def get(self, response_id: str, owner: bytes) -> dict[str, Any]:
         """The response as it stands; 404 for one that is not there, or somebody else's."""
-        running = self._running.get(response_id)
-        if running is not None and running.owner == owner:
-            return running.current()
-        found = self._own(response_id, owner)
-        if found is None:
-            raise _missing(response_id)
-        return found.response
+        running = self._own_running(response_id, owner)
+        return self._need(response_id, owner).response if running is None else running.current()
+
+    def inputs(self, response_id: str, owner: bytes) -> tuple[Item, ...]:
+        """The conversation that a response answers."""
+        running = self._own_running(response_id, owner)
+        if running is not None:
+            return running.inputs
+        found = self._need(response_id, owner)
+        return found.items[: len(found.items) - len(found.response["output"])]
 
     def delete(self, response_id: str, owner: bytes) -> None:
-        if self._own(response_id, owner) is None:
-            raise _missing(response_id)
-        self._drop(response_id)
+        self._need(response_id, owner)
+        self._drop(response_id, owner)
 
-    def put(self, response: Mapping[str, Any], owner: bytes, before: Stored | None, items: tuple[Item, ...]) -> None:
-        """Keep a response whose own input and output are ``items``."""
-        size = len(to_json(items)) + (before.num_bytes if before else 0)
-        if size > self._max_bytes:  # it would push out all others
+    def put(self, response: Mapping[str, Any], owner: bytes, stored: Stored) -> None:
+        if stored.num_bytes > self._max_bytes:  # it would push out all others
             return
-        whole = (*(before.items if before else ()), *items)
-        self._stored[response["id"]] = Stored(owner, dict(response), whole, size)
-        self.num_bytes += size
-        while len(self._stored) > self._limit or self.num_bytes > self._max_bytes:
-            self._drop(next(iter(self._stored)))
+        own = self._shelves[owner]
+        own.put(response["id"], stored)
+        if len(own.responses) > self._limit:
+            self._drop(next(iter(own.responses)), owner)
+        while self.num_bytes > self._max_bytes:
+            most = max(self._shelves, key=lambda name: self._shelves[name].num_bytes)
+            self._drop(next(iter(self._shelves[most].responses)), most)
 
     def add_running(self, response_id: str, slot: Slot) -> None:
         self._running[response_id] = slot
@@ -122,12 +165,35 @@ class ResponseStore:
         return {**response, "status": "cancelled"}
 
     def _own(self, response_id: str, owner: bytes) -> Stored | None:
-        found = self._stored.get(response_id)
-        return found if found is not None and found.owner == owner else None
+        shelf = self._shelves.get(owner)
+        return None if shelf is None else shelf.responses.get(response_id)
 
-    def _drop(self, response_id: str) -> None:
-        self.num_bytes -= self._stored.pop(response_id).num_bytes
+    def _own_running(self, response_id: str, owner: bytes) -> Slot | None:
+        running = self._running.get(response_id)
+        return running if running is not None and running.owner == owner else None
+
+    def _need(self, response_id: str, owner: bytes) -> Stored:
+        found = self._own(response_id, owner)
+        if found is None:
+            message = f"Response with id {response_id!r} not found."
+            raise ApiError(404, message, param="response_id", code="response_not_found")
+        return found
+
+    def _referred(self, item: Item, index: int, owner: bytes) -> Item:
+        shelf, name = self._shelves.get(owner), item.get("id")
+        found = shelf.items.get(name) if shelf is not None and isinstance(name, str) else None
+        if found is None:
+            kept = f"the server keeps the last {self._limit} responses" if self.is_on else "the server stores none"
+            raise bad_value(f"input[{index}]: item with id {name!r} not found; {kept}", "input", "item_not_found")
+        return found
+
+    def _drop(self, response_id: str, owner: bytes) -> None:
+        shelf = self._shelves[owner]
+        shelf.drop(response_id)
+        if not shelf.responses:
+            del self._shelves[owner]
 
 
-def _missing(response_id: str) -> ApiError:
-    return ApiError(404, f"Response with id {response_id!r} not found.", param="response_id", code="response_not_found")
+def _is_reference(item: Item) -> bool:
+    """The type may be left out."""
+    return item.get("type") == "item_reference" or (item.get("type") is None and set(item) == {"id"})

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.ray_process import Deployed, ReplicaWatch, deployed
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 from tests.waiting import HANG_S, until
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")

@@ -13,7 +13,7 @@ from ray.serve import Application
 
 from snapstream.integrations.ray.application import build, scaling_of
 from snapstream.integrations.ray.config import DecodeSettings
-from snapstream.integrations.ray.scaling import ByRowsAndTokens
+from snapstream.integrations.ray.registry import ByRowsAndTokens
 from snapstream.server.run import CannotLoad
 
 

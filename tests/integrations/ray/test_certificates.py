@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("cryptography")
 
+from snapstream.disaggregation.protocol import TransferSettings
 from snapstream.integrations.ray.certificates import as_file, certify, make_authority
-from snapstream.transfer.settings import TransferSettings
 
 SECRET = b"a secret of thirty-two characters"
 

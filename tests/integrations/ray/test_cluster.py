@@ -20,9 +20,9 @@ import openai
 import pytest
 
 from benchmarks.ray_process import Deployed, ReplicaWatch
-from snapstream.integrations.ray.messages import Report
+from snapstream.integrations.ray.registry import Report
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
+from snapstream.types import SamplingParams
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")

@@ -7,14 +7,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from snapstream.integrations.ray.board import Board, Route, ranked_readers
-from snapstream.integrations.ray.messages import Fault, Load
-from snapstream.integrations.ray.readers import ReplicaReaders
-from snapstream.integrations.ray.replicas import ReplicaLost
-from snapstream.integrations.ray.scaling import ByRowsAndTokens
-from snapstream.request import FinishReason, RowTicket
+from snapstream.integrations.ray.engine import ReplicaLost, ReplicaReaders
+from snapstream.integrations.ray.registry import ByRowsAndTokens, Fault, Load, ReplicaRegistry, Route, ranked_readers
 from snapstream.server.engine.api import RequestDelta, SampleDelta
-from snapstream.server.engine.elsewhere import ReadFailed
+from snapstream.server.engine.remote_prefill import ReadFailed
+from snapstream.types import FinishReason, RowTicket
 from tests.integrations.ray.test_replicated_engine import FACTS, REQUEST, FakeReplicas, Step
 from tests.waiting import until_async
 
@@ -51,18 +48,18 @@ def test_the_fewest_waiting_tokens_are_asked_first() -> None:
 
 
 def test_what_was_asked_for_counts_before_it_is_reported() -> None:
-    board = Board(reads_only=True)
-    assert board.best(Route()) == ""
-    board.rank(("a", "b"), Route())
-    assert board.best(Route()) == "a"  # neither has reported: each is worth a try
+    registry = ReplicaRegistry(reads_only=True)
+    assert registry.best(Route()) == ""
+    registry.rank(("a", "b"), Route())
+    assert registry.best(Route()) == "a"  # neither has reported: each is worth a try
     for name in "ab":
-        board.hear(name, Load(rows=2))
-    claim = board.claim(70)
+        registry.note_load(name, Load(rows=2))
+    claim = registry.claim(70)
     claim.take("a")
-    assert board.best(Route()) == "b" and board.best(Route(avoid=frozenset("b"))) == "a"
+    assert registry.best(Route()) == "b" and registry.best(Route(avoid=frozenset("b"))) == "a"
     claim.give_back()
-    board.lose("a", "it died")
-    assert board.best(Route()) == "b" == board.best(Route(avoid=frozenset("b")))
+    registry.mark_absent("a", "it died")
+    assert registry.best(Route()) == "b" == registry.best(Route(avoid=frozenset("b")))
 
 
 def test_a_row_that_went_is_read() -> None:

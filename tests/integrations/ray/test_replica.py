@@ -1,4 +1,4 @@
-"""One replica without a cluster, over a scripted engine: parcels, loads, leases, health."""
+"""One replica without a cluster, over a scripted engine: batches, loads, leases, health."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import pytest
 
 pytest.importorskip("ray")
 
-from snapstream.engine.messages import Deltas
 from snapstream.engine.validate import QueueFull
+from snapstream.engine.worker import Deltas
 from snapstream.integrations.ray import replica
-from snapstream.integrations.ray.board import Route
-from snapstream.integrations.ray.messages import Fault, Parcel
-from snapstream.request import FinishReason, Request, SamplingParams
-from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta, SampleDelta
-from snapstream.server.engine.messages import EngineSpec
+from snapstream.integrations.ray.registry import DeltaBatch, Fault, Route
+from snapstream.server.engine.api import EngineDead, EngineSpec, EngineStats, RequestDelta, SampleDelta
+from snapstream.types import FinishReason, Request, SamplingParams
 from tests.integrations.ray.test_replicated_engine import FACTS
 from tests.waiting import until_async
 
@@ -106,19 +104,19 @@ async def load_of(server: Any) -> tuple[int, int]:
 
 def test_what_gathers_goes_out_together(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     async def test(server: Any, engine: ScriptedEngine) -> None:
-        parcels: AsyncGenerator[Parcel, None] = server.generate(REQUEST, Route())
-        first = await anext(parcels)
+        batches: AsyncGenerator[DeltaBatch, None] = server.generate(REQUEST, Route())
+        first = await anext(batches)
         assert (first.replica, first.deltas, first.load.open_rows) == ("a", Deltas(()), 2)
         assert await load_of(server) == (2, 3)
         for each in (delta(), delta(), delta()):
             engine.said.put_nowait(each)
         await until_async(engine.said.empty)
-        second = await anext(parcels)
+        second = await anext(batches)
         assert len(second.deltas.deltas) == 3 and second.load.queued_tokens == 0
         engine.said.put_nowait(delta(is_last=True))
-        last = await anext(parcels)
+        last = await anext(batches)
         assert last.deltas.deltas[0].is_finished and last.load.open_rows == 0
-        assert [each async for each in parcels] == [] and engine.num_aborted == 0
+        assert [each async for each in batches] == [] and engine.num_aborted == 0
 
     run(monkeypatch, test)
 
@@ -148,11 +146,11 @@ def test_a_bug_is_told_and_nobody_waits(monkeypatch: pytest.MonkeyPatch, clock: 
 
 def test_a_reader_that_closes_aborts(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     async def test(server: Any, engine: ScriptedEngine) -> None:
-        parcels = server.generate(REQUEST, Route())
-        await anext(parcels)
+        batches = server.generate(REQUEST, Route())
+        await anext(batches)
         engine.said.put_nowait(delta())
-        await anext(parcels)
-        await parcels.aclose()
+        await anext(batches)
+        await batches.aclose()
         assert engine.num_aborted == 1 and await load_of(server) == (0, 0)
 
     run(monkeypatch, test)
@@ -160,13 +158,13 @@ def test_a_reader_that_closes_aborts(monkeypatch: pytest.MonkeyPatch, clock: Clo
 
 def test_a_caller_that_asks_no_more_loses_its_requests(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     async def test(server: Any, engine: ScriptedEngine) -> None:
-        parcels = server.generate(REQUEST, ROUTE)
-        await anext(parcels)  # then nobody reads on, and nobody closes it
+        batches = server.generate(REQUEST, ROUTE)
+        await anext(batches)  # then nobody reads on, and nobody closes it
         while engine.num_aborted == 0:  # another ingress asks
             await server.report(Route(caller="other"))
             await asyncio.sleep(0)
         assert await load_of(server) == (0, 0)
-        await parcels.aclose()
+        await batches.aclose()
 
     run(monkeypatch, test)
 

@@ -10,16 +10,13 @@ import pytest
 
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
-from snapstream.engine.messages import Deltas
 from snapstream.engine.validate import QueueFull
-from snapstream.integrations.ray.board import Route
-from snapstream.integrations.ray.engine import MAX_TRIES, ReplicatedEngine
-from snapstream.integrations.ray.messages import Fault, Load, Parcel, Report
-from snapstream.integrations.ray.replicas import ReplicaLost
+from snapstream.engine.worker import Deltas
+from snapstream.integrations.ray.engine import MAX_TRIES, ReplicaLost, ReplicatedEngine
+from snapstream.integrations.ray.registry import DeltaBatch, Fault, Load, Report, Route
 from snapstream.models.registry import read_model_config
-from snapstream.request import FinishReason, Request, SamplingParams
-from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta, SampleDelta
-from snapstream.server.engine.messages import EngineFacts
+from snapstream.server.engine.api import EngineDead, EngineFacts, EngineStats, RequestDelta, SampleDelta
+from snapstream.types import FinishReason, Request, SamplingParams
 from tests.waiting import until_async
 
 FACTS = EngineFacts(
@@ -56,19 +53,19 @@ class FakeReplicas:
     facts: EngineFacts = FACTS
 
     def _take(self, route: Route) -> str:
-        assert route.board is not None
-        [name, *_] = route.board.rank(sorted(self.scripts), route)
+        assert route.registry is not None
+        [name, *_] = route.registry.rank(sorted(self.scripts), route)
         if route.on_taken is not None:
             route.on_taken(name)
         if name in self.dead:
             raise ReplicaLost("it died")
         return name
 
-    async def generate(self, request: Request, route: Route) -> AsyncGenerator[Parcel, None]:
+    async def generate(self, request: Request, route: Route) -> AsyncGenerator[DeltaBatch, None]:
         name = self._take(route)
         self.asked.append(name)
         try:
-            yield Parcel(name, EMPTY)
+            yield DeltaBatch(name, EMPTY)
             for step in self.scripts[name]:
                 if step is None:
                     await asyncio.Event().wait()
@@ -76,7 +73,7 @@ class FakeReplicas:
                     raise step
                 is_fault = isinstance(step, Fault)
                 deltas = () if is_fault else (step,)
-                yield Parcel(name, EMPTY, Deltas(deltas), step if is_fault else None)  # type: ignore[arg-type]
+                yield DeltaBatch(name, EMPTY, Deltas(deltas), step if is_fault else None)  # type: ignore[arg-type]
         finally:
             self.num_closed += 1
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from snapstream.config import RopeConfig
 from snapstream.kernels import reference
-from snapstream.kernels.bound import CosSin, HeadNorm, LayerRows, bind
-from snapstream.layers.rope import Rope
+from snapstream.kernels.interface import CosSin, HeadNorm, LayerRows, bind
+from snapstream.models.rope import Rope
 from tests.kernels.layers import one_layer
 from tests.live import LiveBytes
 
@@ -34,7 +34,7 @@ def norm_rope_write(
     heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
 ) -> Tensor:
     """The part of ``attend_rows`` that writes them."""
-    from snapstream.kernels.triton import rope_write
+    from snapstream.kernels.triton import rows as rope_write
 
     return rope_write.norm_rope_write(heads, norm, rope, cache, rows, slots)
 

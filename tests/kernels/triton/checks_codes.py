@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapstream.kernels import groups, reference
-from snapstream.kernels.bound import bind
+from snapstream.kernels.interface import bind
 from tests.kernels.triton.checks import assert_near
 
 
@@ -16,7 +16,7 @@ def check_code_linear(
     """Equal to the reference, with a bias and without; a token's row is the same bits alone and beside others."""
     torch.manual_seed(num_out)
     numbers = torch.randn(num_out, num_in, device=device) / num_in**0.5
-    codes, scales = groups.quantise(numbers, bits, group)
+    codes, scales = groups.quantize(numbers, bits, group)
     scales[0, 0] = 0.0
     x = torch.randn(num_tokens, num_in + 16, device=device).to(dtype)[:, :num_in]
     bias = torch.randn(num_out, device=device).to(dtype)
@@ -34,7 +34,7 @@ def check_code_linear(
 
 
 def check_refusals(device: str) -> None:
-    codes, scales = groups.quantise(torch.randn(8, 64, device=device), 8, 32)
+    codes, scales = groups.quantize(torch.randn(8, 64, device=device), 8, 32)
     x, multiply = torch.randn(4, 64, device=device), bind(device, "triton").code_linear
     assert multiply is not None
     for wrong in (

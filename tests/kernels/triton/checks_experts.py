@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from snapstream.kernels import reference
-from snapstream.kernels.bound import bind
+from snapstream.kernels.interface import bind
 from tests.kernels.triton.checks import NAN, assert_near
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from snapstream.config import RopeConfig
-from snapstream.kernels import fp8, reference
-from snapstream.kernels.bound import HeadNorm, bind
-from snapstream.layers.rope import Rope
+from snapstream.kernels import reference
+from snapstream.kernels.formats import FP8, FP8_MAX, Scales
+from snapstream.kernels.interface import HeadNorm, bind
+from snapstream.models.rope import Rope
 from tests.kernels.layers import one_layer
 from tests.kernels.triton.checks import assert_near, decode_attention, norm_rope_write
 
@@ -16,10 +17,10 @@ from tests.kernels.triton.checks import assert_near, decode_attention, norm_rope
 def rows_of(num_rows: int, num_kv_heads: int, capacity: int, head_dim: int, device: str) -> tuple[Tensor, Tensor]:
     """An empty pair of rows ``[rows+1, G, C, E]`` in which every byte is NaN."""
     shape = (num_rows + 1, num_kv_heads, capacity, head_dim)
-    return tuple(torch.full(shape, 127, dtype=torch.uint8, device=device).view(fp8.DTYPE) for _ in "kv")  # type: ignore[return-value]
+    return tuple(torch.full(shape, 127, dtype=torch.uint8, device=device).view(FP8.dtype) for _ in "kv")  # type: ignore[return-value]
 
 
-def scales_of(num_rows: int, num_kv_heads: int, device: str) -> fp8.Scales:
+def scales_of(num_rows: int, num_kv_heads: int, device: str) -> Scales:
     """Powers of two, all different from their neighbours."""
     powers = torch.arange((num_rows + 1) * num_kv_heads, device=device).view(-1, num_kv_heads) % 5 - 3.0
     return powers.exp2(), powers.neg().exp2()
@@ -41,7 +42,7 @@ def check_decode_attention(
     for row, length in enumerate(lengths):
         for cache, scale in zip((k, v), scales, strict=True):
             numbers = torch.randn(num_kv_heads, length, head_dim, device=device)
-            cache[row, :, :length] = fp8.quantise(numbers, scale[row, :, None, None])
+            cache[row, :, :length] = FP8.encode(numbers, scale[row, :, None, None])
     q = torch.randn(batch, num_heads, head_dim, device=device).to(dtype)
     rows, length = torch.arange(batch, device=device).flip(0), torch.tensor(lengths, device=device).flip(0)
     got = decode_attention(q, one_layer(k, v, scales), rows, length)
@@ -76,7 +77,7 @@ def check_norm_rope_write(
     assert torch.equal(q, qk[:, :num_heads])
     reference.write_slots(qk[:, num_heads:], heads[:, -num_kv_heads:], one_layer(*want, scales), rows, slots)
     same_bytes(got, want)
-    assert (got[1][rows, :, slots].float().abs() == fp8.MAX).any()  # something was saturated, and is a number
+    assert (got[1][rows, :, slots].float().abs() == FP8_MAX).any()  # something was saturated, and is a number
 
 
 def check_gather_rows(num_kv_heads: int, head_dim: int, num_tokens: int, dtype: torch.dtype, device: str) -> None:

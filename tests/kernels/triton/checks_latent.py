@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from snapstream.kernels import fp8, reference
-from snapstream.kernels.bound import HeadNorm, LayerRows, RowPlaces, bind
+from snapstream.kernels import reference
+from snapstream.kernels.formats import FP8
+from snapstream.kernels.interface import HeadNorm, LayerRows, RowPlaces, bind
 from tests.kernels.triton.checks import NAN, assert_near
 
 
@@ -23,7 +24,7 @@ def check_latents_in_fp8(num_heads: int, rank: int, rope_dim: int, dtype: torch.
     size, capacity, lengths = rank + rope_dim, 150, torch.tensor([150, 1, 77], device=device)
     wide = 3 * torch.randn(2, 4, 1, capacity, size, device=device)
     scales = 2.0 ** torch.randint(-7, -2, (2, 4, 1), device=device)
-    stored = fp8.quantise(wide, scales[..., None, None])
+    stored = FP8.encode(wide, scales[..., None, None])
     expected = stored.clone()
     heads = torch.randn(3, num_heads + 1, size, device=device).to(dtype)
     places = RowPlaces(torch.tensor([2, 0, 3], device=device), lengths - 1, lengths)

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.kernels.triton import checks, interpreter
+from snapstream.config import WeightFormat
+from snapstream.kernels.interface import Kernels, bind
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.llm import LLM
+from snapstream.models.checkpoint import load_weights
+from snapstream.models.decoder import Decoder
+from snapstream.models.matrix import FEW, make_matrix
+from snapstream.models.registry import read_model_config
+from snapstream.startup.build import MakeRunner, build_runner
+from snapstream.types import SamplingParams
+from tests.kernels.triton import checks, checks_codes, checks_experts, checks_fp8, checks_latent, interpreter
+from tests.parity.checkpoints import VOCAB, make_model, save
+from tests.parity.test_decoder_parity import full_attention, run
 
 pytestmark = interpreter.interpreted()
 
@@ -128,3 +144,162 @@ def test_snapkv_scores_hold_no_probabilities() -> None:
 )
 def test_gather_rows(head_dim: int, num_tokens: int, num_kept: int, dtype: torch.dtype) -> None:
     checks.check_gather_rows(2, head_dim, num_tokens, num_kept, dtype, "cpu")
+
+
+# The Triton product with int8 and int4 weights equals its reference, under Triton's interpreter.
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("num_tokens", "group", "dtype"),
+    [(1, 32, torch.float32), (16, 128, torch.bfloat16), (33, 32, torch.bfloat16), (17, 64, torch.float16)],
+)
+def test_tokens_and_groups(num_tokens: int, group: int, dtype: torch.dtype, bits: int) -> None:
+    checks_codes.check_code_linear(num_tokens, 45, 9 * group, bits, group, dtype, "cpu")
+
+
+def test_more_tokens_than_a_tile() -> None:
+    checks_codes.check_code_linear(70, 33, 64, 4, 32, torch.bfloat16, "cpu")
+
+
+def test_refusals() -> None:
+    checks_codes.check_refusals("cpu")
+
+
+@pytest.mark.parametrize("width", ["int8", "int4"])
+def test_a_weight_chooses_by_the_number_of_tokens(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to ``FEW`` tokens meet the codes, more of them widened rows; both are the same product."""
+    from snapstream.kernels.triton import products
+
+    calls: list[int] = []
+    launch = products.launch_code_linear
+    monkeypatch.setattr(products, "launch_code_linear", lambda x, *rest: (calls.append(len(x)), launch(x, *rest))[1])
+    weight = make_matrix(WeightFormat(dtype=width, group=32), (3, 40, 64), torch.float32, "cpu")  # type: ignore[arg-type]
+    weight.fill(torch.randn(3, 40, 64))
+    own = weight[1]
+    assert own.form.group == 32
+    kernels: Kernels = bind("cpu", "triton")
+    for count in (FEW, FEW + 1):
+        x, bias = torch.randn(count, 64), torch.randn(40)
+        torch.testing.assert_close(own.multiply(x, bias, kernels), x @ own.dense().T + bias, rtol=1e-4, atol=1e-4)
+    assert calls == [FEW]
+
+
+def test_the_engine_answers_the_same(tmp_path: Path) -> None:
+    """Greedy tokens over int4 and int8 weights: plain PyTorch widens, the kernels read codes."""
+    folder = save(make_model("qwen3", hidden_size=64, head_dim=16, intermediate_size=96), tmp_path)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (40, 7)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+    def run(make_runner: MakeRunner) -> list[list[int]]:
+        with LLM(folder, budget=32, selector=SnapKV(observation_len=8), max_rows=2, max_model_len=48, weights="int4",
+                 activations="dtype", make_runner=make_runner, executor="eager", progress=False) as llm:  # fmt: skip
+            return [output.token_ids for output in llm.generate(prompts, params)]
+
+    assert run(partial(build_runner, kernels=bind("cpu", "triton"))) == run(build_runner)
+
+
+# The Triton product with a matrix per expert equals its reference, under Triton's interpreter.
+
+COUNTS = {"one": [0, 0, 1], "some": [3, 0, 40, 0, 0, 17, 33], "full tiles": [32, 64, 16]}
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "dtype"), list(zip(COUNTS, [torch.float32, torch.bfloat16, torch.float16], strict=True))
+)
+def test_experts_with_any_number_of_rows(counts: str, is_fp8: bool, dtype: torch.dtype) -> None:
+    checks_experts.check_grouped_linear(COUNTS[counts], 80, 72, is_fp8, dtype, "cpu")
+
+
+def test_sizes_beyond_a_block_of_scales() -> None:
+    checks_experts.check_grouped_linear([1, 2, 0, 35], 200, 304, True, torch.bfloat16, "cpu")
+
+
+def test_more_experts_than_a_power_of_two() -> None:
+    checks_experts.check_grouped_linear([i % 3 for i in range(21)], 32, 32, False, torch.float32, "cpu")
+
+
+def test_refusals_of_interpreted_experts() -> None:
+    checks_experts.check_refusals("cpu")
+
+
+@torch.inference_mode()
+def test_a_model_with_experts(tmp_path: Path) -> None:
+    """Router, both products, shared experts: the logits of plain PyTorch."""
+    folder = save(make_model("glm4-moe"), tmp_path)
+    config = read_model_config(folder)
+    decoder = Decoder(config, load_weights(folder, config, torch.float32, "cpu", progress=False))
+    rng = random.Random(1)
+    ids = torch.tensor([rng.randrange(VOCAB) for _ in range(9)])
+    plain, triton = (
+        run(decoder.with_kernels(bind("cpu", version)), full_attention(decoder), ids, 0)
+        for version in ("torch", "triton")
+    )
+    torch.testing.assert_close(triton, plain, rtol=1e-4, atol=1e-4)
+
+
+# The Triton kernels over rows in FP8 equal their references, under Triton's interpreter.
+
+# Paired, not crossed: see test_interpreted.py.
+DIMS = list(zip([64, 80, 96, 128, 192, 256], DTYPES * 2, strict=True))
+INTERPRETED_FP8_NORMS = [((4, 2, 64), True), ((4, 2, 64), False), ((9, 3, 80), True)]
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [*DIMS, (128, torch.bfloat16)])
+def test_decode_attention(head_dim: int, dtype: torch.dtype) -> None:
+    checks_fp8.check_decode_attention(6, 2, head_dim, 150, [150, 1], dtype, "cpu")
+
+
+def test_decode_attention_over_several_splits() -> None:
+    checks_fp8.check_decode_attention(4, 1, 64, 700, [700, 130, 5], torch.float32, "cpu")
+
+
+@dtypes
+@pytest.mark.parametrize(("heads", "has_norm"), INTERPRETED_FP8_NORMS)
+def test_norm_rope_write_of_interpreted_fp8(heads: tuple[int, int, int], has_norm: bool, dtype: torch.dtype) -> None:
+    checks_fp8.check_norm_rope_write(*heads, has_norm, dtype, "cpu")
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_gather_rows_of_interpreted_fp8(head_dim: int, dtype: torch.dtype) -> None:
+    checks_fp8.check_gather_rows(2, head_dim, 90, dtype, "cpu")
+
+
+# The Triton kernels over rows of latents equal their reference, under Triton's interpreter.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    list(zip([(4, 24, 8), (20, 64, 16), (128, 32, 64)], DTYPES, strict=True)),
+    ids=lambda value: str(value),
+)
+def test_latent_attention_sizes(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Fewer heads than a program holds, more than one holds, many; sizes that are no powers of two."""
+    checks_latent.check_latent_attention(*sizes, 150, [2, 0, 3], [150, 1, 77], dtype, "cpu")
+
+
+@pytest.mark.parametrize("capacity", [1, 128, 129, 700])
+def test_latent_attention_capacities(capacity: int) -> None:
+    lengths = sorted({1, capacity, capacity // 2 + 1})
+    checks_latent.check_latent_attention(3, 32, 16, capacity, [*range(len(lengths))], lengths, torch.float32, "cpu")
+
+
+def test_latent_attention_in_the_sizes_of_deepseek() -> None:
+    checks_latent.check_latent_attention(16, 512, 64, 200, [1, 0], [200, 33], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_latents_in_fp8(dtype: torch.dtype) -> None:
+    checks_latent.check_latents_in_fp8(5, 24, 8, dtype, "cpu")
+
+
+@pytest.mark.parametrize(("num_tokens", "num_kept", "size"), [(50, 17, 40), (9, 9, 576)])
+def test_gather(num_tokens: int, num_kept: int, size: int) -> None:
+    checks_latent.check_gather_latents(num_tokens, num_kept, size, torch.float32, "cpu")
+
+
+def test_refusals_of_interpreted_latent() -> None:
+    checks_latent.check_latent_refusals("cpu")

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget
-from snapstream.kernels import fp8, groups
-from snapstream.kernels.bound import HeadNorm, LayerRows, RowPlaces, bind
+from snapstream.kernels import groups
+from snapstream.kernels.formats import FP8
+from snapstream.kernels.interface import HeadNorm, LayerRows, RowPlaces, bind
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
-from snapstream.start.build import MakeRunner, build_runner
+from snapstream.startup.build import MakeRunner, build_runner
+from snapstream.types import SamplingParams
 from tests.kernels.triton import interpreter
 from tests.parity.checkpoints import VOCAB, make_model, save
 
@@ -39,14 +40,17 @@ def heads_and_rows() -> dict[str, Tensor]:
 
 
 def test_operators_say_truly_what_they_change_and_return() -> None:
-    from snapstream.kernels.triton import attention, codes, experts, gather, norm, rope_write, scores, swiglu
+    from snapstream.kernels.triton import attention, norm, products, scores
+    from snapstream.kernels.triton import norm as swiglu
+    from snapstream.kernels.triton import rows as gather
+    from snapstream.kernels.triton import rows as rope_write
 
     t = heads_and_rows()
     q, stacks, at = t["heads"][:, :4], (t["k"], t["v"]), (t["rows"], t["slots"])
     staged, index = torch.randn(2, 2, 60, 16), torch.arange(40).expand(2, -1)
     x, ones = torch.randn(3, 32), torch.ones(32)
     angles, ends = (t["cos"], t["sin"]), torch.tensor([1, 3], dtype=torch.int32)
-    narrow = [torch.zeros(3, 4, 2, 40, 16, dtype=torch.uint8).view(fp8.DTYPE) for _ in "kv"]
+    narrow = [torch.zeros(3, 4, 2, 40, 16, dtype=torch.uint8).view(FP8.dtype) for _ in "kv"]
     scales = torch.rand(2, 3, 4, 2) + 0.5
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (attention.decode_operator, (q, *stacks, 1, t["rows"], t["lengths"]), {}),
@@ -57,18 +61,18 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         (swiglu.swiglu, (x,), {}),
         (scores.snapkv_scores, (q, staged[0], 57, 4, 50), {"over_row": False, "group_max": False}),
         (gather.gather_operator, (*stacks, 1, [1, 3], *staged, index), {}),
-        (experts.grouped_linear_operator, (x, torch.randn(2, 16, 32), None, ends), {}),
-        (codes.code_linear, (x, *groups.quantise(torch.randn(16, 32), 4, 32), None), {}),
+        (products.grouped_linear_operator, (x, torch.randn(2, 16, 32), None, ends), {}),
+        (products.code_linear, (x, *groups.quantize(torch.randn(16, 32), 4, 32), None), {}),
         (attention.decode_operator, (q, *narrow, 1, t["rows"], t["lengths"], *scales), {}),
         (rope_write.norm_rope_write_operator, (t["heads"], None, 1e-6, *angles, *narrow, 2, *at, *scales), {}),
         (gather.gather_operator, (*narrow, 1, [1, 3], *staged, index, *scales), {}),
     ]
     for operator, arguments, named in calls:
-        is_fp8 = any(isinstance(value, Tensor) and value.dtype == fp8.DTYPE for value in arguments)
+        is_fp8 = any(isinstance(value, Tensor) and value.dtype == FP8.dtype for value in arguments)
         # what compares before and after has no FP8 in torch; the schema is the same one
         utils = {"test_utils": ("test_faketensor",)} if is_fp8 else {}
         torch.library.opcheck(operator, arguments, named, **utils)
-    modules = (attention, codes, experts, gather, norm, rope_write, scores, swiglu)
+    modules = (attention, products, products, gather, norm, rope_write, scores, swiglu)
     everyone = {
         value for module in modules for value in vars(module).values() if isinstance(value, torch.library.CustomOpDef)
     }
@@ -120,7 +124,8 @@ def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest
 
     Sums of the residual stream ride on the norms: two per layer and one at the end, but for the first.
     """
-    from snapstream.kernels.triton import norm, rope_write
+    from snapstream.kernels.triton import norm
+    from snapstream.kernels.triton import rows as rope_write
 
     calls: Counter[str] = Counter()
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.cache.selectors.snapkv import SnapKV
-from snapstream.kernels.bound import bind
+from snapstream.kernels.interface import bind
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
-from snapstream.start.build import build_runner
+from snapstream.startup.build import build_runner
+from snapstream.types import SamplingParams
 from tests.kernels.triton import interpreter
 from tests.parity.checkpoints import VOCAB, make_model, save
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tests.server.app_client import AppClient
 from tests.server.fake_engine import FakeEngine
-from tests.server.front_client import AppClient
 from tests.server.templates import prompt_of, template_client
 
 HI = [{"role": "user", "content": "hi"}]
@@ -123,6 +123,17 @@ def test_tools_choices_and_formats() -> None:
     asyncio.run(run())
 
 
+def test_tools_that_anthropic_runs_are_left_out_beside_others() -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        async with template_client(engine, tool_parser="hermes") as http:
+            served = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "code_execution_20260521"}]
+            assert (await ask(http, {"tools": [*served, GET]})).status_code == 200
+            assert prompt_of(engine).startswith("tools: get <tool_call>")
+
+    asyncio.run(run())
+
+
 def test_thinking_and_sampling() -> None:
     async def run() -> None:
         engine = FakeEngine()
@@ -158,13 +169,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [say("user", [{"type": "tool_result", "content": "x"}])]}, "tool_use_id"),
     ({"messages": [say("user", [result(1, [{"type": "image"}])])]}, "content[0].content[0]"),
     ({"messages": [say("user", [result(1, "x", is_error="yes")])]}, "is_error"),
-    ({"messages": [say("user", "word " * 5000)]}, "maximum context length"),
+    ({"messages": [say("user", "word " * 600)]}, "prompt is too long: 1808"),
+    ({"messages": [say("user", "word " * 600)]}, " tokens > 512 maximum"),
+    ({"messages": [say("user", "word " * 50_000)]}, " tokens > 512 maximum"),
     ({"system": 3}, "system"),
     ({"system": [{"type": "image"}]}, "system[0]"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] has the type"),
     ({"tools": [{"name": "get"}]}, "input_schema"),
     ({"tools": [{**GET, "name": "a b"}]}, "name"),
-    ({"tools": [GET, GET]}, "two functions of one name"),
+    ({"tools": [GET, GET]}, "two functions of the same name"),
     ({"tools": [GET] * 129}, "limit is 128"),
     ({"tools": [GET], "tool_choice": {"type": "all"}}, "tool_choice"),
     ({"tools": [GET], "tool_choice": {"type": []}}, "tool_choice"),
@@ -176,12 +189,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "yaml"}}}, "output_config"),
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens is 0"),
-    ({"max_tokens": 5000}, "maximum context length"),
+    ({"max_tokens": 5000}, "input length and `max_tokens` exceed context limit: "),
+    ({"max_tokens": 5000}, " + 5000 > 512, decrease input length or `max_tokens`"),
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": 2}, "top_p"),
     ({"stop_sequences": [""]}, "stop"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"container": "c"}, "container"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}, GET]}, "tools[0] has the type"),
+    ({"compaction": {"type": "summarize"}}, "compaction"),
+    ({"fallbacks": [{"model": "tiny"}]}, "fallbacks"),
     ({"kv_cache": {"budget": 10**6}}, "budget"),
 ]
 
@@ -202,5 +220,26 @@ def test_wrong_input_is_a_400_in_anthropic_s_form() -> None:
             bare = await http.post("/v1/messages", content=b"{", headers={"Content-Type": "application/json"})
             assert (bare.status_code, bare.json()["type"]) == (400, "error")
         assert not engine.requests
+
+    asyncio.run(run())
+
+
+def test_threads_are_refused_in_the_words_that_make_sdks_send_everything() -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        async with template_client(engine) as http:
+            for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+                for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                    fallbacks = [{"model": "tiny"}]
+                    response = await ask(http, {"thread": thread, "fallbacks": fallbacks, "compaction": None}, path)
+                    assert response.status_code == 400
+                    assert response.json()["error"]["details"] == {
+                        "error_code": "thread_unsupported_request", "unsupported": ["thread", "fallbacks"],
+                    }  # fmt: skip
+            assert not engine.requests
+            for harmless in ({"thread": None}, {"fallbacks": []}, {"fallbacks": "default"}, {"compaction": None}):
+                assert (await ask(http, harmless)).status_code == 200
+            compaction = {"compaction": {"type": "summarize"}}
+            assert (await ask(http, compaction, "/v1/messages/count_tokens")).status_code == 200
 
     asyncio.run(run())

@@ -85,6 +85,7 @@ TEXT, THINKING, TOOL = block("text_delta"), block("thinking_delta", "signature_d
         (THOUGHT, {}, THINKING + TEXT, "end_turn"),
         (THOUGHT.split("Hello")[0] + CALL, {"tools": [GET]}, THINKING + TOOL, "tool_use"),
         ("So. " + CALL + CALL, {"tools": [GET]}, TEXT + TOOL + TOOL, "tool_use"),
+        (CALL.replace('{"a": "wörld"}', '{"a": "x\ny\x01", b: oops,}'), {"tools": [GET]}, TOOL, "tool_use"),
         ("", {}, [], "end_turn"),
     ],
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from snapstream.llm import LLM
-from snapstream.request import Compression, FinishReason, Request, SamplingParams, Timings
 from snapstream.server.engine.api import AsyncEngine, EngineStats
+from snapstream.types import Compression, FinishReason, Request, SamplingParams, Timings
 from tests.llm.conftest import write_checkpoint
 from tests.waiting import until_async
 

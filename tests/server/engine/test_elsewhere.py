@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import httpx
 import pytest
 
-from snapstream.engine.messages import Reissue, ToEngine
+from snapstream.config import KVBudget
+from snapstream.disaggregation.protocol import TransferSettings
+from snapstream.disaggregation.requests import digest_of, has_digest, proof_of
 from snapstream.engine.transfers import RowMissed, TicketIssued
-from snapstream.request import Request, RowTicket, SamplingParams
+from snapstream.engine.worker import Reissue, ToEngine
+from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead
-from snapstream.server.engine.elsewhere import MAX_RETRIES, Elsewhere, ReadFailed
-from snapstream.server.engine.prefill_servers import check_urls
-from snapstream.transfer.proof import digest_of, has_digest, proof_of
+from snapstream.server.engine.remote_prefill import MAX_RETRIES, Elsewhere, PrefillServers, ReadFailed, check_urls
+from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.types import Request, RowTicket, SamplingParams
+from tests.disaggregation.rows import SECRET
+from tests.server.app_server import running_server
+from tests.server.fake_engine import FACTS, FakeEngine
 
 
 def request(name: str = "a") -> Request:
@@ -42,6 +52,8 @@ class Readers:
         self.asked.append((name, ticket.key))
         self.ends[ticket.key] = asyncio.get_running_loop().create_future()
         await self.ends[ticket.key]
+
+    async def check(self) -> None: ...
 
     def shun(self, name: str) -> None:
         self.shunned.append(name)
@@ -147,6 +159,116 @@ def test_a_request_that_ends_leaves_nobody_reading() -> None:
 
     desk = played(scene)
     assert not desk.sent and not desk.failed and len(desk.readers.asked) == 1
+
+
+def test_a_reader_that_sent_a_row_is_heard_out() -> None:
+    """The answer was short: it ended before the reader could say that the row had gone."""
+
+    async def scene(desk: Desk) -> None:
+        for number in range(3):
+            await desk.issue(number)
+            desk.elsewhere.end("a", has_row=True)
+            await settle()
+            assert not desk.readers.ends[ticket(number).key].done()
+            desk.elsewhere.begin(request())
+        desk.readers.ends[ticket(0).key].set_result(None)
+        await desk.fail(1)  # of a request that is over: the next of that name has nothing to do with it
+
+    desk = played(scene)
+    assert desk.readers.ends[ticket(2).key].cancelled(), "by the end of the server"
+    assert not desk.sent and not desk.failed and not desk.readers.shunned
+
+
+ROWS = {"dtype": "float32", "version": "1"}
+
+
+def facts_of(max_model_len: int = 512, slots: int = 128, **rows: str) -> ModelMetadata:
+    config = replace(FACTS.engine, max_model_len=max_model_len, budget=KVBudget.of(slots))
+    return replace(FACTS, engine=config, row_facts={**ROWS, **rows})
+
+
+@contextmanager
+def prefill_server(engine: FakeEngine | None = None) -> Iterator[str]:
+    """Its address."""
+    fields: dict[str, Any] = {"role": "prefill", "transfer_secret": SECRET, "facts": facts_of()}
+    with running_server(engine=engine, **fields) as server:
+        yield server.url.removesuffix("/v1")
+
+
+def checked(*urls: str, facts: ModelMetadata | None = None, secret: bytes = SECRET) -> str:
+    """What a check of these servers says, and of which kind it is."""
+
+    async def main() -> str:
+        own = PrefillServers(urls, TransferSettings(secret=secret), lambda: facts or facts_of())
+        try:
+            await own.check()
+        except (ReadFailed, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            await own.close()
+        return ""
+
+    return asyncio.run(main())
+
+
+def test_a_check_finds_what_would_fail_with_the_first_request() -> None:
+    with prefill_server() as url, prefill_server(FakeEngine(is_ready=False)) as loading:
+        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with running_server() as both:
+            other = both.url.removesuffix("/v1")
+            assert checked(other) == f"ValueError: {other} is no server with --role prefill, or runs another version"
+        assert checked(url) == checked(nobody, url) == ""
+        assert checked(url, facts=facts_of(max_model_len=256, slots=64)) == ""
+        assert checked(nobody).startswith(f"ReadFailed: {nobody}: ")
+        assert checked(loading) == f"ReadFailed: {loading} answered 503: the engine is loading"
+        assert (
+            checked(url, secret=b"another secret of thirty-two bytes")
+            == f"ValueError: {url} has another transfer secret"
+        )
+        unlike = checked(url, facts=facts_of(dtype="bfloat16"))
+        assert unlike == (
+            f"ValueError: {url}: the engines differ: dtype is bfloat16 here and float32 at the prefill server"
+        )
+        assert "max_model_len is 1,024 here and 512 at" in checked(url, facts=facts_of(max_model_len=1024))
+        assert "slots is 256 here and 128 at" in checked(url, facts=facts_of(slots=256))
+        mixed = checked(url, nobody, facts=facts_of(dtype="bfloat16"))
+        assert mixed.startswith("ReadFailed: ") and "the engines differ" in mixed  # one may still come that fits
+
+
+def test_readiness_asks_the_prefill_servers_and_liveness_does_not() -> None:
+    problems: list[Exception] = []
+
+    async def check() -> None:
+        if problems:
+            raise problems[0]
+
+    async def main() -> None:
+        app = make_app(FakeEngine(), None, ServerSettings(), lambda: FACTS, check_readers=check)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            for error in (None, ReadFailed("http://10.0.0.7 is gone"), ValueError("http://10.0.0.7 differs"), None):
+                problems[:] = [] if error is None else [error]
+                for path in ("/health", "/health/ready"):
+                    answer = await http.get(path)
+                    assert answer.status_code == (200 if error is None else 503)
+                    assert "10.0.0.7" not in answer.text, "anybody may ask"
+                assert (await http.get("/health/live")).status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_what_no_prefill_server_would_take_is_the_callers_fault(status: int) -> None:
+    with prefill_server(FakeEngine(refuse=ValueError("the prompt has 600 tokens"))) as url:
+
+        async def main() -> None:
+            own = PrefillServers([url], TransferSettings(secret=SECRET), facts_of)
+            long = replace(request(), prompt_token_ids=(1,) * (33 * 2**20 // 2 if status == 413 else 2))
+            with pytest.raises(ValueError, match="600 tokens" if status == 400 else "body"):
+                await own.read(url, long, ticket(1))
+            await own.close()
+
+        asyncio.run(main())
 
 
 def test_a_request_that_nobody_can_be_asked_for_is_the_callers_fault() -> None:

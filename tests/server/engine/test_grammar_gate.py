@@ -13,8 +13,8 @@ import pytest
 
 from snapstream.assets import TINY_MODEL
 from snapstream.engine.validate import QueueFull
-from snapstream.request import Grammar
-from snapstream.server.engine.grammar_gate import GrammarGate
+from snapstream.server.engine.grammar import GrammarGate
+from snapstream.types import Grammar
 from tests.waiting import HANG_S, until_async
 
 HANGS = Grammar.json_schema({"allOf": [{"type": "integer", "multipleOf": n} for n in (10007, 10009, 10037)]})

@@ -10,7 +10,6 @@ import pytest
 
 from snapstream.llm import LLM
 from snapstream.server.engine.api import EngineDead
-from snapstream.server.engine.local import LocalEngine
 from tests.server.engine.running import (
     LONG,
     SETTINGS,
@@ -21,6 +20,7 @@ from tests.server.engine.running import (
     until_at_rest,
     whole,
 )
+from tests.server.local_engine import LocalEngine
 from tests.waiting import until_async
 
 

@@ -18,7 +18,7 @@ FRONT = """
 import asyncio, multiprocessing, sys
 from snapstream.config import EngineOptions
 from snapstream.server.engine.process import EngineProcess
-from snapstream.server.engine.messages import EngineSpec
+from snapstream.server.engine.api import EngineSpec
 
 async def main():
     options = EngineOptions(budget=64, max_rows=2, max_model_len=512)

@@ -13,8 +13,8 @@ import uvicorn
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
 from snapstream.server.app import make_app
-from snapstream.server.engine.local import LocalEngine
-from snapstream.server.settings import ModelFacts, ServerSettings
+from snapstream.server.settings import ModelMetadata, ServerSettings
+from tests.server.local_engine import LocalEngine
 from tests.waiting import HANG_S
 
 
@@ -27,7 +27,7 @@ def real_server(**settings: Any) -> Iterator[str]:
     async def main() -> None:
         with LLM(TINY_MODEL, budget=256, max_rows=4, max_model_len=1024, progress=False) as llm:
             engine = LocalEngine(llm)
-            facts = ModelFacts(names=("tiny",), vocab_size=llm.model_config.vocab_size, engine=llm.config)
+            facts = ModelMetadata(names=("tiny",), vocab_size=llm.model_config.vocab_size, engine=llm.config)
             app = make_app(engine, llm.tokenizer, ServerSettings(**settings), lambda: facts)
             server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
             serving = asyncio.create_task(server.serve())

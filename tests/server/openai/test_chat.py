@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from snapstream.cache.selectors.snapkv import SnapKV
+from snapstream.kv.selectors.snapkv import SnapKV
+from tests.server.app_client import HI, client, frames, text_of
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, logprob_of, token_ids, tokenizer
-from tests.server.front_client import HI, client, frames, text_of
 
 
 def chat(engine: FakeEngine | None = None, **body: Any) -> Any:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import openai
 import pytest
 
+from snapstream.server.openai.prompts import TokenText
+from snapstream.server.openai.protocol import ChatBody
+from snapstream.server.openai.tools.formats import FORMATS
+from snapstream.server.openai.tools.request import plan_answer
+from snapstream.types import NOT_FINITE, FinishReason
+from tests.server.app_client import CHAT, HI, TEXT, TOOLS, call, client, error_of, frames, text_of
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, logprob_of, token_ids
-from tests.server.front_client import client, frames, text_of
+from tests.server.openai.real_server import real_server
+from tests.server.openai.test_tools import accepts, tokens
 
 PROMPT = "A tëst."
 
@@ -164,7 +176,7 @@ def test_max_completion_tokens_is_the_newer_name() -> None:
 
 
 def test_large_echoes_are_the_same_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from snapstream.server.openai import answers, prompts
+    from snapstream.server.openai import chat, prompts
 
     plain = complete(echo=True, logprobs=2, max_tokens=2)
     offload, num_offloaded = prompts.Prompts.offload, 0
@@ -174,8 +186,235 @@ def test_large_echoes_are_the_same_as_small_ones(monkeypatch: pytest.MonkeyPatch
         num_offloaded += 1
         return await offload(self, work)
 
-    monkeypatch.setattr(answers, "LARGE", 1)
+    monkeypatch.setattr(chat, "LARGE", 1)
     monkeypatch.setattr(prompts.Prompts, "offload", counted)
     elsewhere = complete(echo=True, logprobs=2, max_tokens=2)
     assert elsewhere["choices"] == plain["choices"] and elsewhere["usage"] == plain["usage"]
     assert num_offloaded == 2  # building and writing
+
+
+# The form of an answer over HTTP: vLLM's structured_outputs and its older names, custom tools, allowed tools.
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+FORMS: list[tuple[str, Any, str]] = [
+    ("json", SCHEMA, r'\{"a":[12]\}'),
+    ("json", json.dumps(SCHEMA), r'\{"a":[12]\}'),
+    ("regex", "[ab]{3}/[0-9]", "[ab]{3}/[0-9]"),
+    ("choice", ["yes", 'no "no"'], 'yes|no "no"'),
+    ("grammar", 'start: "x" Y\nY: /[0-9]{2}/', "x[0-9]{2}"),
+    ("grammar", 'root ::= "x" [0-9]{2}\n', "x[0-9]{2}"),
+]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with real_server(tool_parser="qwen3_coder") as url:
+        yield url
+
+
+@pytest.fixture
+def api(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize(("kind", "value", "pattern"), FORMS)
+def test_forms_in_the_names_of_vllm(api: openai.OpenAI, kind: str, value: Any, pattern: str) -> None:
+    for form in ({"structured_outputs": {kind: value}}, {f"guided_{kind}": value}):
+        chat = api.chat.completions.create(model="tiny", messages=HI, temperature=1, seed=3, extra_body=form)  # type: ignore[arg-type]
+        text = api.completions.create(model="tiny", prompt="So", temperature=1, seed=4, max_tokens=60, extra_body=form)
+        for choice, answer in (
+            (chat.choices[0], chat.choices[0].message.content),
+            (text.choices[0], text.choices[0].text),
+        ):
+            assert choice.finish_reason == "stop" and re.fullmatch(pattern, answer or ""), answer
+
+
+def test_any_object(api: openai.OpenAI) -> None:
+    form = {"structured_outputs": {"json_object": True}}
+    answer = api.completions.create(model="tiny", prompt="So", seed=4, max_tokens=20, extra_body=form)
+    assert answer.choices[0].text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "words"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs", "it has none"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "it has none"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "regex and choice"),
+        ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, "structured_outputs", "structural_tag"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "whitespace_pattern"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "regexp"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "not empty"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "list of texts"),
+        ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs", "regular expression"),
+        ({"structured_outputs": {"json": 3}}, "structured_outputs", "JSON schema"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "plain JSON"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed"),
+        ({"structured_outputs": "a"}, "structured_outputs", "dictionary"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed"),
+        ({"guided_grammar": "root ::= ("}, "guided_grammar", "GBNF"),
+        ({"guided_choice": "ab"}, "guided_choice", "list"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex and guided_choice"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex", "both"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
+    ],
+)
+def test_refusals_name_the_field(form: dict[str, Any], param: str, words: str) -> None:
+    for path, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "hi"})):
+        error = error_of(call(path, {**body, **form}), 400)
+        assert error["param"] == param and words in error["message"]
+
+
+def test_one_form_only_beside_a_response_format() -> None:
+    wish = {"messages": HI, "response_format": {"type": "json_object"}}
+    assert error_of(call(CHAT, {**wish, "guided_regex": "a"}), 400)["param"] == "guided_regex"
+    whole = {**wish, "response_format": {"type": "text"}, "guided_regex": "a"}
+    engine = FakeEngine()
+    assert call(CHAT, whole, engine=engine).status_code == 200
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None and (grammar.kind, grammar.text) == ("regex", "a")
+    options = {"structured_outputs": {"regex": "a", "disable_any_whitespace": True, "json": None, "json_object": False}}
+    assert call(TEXT, {"prompt": "hi", **options}).status_code == 200
+
+
+GRAMMAR = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "print(" /[0-9]{1,3}/ ")"'}}
+RUN: dict[str, Any] = {"type": "custom", "custom": {"name": "run", "description": "Runs it.", "format": GRAMMAR}}
+SAY: dict[str, Any] = {"type": "custom", "custom": {"name": "say"}}
+
+
+def test_a_custom_tool_is_called_with_a_text(api: openai.OpenAI) -> None:
+    """Whole and streamed, forced by its name and by required; its grammar holds."""
+    for choice in ("required", {"type": "custom", "custom": {"name": "run"}}):
+        wish: Any = {
+            "model": "tiny", "messages": HI, "tools": [RUN], "tool_choice": choice, "seed": 5,
+            "parallel_tool_calls": False,
+        }  # fmt: skip
+        answer = api.chat.completions.create(**wish).choices[0]
+        assert answer.finish_reason == "tool_calls" and answer.message.tool_calls
+        called: Any = answer.message.tool_calls[0]
+        assert called.type == "custom" and called.custom.name == "run"
+        assert re.fullmatch(r"print\([0-9]{1,3}\)", called.custom.input)
+        deltas = [one for chunk in api.chat.completions.create(**wish, stream=True)
+                  for one in chunk.choices[0].delta.tool_calls or ()]  # fmt: skip
+        assert deltas[0].type == "custom" and deltas[0].id
+        assert "".join(one.custom["input"] for one in deltas) == called.custom.input  # type: ignore[attr-defined]
+
+
+def test_a_conversation_with_a_custom_call_goes_on_and_the_model_is_told_of_the_tool() -> None:
+    custom = {"id": "call_1", "type": "custom", "custom": {"name": "run", "input": "print(1)"}}
+    messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [custom]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "1"}]  # fmt: skip
+    body = {"messages": messages, "tools": [RUN, SAY], "chat_template_kwargs": {}}
+
+    async def run() -> str:
+        async with client(FakeEngine(), tool_parser="hermes") as http:
+            tokenizer: Any = http.server.prompts.tokenizer
+            before = tokenizer.chat_template
+            tokenizer.chat_template = "{{ tools | tojson }} {{ messages | tojson }}"
+            try:
+                done = await http.post("/tokenize", json=body)
+                prompt = await http.post("/detokenize", json={"tokens": done.json()["tokens"]})
+            finally:
+                tokenizer.chat_template = before
+        return str(prompt.json()["prompt"])
+
+    prompt = asyncio.run(run())
+    tools, _, rest = prompt.partition("] [")
+    run_told, say_told = json.loads(tools + "]")
+    assert run_told["function"]["parameters"]["required"] == ["input"]
+    assert (
+        run_told["function"]["description"].startswith("Runs it.") and "print(" in run_told["function"]["description"]
+    )
+    assert say_told["function"]["name"] == "say" and say_told["type"] == "function"
+    assert '"arguments": {"input": "print(1)"}' in rest
+
+
+def ask(answer: str, **body: Any) -> tuple[str | None, list[str]]:
+    got = call(CHAT, {"messages": HI, **body}, engine=FakeEngine(answer=answer), tool_parser="hermes")
+    assert got.status_code == 200, got.text
+    message = got.json()["choices"][0]["message"]
+    return message["content"], [one[one["type"]]["name"] for one in message.get("tool_calls") or ()]
+
+
+GET: dict[str, Any] = {"type": "function", "function": {"name": "get"}}
+
+
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
+def test_only_allowed_tools_are_called() -> None:
+    called = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+    tools = [*TOOLS, GET, SAY]
+    assert ask(called, tools=tools) == (None, ["get"])
+    assert ask(called, tools=tools, tool_choice=allowed("auto", GET)) == (None, ["get"])
+    assert ask(called, tools=tools, tool_choice=allowed("auto", *TOOLS, SAY)) == (called, [])
+
+    engine = FakeEngine()
+    wish = {"messages": HI, "tools": tools, "tool_choice": allowed("required", GET, SAY)}
+    assert call(CHAT, wish, engine=engine, tool_parser="hermes").status_code == 200
+    grammar = engine.requests[0].sampling.grammar
+    assert (
+        grammar is not None and all(name in grammar.text for name in ("get", "say")) and '\\"f\\"' not in grammar.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("wish", "param", "words"),
+    [
+        ({"tools": [{"type": "custom"}]}, "tools", "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools", "tools[0].custom.name"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar"}}}]}, "tools", "format"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "format": "text"}}]}, "tools", "format"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar", "grammar": {
+            "syntax": "ebnf", "definition": "a"}}}}]}, "tools", "'lark' or 'regex'"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar", "grammar": {
+            "syntax": "lark", "definition": ""}}}}]}, "tools", "definition"),
+        ({"tools": [RUN], "tool_choice": "required"}, "tools", "Lark"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "tools", "strict"),
+        ({"tools": [GET, {"type": "custom", "custom": {"name": "get"}}]}, "tools", "the same name"),
+        ({"tools": [GET], "tool_choice": {"type": "custom", "custom": {"name": "get"}}}, "tool_choice", "'get'"),
+        ({"tools": [GET], "tool_choice": allowed("auto")}, "tool_choice", "not empty"),
+        ({"tools": [GET], "tool_choice": allowed("any", GET)}, "tool_choice", "mode"),
+        ({"tools": [GET], "tool_choice": allowed("auto", SAY)}, "tool_choice", "'say'"),
+        ({"tools": [GET], "tool_choice": allowed("auto", {"type": "mcp"})}, "tool_choice", "tools[0]"),
+        ({"tools": [GET], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "mode"),
+    ],
+)  # fmt: skip
+def test_malformed_tools_and_choices(wish: dict[str, Any], param: str, words: str) -> None:
+    error = error_of(call(CHAT, {"messages": HI, **wish}, tool_parser="hermes"), 400)
+    assert error["param"] == param and words in error["message"]
+
+
+def test_a_grammar_that_cannot_be_followed_is_an_error() -> None:
+    """Not ``length``: nothing was cut, and more tokens would not help."""
+
+    class Stuck(FakeEngine):
+        def _noise(self, request: Any) -> Any:
+            delta = super()._noise(request)
+            assert delta.samples[0].stop_reason == NOT_FINITE
+            sample = replace(delta.samples[0], finish_reason=FinishReason.ERROR, stop_reason="grammar: no way on")
+            return replace(delta, samples=(sample,))
+
+    for path, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "hi"})):
+        error = error_of(call(path, body, engine=Stuck(noise_after=3)), 400)
+        assert error["code"] == "grammar_failed" and "no way on" in error["message"]
+        streamed = frames(call(path, {**body, "stream": True}, engine=Stuck(noise_after=3)).text)
+        assert streamed[-1]["error"]["code"] == "grammar_failed"
+
+
+def test_strict_tools_are_held_where_calls_begin_with_a_special_token() -> None:
+    """The tiny model's own vocabulary has no such token, and its calls are free; one with it has a grammar."""
+    strict = {"type": "function", "function": {"name": "get", "strict": True, "parameters": SCHEMA}}
+    texts = TokenText(tokens("<tool_call>"))
+    for tools, is_held in (([strict], True), ([GET], False), ([RUN], True)):
+        body = ChatBody(messages=HI, tools=tools)
+        assert plan_answer(body, FORMATS["hermes"], TokenText(tokens())).grammar is None
+        plan = plan_answer(body, FORMATS["hermes"], texts)
+        assert (plan.grammar is not None) == is_held and plan.make_parser is not None
+    body = ChatBody(messages=HI, tools=[strict], parallel_tool_calls=False)
+    grammar = plan_answer(body, FORMATS["hermes"], texts).grammar
+    assert grammar is not None
+    call = '<tool_call>\n{"name": "get", "arguments": {"a":1}}\n</tool_call>'
+    assert accepts(grammar, f"So: {call}", "<tool_call>") and not accepts(grammar, f"{call}\n{call}", "<tool_call>")
+    assert not accepts(grammar, call.replace("1", "3"), "<tool_call>")

@@ -13,8 +13,8 @@ from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead
 from snapstream.server.logs import TextFormatter
 from snapstream.server.settings import ServerSettings
+from tests.server.app_client import HI, client, samples
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
-from tests.server.front_client import HI, client, samples
 from tests.waiting import HANG_S
 
 
@@ -67,10 +67,10 @@ def test_a_client_that_leaves_frees_its_rows(
         visitor.gone.set()  # the engine itself stays silent: only the watch can notice
         await asyncio.wait_for(task, HANG_S)
         assert engine.num_running == 0 and len(engine.aborted) == count
-        text = visitor.app.state.front.metrics.render().decode()
+        text = visitor.app.state.server.metrics.render().decode()
         assert samples(text)['vllm:request_success_total{finished_reason="abort",model_name="tiny"}'] == count
-        assert visitor.app.state.front.visits.num_open == 0
-        visitor.app.state.front.close()
+        assert visitor.app.state.server.open_requests.num_open == 0
+        visitor.app.state.server.close()
 
     asyncio.run(run())
     (line,) = [line for line in map(TextFormatter().format, caplog.records) if " end=" in line]
@@ -95,8 +95,8 @@ def test_a_drain_waits_for_prompts_that_wait_in_the_front() -> None:
             body = {"prompt": ["a", "b", "c"], "max_tokens": 3}
             answer = asyncio.create_task(http.post("/v1/completions", json=body))
             await asyncio.wait_for(engine.hanging.wait(), HANG_S)
-            front = http.front
-            drain = asyncio.create_task(front.drain(10 * HANG_S))
+            server = http.server
+            drain = asyncio.create_task(server.drain(10 * HANG_S))
             await asyncio.sleep(0)
             assert (await http.post("/v1/completions", json=body)).status_code == 503  # new work
             refused = await http.get("/health")
@@ -107,7 +107,7 @@ def test_a_drain_waits_for_prompts_that_wait_in_the_front() -> None:
             assert response.status_code == 200, response.text
             assert len(response.json()["choices"]) == 3
             await asyncio.wait_for(drain, HANG_S)
-            assert engine.is_shut and front.visits.num_open == 0
+            assert engine.is_shut and server.open_requests.num_open == 0
 
     asyncio.run(run())
 
@@ -123,21 +123,21 @@ def test_a_request_that_is_being_tokenized_survives_a_drain(monkeypatch: pytest.
     async def run() -> None:
         engine = Strict()
         async with client(engine) as http:
-            front = http.front
-            encode, may_go, is_there = front.prompts.encode, asyncio.Event(), asyncio.Event()
+            server = http.server
+            encode, may_go, is_there = server.prompts.encode, asyncio.Event(), asyncio.Event()
 
             async def slowly(*args: Any, **options: Any) -> Any:
                 is_there.set()
                 await may_go.wait()
                 return await encode(*args, **options)
 
-            monkeypatch.setattr(front.prompts, "encode", slowly)
+            monkeypatch.setattr(server.prompts, "encode", slowly)
             answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
             await asyncio.wait_for(is_there.wait(), HANG_S)
-            drain = asyncio.create_task(front.drain(10 * HANG_S))
+            drain = asyncio.create_task(server.drain(10 * HANG_S))
             for _ in range(10):  # turns of the loop, in which the drain could go too far
                 await asyncio.sleep(0)
-            assert front.is_draining and not drain.done() and not engine.is_shut
+            assert server.is_draining and not drain.done() and not engine.is_shut
             may_go.set()
             assert (await answer).status_code == 200
             await asyncio.wait_for(drain, HANG_S)
@@ -151,7 +151,7 @@ def test_a_drain_ends_in_time_whatever_is_open() -> None:
         async with client(engine) as http:
             answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
             await asyncio.wait_for(engine.hanging.wait(), HANG_S)
-            await asyncio.wait_for(http.front.drain(0.1), HANG_S)
+            await asyncio.wait_for(http.server.drain(0.1), HANG_S)
             assert (await answer).status_code == 503
 
     asyncio.run(run())

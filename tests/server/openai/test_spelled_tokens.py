@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from snapstream.models.tokenizer import read_template
-from snapstream.server.openai.spelled import SpelledTokens
+from snapstream.server.openai.prompts import SpelledTokens
+from tests.server.app_client import client
 from tests.server.fake_engine import FakeEngine, tokenizer
-from tests.server.front_client import client
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"

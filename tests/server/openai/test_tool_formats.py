@@ -12,11 +12,185 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
+from snapstream.server.openai.answer_reader import CallEvent, CallPiece, CallStart, Content, ToolCallParser
+from snapstream.server.openai.tools.format import CUSTOM_INPUT, CallFormat, Function, JsonArguments
 from snapstream.server.openai.tools.formats import FORMATS, choose_format
-from snapstream.server.openai.tools.function import CUSTOM_INPUT, Function
-from snapstream.server.openai.tools.parser import CallPiece, CallStart, Content, ToolCallParser
-from snapstream.server.settings import TOOL_PARSERS, ServerSettings
+from snapstream.server.options import TOOL_PARSERS
+from snapstream.server.settings import ServerSettings
+
+# Reading tool calls: what is a call and what is content, and that pieces put together are the whole.
+
+HERMES, LLAMA3 = FORMATS["hermes"], FORMATS["llama3_json"]
+FUNCTIONS = tuple(Function(name=name, parameters={"type": "object"}) for name in ("get", "put_all"))
+Whole = tuple[str, list[tuple[str, str]]]  # content, calls as (name, arguments)
+
+
+def read(form: CallFormat, pieces: Sequence[str], max_calls: int | None = None) -> list[CallEvent]:
+    parser = ToolCallParser(form, FUNCTIONS, max_calls=max_calls)
+    return [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+
+
+def put_together(events: Sequence[CallEvent]) -> Whole:
+    content, calls = "", []
+    for event in events:
+        match event:
+            case Content(text):
+                content += text
+            case CallStart(index, name, call_id):
+                assert index == len(calls) and call_id
+                calls.append((name, ""))
+            case CallPiece(index, text):
+                assert index == len(calls) - 1
+                calls[index] = (calls[index][0], calls[index][1] + text)
+    return content, calls
+
+
+def hermes(body: str) -> str:
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+GET = '{"name": "get", "arguments": {"a": [1, {"b": "}\\"]"}]}}'
+GET_ARGUMENTS = '{"a": [1, {"b": "}\\"]"}]}'
+PUT = '{"name":"put_all","arguments":{}}'
+
+HERMES_CASES: list[tuple[str, Whole]] = [
+    ("just text", ("just text", [])),
+    ("", ("", [])),
+    (hermes(GET), ("", [("get", GET_ARGUMENTS)])),
+    (hermes(GET) + "\n" + hermes(PUT), ("", [("get", GET_ARGUMENTS), ("put_all", "{}")])),
+    (hermes(GET) + hermes(PUT) + "\n", ("", [("get", GET_ARGUMENTS), ("put_all", "{}")])),
+    ("Let me see. " + hermes(GET), ("Let me see. ", [("get", GET_ARGUMENTS)])),
+    (hermes(GET) + "\nDone.", ("Done.", [("get", GET_ARGUMENTS)])),
+    ("<think>\nI could <tool_call> now\n</think>\n\n" + hermes(PUT),
+     ("<think>\nI could <tool_call> now\n</think>\n\n", [("put_all", "{}")])),
+    ("<think> cut " + hermes(PUT), ("<think> cut " + hermes(PUT), [])),
+    ("<tool_call>" + GET, ("", [("get", GET_ARGUMENTS)])),  # the closing tag was forgotten
+    ("<tool_call>" + GET + "<tool_call>" + PUT, ("", [("get", GET_ARGUMENTS), ("put_all", "{}")])),
+    ("<tool_call>" + GET + " and more", ("and more", [("get", GET_ARGUMENTS)])),
+    (hermes('{"name": "unknown", "arguments": {}}'), (hermes('{"name": "unknown", "arguments": {}}'), [])),
+    (hermes('{"name": "get", "arguments": "x"}'), (hermes('{"name": "get", "arguments": "x"}'), [])),
+    (hermes("not json") + hermes(PUT), (hermes("not json"), [("put_all", "{}")])),
+    ('<tool_call>{"name": "get", "argum', ('<tool_call>{"name": "get", "argum', [])),  # cut before the call stands
+    ('<tool_call>{"name": "get", "arguments": {"a": "x', ("", [("get", '{"a": "x')])),  # and after
+    ("a < b <tool <tool_cal", ("a < b <tool <tool_cal", [])),
+    (hermes(" " * 2000 + PUT), (hermes(" " * 2000 + PUT), [])),
+]  # fmt: skip
+
+LLAMA_GET = '{"name": "get", "parameters": {"a": "x;{"}}'
+LLAMA_PUT = '{"type": "function", "name": "put_all", "parameters": {}}'
+LLAMA_CASES: list[tuple[str, Whole]] = [
+    (LLAMA_GET, ("", [("get", '{"a": "x;{"}')])),
+    ("<|python_tag|>" + LLAMA_GET, ("", [("get", '{"a": "x;{"}')])),
+    (" \n" + LLAMA_PUT, ("", [("put_all", "{}")])),
+    (LLAMA_GET + "; " + LLAMA_PUT + "\n", ("", [("get", '{"a": "x;{"}'), ("put_all", "{}")])),
+    (LLAMA_GET + ";" + LLAMA_GET, ("", [("get", '{"a": "x;{"}'), ("get", '{"a": "x;{"}')])),
+    (LLAMA_GET + " as you wish", (" as you wish", [("get", '{"a": "x;{"}')])),
+    (LLAMA_GET + '; {"a": 1}', ('; {"a": 1}', [("get", '{"a": "x;{"}')])),
+    ("Call " + LLAMA_GET, ("Call " + LLAMA_GET, [])),  # calls are the whole answer
+    ('{"name": "Ada", "parameters": {}}', ('{"name": "Ada", "parameters": {}}', [])),
+    ('{"answer": 42}', ('{"answer": 42}', [])),
+    ("", ("", [])),
+    ("  ", ("  ", [])),
+]  # fmt: skip
+CASES = [(HERMES, text, whole) for text, whole in HERMES_CASES] + [(LLAMA3, t, w) for t, w in LLAMA_CASES]
+
+
+@pytest.mark.parametrize(("form", "text", "whole"), CASES)
+def test_calls_and_content(form: CallFormat, text: str, whole: Whole) -> None:
+    assert put_together(read(form, [text])) == whole
+    assert put_together(read(form, list(text))) == whole  # character by character
+
+
+@pytest.mark.parametrize(("form", "text", "whole"), [case for case in CASES if len(case[1]) < 200])
+def test_every_cut_gives_the_same(form: CallFormat, text: str, whole: Whole) -> None:
+    for place in range(len(text) + 1):
+        assert put_together(read(form, [text[:place], text[place:]])) == whole
+
+
+def test_content_and_arguments_come_as_soon_as_they_can() -> None:
+    parser = ToolCallParser(HERMES, FUNCTIONS)
+    assert parser.push("Hello <to") == [Content("Hello ")]
+    assert parser.push('ol_call>{"name": "get", ') == []
+    start, piece = parser.push('"arguments": {"a"')
+    assert isinstance(start, CallStart) and (start.index, start.name) == (0, "get")
+    assert piece == CallPiece(0, '{"a"')
+    assert parser.push(': "x') == [CallPiece(0, ': "x')]
+    assert parser.push('y", "b": 1') == [CallPiece(0, 'y", "b": ')]  # a number may go on
+    assert parser.push("}}</tool_call>") == [CallPiece(0, "1}")]
+    assert parser.finish() == []
+    assert parser.num_calls == 1
+
+
+def test_only_so_many_calls() -> None:
+    assert put_together(read(HERMES, [hermes(GET) * 3 + "text"], 1)) == ("", [("get", GET_ARGUMENTS)])
+    assert put_together(read(LLAMA3, [f"{LLAMA_GET};{LLAMA_GET}"], 1)) == ("", [("get", '{"a": "x;{"}')])
+
+
+def arguments(pieces: Sequence[str]) -> tuple[str, bool]:
+    """JSON of these arguments, and whether they ended."""
+    reader, text, out = JsonArguments(), "", ""
+    for piece in [*pieces, ""]:
+        text += piece
+        end, more = reader.read(text, is_over=piece == "")
+        text, out = text[end:], out + more
+    return out, reader.is_closed
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ('{"a": "x\n\ty\0"}', {"a": "x\n\ty\0"}),
+        ('{"a": "C:\\q \\u12 \\" \\u00e9"}', {"a": 'C:\\q \\u12 " é'}),
+        ('{"a": "\\ud83d\\ude00 \\ud83d \\ude00x"}', {"a": "😀 \ufffd \ufffdx"}),
+        ("{'a': 'it\\'s \"x\"', 'b': None}", {"a": 'it\'s "x"', "b": "None"}),
+        ('{path: a.py, n: 3, "b": true}', {"path": "a.py", "n": 3, "b": True}),
+        ('{"a": 1,}', {"a": 1}),
+        ('{"a": [1, 2, ], }', {"a": [1, 2]}),
+        ('{"a": [1 2] "b": 01}', {"a": [1, 2], "b": "01"}),
+        ('{"a", "b":, "c": }', {"a": None, "b": None, "c": None}),
+        ('{"a": [1, {"b": 2}', None),
+        ('{"a": [1, {"b": 2}}', {"a": [1, {"b": 2}]}),
+        ('{"a": 1]}', {"a": 1}),
+        ('{{"a": 1}}', {"arguments": {"a": 1}}),
+        ('{"a": NaN, "b": 1e5, "c": -}', {"a": "NaN", "b": 1e5, "c": "-"}),
+    ],
+)
+def test_arguments_that_are_no_json_are_made_so(written: str, value: object) -> None:
+    done, is_closed = arguments([written])
+    assert (json.loads(done) if is_closed else None) == value
+    assert arguments(list(written)) == (done, is_closed)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.dictionaries(st.text(), JSON),
+    st.sampled_from([{"indent": 2}, {"separators": (" ,", " : ")}, {"ensure_ascii": False}]),
+)
+def test_arguments_that_are_json_stay_as_they_are(value: object, form: dict[str, object]) -> None:
+    text = json.dumps(value, **form)  # type: ignore[arg-type]
+    assert arguments([text]) == arguments(list(text)) == (text, True)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.text("{}[]\"':,\\ \n\x01tu0d8-1.eé", max_size=40), st.integers(0, 40))
+def test_arguments_of_any_text_can_be_parsed(rest: str, cut: int) -> None:
+    text = "{" + rest
+    done, is_closed = arguments([text[:cut], text[cut:]] if 0 < cut < len(text) else [text])
+    assert arguments([text]) == (done, is_closed)
+    if is_closed:
+        json.loads(done)
+    from_json(done, allow_partial="trailing-strings")  # as clients parse a stream
+    from_json(done, allow_partial=True)
+
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -30,7 +204,7 @@ SCHEMA: dict[str, Any] = {
     },
     "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}}},
 }
-FUNCTIONS = (
+TOOL_FORMATS_FUNCTIONS = (
     Function(name="get_weather", parameters=SCHEMA),
     Function(name="now", parameters={"type": "object", "properties": {}}),
     Function(
@@ -39,7 +213,6 @@ FUNCTIONS = (
         is_custom=True,
     ),
 )
-Whole = tuple[str, list[tuple[str, str]]]  # content, calls as (name, arguments)
 
 CITY = 'Zürich "West" 😀 \\ {]}'
 ARGUMENTS: dict[str, Any] = {
@@ -98,8 +271,8 @@ SEVERAL: dict[str, str] = {
 NAMES = sorted(FORMATS)
 
 
-def read(name: str, pieces: Sequence[str], max_calls: int | None = None) -> Whole:
-    parser = ToolCallParser(FORMATS[name], FUNCTIONS, max_calls=max_calls)
+def tool_formats_read(name: str, pieces: Sequence[str], max_calls: int | None = None) -> Whole:
+    parser = ToolCallParser(FORMATS[name], TOOL_FORMATS_FUNCTIONS, max_calls=max_calls)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     content, calls = "", []
     for event in events:
@@ -124,15 +297,15 @@ def test_every_format_has_fixtures_and_a_name_for_users() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_with_arguments_of_all_types(name: str) -> None:
     for pieces in ([ONE[name]], list(ONE[name])):
-        content, ((called, arguments),) = read(name, pieces)
+        content, ((called, arguments),) = tool_formats_read(name, pieces)
         assert (content, called, json.loads(arguments)) == ("", "get_weather", ARGUMENTS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_several_calls_one_of_a_custom_tool(name: str) -> None:
     for pieces in ([SEVERAL[name]], list(SEVERAL[name])):
-        assert read(name, pieces) == ("", [("now", "{}"), ("run", CODE)])
-    assert read(name, [SEVERAL[name]], max_calls=1) == ("", [("now", "{}")])
+        assert tool_formats_read(name, pieces) == ("", [("now", "{}"), ("run", CODE)])
+    assert tool_formats_read(name, [SEVERAL[name]], max_calls=1) == ("", [("now", "{}")])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].marks])
@@ -141,23 +314,27 @@ def test_text_before_and_after(name: str) -> None:
         answer = "Let me see. " + SEVERAL[name] + "\nDone."
     else:
         answer = "Let me see. " + SEVERAL[name] + "\n\nDone."
-    assert read(name, [answer]) == read(name, list(answer)) == ("Let me see. Done.", [("now", "{}"), ("run", CODE)])
+    assert (
+        tool_formats_read(name, [answer])
+        == tool_formats_read(name, list(answer))
+        == ("Let me see. Done.", [("now", "{}"), ("run", CODE)])
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_unknown_tool_is_content(name: str) -> None:
     answer = ONE[name].replace("get_weather", "nobody")
-    assert read(name, [answer]) == read(name, list(answer)) == (answer, [])
+    assert tool_formats_read(name, [answer]) == tool_formats_read(name, list(answer)) == (answer, [])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_answer_that_is_cut_anywhere(name: str) -> None:
     """It raises nothing, arguments are a beginning of the whole ones, and pieces do not matter."""
     for answer in (ONE[name], SEVERAL[name]):
-        whole = read(name, [answer])[1]
+        whole = tool_formats_read(name, [answer])[1]
         for end in range(len(answer)):
-            content, calls = read(name, [answer[:end]])
-            assert (content, calls) == read(name, list(answer[:end]))
+            content, calls = tool_formats_read(name, [answer[:end]])
+            assert (content, calls) == tool_formats_read(name, list(answer[:end]))
             assert all(
                 called == known and all_of.startswith(arguments)
                 for (called, arguments), (known, all_of) in zip(calls, whole, strict=False)
@@ -184,16 +361,18 @@ def test_pieces_put_together_are_the_whole(name: str, data: st.DataObject) -> No
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for max_calls in (None, 1):
-        whole = read(name, [text], max_calls)
-        assert read(name, pieces, max_calls) == whole
-        assert read(name, list(text), max_calls) == whole
+        whole = tool_formats_read(name, [text], max_calls)
+        assert tool_formats_read(name, pieces, max_calls) == whole
+        assert tool_formats_read(name, list(text), max_calls) == whole
         assert max_calls is None or len(whole[1]) <= max_calls
 
 
 def test_ids_are_those_that_templates_expect() -> None:
     def ids(name: str, text: str) -> list[str]:
         return [
-            event.call_id for event in ToolCallParser(FORMATS[name], FUNCTIONS).push(text) if hasattr(event, "call_id")
+            event.call_id
+            for event in ToolCallParser(FORMATS[name], TOOL_FORMATS_FUNCTIONS).push(text)
+            if hasattr(event, "call_id")
         ]
 
     assert ids("kimi_k2", SEVERAL["kimi_k2"]) == ["functions.now:4", "functions.run:5"]
@@ -220,7 +399,7 @@ def test_ids_are_those_that_templates_expect() -> None:
     ],
 )  # fmt: skip
 def test_forms_that_models_write_now_and_then(name: str, text: str, calls: list[tuple[str, str]]) -> None:
-    assert read(name, [text]) == read(name, list(text)) == ("", calls)
+    assert tool_formats_read(name, [text]) == tool_formats_read(name, list(text)) == ("", calls)
 
 
 def test_arguments_between_tags_have_the_types_of_the_schema() -> None:
@@ -288,4 +467,4 @@ def test_auto_goes_by_the_chat_template() -> None:
 def test_the_text_of_a_custom_tool(written: str, text: str) -> None:
     answer = f'<tool_call>\n{{"name": "run", "arguments": {written}}}\n</tool_call>'
     for pieces in ([answer], list(answer), [answer[:48], answer[48:]]):
-        assert read("hermes", pieces) == ("", [("run", text)])
+        assert tool_formats_read("hermes", pieces) == ("", [("run", text)])

@@ -14,8 +14,8 @@ import uvicorn
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
 from snapstream.server.app import make_app
-from snapstream.server.engine.local import LocalEngine
-from snapstream.server.settings import ModelFacts, ServerSettings
+from snapstream.server.settings import ModelMetadata, ServerSettings
+from tests.server.local_engine import LocalEngine
 from tests.waiting import HANG_S, until
 
 
@@ -35,7 +35,7 @@ class TinyServer:
 
 async def _serve(running: TinyServer, llm: LLM, settings: ServerSettings) -> None:
     running.engine = LocalEngine(llm)
-    facts = ModelFacts(
+    facts = ModelMetadata(
         names=("tiny",), vocab_size=llm.model_config.vocab_size, engine=llm.config, has_examples=True,
         num_layers=llm.model_config.num_layers, num_kv_heads=llm.model_config.num_kv_heads,
     )  # fmt: skip

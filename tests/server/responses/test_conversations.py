@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tests.server.app_client import error_of
 from tests.server.fake_engine import FakeEngine
-from tests.server.front_client import error_of
-from tests.server.templates import prompt_of, template_client
+from tests.server.templates import named_events, prompt_of, template_client
 
 GET = {"type": "function", "name": "get", "parameters": {"type": "object", "properties": {"a": {}}}}
 PUT = {**GET, "name": "put"}
@@ -106,6 +106,39 @@ def test_tools_reach_the_template_and_choices_the_grammar() -> None:
         assert response.json()["tool_choice"] == choice
 
 
+SPACE = {"type": "namespace", "name": "crm", "description": "Customers.",
+         "tools": [PUT, {"type": "custom", "name": "query"}]}  # fmt: skip
+
+
+def test_tools_in_namespaces_have_flat_names_for_the_model_only() -> None:
+    tools = [GET, SPACE, {"type": "web_search", "external_web_access": True}]
+    put = '<tool_call>\n{"name": "crm__put", "arguments": {"a": 1}}\n</tool_call>'
+    query = '<tool_call>\n{"name": "crm__query", "arguments": {"input": "x"}}\n</tool_call>'
+    get = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+
+    async def run() -> None:
+        engine = FakeEngine(answer=put + query + get)
+        async with template_client(engine, tool_parser="hermes") as http:
+            response = (await http.post("/v1/responses", json={"input": "hi", "tools": tools})).json()
+            assert prompt_of(engine).startswith("tools: get crm__put crm__query <tool_call>")
+            assert response["tools"] == [GET, SPACE], "what is left out is not repeated"
+            names = [(item["name"], item.get("namespace")) for item in response["output"]]
+            assert names == [("put", "crm"), ("query", "crm"), ("get", None)]
+            streamed = (await http.post("/v1/responses", json={"input": "hi", "tools": tools, "stream": True})).text
+            events = named_events(streamed)
+            added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+            assert [(item["name"], item.get("namespace")) for item in added] == names
+            history = [say("user", "hi"), *response["output"], output(1, "one")]
+            await http.post("/v1/responses", json={"input": history, "tools": tools})
+            assert 'crm__put({"a": 1}) crm__query({"input": "x"}) get({})' in prompt_of(engine)
+            for choice in ({"name": "put"}, {"name": "put", "namespace": "crm"}):
+                wish = {"input": "hi", "tools": tools, "tool_choice": {"type": "function", **choice}}
+                assert (await http.post("/v1/responses", json=wish)).status_code == 200
+                assert "crm__put" in engine.requests[-1].sampling.grammar.text
+
+    asyncio.run(run())
+
+
 def test_formats_of_text() -> None:
     schema = {"type": "json_schema", "name": "x", "schema": {"type": "string"}, "strict": True}
     for form, kind in (({"type": "text"}, None), ({"type": "json_object"}, "json_schema"), (schema, "json_schema")):
@@ -157,10 +190,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"background": True}, "background"),
     ({"conversation": "c"}, "conversation"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"tools": [GET, {"type": "file_search", "vector_store_ids": ["v"]}]}, "tools"),
+    ({"tools": [GET, {"type": "tool_search", "execution": "client"}]}, "tools"),
+    ({"tools": [GET], "tool_choice": {"type": "function", "name": ["get"]}}, "tool_choice"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
+    ({"tools": [{"type": "namespace", "tools": [GET]}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [3]}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "web_search", "name": "x"}]}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [GET, GET]}]}, "tools"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"truncation": "auto"}, "truncation"),
     ({"n": 2}, "n"),
-    ({"store": True}, "store"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"text": {"format": {"type": "yaml"}}}, "text.format"),
     ({"text": {"verbosity": "low"}}, "text"),
@@ -186,6 +227,30 @@ def test_wrong_input_is_a_400_that_names_the_field() -> None:
                 error = error_of(await http.post("/v1/responses", json={"input": "hi", **body}), 400)
                 assert error["param"] == param, (body, error)
         assert not engine.requests
+
+    asyncio.run(run())
+
+
+def test_what_a_server_without_a_store_refuses() -> None:
+    for body, param in (
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+    ):
+        assert error_of(ask(body, responses_store=0)[1], 400)["param"] == param
+
+
+def test_tokens_are_counted() -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        async with template_client(engine, tool_parser="hermes") as http:
+            for body in ({"tools": [GET], "instructions": "Be kind."}, {"input": CONVERSATIONS[3][0]}):
+                wish = {"input": "hi", **body}
+                counted = await http.post("/v1/responses/input_tokens", json=wish)
+                assert (await http.post("/v1/responses", json=wish)).status_code == 200
+                want = len(engine.requests[-1].prompt_token_ids)
+                assert counted.json() == {"object": "response.input_tokens", "input_tokens": want}
+            assert error_of(await http.post("/v1/responses/input_tokens", json={"input": 3}), 400)["param"] == "input"
 
     asyncio.run(run())
 

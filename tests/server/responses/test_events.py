@@ -9,8 +9,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from tests.server.app_client import error_of
 from tests.server.fake_engine import ANSWER, FakeEngine
-from tests.server.front_client import error_of
 from tests.server.templates import CALL, THOUGHT, named_events, template_client
 
 GET: dict[str, Any] = {"type": "function", "name": "get", "parameters": {"type": "object", "properties": {"a": {}}}}

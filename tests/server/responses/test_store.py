@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from snapstream.server.http.errors import ApiError
 from snapstream.server.responses.store import ResponseStore, Slot
 from snapstream.server.settings import ServerSettings
+from tests.server.app_client import AppClient, error_of
 from tests.server.fake_engine import ANSWER, FakeEngine
-from tests.server.front_client import AppClient, error_of
 from tests.server.templates import named_events, prompt_of, template_client
 from tests.waiting import until_async
 
@@ -72,6 +73,58 @@ def test_stored_ones_are_read_and_deleted() -> None:
     run(work)
 
 
+def test_items_are_referred_to() -> None:
+    """As the AI SDK does: every item of the assistant by its id, everything else in full."""
+
+    async def work(http: AppClient, engine: FakeEngine) -> None:
+        items: list[dict[str, Any]] = []
+        lines = []
+        for text in ("one", "two", "three"):
+            items.append({"role": "user", "content": text})
+            answer = await create(http, "", input=items)
+            lines.append(f"user: {text}")
+            assert prompt_of(engine) == "\n".join([*lines, "assistant:"])
+            lines.append(f"assistant: {ANSWER}")
+            items += [{"type": "item_reference", "id": item["id"]} for item in answer["output"]]
+        assert answer["store"] is True
+        items[-1] = {"id": items[-1]["id"]}  # the type may be left out
+        await create(http, "", input=[*items, {"role": "user", "content": "four"}])
+        unstored = await create(http, "hi", store=False)
+        for name in (unstored["output"][0]["id"], "msg_1", 3):
+            wish = {"input": [{"type": "item_reference", "id": name}]}
+            error = error_of(await http.post(PATH, json=wish), 400)
+            assert (error["param"], error["code"]) == ("input", "item_not_found")
+
+    run(work)
+
+
+def test_the_input_of_a_response_is_listed() -> None:
+    async def work(http: AppClient, _: FakeEngine) -> None:
+        first = await create(http, "one")
+        second = await create(http, "two", first["id"])
+        path = f"{PATH}/{second['id']}/input_items"
+
+        async def page(**query: str) -> dict[str, Any]:
+            response = await http.get(path, params=query)
+            assert response.status_code == 200, response.text
+            data: dict[str, Any] = response.json()
+            return data
+
+        whole = await page(order="asc")
+        assert [item["content"][0]["text"] for item in whole["data"]] == ["one", ANSWER, "two"]
+        assert whole["data"][1] == first["output"][0] and whole["has_more"] is False
+        names = [item["id"] for item in whole["data"]]
+        assert len(set(names)) == 3 and (whole["first_id"], whole["last_id"]) == (names[0], names[2])
+        assert [item["id"] for item in (await page())["data"]] == names[::-1], "the last first"
+        some = await page(limit="1", after=names[2])
+        assert (some["data"][0]["id"], some["has_more"]) == (names[1], True)
+        for query in ({"limit": "0"}, {"limit": "9" * 5000}, {"order": "up"}, {"after": "x"}):
+            assert error_of(await http.get(path, params=query), 400)["param"] == next(iter(query))
+        assert error_of(await http.get(f"{PATH}/resp_1/input_items"), 404)["code"] == "response_not_found"
+
+    run(work)
+
+
 def test_a_running_response_is_cancelled() -> None:
     async def work(http: AppClient, engine: FakeEngine) -> None:
         streaming = asyncio.create_task(http.post(PATH, json={"input": "hi", "stream": True}))
@@ -115,17 +168,31 @@ def test_each_key_sees_its_own() -> None:
 
 
 def test_the_store_is_bounded_in_number_and_bytes() -> None:
-    def keep(store: ResponseStore, name: str, text: str, before: str | None = None) -> None:
-        slot = Slot(store, b"", store.before(before, b""), [{"role": "user", "content": text}])
+    def keep(store: ResponseStore, name: str, text: str, before: str | None = None, owner: bytes = b"") -> None:
+        slot = Slot(store, owner, store.before(before, owner), [{"role": "user", "content": text, "id": f"i_{name}"}])
         slot.keep({"id": name, "output": []})
+
+    def has_item(store: ResponseStore, name: str, owner: bytes = b"") -> bool:
+        try:
+            store.resolve([{"type": "item_reference", "id": f"i_{name}"}], owner)
+        except ApiError:
+            return False
+        return True
 
     store = ResponseStore(2, 10_000)
     for name in ("a", "b", "c"):
         keep(store, name, "x")
     assert len(store) == 2 and store.get("c", b"")["id"] == "c"
-    keep(store, "d", "x" * 9_960)
-    assert len(store) == 1 and store.num_bytes <= 10_000, "the oldest went"
-    keep(store, "e", "x" * 200, "d")
+    assert [has_item(store, name) for name in "abc"] == [False, True, True]
+    keep(store, "c2", "x", "c")
+    keep(store, "c3", "x", "c2")
+    assert has_item(store, "c") and len(store) == 2, "an item stays as long as a conversation has it"
+    keep(store, "y", "x" * 100, owner=b"you")
+    assert len(store) == 3 and not has_item(store, "y"), "each key has a number of its own"
+    keep(store, "d", "x" * 9_700)
+    assert len(store) == 2 and store.num_bytes <= 10_000, "the oldest of the key with most bytes went"
+    assert store.get("y", b"you")["id"] == "y" and has_item(store, "y", b"you")
+    keep(store, "e", "x" * 400, "d")
     assert store.get("d", b"")["id"] == "d", "what is too large by itself is not kept"
     with pytest.raises(ValueError, match="responses_store is -1"):
         ServerSettings(responses_store=-1)

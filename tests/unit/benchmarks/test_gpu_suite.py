@@ -20,6 +20,8 @@ from benchmarks.gpu_suite import speed, suite
 from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.peers_kvpress import kvpress
 from benchmarks.gpu_suite.suite import Bench, Figures, Section, run
+from benchmarks.gpu_wanted import WANTED
+from benchmarks.machine import RESULTS
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
@@ -188,3 +190,131 @@ def test_the_largest_batch_steps_down_where_the_plan_was_too_bold(monkeypatch: p
     with torch.inference_mode():
         figures = list(speed.largest_batch(Bench(Device("cpu"), True)))
     assert tried[:2] == [4, 3] and {(figure["planned_rows"], figure["batch"]) for figure in figures} == {(4, 3)}
+
+
+# A result of the GPU suite becomes a page: every wanted figure has its line, reached or not, measured or not.
+
+HEAD = {"name": "gpu_suite", "device": "NVIDIA H200", "multiprocessors": 132, "torch": "2.13.0", "date": "2026-01-02",
+        "commit": "abc", "command": "python -m benchmarks.gpu_suite --out gpu.json", "seconds": 499.0}  # fmt: skip
+
+
+def section(*figures: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"about": "what it is", "figures": list(figures), "error": None, "is_cut": False, "seconds": 3.0} | changes
+
+
+def peer(engine: str, batch: int, rate: float) -> dict[str, Any]:
+    return {"engine": engine, "batch": batch, "tokens_per_s": rate}
+
+
+def result() -> dict[str, Any]:
+    """All that is wanted, just reached."""
+    long, middle = {"prompt_len": 131_064}, {"prompt_len": 32_768}
+    return {**HEAD, "sections": {
+        "decode_8b": section({"executor": "eager", "batch": 64, "share_of_read": 0.1},
+                             {"executor": "graph", "batch": 64, "share_of_read": 0.8},
+                             {"executor": "graph", "batch": 1, "share_of_read": 0.7}),
+        "decode_kernel": section({"model": "Llama-3.1-8B", "batch": 64, "share_of_read": 0.85}),
+        "prefill_8b": section({**middle, "mfu": 0.55, "compress_share": 0.5, "extra_gib": 9.0},
+                              {**long, "mfu": 0.1, "compress_share": 0.01, "extra_gib": 2.0}),
+        "largest_batch": section({"slots": 131_072, "speedup_over_full": 1.0, "peak_gib": 97.5, "planned_gib": 100.0},
+                                 {"slots": 32_768, "speedup_over_full": 4.3, "peak_gib": 100.0, "planned_gib": 100.0}),
+        "looping_8b": section({"weights": "int4", "batch": 1, "way": "B0 graph of kernels", "us": 33.0},
+                              {"weights": "int4", "batch": 1, "way": "B2 looped", "us": 40.0},
+                              {"weights": "int4", "batch": 1, "way": "B3 looped, loads ahead", "us": 30.0}),
+        "prefixes": section({"speedup": 12.0, "slowdown": 1.02}, {"p99_ratio": 1.5}),
+        "streams": section({"is_default": False, "p99_ratio": 9.0}, {"is_default": True, "p99_ratio": 2.0}),
+        "peers": section(peer("snapstream graph", 1, 11.0), peer("snapstream graph", 16, 30.0),
+                         peer("transformers static cache", 1, 10.0), peer("transformers static cache", 16, 20.0)),
+        "requests": section(peer("snapstream engine", 64, 120.0)),
+        "peers_continuous": section(peer("transformers continuous", 64, 100.0)),
+        "spec_prefill": section({"seconds": 1.0}, {"speedup": 8.0}, {"speedup": 6.0}),
+    }}  # fmt: skip
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    lines = gpu_tables.wanted_table(found).splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_all_reached_at_the_limits() -> None:
+    table = rows(result())
+    assert [row[3] for row in table] == ["yes"] * len(WANTED)
+    assert [row[2] for row in table] == ["80 %", "70 %", "85 %", "4.3x", "1 %", "2 GiB", "55 %", "2x", "1.1x", "1.2x",
+                                         "8x", "1.1x", "2.5 %", "12x", "1.02x", "1.5x"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "where", "name", "value"),
+    [
+        (0, ("decode_8b", 1), "share_of_read", 0.79),
+        (1, ("decode_8b", 2), "share_of_read", 0.69),
+        (2, ("decode_kernel", 0), "share_of_read", 0.84),
+        (3, ("largest_batch", 1), "speedup_over_full", 4.2),
+        (4, ("prefill_8b", 1), "compress_share", 0.011),
+        (5, ("prefill_8b", 1), "extra_gib", 2.1),
+        (6, ("prefill_8b", 0), "mfu", 0.54),
+        (7, ("streams", 1), "p99_ratio", 2.1),
+        (8, ("peers", 3), "tokens_per_s", 30.0),
+        (9, ("requests", 0), "tokens_per_s", 100.0),
+        (10, ("spec_prefill", 1), "speedup", 7.9),
+        (11, ("looping_8b", 2), "us", 33.0),
+        (12, ("largest_batch", 0), "peak_gib", 104.0),
+        (13, ("prefixes", 0), "speedup", 11.9),
+        (14, ("prefixes", 0), "slowdown", 1.03),
+        (15, ("prefixes", 1), "p99_ratio", 1.6),
+    ],
+)
+def test_each_line_looks_at_its_own_figure(line: int, where: tuple[str, int], name: str, value: float) -> None:
+    found = result()
+    found["sections"][where[0]]["figures"][where[1]][name] = value
+    assert [i for i, row in enumerate(rows(found)) if row[3] != "yes"] == [line]
+    assert rows(found)[line][3] == "**no**"
+
+
+def test_what_is_missing_is_named() -> None:
+    nothing = {**HEAD, "sections": {}}
+    assert {row[3] for row in rows(nothing)} == {"not measured"}
+    found = result()
+    found["sections"]["peers"]["figures"].pop()  # a batch of ours without its peer
+    assert rows(found)[8][3] == "not measured"
+
+
+def test_a_page_shows_every_line_and_what_went_wrong() -> None:
+    found = result()
+    found["sections"]["streams"] = section(error="Traceback\n  x\nRuntimeError: no memory\n")
+    found["sections"]["requests"] |= {"is_cut": True}
+    found["sections"]["late"] = section(is_cut=True, seconds=0.0)
+    page = gpu_tables.document(found, "results/x.json")
+    assert "`results/x.json`" in page and "| device | NVIDIA H200 |" in page
+    assert "Failed: `RuntimeError: no memory`" in page and "Cut by time after 3 s." in page
+    assert "## late\n\nWhat it is.\n\nNot started: no time was left." in page
+    assert "| executor | batch | share_of_read |\n|---|---|---|\n| eager | 64 | 0.1 |" in page
+    assert page.count("| seconds |\n|---|\n| 1 |") == 1  # lines of another kind have a table of their own
+
+
+def test_the_command_keeps_the_json_and_writes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, page = tmp_path / "gpu.json", tmp_path / "docs.md"
+    source.write_text(json.dumps(result()))
+    results = tmp_path / "benchmarks" / "results"
+    monkeypatch.setattr(gpu_tables, "RESULTS", results)
+    monkeypatch.setattr(gpu_tables, "DOCUMENT", page)
+    monkeypatch.setattr(sys, "argv", ["gpu_tables", str(source)])
+    gpu_tables.main()
+    kept = results / "h200" / "2026-01-02_gpu_suite.json"
+    assert json.loads(kept.read_text()) == result()
+    assert page.read_text() == gpu_tables.document(result(), "benchmarks/results/h200/2026-01-02_gpu_suite.json")
+    for wrong, words in (({"name": "decode"}, "no result"), ({"name": "gpu_suite"}, "not measured on a GPU")):
+        source.write_text(json.dumps(wrong))
+        with pytest.raises(SystemExit, match=words):
+            gpu_tables.main()
+
+
+def test_the_page_in_the_tree_is_of_the_newest_result() -> None:
+    kept = sorted(RESULTS.glob("*/*_gpu_suite.json"), key=lambda file: file.name)
+    if not gpu_tables.DOCUMENT.is_file():
+        assert not kept, "a result is kept without its page: run benchmarks.gpu_tables"
+        return
+    source = str(kept[-1].relative_to(RESULTS.parents[1]))
+    assert gpu_tables.DOCUMENT.read_text() == gpu_tables.document(json.loads(kept[-1].read_text()), source)

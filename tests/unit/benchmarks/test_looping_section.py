@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from snapstream.config import WeightForms
+from snapstream.config import WeightFormats
 from tests.kernels.triton.interpreter import interpreted
 
 pytestmark = interpreted()
@@ -17,15 +17,15 @@ from benchmarks.gpu_suite import looping  # noqa: E402
 from benchmarks.gpu_suite.device import Device  # noqa: E402
 from benchmarks.gpu_suite.models import engine_config  # noqa: E402
 from benchmarks.gpu_suite.suite import Bench  # noqa: E402
-from snapstream.runner.model_runner import ModelRunner  # noqa: E402
+from snapstream.exec.runner import ModelRunner  # noqa: E402
 
 
 def test_every_way_over_int4_weights_gives_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looping, "SLOTS", 64)
-    bench, forms = Bench(Device("cpu"), True), WeightForms.of("int4")
-    decoder = looping.decoder_in_codes(bench, "llama_1b", forms)
+    bench, formats = Bench(Device("cpu"), True), WeightFormats.of("int4")
+    decoder = looping.decoder_in_codes(bench, "llama_1b", formats)
     engine = engine_config(bench, looping.SLOTS, 1, looping.CONTEXT + 256, 64)
-    runner = ModelRunner(decoder, replace(engine, weights=forms))
+    runner = ModelRunner(decoder, replace(engine, weights=formats))
     runner.cache.k.normal_()
     runner.cache.v.normal_()
     with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -12,15 +13,13 @@ import torch
 
 from evals.uneven import HeadRows, HeadRule
 from snapstream.assets import TINY_MODEL
-from snapstream.calibration.ablation import Ablation, damage
-from snapstream.calibration.calibrate import calibrate, shares_of
-from snapstream.calibration.texts import CONTINUATION, generated, windows
+from snapstream.calibration.calibrate import CONTINUATION, Ablation, calibrate, damage, generated, shares_of, windows
 from snapstream.cli.app import main
 from snapstream.config import KVBudget
-from snapstream.config.heads import read_profile
+from snapstream.config.kv import read_profile
+from snapstream.exec.runner import ModelRunner
 from snapstream.llm import LLM
-from snapstream.models.fingerprint import fingerprint
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.models.config_json import fingerprint
 from tests.parity.checkpoints import make_model, save
 
 
@@ -125,6 +124,9 @@ def test_a_fingerprint_survives_a_copy_and_no_change(tmp_path: Path) -> None:
     again = save(make_model("qwen3"), tmp_path / "b")
     assert fingerprint(first) == fingerprint(again)
     weights = next(again.glob("*.safetensors"))
+    before = fingerprint(again, with_mtime=True)
+    os.utime(weights, ns=(1, 1))
+    assert fingerprint(again, with_mtime=True) != before and fingerprint(first) == fingerprint(again)
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)

@@ -13,9 +13,10 @@ from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
 from snapstream.config import EngineOptions
 from snapstream.models.registry import read_model_config
-from snapstream.plan.host import HostMemory
-from snapstream.start.measure import measure_machine
-from snapstream.start.resolve import resolve
+from snapstream.models.sharding import weight_bytes
+from snapstream.plan.memory import engine_memory
+from snapstream.startup.measure import HostMemory, measure_machine
+from snapstream.startup.resolve import resolve
 
 SOURCE = Path(snapstream.__file__).parents[1]
 
@@ -58,6 +59,29 @@ def test_command_help_has_examples(command: str, capsys: pytest.CaptureFixture[s
     assert f"snapstream {command} " in capsys.readouterr().out.split("Examples:")[1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        (["--model", "x"], "the argument MODEL"),
+        (["--max-num-seqs", "4"], "--max-rows N"),
+        (["--gpu-memory-utilization", "0.9"], "--max-rows auto"),
+        (["--enable-prefix-caching"], "--prefix-store auto"),
+        (["--quantization=fp8"], "--weights int8 or int4"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_flags_of_vllm_name_ours(
+    command: str, flags: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(TINY_MODEL), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: No such option: {flags[0].split('=')[0]}; ") and remedy in error
+    # A remedy that is no flag would send people on to the next error.
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in remedy.split() if word.startswith("--"))
+
+
 def test_plan_json_from_file_and_folder(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--budget", "512", "--budget", "1024", "--dtype", "float32", "--memory", "1GiB", "--json"]
     assert main(["plan", str(config_file), *options]) == 0
@@ -87,15 +111,34 @@ def without_here(plan: dict[str, Any]) -> dict[str, Any]:
 def test_plan_shows_the_rows_that_auto_would_give_here(
     config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("snapstream.start.measure.host_memory", lambda: HostMemory(2**30, 64 * 2**20))
+    monkeypatch.setattr("snapstream.startup.measure.host_memory", lambda: HostMemory(2**30, 64 * 2**20))
     assert main(["plan", str(config_file), "--budget", "512", "--dtype", "float32", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     model = read_model_config(config_file)
     options = EngineOptions(budget=512, max_rows="auto")
     assert plan["rows"][1]["rows_here"] == resolve(model, options, measure_machine("cpu")).max_rows > 1
-    assert plan["here"] == {"device": "cpu", "free_bytes": 64 * 2**20}
+    assert plan["here"] == {"device": "cpu", "free_bytes": 64 * 2**20, "dtype": "float32"}
     assert main(["plan", str(config_file)]) == 0
     assert "--max-rows auto on this machine now (cpu, 64 MiB free)" in capsys.readouterr().out
+
+
+def test_plan_for_a_cpu_counts_what_its_engine_takes(
+    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint in bf16 keeps its width there, and so do rows, while float32 is computed in."""
+    config_file.write_text(json.dumps(CONFIG | {"dtype": "bfloat16"}))
+    monkeypatch.setattr("snapstream.startup.measure.host_memory", lambda: HostMemory(2**30, 64 * 2**20))
+    assert main(["plan", str(config_file), "--budget", "512", "--device", "cpu", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    model = read_model_config(config_file)
+    config = resolve(model, EngineOptions(budget=512, max_rows="auto"), measure_machine("cpu"))
+    memory = engine_memory(model, config)
+    assert (plan["dtype"], plan["kv_dtype"], config.kv_dtype) == ("float32", "bfloat16", "bfloat16")
+    assert plan["weight_bytes"] == memory.weight_bytes < 0.51 * weight_bytes(model, "float32")
+    row = plan["rows"][1]
+    assert row["row_bytes"] == memory.row_bytes == 512 * plan["token_bytes"] == 512 * 2 * 2 * 2 * 16 * 2
+    assert min(row["max_rows"], 256) == row["rows_here"] == config.max_rows
+    assert plan["memory_bytes"] == 64 * 2**20
 
 
 def test_plan_counts_a_draft(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +179,7 @@ def test_commands_that_store_rows_take_their_dtype(command: str, capsys: pytest.
     assert main([command, "--help"]) == 0
     assert "--kv-dtype" in capsys.readouterr().out
     assert main([command, "--kv-dtype", "int4", "somewhere"]) == 2
-    assert "'int4' is not one of 'auto', 'bfloat16', 'fp8', 'int8'" in capsys.readouterr().err
+    assert "'int4' is not one of 'auto', 'float32', 'bfloat16', 'fp8', 'int8'" in capsys.readouterr().err
 
 
 def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,11 +234,11 @@ def test_plan_refuses_configs_in_one_line(
     assert word in err
 
 
-def test_rescoring_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reselection_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     """The engine refuses what its budget cannot do, so the option has arrived."""
-    command = ["generate", str(TINY_MODEL), "hi", "--max-tokens", "2", "--rescore-every"]
+    command = ["generate", str(TINY_MODEL), "hi", "--max-tokens", "2", "--reselect-every"]
     assert main([*command, "60", "--budget", "200"]) == 2
-    assert "a ring of 50 slots is too small for rescoring with every=60" in capsys.readouterr().err
+    assert "a ring of 50 slots is too small for KV re-selection with every=60" in capsys.readouterr().err
     assert main([*command, "0"]) == 2
-    assert "'--rescore-every': every is 0; it must be a whole number >= 1" in capsys.readouterr().err
+    assert "'--reselect-every': every is 0; it must be a whole number >= 1" in capsys.readouterr().err
     assert main([*command, "8", "--budget", "200"]) == 0

@@ -11,16 +11,16 @@ from typer.testing import CliRunner
 
 from snapstream.cli import main
 from snapstream.cli.flags import Flags, as_command
-from snapstream.config import RescoringConfig
-from snapstream.config.options import setting
+from snapstream.config import ReselectionConfig
+from snapstream.config.engine import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     width: int = setting(3, "How wide.")
     kind: Literal["a", "b"] = setting("a", "Which kind.")
-    every: RescoringConfig | None = setting(
-        None, "How often.", metavar="N", flag="--how-often", parse=lambda text: RescoringConfig(every=int(text))
+    every: ReselectionConfig | None = setting(
+        None, "How often.", metavar="N", flag="--how-often", parse=lambda text: ReselectionConfig(every=int(text))
     )
     hidden: int = 5
 
@@ -46,7 +46,7 @@ def test_defaults_are_the_classes() -> None:
 
 def test_every_field_with_words_has_a_flag() -> None:
     given, _ = run("x", "--width", "7", "--kind", "b", "--how-often", "9")
-    assert given == ("x", Settings(width=7, kind="b", every=RescoringConfig(every=9)))
+    assert given == ("x", Settings(width=7, kind="b", every=ReselectionConfig(every=9)))
     _, text = run("--help")
     for words in ("--width N", "How wide.  [default: 3]", "--kind <a|b>", "--how-often N"):
         assert words in text

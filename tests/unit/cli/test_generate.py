@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 
 import snapstream
+from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
 from snapstream.cli.generate import as_dict, encode_prompt, read_prompt, stream_answer, summary
-from snapstream.request import (
+from snapstream.config import EngineConfig, KVBudget
+from snapstream.kernels.cpu.looped.build import FOLDER
+from snapstream.types import (
     NOT_FINITE,
     Compression,
     FinishReason,
@@ -58,6 +61,7 @@ class FakeLLM:
         self.pieces = pieces
         self.tokenizer = FakeTokenizer(chat_template)
         self.messages: list[dict[str, str]] = []
+        self.config = EngineConfig(budget=KVBudget.of(512), max_model_len=1024)
 
     def chat_token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         self.messages = messages
@@ -143,13 +147,36 @@ def test_summary_names_what_the_row_kept() -> None:
         ),
         timings=Timings(first_token_ms=1500.0, per_token_ms=20.0),
     )
-    assert summary(output) == (
+    assert summary(output, 512) == (
         "prompt 1,234 tokens | kept 512, evicted 722 | row 1 MiB (full cache of the prompt 1.50 MiB) | "
         "first token after 1.50 s | output 11 tokens, 50.0 tokens/s | stop"
     )
     output.samples[0].token_ids.append(1)
-    assert summary(output).endswith("12 tokens, 50.0 tokens/s | outgrew the ring of 11 recent tokens | stop")
+    assert summary(output, 512).endswith("12 tokens, 50.0 tokens/s | outgrew the ring of 11 recent tokens | stop")
     assert as_dict(output)["has_outgrown_ring"]
+
+
+def test_summary_of_a_short_prompt_names_the_room_of_the_row() -> None:
+    compression = Compression(
+        prompt_tokens=12, kept_tokens=12, evicted_tokens=0, row_bytes=2**24, full_bytes=96_000, compress_ms=1.0,
+        ring_tokens=500,
+    )  # fmt: skip
+    output = RequestOutput(
+        request_id="r", prompt_token_ids=(1,) * 12, samples=[SampleOutput(index=0)], compression=compression
+    )
+    assert "row 16 MiB, allocated for prompts of any length, 8,192 slots; the prompt fills 93.8 KiB" in summary(
+        output, 8192
+    )
+
+
+def test_without_a_compiler_it_says_why_decode_is_slower() -> None:
+    """Also where nobody watches: the reason goes to stderr."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "CXX": "/nowhere/g++"}
+    command = [sys.executable, "-m", "snapstream.cli", "generate", str(TINY_MODEL), "hi", "--max-tokens", "1"]
+    done = subprocess.run([*command, "--max-model-len", "64"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if not any(FOLDER.glob("*.so")):  # libraries that came with the package need none
+        assert "decode: eager, because no C++ compiler" in done.stderr
 
 
 def test_prompt_from_argument_file_and_stdin(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.cli import main
-from snapstream.plan.host import HostMemory
+from snapstream.startup.measure import HostMemory
 from tests.waiting import HANG_S
 
 NARROW = 60
@@ -38,14 +38,14 @@ def test_plan_is_readable_in_60_columns(capsys: pytest.CaptureFixture[str], monk
     arguments = [
         "plan",
         str(TINY_MODEL),
-        "--rescore-every",
+        "--reselect-every",
         "8",
         "--draft",
         str(TINY_DRAFT_MODEL),
         "--selector",
         "hops",
     ]
-    monkeypatch.setattr("snapstream.start.measure.host_memory", lambda: HostMemory(2**30, 64 * 2**20))
+    monkeypatch.setattr("snapstream.startup.measure.host_memory", lambda: HostMemory(2**30, 64 * 2**20))
     texts = {}
     for columns in (NARROW, 120):
         monkeypatch.setenv("COLUMNS", str(columns))

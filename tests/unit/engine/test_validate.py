@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from snapstream.cache.selectors.hops import Hops
-from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import Chunking, EngineConfig, InvalidValue, KVBudget, Selector
 from snapstream.engine.validate import check_request
-from snapstream.request import Request, SamplingParams
+from snapstream.kv.selectors.hops import Hops
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.types import Request, SamplingParams
 
 CONFIG = EngineConfig(
     budget=KVBudget(num_sink=4, num_topk=60, num_recent=16),

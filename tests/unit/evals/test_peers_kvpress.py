@@ -17,10 +17,10 @@ from evals.cells import Cell, items_of
 from evals.peers_kvpress import ARMS, Prefilled, answers, decode, peer_arm, press_of, stacked
 from evals.shared import generate_shared
 from snapstream.assets import TINY_MODEL
-from snapstream.cache.compress import kept_positions
-from snapstream.cache.selectors.snapkv import SnapKV
 from snapstream.config import KVBudget
-from snapstream.kernels.bound import bind
+from snapstream.kernels.interface import bind
+from snapstream.kv.compress import kept_positions
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
 
 PROMPT_LEN, MAX_TOKENS, SLOTS = 600, 32, 200
@@ -72,7 +72,7 @@ def test_full_attention_is_the_same_in_both_engines(model: Any) -> None:
     prompts = prompts_of("multi_uuid") + prompts_of("kv")
     arm = peer_arm("full", SLOTS, PROMPT_LEN + MAX_TOKENS, MAX_TOKENS)
     with LLM(TINY_MODEL, budget="full", max_model_len=PROMPT_LEN + MAX_TOKENS, max_rows=1, progress=False) as llm:
-        own = generate_shared(llm, prompts, [()] * len(prompts), MAX_TOKENS, [(arm.budget, arm.selector)])
+        own = generate_shared(llm, prompts, [()] * len(prompts), MAX_TOKENS, [(arm.budget, arm.selector, None)])
         ends = set(llm.model_config.eos_token_ids)
     outputs, _ = answers(model, prompts, [arm], MAX_TOKENS)
     for [ours], [theirs] in zip(own, outputs, strict=True):

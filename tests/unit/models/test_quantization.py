@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from snapstream.config import WeightForm
-from snapstream.models.quantization import ATTENTION, quantization_config, refusals, stored_attention, stored_form
+from snapstream.config import WeightFormat
+from snapstream.models.quantization import ATTENTION, quantization_config, refusals, stored_attention, stored_format
 from snapstream.models.registry import find_refusals
 
-INT4 = WeightForm(width="int4", group=128)
+INT4 = WeightFormat(dtype="int4", group=128)
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -28,13 +28,13 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 def mixed() -> dict[str, Any]:
     """A config.json that says int4, and int8 around attention."""
-    return {"quantization_config": quantization_config(INT4, ["mlp.gate"], WeightForm(width="int8", group=32))}
+    return {"quantization_config": quantization_config(INT4, ["mlp.gate"], WeightFormat(dtype="int8", group=32))}
 
 
 def test_attention_may_have_codes_of_its_own() -> None:
     settings = mixed()
-    assert refusals(settings) == [] and stored_form(settings) == INT4
-    assert stored_attention(settings) == WeightForm(width="int8", group=32)
+    assert refusals(settings) == [] and stored_format(settings) == INT4
+    assert stored_attention(settings) == WeightFormat(dtype="int8", group=32)
     groups = settings["quantization_config"]["config_groups"]
     assert [group["targets"] for group in groups.values()] == [["Linear"], [ATTENTION]]
     groups["group_1"]["targets"] = ["Linear"]
@@ -67,13 +67,13 @@ def test_which_modules_are_around_attention(name: str, is_attention: bool) -> No
 
 
 def test_what_is_written_is_read() -> None:
-    for form in (INT4, WeightForm(width="int8", group=32)):
+    for form in (INT4, WeightFormat(dtype="int8", group=32)):
         settings = {"quantization_config": quantization_config(form)}
-        assert refusals(settings) == [] and stored_form(settings) == form
+        assert refusals(settings) == [] and stored_format(settings) == form
         assert stored_attention(settings) is None
         assert quantization_config(form, attention=form) == settings["quantization_config"]
     assert (
-        stored_form({}) is None
+        stored_format({}) is None
         and stored_attention({}) is None
         and refusals({"quantization_config": None}) == refusals({}) == []
     )

@@ -6,14 +6,15 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from snapstream.config import ModelConfig, RopeConfig
-from snapstream.config.latent import LatentConfig
-from snapstream.config.moe import MoEConfig
+from snapstream.config import EngineConfig, KVBudget, ModelConfig, RopeConfig
+from snapstream.config.model import LatentConfig
+from snapstream.exec.requirements import why_not
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
 
 LLAMA: dict[str, Any] = {
@@ -28,6 +29,7 @@ QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", 
 QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 LATENTS: dict[str, Any] = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
                            "v_head_dim": 12, "first_k_dense_replace": 2}  # fmt: skip
+SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5}
 DEEPSEEK = {**LLAMA, **LATENTS, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
             "num_key_value_heads": 8, "n_routed_experts": 4, "num_nextn_predict_layers": 1}  # fmt: skip
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -68,6 +70,18 @@ def test_what_the_architectures_add() -> None:
     assert not model_config_from_dict(QWEN3).qkv_bias
     assert [config.head_dim for config in (llama, mistral, qwen2, qwen3)] == [8, 8, 8, 128]
     assert model_config_from_dict({**QWEN3, "head_dim": 16}).head_dim == 16
+
+
+def test_layers_without_rope() -> None:
+    assert model_config_from_dict(SMOLLM3).rotated_layers == (True, True, True, False, True)
+    assert model_config_from_dict({**SMOLLM3, "no_rope_layer_interval": 9}).rotated_layers is None
+    listed = model_config_from_dict({**SMOLLM3, "no_rope_layers": [0, 1, 1, 1, 0], "no_rope_layer_interval": 2})
+    assert listed.rotated_layers == (False, True, True, True, False)
+    for executor, device, dtype in (("looped", "cpu", "float32"), ("looped", "cuda", "bfloat16")):
+        config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device=device, dtype=dtype)
+        assert "has layers without rotary embedding" in str(why_not(executor, listed, config))
+        whole = replace(listed, rotated_layers=None)
+        assert why_not(executor, whole, config) is None
 
 
 def test_absent_and_null_keys() -> None:
@@ -138,6 +152,8 @@ def test_end_tokens_of_the_generation_config_join(tmp_path: Path) -> None:
     assert read_model_config(tmp_path / "config.json").eos_token_ids == (7, 2, 9)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 11}))
     assert read_model_config(tmp_path).eos_token_ids == (7, 2, 11)
+    (tmp_path / "config.json").write_text(json.dumps({key: LLAMA[key] for key in LLAMA if key != "eos_token_id"}))
+    assert read_model_config(tmp_path).eos_token_ids == (11,)  # as transformers generates, without Llama's own 2
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -166,6 +182,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope_section"),
     ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
     ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor is None; it must be a number"),
+    ({**LLAMA, "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 512}}, "yarn: factor is missing"),
     ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0.5}}, r"factor is 0.5; it must be >= 1"),
     ({**LLAMA, "rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
     (
@@ -186,8 +203,16 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "sparse indexer.*2048",
     ),
     ({**DEEPSEEK, "rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "only yarn has it"),
+    ({**SMOLLM3, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must be >= 1"),
+    ({**SMOLLM3, "no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; .* for each of the 5 layers"),
+    ({**SMOLLM3, "no_rope_layers": [1, 0, 1, 2, 1]}, "a list with a 0 or a 1"),
+    ({**SMOLLM3, "use_sliding_window": True, "sliding_window": 64}, r"sliding_window is in use \(64\)"),
+    ({**SMOLLM3, "num_hidden_layers": 2**40}, "num_layers is 1099511627776; it must be <= 65536"),
     ({**DEEPSEEK, "kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),
     ({**DEEPSEEK, "qk_rope_head_dim": 7}, "rope_dim is 7; rotary embedding needs an even size"),
+    ({**DEEPSEEK, "kv_lora_rank": 33}, r"kv_rank \(33\) \+ rope_dim \(8\) is 41; latents need an even size"),
+    ({**DEEPSEEK, "qk_nope_head_dim": -8}, "nope_dim is -8; it must be >= 1"),
+    ({**LLAMA, "num_attention_heads": 0}, r"hidden_size \(64\) is not a multiple of num_attention_heads \(0\)"),
     ({**LLAMA, "hidden_size": None}, "hidden_size is None; it must be a whole number"),
     ({**LLAMA, "num_hidden_layers": 0}, "num_layers is 0; it must be >= 1"),
     ({**LLAMA, "num_key_value_heads": 3}, r"num_heads \(8\) is not a multiple of num_kv_heads \(3\)"),
@@ -210,10 +235,42 @@ def test_all_reasons_are_given_at_once() -> None:
         "unknown architecture",
         "learned attention sinks",
         "sliding_attention",
-        "mixture-of-experts",
     ):
         assert reason in str(caught.value)
+    assert "mixture-of-experts" not in str(caught.value)  # other architectures have them
     assert "sliding_window is in use" not in str(caught.value)  # use_sliding_window is False
+
+
+TEXT = {"num_hidden_layers": 2, "num_experts": 4}
+UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
+    ("Gemma3ForConditionalGeneration", {"vision_config": {"a": 1}, "text_config": {"sliding_window_pattern": 6}},
+     "image inputs .a vision tower., sliding-window attention layers"),
+    ("Qwen3NextForCausalLM", {"linear_num_key_heads": 16, **TEXT}, "linear attention layers .Gated DeltaNet."),
+    ("Qwen3_5ForConditionalGeneration",
+     {"vision_config": {"a": 1}, "text_config": {"layer_types": ["linear_attention", "full_attention"], **TEXT}},
+     "image inputs .*'linear_attention'"),
+    ("Llama4ForConditionalGeneration",
+     {"vision_config": {"a": 1}, "text_config": {"attention_chunk_size": 8192, "no_rope_layers": [1, 0], **TEXT}},
+     "image inputs .*, chunked attention layers, layers without rotary embedding"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "settings", "reason"), UNKNOWN)
+def test_what_unknown_architectures_have(architecture: str, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown architecture .*{reason}") as caught:
+        model_config_from_dict({"architectures": [architecture], **settings})
+    assert "mixture-of-experts" not in str(caught.value)
+
+
+def test_names_of_the_hub_and_gguf_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
+        read_model_config("Qwen/Qwen3-8B")
+    with pytest.raises(ValueError, match="does not exist; expected a checkpoint folder or a config.json$"):
+        read_model_config(tmp_path / "model")
+    (tmp_path / "model-Q4.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model-Q4.gguf"):
+        with pytest.raises(ValueError, match=f"{path} is a GGUF model; only checkpoint folders of safetensors"):
+            read_model_config(path)
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:
@@ -227,49 +284,79 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
-# Of MoEConfig, by transformers' name where all families share one.
-MOE_FIELDS = {"num_experts": "num_local_experts", "top_k": "num_experts_per_tok", "num_groups": "n_group",
-              "top_groups": "topk_group", "num_shared": "n_shared_experts", "first_dense": "first_k_dense_replace",
-              "scale": "routed_scaling_factor"}  # fmt: skip
+# Every published config.json has them, so an absent one is refused.
+SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "max_position_embeddings"}  # fmt: skip
+# Values that differ from the defaults and go with the defaults of the others.
+OTHER_VALUES: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 768, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 96,
+    "num_key_value_heads": 48, "max_position_embeddings": 512, "head_dim": 12, "hidden_act": "silu",
+    "rms_norm_eps": 1e-3, "rope_theta": 5e4, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
+    "attention_bias": True, "mlp_bias": True, "use_qk_norm": True, "use_sliding_window": False, "sliding_window": None,
+    "bos_token_id": 7, "eos_token_id": 8, "kv_lora_rank": 34, "q_lora_rank": 24, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 6, "v_head_dim": 14, "rope_interleave": False, "n_routed_experts": 80, "num_local_experts": 80,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 4, "first_k_dense_replace": 2,
+    "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"], "n_group": 16, "topk_group": 10,
+    "topk_method": "group_limited_greedy", "norm_topk_prob": True, "routed_scaling_factor": 3.5,
+    "no_rope_layers": [1, 0, 1, 1, 0], "no_rope_layer_interval": 3,
+    "num_nextn_predict_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+
+
+def config_class_of(architecture: str) -> Any:
+    import transformers
+
+    return getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+
+
+def other_values(architecture: str) -> dict[str, Any]:
+    """The fields of ``OTHER_VALUES`` that the config class of the architecture has, and the rope settings."""
+    known = {*config_class_of(architecture)().to_dict(), "rope_theta"}
+    known |= {"partial_rotary_factor"} if architecture == "Glm4MoeForCausalLM" else set()
+    settings = {name: value for name, value in OTHER_VALUES.items() if name in known}
+    settings["norm_topk_prob"] = architecture == "Qwen3MoeForCausalLM"
+    if architecture in LATENT_NAMES:
+        settings["attention_bias"] = False
+        settings.pop("head_dim", None)  # of these, another name of qk_rope_head_dim
+    return {"architectures": [architecture], **settings}
+
+
+def read(settings: dict[str, Any]) -> ModelConfig | str:
+    """Our reading of the settings, or the reason for the refusal."""
+    try:
+        return model_config_from_dict(settings)
+    except ValueError as error:
+        return str(error)
+
+
+def filled_in(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with every field that transformers fills in."""
+    full: dict[str, Any] = config_class_of(settings["architectures"][0])(**settings).to_dict()
+    if settings["architectures"][0] in LATENT_NAMES:
+        full.pop("head_dim", None)
+    return full
 
 
 @pytest.mark.parametrize("architecture", FAMILIES.names)
-def test_transformers_reads_the_same_settings(architecture: str) -> None:
-    """What transformers' config class fills in for absent keys equals what the registry fills in."""
-    import transformers
-
-    config_class = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
-    absent = (
-        "num_key_value_heads",
-        "rope_theta",
-        "rms_norm_eps",
-        "hidden_act",
-        "head_dim",
-        "use_sliding_window",
-    )
-    settings = {key: value for key, value in {**MISTRAL, **LLAMA}.items() if key not in absent}
-    settings |= {"architectures": [architecture], "num_key_value_heads": 4}
-    if "Deepseek" in architecture or "Lite" in architecture:
-        settings |= LATENTS
-    if architecture == "Glm4MoeLiteForCausalLM":
-        settings["mlp_layer_types"] = ["dense", "dense"]
-    if FAMILIES.get(architecture).has_experts:
-        settings |= {"n_routed_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
-    ours = model_config_from_dict(settings)
-    theirs = config_class(**settings)
-    assert ours.rope_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert ours.rope.partial_rotary_factor == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
-    if ours.moe is not None:
-        for name, key in MOE_FIELDS.items():
-            assert getattr(ours.moe, name) == getattr(theirs, key, getattr(MoEConfig, name, None)), key
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+def test_absent_keys_have_the_value_of_the_config_class(architecture: str) -> None:
+    """Each key left out in turn, then all of them: we read what transformers fills in, or refuse for its reason."""
+    settings = other_values(architecture)
+    assert isinstance(read(settings), ModelConfig)
+    assert read(settings) == read(filled_in(settings))
+    optional = [name for name in settings if name not in SIZES and name != "architectures"]
+    for name in optional:
+        less = {key: value for key, value in settings.items() if key != name}
+        assert read(less) == read(filled_in(less)), name
+    least = {key: value for key, value in settings.items() if key not in optional}
+    assert read(least) == read(filled_in(least))
+    for name in SIZES:
+        assert f"{name} is None" in str(read({key: value for key, value in settings.items() if key != name}))
 
 
 def test_torch_and_transformers_are_not_imported() -> None:
     code = (
-        "import sys, snapstream.models.registry, snapstream.models.shapes;"
+        "import sys, snapstream.models.registry, snapstream.models.sharding;"
         "sys.exit(','.join({'torch', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

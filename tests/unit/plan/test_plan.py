@@ -10,15 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from snapstream.cache.kv_cache import KVCache
-from snapstream.cache.spec import KVSpec
-from snapstream.config import EngineOptions, ModelConfig, RescoringConfig, make_selector
-from snapstream.kernels.scores import CHUNK
+from snapstream.config import EngineOptions, ModelConfig, ReselectionConfig, make_selector
+from snapstream.kernels.pytorch import CHUNK
+from snapstream.kv.cache import KVCache
+from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import model_config_from_dict
-from snapstream.models.shapes import decode_weight_bytes
-from snapstream.models.staging import StagingBuffers
-from snapstream.plan.draft_memory import DraftMemory, draft_memory
-from snapstream.plan.memory import FRAMEWORK_BYTES, SCORING_KEYS, prefill_memory
+from snapstream.models.sharding import decode_weight_bytes
+from snapstream.models.views import StagingBuffers
+from snapstream.plan.memory import FRAMEWORK_BYTES, SCORING_KEYS, DraftMemory, draft_memory, prefill_memory
 from snapstream.plan.plan import Device, Plan, default_budgets, make_plan
 from snapstream.plan.report import print_plan
 from snapstream.spec_prefill.settings import ScoringSettings
@@ -250,9 +249,9 @@ def test_report_says_none_where_no_row_fits(llama_8b: ModelConfig) -> None:
     assert out.getvalue().count("none") == 2
 
 
-def test_rescoring_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None:
+def test_reselection_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None:
     plain = plan_8b(llama_8b, budgets=[32_768])
-    rescored = plan_8b(llama_8b, budgets=[32_768], rescoring=RescoringConfig(num_queries=64))
+    rescored = plan_8b(llama_8b, budgets=[32_768], reselection=ReselectionConfig(num_queries=64))
     own = 32 * (64 * 4096 * 2 + 4 * 8 * 32_768)  # layers; queries in bf16, a vote per slot and kv head in fp32
     assert rescored.rows[1].row_bytes == plain.rows[1].row_bytes + own
     assert rescored.rows[0] == plain.rows[0]  # a full row has nothing to choose
@@ -266,8 +265,8 @@ def test_rescoring_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None:
     print_plan(dataclasses.replace(hopped, draft=draft), Console(file=out, width=100))
     assert "1 GiB queries of one layer, for hops" in out.getvalue()
     assert "4 GiB of weights, 4 GiB at peak while it scores a text" in out.getvalue()
-    with pytest.raises(ValueError, match="a ring of 32 slots is too small for rescoring"):
-        plan_8b(llama_8b, budgets=[64], rescoring=RescoringConfig())
+    with pytest.raises(ValueError, match="a ring of 32 slots is too small for KV re-selection"):
+        plan_8b(llama_8b, budgets=[64], reselection=ReselectionConfig())
 
 
 def test_passages_that_look_ahead_together_are_held_together() -> None:

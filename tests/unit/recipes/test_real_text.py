@@ -21,9 +21,9 @@ from recipes.planted import FAMILIES, make_planted
 from recipes.tokenizer import TokenizerConfig, build_tokenizer
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Style
+from snapstream.exec.runner import ModelRunner
 from snapstream.llm import LLM
-from snapstream.request import SamplingParams
-from snapstream.runner.model_runner import ModelRunner
+from snapstream.types import SamplingParams
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "prose" / "recipe.toml"
 

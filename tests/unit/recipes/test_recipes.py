@@ -19,7 +19,7 @@ from recipes.latent_model import Experts, TinyLatentModel
 from recipes.tokenizer import TokenizerConfig, build_tokenizer
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.assets.documents import Style
-from snapstream.assets.documents.words import COMMON_QUESTIONS, FREQUENT_QUESTIONS, SEVERAL_QUESTIONS
+from snapstream.assets.words import COMMON_QUESTIONS, FREQUENT_QUESTIONS, SEVERAL_QUESTIONS
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SHIPPED = {"tiny": TINY_MODEL, "tiny_draft": TINY_DRAFT_MODEL}

@@ -12,9 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from snapstream.assets import TINY_MODEL
-from snapstream.grammar import GrammarCompiler
-from snapstream.request import Grammar
-from snapstream.request.schema import closed, resolve
+from snapstream.grammar import GrammarCompiler, closed, resolve
+from snapstream.types import Grammar
 
 END = 2
 INT = {"type": "integer"}

@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapstream.spec_prefill.borders import code_delimiter, grow, is_whole, looks_like_code
-from snapstream.spec_prefill.settings import CutSettings
-from snapstream.spec_prefill.spans import Cutter, check_spans, chunk_spans, merged
+from snapstream.spec_prefill.protection import (
+    Cutter,
+    check_spans,
+    chunk_spans,
+    code_delimiter,
+    grow,
+    is_whole,
+    looks_like_code,
+    merged,
+)
+from snapstream.spec_prefill.settings import ChunkSettings
 from tests.unit.spec_prefill.tokenizers import byte_tokenizer, word_tokenizer
 
 # Characters that a careless cut would spoil, among ordinary ones.
@@ -69,7 +77,7 @@ def test_chunks_tile_the_text(text: str, name: str, size: int) -> None:
     data=st.data(),
 )
 def test_kept_text_is_verbatim_and_in_order(text, name, size, mode, snap, data) -> None:  # type: ignore[no-untyped-def]
-    cutter = Cutter(CutSettings(mode=mode, snap=snap, delimiter="\x00cut\x00"), text)
+    cutter = Cutter(ChunkSettings(mode=mode, snap=snap, delimiter="\x00cut\x00"), text)
     chunks = chunk_spans(starts_of(name, text), len(text), size)
     kept = data.draw(st.lists(st.sampled_from(chunks), unique=True)) if chunks else []
     cuts = st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(lambda p: (min(p), max(p)))
@@ -146,7 +154,7 @@ def test_code_grows_to_the_head_of_its_definition() -> None:
 
 def test_neighbours_are_merged_and_others_kept_apart() -> None:
     assert merged([(5, 8), (0, 3), (3, 5), (10, 10), (9, 12)]) == [(0, 8), (9, 12)]
-    cutter = Cutter(CutSettings(snap="none"), "x")
+    cutter = Cutter(ChunkSettings(snap="none"), "x")
     assert cutter.join(["ab\n", "cd", "ef"]) == "ab\n[...]\ncd\n[...]\nef"
 
 
@@ -158,8 +166,8 @@ PROSE = "It rained for days. Nobody went out.\nThe mill was closed, and the road
 def test_code_is_recognised() -> None:
     assert looks_like_code(PYTHON) and looks_like_code(C) and not looks_like_code(PROSE)
     assert code_delimiter(PYTHON) == "\n# omitted\n" and code_delimiter(C) == "\n// omitted\n"
-    assert Cutter(CutSettings(mode="auto"), PYTHON).chunk_len == 128
-    assert Cutter(CutSettings(mode="auto"), PROSE).chunk_len == 32
+    assert Cutter(ChunkSettings(mode="auto"), PYTHON).chunk_len == 128
+    assert Cutter(ChunkSettings(mode="auto"), PROSE).chunk_len == 32
 
 
 def test_keep_spans_outside_the_text_are_refused() -> None:

@@ -1,5 +1,2 @@
-"""A decode step as one native call: C++ in this folder, compiled at the first start and kept.
-
-``library.py`` has its functions, ``build.py`` compiles them, ``prebuilt.py`` finds them in a wheel, ``panels.py`` lays
-out matrices. Begin with ``step.h``.
-"""
+"""Kernel looping on a CPU: a decode step as one native call, in C++ compiled at the first start. Begin with
+``step.cpp``."""

@@ -1,5 +1,6 @@
-// What Python hands to the library: plain structs, mirrored field by field in library.py. Sizes are in elements unless
-// a name says bytes. A matrix is cut into panels of 32 rows; panels.h says how a panel lies in memory.
+// The structs that Python passes to the library. library.py reads their fields from this file, so a field is declared
+// here and nowhere else: `int64_t`, `float`, one of these structs, or a pointer. Sizes are in elements unless a name
+// says bytes. Matrices are stored in panels of 32 rows (panels.h).
 #pragma once
 #include <cstdint>
 
@@ -14,13 +15,14 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
     const char* data;
     int64_t layer_bytes, panel_bytes;
     int64_t rows, cols;
-    int64_t format, group;  // group: columns that share a scale, of codes
-    int64_t inputs;         // I8: tokens are rounded to codes in those groups before they are multiplied; BF16: to bf16
-    const float* scales;    // of FP8 (blocks.h)
+    int64_t format, group;  // group: quantized columns that share a scale
+    int64_t inputs;         // tokens are first rounded, I8: to int8 in those groups; BF16: to bf16; F32: not
+    const float* scales;    // of FP8 (products.h)
 };
 
-struct Mixture {  // of experts, in the layers from first_layer on; no experts: none (mixture.h)
-    Stack gate_up, down;                // [L' held, 2M or D, D or M]: expert e of the i-th such layer is matrix i held + e - first_held
+struct Mixture {  // of experts, in the layers from first_layer on; no experts: none (experts.h)
+    // [L' held, 2M or D, D or M]: expert e of the i-th layer with experts is matrix i held + e - first_held
+    Stack gate_up, down;
     Stack shared_gate_up, shared_down;  // [L', ...], where shared_inner is not 0
     const float *router, *correction;   // [L', X, D]; [L', X] or null
     int64_t experts, top_k, inner, shared_inner, first_layer;
@@ -37,10 +39,10 @@ struct Latent {  // attention over latents; rank 0: none (latent.h)
     float factor;  // of the queries: what turns 1 / sqrt(R + P) into the model's scale of the softmax
 };
 
-struct Ranks {  // processes of one machine that compute every step together, each with a share of the model (ranks.h)
+struct Ranks {  // processes of one machine that compute every step together, each with a share of the model (threads.h)
     char* shared;          // memory that all have mapped; null for one
     int64_t rank, size;    // of this process; of all
-    int64_t waits;         // 0: nobody else is there, as where one rank's share is measured alone
+    int64_t waits;         // 0: the other ranks are absent, where one rank's share is measured alone
 };
 
 struct Model {  // of a rank: heads, inner sizes and the lines of embed and head are its share, all else is whole
@@ -58,15 +60,16 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     Latent latent;
 };
 
-struct Rows {  // the persistent state of rows, [rows + 1] each, and their keys and values [L, rows + 1, G, C, E]
+struct RowTable {  // the persistent state of rows, [rows + 1] each, and their keys and values [L, rows + 1, G, C, E]
     int64_t *last_token, *num_tokens, *next_position, *ring_start, *capacity;
     int64_t* num_sampled;
     char *keys, *values;
     float *key_scales, *value_scales;  // [L, rows + 1, G], of FP8; [L, rows + 1, G, C], of int8
     float* queries;                    // [L, rows + 1, kept, H, E], or null
-    // Where kv heads have slots of their own: keys and values are [rows + 1, row_slots, E]; of a head [L, G] its first
-    // slot in a row and the end of its top-k region, behind which a ring of `ring` slots ends it. Else null. Where such
-    // rows choose again: of a head [L, rows + 1, G] the tokens that refreshes have set it back; else null.
+    // With per-head budgets keys and values are [rows + 1, row_slots, E], else these are null. [L, G]: a head's first
+    // slot
+    // in a row, and the end of its top-k region, which a ring of `ring` slots follows. [L, rows + 1, G]: by how many
+    // tokens KV re-selections have set a head back, or null.
     const int64_t *head_starts, *head_ends, *head_behind;
     int64_t num_rows, slots, kept_queries, row_slots, ring;  // slots: of the largest head
     int64_t format;
@@ -76,7 +79,75 @@ struct Step {  // one call: the stages [first, last) of a step over `batch` rows
     const int64_t* rows;
     float* logits;    // [batch, vocab]
     int64_t* tokens;  // [batch]: the likeliest tokens, -1 where the logits are not finite, and rows go on; or null
-    int64_t batch, first, last, touch_bytes;
+    int64_t batch, first, last;
+};
+
+struct Sampling {  // what is kept of rows, [rows + 1] or [rows + 1, a number of each] (../../../exec/sampling_state.py)
+    const bool* is_greedy;
+    const double *temperature, *top_p, *min_p;
+    const float *presence, *frequency, *repetition;
+    const int64_t *top_k, *min_tokens, *stream, *stop_ids, *bias_ids;
+    const float* bias_values;
+    const bool* prompt_seen;
+    int32_t* output_counts;
+    const int32_t* allowed;
+    int64_t *num_sampled, *last_token, *num_tokens, *next_position;
+    int64_t vocab, num_stop_ids, num_bias;
+};
+
+struct Draw {  // one call; bias, min_tokens, penalties, grammar: whether any row may need them
+    const int64_t* rows;  // [batch], distinct
+    const float* logits;  // [batch, vocab]
+    int64_t* tokens;      // [batch]; -1 where the logits are not finite
+    float* logprobs;      // [batch]: of the tokens, by the raw logits, or null; then also those of the likeliest:
+    int64_t* top_ids;     // [batch, num_top], falling, the lowest id first among equals
+    float* top_logprobs;  // [batch, num_top]
+    int64_t batch, num_top, bias, min_tokens, penalties, grammar;  // num_top: at most vocab
+    int64_t feeds;  // whether rows are fed their tokens and go on
+};
+
+// q [T, H, E], k [G, N, E] and v [G, N, U] fp32, contiguous in E and U, strides in numbers; out [T, H, U] contiguous.
+// Query t sees the keys up to N - T + t.
+struct Prompt {
+    const float *q, *k, *v;
+    float* out;
+    int64_t queries, heads, kv_heads, keys, size, value_size;
+    int64_t q_token, q_head, k_head, k_token, v_head, v_token;
+    float scale;
+};
+
+struct Passing {  // tokens that pass one matrix, or the two of an MLP; numbers of a token lie side by side
+    const float* x;   // [T, in]; with a norm what is first added to residual, or null
+    float* residual;  // [T, in], where there is a norm: the norm of this is multiplied
+    const float* norm;   // [in], or null
+    Stack matrix, down;  // down.rows 0: none; else the halves of what matrix gives are gate and up, and this is next
+    const float *bias, *down_bias;  // or null
+    float* out;                     // [T, out]
+    int64_t tokens;
+    float eps;
+};
+
+// A pair is a token and one of its experts. Pairs are sorted by expert; those whose expert is not stored here come
+// last.
+struct Routed {
+    const float* x;           // [T, D]
+    Stack gate_up, down;      // of all experts; M is a multiple of 32
+    const int64_t* order;     // [T k]: of each pair in that order, token * k + which of its experts
+    const int32_t* ends;      // [X']: the pair before which those of an expert end
+    const float* weights;     // [T, k]
+    float* out;               // [T, D]
+    int64_t tokens, top_k, experts;
+};
+
+struct Heads {  // of tokens, as projected: q | k | v
+    const float* heads;      // [T, H + 2G, E]
+    const float* norm;       // [H + G, E], or null
+    const float *cos, *sin;  // [T, E]; the minus of the rotation is in the sine
+    float* queries;          // [T, H, E]
+    float *keys, *values;    // of staging: [G, P, E], a kv head every `stride` numbers
+    const int64_t* runs;     // [runs, 3]: first token of the T, how many follow it, where in staging they begin
+    int64_t num_runs, num_heads, kv_heads, size, stride;
+    float eps;
 };
 
 }  // namespace looped

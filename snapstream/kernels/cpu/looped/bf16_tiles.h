@@ -1,9 +1,9 @@
 // Tiles of tokens in bf16, and the rounding of numbers to bf16.
 //
-// Invariant: the sum of an output is taken over columns from first to last, in one chain, of codes group by group: a
-// token's result is the same bits alone and in any batch.
+// Invariant: the sum of an output is taken over columns from first to last, in one chain, of quantized columns group by
+// group: products are batch-invariant.
 #pragma once
-#include "bf16.h"
+#include "products.h"
 
 #if ISA == 512 && (defined(__clang__) || __GNUC__ >= 10)
 #define HAS_BF16 1
@@ -13,8 +13,8 @@ namespace looped {
 
 #if HAS_BF16
 
-// Instructions are written out, so that a library that is compiled for processors without them can hold them. They round
-// to the nearest number of bf16, ties to the even one; what is smaller than any normal number becomes zero.
+// Instructions are written out, so that a library that is compiled for processors without them can hold them. They
+// round to the nearest number of bf16, ties to the even one; what is smaller than any normal number becomes zero.
 
 typedef uint32_t half_bits __attribute__((vector_size(W * 2)));
 
@@ -49,8 +49,8 @@ enum Sums {
     ON,   // added to
 };
 
-// `cols` columns of P panels times T tokens: sums [P][T][32]. The tokens' pairs lie as [cols / 2][T], or with a STRIDE as
-// [T][STRIDE].
+// `cols` columns of P panels times T tokens: sums [P][T][32]. The tokens' pairs lie as [cols / 2][T], or with a
+// STRIDE as [T][STRIDE].
 template <int T, Sums HOW, int STRIDE, int P = 1>
 void pair_tile(const char* weight, const uint32_t* x, int64_t cols, float* sums, Prefetch fetch) {
     constexpr int VECTORS = P * VECS;  // vector i is i % VECS of panel i / VECS
@@ -92,8 +92,9 @@ struct CodePairs {
     int64_t group;  // columns that share a scale
 };
 
-// The same of codes, added: a group's sum begins at zero and is added, times its scale, to those before. Tokens' pairs lie
-// as [cols / 2][stride], of which these are T; there are registers for the sums of a group and for those of all groups.
+// The same of codes, added: a group's sum begins at zero and is added, times its scale, to those before. Tokens'
+// pairs lie as [cols / 2][stride], of which these are T; there are registers for the sums of a group and for those of
+// all groups.
 template <int T>
 void group_tile(const CodePairs& block, const uint32_t* x, int64_t stride, int64_t cols, float* sums, Prefetch fetch) {
     const char* weight = block.pairs;

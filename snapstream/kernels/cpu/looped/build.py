@@ -1,33 +1,45 @@
-"""Compiles the C++ of this folder for this processor, once: a few seconds, then it lies in the user's cache folder.
+"""Compiles the C++ of this folder, or opens a library that came with the package.
 
-Invariant: a library is whole or not there; its name says what it was made from - sources, compiler, flags - and its
-folder for which processor (``compile_cache.py``). ``prebuilt.py`` has libraries that came with the package.
+A library is compiled for one instruction set, once, and kept in the user's cache folder (``compile_cache.py``); ``make
+wheel`` puts one per instruction set of the machine's kind into a wheel. Invariant: a library is complete or absent, and
+its name is made of its sources, flags and compiler, so one of other sources is never opened.
+
+    python -m snapstream.kernels.cpu.looped.build FOLDER     # compiles them into FOLDER, for setup.py
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, get_args
 
+from tqdm import tqdm
+
 from snapstream.kernels.compile_cache import compile_folder
 
-InstructionSet = Literal["avx512", "avx2", "portable"]  # the best first
+logger = logging.getLogger(__name__)
+
+InstructionSet = Literal["avx512", "avx2", "portable"]  # best first
 
 SOURCES = Path(__file__).parent
-# The slowest to compile first.
-_UNITS = (
-    *"step codes blocks bf16 prompt prompt_layer prompt_experts prompt_f32 library bounds".split(),
-    *"sample candidates masses adjust team ranks".split(),
+LIBRARY = tuple(  # the slowest to compile first
+    SOURCES / f"{name}.cpp"
+    for name in (
+        *"step products_int8 products_fp8 products_bf16 prompt_attention_bf16 prompt_products".split(),
+        *"prompt_attention_f32 library sampling logits threads".split(),
+    )
 )
-# Sums keep their order and infinities and NaN their meaning, so -ffast-math is not among them; a multiplication and an
-# addition may become one instruction.
+# No -ffast-math: sums keep their order, infinities and NaN their meaning. A product and a sum may be fused.
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
 FLAGS_OF_SET: dict[InstructionSet, tuple[str, ...]] = {
     "avx512": (
@@ -52,7 +64,7 @@ def find_compiler() -> str | None:
 
 @cache
 def instruction_sets() -> tuple[InstructionSet, ...]:
-    """Those that this processor has, the best first."""
+    """Those that this processor has, best first."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() and platform.machine() == "x86_64" else []
     flags = frozenset(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
@@ -65,69 +77,121 @@ def check_instructions(instructions: InstructionSet) -> None:
         raise ValueError(f"this processor has no {instructions}; it has {', '.join(instruction_sets())}")
 
 
-def library_name(instructions: InstructionSet, compiler_version: str = "") -> str:
-    """The file of a library that is made from today's sources and flags, by a compiler that may be told too."""
-    sources = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
+def library_name(instructions: InstructionSet, compiler_version: str = "", sources: Sequence[Path] = ()) -> str:
+    """The file name of a library of this folder's sources, and of others, under today's flags."""
+    sources = sorted({*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), *sources})
     texts = (compiler_version, *_flags(instructions))
     parts = (*(source.read_bytes() for source in sources), *(text.encode() for text in texts))
     return f"looped-{instructions}-{sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
 
 
-def compiled(instructions: InstructionSet) -> Path:
-    """Where this machine keeps the library for these instructions, which need not be its own; compiled if it is not
-    there.
+def compiled(instructions: InstructionSet, sources: Sequence[Path] = LIBRARY) -> Path:
+    """The library for these instructions in the cache folder, compiled if it is not there. Any instruction set may be
+    compiled for.
 
-    ValueError, with the first thing that the compiler or the system had to say, where that fails.
+    ValueError, with the compiler's or the system's first error, where that fails.
     """
     compiler = find_compiler()
     if compiler is None:
         raise ValueError("no C++ compiler: neither $CXX nor g++ is on the path")
-    library = compile_folder() / library_name(instructions, _version(compiler))
+    extra = () if sources is LIBRARY else sources
+    library = compile_folder() / library_name(instructions, _version(compiler), extra)
     if not library.is_file():
+        # A warning, so that a start that compiles for a minute says so at any log level.
+        logger.warning("compiling the %s kernels with %s; this happens once", instructions, compiler)
         try:
-            _build(compiler, _flags(instructions), library)
+            _build(compiler, _flags(instructions), sources, library)
         except OSError as error:
             raise ValueError(f"{library.parent} cannot take compiled code: {error}") from None
     return library
 
 
 def _flags(instructions: InstructionSet) -> tuple[str, ...]:
-    return (*_FLAGS, *FLAGS_OF_SET[instructions])
+    """``$SNAPSTREAM_CXXFLAGS`` come last, such as those of sanitizers (CONTRIBUTING.md)."""
+    return (*_FLAGS, *FLAGS_OF_SET[instructions], *os.environ.get("SNAPSTREAM_CXXFLAGS", "").split())
 
 
 def _version(compiler: str) -> str:
-    """Compilers change under their names."""
     try:
         return subprocess.run((compiler, "--version"), capture_output=True, text=True).stdout.partition("\n")[0]
     except OSError as error:
         raise ValueError(f"the compiler {compiler} cannot be run: {error}") from None
 
 
-def _build(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+def _build(compiler: str, flags: tuple[str, ...], sources: Sequence[Path], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # private, and on the same disk
-        objects = [str(Path(folder) / f"{name}.o") for name in _UNITS]
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
         compiling = [
             subprocess.Popen(
-                (compiler, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", made),
+                (compiler, *flags, "-I", str(SOURCES), "-c", str(source), "-o", made),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-            )  # fmt: skip
-            for name, made in zip(_UNITS, objects, strict=True)
+            )
+            for source, made in zip(sources, objects, strict=True)
         ]
-        told = [process.communicate()[0] for process in compiling]
-        for process, text in zip(compiling, told, strict=True):
-            _check(process.returncode, text, compiler)
+        finished = tqdm(compiling, desc="Compiling kernels", unit="file", disable=not sys.stderr.isatty())
+        outputs = [process.communicate()[0] for process in finished]
+        for process, output in zip(compiling, outputs, strict=True):
+            _check(process.returncode, output, compiler)
         whole = str(Path(folder) / "whole.so")
-        linked = subprocess.run(
-            (compiler, "-shared", "-fopenmp", *objects, "-o", whole), capture_output=True, text=True
-        )
+        linked = subprocess.run((compiler, *flags, "-shared", *objects, "-o", whole), capture_output=True, text=True)
         _check(linked.returncode, linked.stderr, compiler)
-        os.replace(whole, library)  # at once: another process may build the same
+        os.replace(whole, library)  # atomic: another process may build the same
 
 
-def _check(code: int, told: str, compiler: str) -> None:
+def _check(code: int, output: str, compiler: str) -> None:
     if code:
-        lines = [line.strip() for line in told.splitlines() if line.strip()]
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else f"exit status {code}")
         raise ValueError(f"{compiler} failed: {first[:300]}")
+
+
+FOLDER = SOURCES / "prebuilt"  # setup.py writes to it, too
+
+
+def open_library(instructions: InstructionSet, folder: Path = FOLDER) -> ctypes.CDLL:
+    """The library for these instructions: the one that came with the package, else one compiled here.
+
+    ValueError where neither works.
+    """
+    check_instructions(instructions)
+    ready, problem = folder / library_name(instructions), ""
+    if ready.is_file():
+        try:
+            return ctypes.CDLL(str(ready))
+        except OSError as error:
+            problem = f"the library that came with the package cannot be loaded ({error})"
+            logger.warning("%s; it is compiled instead", problem)
+    try:
+        return ctypes.CDLL(str(compiled(instructions)))
+    except ValueError as error:
+        raise ValueError(f"{problem}; {error}" if problem else str(error)) from None
+
+
+def write_libraries(folder: Path, sets: Sequence[InstructionSet]) -> list[Path]:
+    """Compile a library for each of ``sets`` into ``folder``, creating it; ValueError where that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [Path(shutil.copyfile(compiled(name), folder / library_name(name))) for name in sets]
+
+
+def sets_of_machine() -> tuple[InstructionSet, ...]:
+    """Every instruction set of this machine's architecture, whether this processor has it or not."""
+    return get_args(InstructionSet) if platform.machine() == "x86_64" else ("portable",)
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: python -m snapstream.kernels.cpu.looped.build FOLDER", file=sys.stderr)
+        return 2
+    try:
+        for path in write_libraries(Path(sys.argv[1]), sets_of_machine()):
+            print(path)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
-// Products of vectors in row order: q [T, size] times keys [n, size], for what is not stored in panels.
+// Products of vectors in row-major order: q [T, size] times keys [n, size], for what is not stored in panels.
 //
-// Invariant: a product is summed lane by lane from the first numbers to the last, then over lanes, whatever T is: the
-// same bits for any company.
+// Invariant: a product is summed lane by lane from the first number to the last, then over lanes, whatever T is, so
+// it is bitwise equal for any batch.
 #pragma once
 #include <algorithm>
 
@@ -45,8 +45,8 @@ void dots_of(const float* q, int64_t q_stride, const float* keys, int64_t n, int
 }
 
 // The same of up to MOST_DOTS queries.
-inline void dots(int64_t count, const float* q, int64_t q_stride, const float* keys, int64_t n, int64_t size, float* out,
-                 int64_t out_stride) {
+inline void dots(int64_t count, const float* q, int64_t q_stride, const float* keys, int64_t n, int64_t size,
+                 float* out, int64_t out_stride) {
     if (count == 1) return dots_of<1>(q, q_stride, keys, n, size, out, out_stride);
     if (count == 2) return dots_of<2>(q, q_stride, keys, n, size, out, out_stride);
     if constexpr (MOST_DOTS > 2) {
@@ -93,8 +93,8 @@ void mix_of(const float* weights, int64_t weight_stride, const float* rows, int6
 }
 
 // The same of up to MOST_DOTS lines of weights.
-inline void mix_rows(int64_t count, const float* weights, int64_t weight_stride, const float* rows, int64_t stride, int64_t n,
-                int64_t columns, float* out, int64_t out_stride, bool goes_on) {
+inline void mix_rows(int64_t count, const float* weights, int64_t weight_stride, const float* rows, int64_t stride,
+                     int64_t n, int64_t columns, float* out, int64_t out_stride, bool goes_on) {
     const auto call = [&](auto of) { of(weights, weight_stride, rows, stride, n, columns, out, out_stride, goes_on); };
     if (count == 1) return call(mix_of<1>);
     if (count == 2) return call(mix_of<2>);

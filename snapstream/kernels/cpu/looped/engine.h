@@ -1,38 +1,120 @@
-// What an engine of looped steps owns: the team, the model's and the rows' addresses, and the buffers between stages.
+// What an engine of looped steps owns: its threads, the addresses of the model and the rows, and the buffers between
+// stages. Each kind of buffers is cut from the engine's workspace by one function, which counts what is needed where
+// there is no workspace yet.
 #pragma once
 #include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
 
-#include "abi.h"
-#include "buffers.h"
-#include "ranks.h"
-#include "team.h"
+#include "panels.h"
+#include "threads.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace looped {
 
-struct Engine {
+struct Cut {  // of a workspace, or with none the sum of what was asked for
+    float* base;
+    int64_t at = 0;
+    float* operator()(int64_t count) {
+        float* own = base ? base + at : nullptr;
+        at += (count + 15) / 16 * 16;
+#ifdef __SANITIZE_ADDRESS__  // the buffers share one allocation: only gaps show that one is overrun
+        at += 64;
+        if (own) ASAN_POISON_MEMORY_REGION(own + count, (base + at - own - count) * 4);
+        if (own) std::fill(own, own + count, NAN);  // and that something is read before it is written
+#endif
+        return own;
+    }
+};
+
+struct Span {  // the pairs of one chosen expert, counted among those that lie on this rank
+    int64_t expert, begin, count;
+};
+
+struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its experts, sorted by expert
+    // [B, D], rows filled up to ALIGN_K; the same packed; [B, X]; [B, k]; [B k, 2M]; packed by expert [B k, M]
+    float *normed, *packed, *scores, *shares, *gate_up, *inner;
+    float *shared_gate_up, *shared_inner;  // [B, 2S]; packed [B, S]
+    std::vector<float*> own, sums;         // of each thread: packed tokens of an expert; what panels gave, by pair
+    std::vector<int64_t> chosen, pair_of;  // [B, k]: experts; their pairs
+    std::vector<int64_t> token, span_of;   // [B k], of each pair
+    std::vector<float> share_of;           // [B k]
+    std::vector<Span> spans;
+    std::vector<int64_t> ends;  // [X + 1]
+    int64_t num_spans = 0;
+    std::atomic<int64_t> left{0};
+
+    MixtureBuffers(const Model& model, int64_t batch, int threads, Cut& cut) {
+        const Mixture& m = model.mixture;
+        if (!m.experts) return;
+        const int64_t wide = padded(model.hidden), pairs = batch * m.top_k;
+        normed = cut(batch * wide);
+        packed = cut(batch * wide);
+        scores = cut(batch * (m.experts + W));
+        shares = cut(pairs);
+        gate_up = cut(pairs * 2 * m.inner);
+        inner = cut(pairs * padded(m.inner));
+        shared_gate_up = cut(batch * 2 * m.shared_inner);
+        shared_inner = cut(batch * padded(m.shared_inner));
+        for (int i = 0; i < threads; ++i) own.push_back(cut(batch * wide));
+        for (int i = 0; i < threads; ++i) sums.push_back(cut(2 * (pairs + batch) * PANEL));
+        if (!cut.base) return;
+        for (auto* numbers : {&chosen, &pair_of, &token, &span_of}) numbers->resize(pairs);
+        share_of.resize(pairs);
+        spans.resize(pairs);
+        ends.resize(m.experts + 1);
+    }
+};
+
+struct LatentBuffers {  // of a batch of B
+    // [B, Q]; [B, H (N + U)]; [B, R + P]; absorbed [B, H, R + P]; [B, H, R]
+    float *narrow, *wide, *kept, *queries, *mixed;
+    std::unique_ptr<std::atomic<int>[]> parts_left;  // [B, H]: the last to finish a tile of heads merges
+
+    LatentBuffers(const Model& model, int64_t batch, Cut& cut) {
+        const Latent& m = model.latent;
+        if (!m.rank) return;
+        narrow = cut(batch * m.q_rank);
+        wide = cut(batch * model.heads * (m.nope_dim + m.rope_dim));
+        kept = cut(batch * (m.rank + m.rope_dim));
+        queries = cut(batch * model.heads * (m.rank + m.rope_dim));
+        mixed = cut(batch * model.heads * m.rank);
+        if (cut.base) parts_left.reset(new std::atomic<int>[batch * model.heads]());
+    }
+};
+
+inline int64_t parts_of(const RowTable& rows) { return (rows.slots + 1023) / 1024; }
+
+// The buffers of every step, cut as those above: what is counted is what is taken.
+struct StepBuffers {
+    // Of a batch of B: residual stream [B, D], projected heads [B, (H+2G)E], gate and up [B, 2I]; packed activations;
+    // angles [B, E]: cosines, then sines; what parts of rows found; [B, H * E], where the next product takes codes.
+    float *residual, *heads, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended;
+    std::vector<float*> scratch;  // of each thread
+
+    StepBuffers(const Model& model, const RowTable& rows, int64_t batch, int threads, Cut& cut);
+};
+
+struct Engine : StepBuffers {
     // workspace: floats, as many as workspace_floats says
-    Engine(const Model& model, const Rows& rows, const Ranks& ranks, Team& team, int64_t max_batch, float* workspace);
-    static int64_t workspace_floats(const Model& model, const Rows& rows, int64_t max_batch, int threads);
+    Engine(const Model& model, const RowTable& rows, const Ranks& ranks, ThreadPool& pool, int64_t max_batch,
+           Cut workspace);
+    static int64_t workspace_floats(const Model& model, const RowTable& rows, int64_t max_batch, int threads);
 
     const Model model;
-    const Rows rows;
-    Meeting meeting;  // with other ranks
-    Team& team;
+    const RowTable rows;
+    RankGroup ranks;  // with other ranks
+    ThreadPool& pool;
     Tasks tasks;
     const int64_t max_batch, max_parts;
-    // Of a batch of B: residual stream [B, D], projected heads [B, (H+2G)E], gate and up [B, 2I]; packed activations;
-    // angles [B, E]: cosines, then sines; what parts of rows found.
-    float *residual, *heads, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed;
-    std::vector<float*> scratch;  // of each member
-    std::vector<Likeliest> likeliest;                // [threads, max_batch]: what each member has seen
+    std::vector<Likeliest> likeliest;                // [threads, max_batch]: what each thread has seen
     std::unique_ptr<std::atomic<int>[]> parts_left;  // [max_batch, G]: the last to finish merges
     std::vector<float> factors;  // [max_batch]: of the norm in work
     std::unique_ptr<std::atomic<int>[]> heads_done;  // [max_batch]: of kv heads; the last rounds what all found
-    Cut more;  // of the workspace: what stands behind the above
-    float* attended;  // [B, H * E], where the next product takes codes
     MixtureBuffers routed;
     LatentBuffers absorbed;
 };
@@ -44,14 +126,14 @@ inline int64_t layer_stages(const Model& model) { return attention_stages(model)
 inline int64_t num_stages(const Model& model) { return 1 + model.layers * layer_stages(model) + 2; }
 
 // x [tokens, cols] times a matrix transposed, plus bias or null: out [tokens, rows]; buffer for tokens x (cols + 3)
-// (prompt_layer.cpp).
+// (prompt_products.cpp).
 void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bias, float* out, float* buffer,
             int64_t threads);
 void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* out, int64_t threads);
 // With all tokens of a prompt.
 Product prefill_product(const Stack& matrix);
 bool step(Engine& engine, const Step& step);  // false: another rank has gone
-// Of a member of the team.
+// Of a thread.
 int64_t scratch_floats(const Model& model, int64_t max_batch);
 
 }  // namespace looped

@@ -1,8 +1,9 @@
-"""Matrices in panels (``forms.h``): how rows get there and back, and the products outside of a step.
+"""Matrices in panels (``panels.h``): how rows get there and back, and the products outside of a step.
 
-A panel is 32 rows. Columns follow each other, and of the columns of a unit the 32 rows: storage of floats is
-``[..., panels, units, 32, columns of a unit]``, of codes ``[..., panels, groups, 64 bytes of scales, units of 128]``.
-Rows and columns that a matrix does not have are zero.
+A panel is 32 rows, whose columns follow each other in units of a few. Floats are ``[..., panels, units, 32, columns of
+a unit]``; int8 and int4 (reference: ``groups.py``) are uint8 ``[..., panels, groups, bytes]``, of a group the scales of
+32 rows in fp16, then units of 128 bytes, four for each row: int8 as four columns, int4 as eight, column b in the lower
+half of byte b and column 4 + b in the upper. Rows and columns that a matrix does not have are zero.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapstream.kernels import fp8
-from snapstream.kernels.cpu import pages
+from snapstream.kernels import groups, memory
 from snapstream.kernels.cpu.looped.library import ALIGN_COLS, FORMATS, PANEL, Library, Stack, address
+from snapstream.kernels.formats import FP8
 
-UNIT_COLS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1, fp8.DTYPE: 1}  # by the dtype of the storage
+UNIT_COLS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1, FP8.dtype: 1}  # by the dtype of the storage
 
 
 def panel_shape(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """Of the storage of matrices ``[..., out, in]``."""
+    """The storage of matrices ``[..., out, in]``."""
     *stack, num_out, num_in = shape
     unit = UNIT_COLS[dtype]
     return (*stack, -(-num_out // PANEL), -(-num_in // ALIGN_COLS) * ALIGN_COLS // unit, PANEL, unit)
 
 
 def empty_panels(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Storage for matrices ``[..., out, in]``, zeros, which must be there where something is filled up."""
-    return pages.zeros(panel_shape(shape, dtype), dtype)
+    """Storage for matrices ``[..., out, in]``, zeros, as padding must be."""
+    return memory.zeros(panel_shape(shape, dtype), dtype)
 
 
 def fill_rows(panels: Tensor, first: int, numbers: Tensor) -> None:
@@ -71,22 +72,73 @@ def linear(library: Library, stack: Stack, x: Tensor, bias: Tensor | None) -> Te
     x = x.contiguous()
     out = torch.empty(x.shape[0], stack.rows)
     buffer = library.scratch(x.shape[0] * (x.shape[1] + ALIGN_COLS - 1))
-    library.linear(
-        byref(stack),
-        address(x),
-        x.shape[0],
-        address(bias),
-        address(out),
-        address(buffer),
-        torch.get_num_threads(),
-    )
+    threads = torch.get_num_threads()
+    library.linear(byref(stack), address(x), len(x), address(bias), address(out), address(buffer), threads)
     return out
 
 
 def lookup(library: Library, stack: Stack, row_ids: Tensor) -> Tensor:
-    """Rows ``row_ids [T]`` int64 of a matrix, ``[T, in]`` fp32; ValueError for one that it does not have."""
+    """Rows ``row_ids [T]`` int64 of a matrix, ``[T, in]`` fp32; ValueError for one out of range."""
     if row_ids.numel() and not 0 <= int(row_ids.min()) <= int(row_ids.max()) < stack.rows:
         raise ValueError(f"row ids reach from {int(row_ids.min())} to {int(row_ids.max())}; there are {stack.rows}")
     out = torch.empty(len(row_ids), stack.cols)
     library.copy_rows(byref(stack), address(row_ids.contiguous()), len(row_ids), address(out), torch.get_num_threads())
     return out
+
+
+_HEAD, _UNIT, _ROW = 2 * PANEL, 4 * PANEL, 4  # bytes: of a group's scales, of a unit, of a row in a unit
+
+
+def code_panel_shape(shape: tuple[int, ...], bits: int, group: int) -> tuple[int, ...]:
+    """The storage of matrices ``[..., out, in]``; ``in`` is whole groups."""
+    *stack, num_out, num_in = shape
+    return (*stack, -(-num_out // PANEL), num_in // group, _HEAD + group * bits // 8 * PANEL)
+
+
+def fill_codes(panels: Tensor, first: int, codes: Tensor, scales: Tensor, bits: int) -> None:
+    """Store rows from ``first`` on of a matrix in ``panels [P, groups, bytes]``.
+
+    ``codes [n, in * bits / 8]`` uint8 and ``scales [n, groups]`` fp16, as ``groups.quantise`` gives them.
+    """
+    num_groups = panels.shape[1]
+    units = (panels.shape[2] - _HEAD) // _UNIT
+    if bits == 4:  # from neighbours in a byte to columns that lie four apart
+        halves = groups.unpack(codes, 4).view(len(codes), num_groups, units, 2, _ROW)
+        codes = halves[..., 0, :] | halves[..., 1, :] << 4
+    lines = codes.reshape(len(codes), num_groups, units, _ROW).permute(1, 2, 0, 3)  # [groups, units, n, 4]
+    heads = scales.t().flatten().view(torch.uint8).view(num_groups, len(scales), 2)  # [groups, n, 2]
+    own_heads = panels[:, :, :_HEAD].unflatten(2, (PANEL, 2))  # [P, groups, 32, 2]
+    own_lines = panels[:, :, _HEAD:].unflatten(2, (units, PANEL, _ROW))  # [P, groups, units, 32, 4]
+    done = 0
+    while done < len(codes):
+        panel, lane = divmod(first + done, PANEL)
+        count = min(PANEL - lane, len(codes) - done)
+        own_heads[panel, :, lane : lane + count] = heads[:, done : done + count]
+        own_lines[panel, :, :, lane : lane + count] = lines[:, :, done : done + count]
+        done += count
+
+
+def codes_of(panels: Tensor, num_out: int, bits: int) -> tuple[Tensor, Tensor]:
+    """``codes [out, in * bits / 8]`` and ``scales [out, groups]`` of a matrix in ``panels [P, groups, bytes]``."""
+    num_panels, num_groups = panels.shape[:2]
+    units = (panels.shape[2] - _HEAD) // _UNIT
+    heads = panels[:, :, :_HEAD].contiguous().view(torch.float16)  # [P, groups, 32]
+    scales = heads.transpose(1, 2).reshape(-1, num_groups)[:num_out]
+    lines = panels[:, :, _HEAD:].unflatten(2, (units, PANEL, _ROW)).permute(0, 3, 1, 2, 4)  # [P, 32, groups, units, 4]
+    codes = lines.reshape(num_panels * PANEL, num_groups, units, _ROW)[:num_out]
+    if bits == 4:
+        codes = groups.pack(torch.stack((codes & 15, codes >> 4), 3).flatten(1), 4)
+    return codes.flatten(1), scales
+
+
+def stack_of_codes(panels: Tensor, num_out: int, num_in: int, bits: int, *, rounds_inputs: bool = False) -> Stack:
+    """The struct of matrices in ``panels [L, P, groups, bytes]``, or of one.
+
+    ``rounds_inputs``: tokens are quantized to int8 before they are multiplied.
+    """
+    panel_bytes = panels.shape[-2] * panels.shape[-1]
+    return Stack(
+        data=address(panels), layer_bytes=panels.shape[-3] * panel_bytes, panel_bytes=panel_bytes, rows=num_out,
+        cols=num_in, format=FORMATS[f"int{bits}"], group=num_in // panels.shape[-2],
+        inputs=FORMATS["int8"] if rounds_inputs else FORMATS["float32"],
+    )  # fmt: skip

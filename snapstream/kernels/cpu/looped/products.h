@@ -1,142 +1,134 @@
-// Products of a step with matrices in panels, and what makes their inputs.
+// Products of panels by format of the matrix and of the tokens, and how tokens are packed for each.
+//
+//   tokens fp32           any matrix: panels.h; FP8 blocks: products_fp8.cpp
+//   tokens bf16           bf16, or quantized columns, whose integers bf16 holds exactly: products_bf16.cpp
+//   tokens int8           quantized columns: products_int8.cpp
 #pragma once
-#include "blocks.h"
-#include "worker.h"
+#include <limits>
+
+#include "panels.h"
 
 namespace looped {
 
-class ProductWorker : protected Worker {
-  protected:
-    ProductWorker(Engine& engine, const Step& step, int index) : Worker(engine, step, index) {}
+// -- tokens in bf16
+//
+// One instruction adds two products to a lane, twice as many as one of fp32 numbers does. It takes two columns side by
+// side in 32 bits, as panels of bf16 have them. Packed, the tokens of a group are [padded columns / 2][T] such pairs; a
+// number is rounded to the nearest, ties to even.
 
-    template <class Emit>  // emit(first row, rows, sums [B][32])
-    void product(const Stack& stack, int64_t layer, const float* packed, Emit emit) {
-        const char* data = stack.data + layer * stack.layer_bytes;
-        const Products multiply = products_with(stack);
-        const int64_t panels = (stack.rows + PANEL - 1) / PANEL, at_once = s_.batch <= PAIR_TOKENS ? 2 : 1;
-        const int64_t grain = std::max<int64_t>(1, (1 << 15) / (at_once * stack.panel_bytes));
-        share((panels + at_once - 1) / at_once, grain, [&](int64_t task) {
-            const int64_t panel = task * at_once, count = std::min(at_once, panels - panel);
-            (count == 2 ? multiply.of_two : multiply.of_one)(
-                stack, data + panel * stack.panel_bytes, packed ? packed : e_.packed, groups_, scratch_);
-            for (int64_t i = 0; i < count; ++i) {
-                const int64_t first = (panel + i) * PANEL;
-                emit(first, std::min<int64_t>(PANEL, stack.rows - first), scratch_ + i * s_.batch * PANEL);
-            }
-        });
+// Whether this processor has the instruction, and the compiler that made this library knew it.
+bool multiplies_bf16();
+// And whether that is faster: tried once in the life of a process.
+bool gains_by_bf16();
+inline bool takes_bf16(const Stack& matrix) { return matrix.inputs == BF16; }
+// Of a matrix whose inputs are bf16: x is what pack_bf16 wrote.
+Product bf16_product(int64_t format);
+// Of a matrix of bf16, for decode: few tokens, or many.
+Products bf16_products();
+// x [count]: columns `first` and further of a token, of `cols`; both even unless they are the last.
+void pack_bf16(const float* x, int64_t first, int64_t count, int64_t cols, float* packed, const Place& place);
+
+// -- tokens in int8
+//
+// The code that packs the input of such a product rounds it, per token and group of columns that share a scale in the matrix:
+// the largest magnitude becomes 127 (reference: ../../groups.py). Packed, a group of the matrix is, of T tokens,
+//
+//   [T] scales fp32; [T] int32: what the unsigned storage adds too much, negated; [group / 4][T] four bytes in 32 bits
+//
+// and the groups of a tile's tokens follow each other. NaN and infinities make a scale that is not finite.
+
+constexpr int64_t MOST_GROUP = 128;  // columns of a group
+
+inline bool takes_codes(const Stack& matrix) { return matrix.inputs == I8; }
+inline int64_t packed_ints(const Stack& matrix) { return matrix.cols / matrix.group * (2 + matrix.group / 4); }
+
+// Where the codes of one token go.
+class PackedCodes {
+  public:
+    PackedCodes(float* base, const Place& place, const Stack& matrix)
+        : group_(matrix.group), offset_(matrix.format == I8 ? 128 : 8), stride_(place.size) {
+        to_ = reinterpret_cast<int32_t*>(base) + place.begin * packed_ints(matrix) + place.at;
     }
 
-    // To out [B, rows]; packed: the input, null for what the stage before made.
-    void project(const Stack& stack, int64_t layer, const float* bias, float* out, const float* packed = nullptr) {
-        const float* own = bias ? bias + layer * stack.rows : nullptr;
-        product(stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
-            for (int64_t b = 0; b < s_.batch; ++b)
-                for (int64_t i = 0; i < count; ++i)
-                    out[b * stack.rows + first + i] = sums[b * PANEL + i] + (own ? own[first + i] : 0.0f);
-        });
+    // x [count]: whole groups from column `col` on.
+    void put(int64_t col, const float* x, int64_t count) const {
+        for (int64_t done = 0; done < count; done += group_) put_group((col + done) / group_, x + done);
     }
 
-    // To the residual stream, or to this rank's part of the sum.
-    void add(const Stack& stack, int64_t layer, const float* bias, Turn turn, const float* packed = nullptr) {
-        if (!e_.meeting.is_alone()) return project(stack, layer, bias, own_part(turn), packed);
-        const float* own = bias ? bias + layer * stack.rows : nullptr;
-        product(stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
-            for (int64_t b = 0; b < s_.batch; ++b)
-                for (int64_t i = 0; i < count; ++i)
-                    e_.residual[b * stack.rows + first + i] += sums[b * PANEL + i] + (own ? own[first + i] : 0.0f);
-        });
-    }
+  private:
+    typedef int8_t bytes __attribute__((vector_size(W)));
 
-    // -- inputs of products
-
-    // The input of a product is made piece by piece of its columns, each for all tokens: they lie side by side there, so
-    // that members with tokens of their own would write to the same lines of the cache.
-    static constexpr int64_t PIECE = MOST_GROUP;  // columns: whole groups of codes
-
-    template <class Make>  // make(token, first column, columns, out)
-    void make_input(const Stack& matrix, Make make) {
-        share((matrix.cols + PIECE - 1) / PIECE, 1, [&](int64_t piece) {
-            const int64_t first = piece * PIECE, count = std::min(PIECE, matrix.cols - first);
-            float made[PIECE];
-            Place place(groups_, 0);
-            for (int64_t b = 0; b < s_.batch; ++b, place.next()) {
-                make(b, first, count, made);
-                put_input(matrix, e_.packed, place, made, first, count);
-            }
-        });
-    }
-
-    void norm(const float* weight, const Stack& next, Turn added) {
-        share(s_.batch, 1, [&](int64_t b) {
-            settle(added, b);
-            e_.factors[b] = norm_factor(e_.residual + b * m_.hidden, m_.hidden, m_.eps);
-        });
-        end_part();
-        make_input(next, [&](int64_t b, int64_t first, int64_t count, float* out) {
-            const float *x = e_.residual + b * m_.hidden, factor = e_.factors[b];
-            for (int64_t i = 0; i < count; ++i) out[i] = x[first + i] * factor * weight[first + i];
-        });
-    }
-
-    // -- the MLP of dense layers
-
-    // Whether gate and up are made panel by panel together with their activation, as the next product takes it.
-    bool activates_at_once() const {
-        return m_.inner % PANEL == 0 && (!takes_codes(m_.down) || m_.down.group == PANEL);
-    }
-
-    void expand_tokens(int64_t layer) {
-        const Stack& stack = m_.gate_up;
-        const float* bias = m_.gate_up_bias ? m_.gate_up_bias + layer * stack.rows : nullptr;
-        if (!activates_at_once()) return project(stack, layer, m_.gate_up_bias, e_.gate_up);
-        const char* data = stack.data + layer * stack.layer_bytes;
-        const int64_t grain = std::max<int64_t>(1, (1 << 15) / (2 * stack.panel_bytes));
-        share(m_.inner / PANEL, grain, [&](int64_t i) {
-            const char* gate = data + i * stack.panel_bytes;
-            const Groups groups(s_.batch, gate + stack.panel_bytes, m_.inner / PANEL * stack.panel_bytes);
-            gate_and_up(stack, gate, e_.packed, groups);
-            activate_panel(m_.down, bias, i * PANEL, s_.batch, nullptr, e_.gate_up);
-        });
-    }
-
-    // Panels of gate and of up, `groups.apart` from it, times the tokens: to scratch, [2][tokens][32].
-    void gate_and_up(const Stack& stack, const char* gate, const float* x, const Groups& groups) {
-        const Products products = products_with(stack);
-        if (groups.tokens <= PAIR_TOKENS) return products.of_two(stack, gate, x, groups, scratch_);
-        products.of_one(stack, gate, x, Groups(groups.tokens, gate + groups.apart), scratch_);
-        products.of_one(stack, gate + groups.apart, x, groups, scratch_ + groups.tokens * PANEL);
-    }
-
-    // silu(gate) * up of what gate_and_up left in scratch, times the share of a token where there are shares: 32 columns
-    // of the input of `down` from `first` on. bias: of gate [inner], then of up, or null.
-    void activate_panel(const Stack& down, const float* bias, int64_t first, int64_t tokens, const float* shares,
-                        float* packed) {
-        Place place(Groups(tokens), 0);
-        float gate_bias[PANEL] = {}, up_bias[PANEL] = {}, active[PANEL];
-        if (bias) {
-            std::copy(bias + first, bias + first + PANEL, gate_bias);
-            std::copy(bias + down.cols + first, bias + down.cols + first + PANEL, up_bias);
+    void put_group(int64_t index, const float* x) const {
+        int32_t* to = to_ + index * stride_ * (2 + group_ / 4);
+        const float scale = scale_of(x);
+        const vec divisor = all(scale == 0.0f ? 1.0f : scale), magic = all(12582912.0f);  // 1.5 * 2^23: see simd.h
+        int32_t codes[32];  // four to each
+        ints sum = {};
+        for (int64_t i = 0; i < group_; i += W) {
+            const ints own = (ints)(load(x + i) / divisor + magic) - (ints)magic;
+            const bytes narrow = __builtin_convertvector(own, bytes);
+            std::memcpy(reinterpret_cast<char*>(codes) + i, &narrow, W);
+            sum += own;
         }
-        for (int64_t t = 0; t < tokens; ++t, place.next()) {
-            const float *gates = scratch_ + t * PANEL, *ups = gates + tokens * PANEL;
-            const vec share = all(shares ? shares[t] : 1.0f);
-            for (int v = 0; v < PANEL; v += W)
-                store(active + v, swiglu(load(gates + v) + load(gate_bias + v), load(ups + v) + load(up_bias + v)) * share);
-            put_input(down, packed, place, active, first, PANEL);
+        int32_t total = 0;
+        for (int i = 0; i < W; ++i) total += sum[i];
+        std::memcpy(to, &scale, 4);
+        to[stride_] = -offset_ * total;
+        for (int64_t i = 0; i < group_ / 4; ++i) to[(2 + i) * stride_] = codes[i];
+    }
+
+    float scale_of(const float* x) const {  // as whole numbers, magnitudes have their order, NaN above infinity
+        ints most = {};
+        for (int64_t i = 0; i < group_; i += W) {
+            const ints own = (ints)(load_bits(x + i) & all_bits(0x7fffffffu));
+            most = own > most ? own : most;
         }
+        int32_t largest = 0;
+        for (int i = 0; i < W; ++i) largest = std::max<int32_t>(largest, most[i]);
+        float magnitude;
+        std::memcpy(&magnitude, &largest, 4);
+        const float scale = magnitude / 127.0f;
+        return scale < std::numeric_limits<float>::min() ? 0.0f : scale;
     }
 
-    static INLINE vec swiglu(vec gate, vec up) { return gate / (1.0f + exponential(-gate)) * up; }
-
-    void activate() {  // where that is a stage of its own
-        make_input(m_.down, [&](int64_t b, int64_t first, int64_t count, float* out) {
-            const float *gate = e_.gate_up + b * 2 * m_.inner + first, *up = gate + m_.inner;
-            for (int64_t i = 0; i < count; i += W) {
-                const int64_t some = std::min<int64_t>(W, count - i);
-                store(out + i, swiglu(load_some(gate + i, some), load_some(up + i, some)));
-            }
-        });
-    }
+    const int64_t group_;
+    const int32_t offset_;
+    const int64_t stride_;
+    int32_t* to_;
 };
+
+// Of a matrix of codes whose inputs are codes: x is what PackedCodes wrote.
+Products code_products(int64_t format);
+// Which way to sum them is in use: the fastest, or for tests the one that is asked for (simd.h); -1 asks for none.
+int64_t choose_way(int64_t way);
+// Of any matrix.
+inline Products products_of(const Stack& matrix) {
+    if (takes_codes(matrix)) return code_products(matrix.format);
+    return takes_bf16(matrix) && matrix.format == BF16 ? bf16_products() : products_of(matrix.format);
+}
+
+// Columns `first` and further of a token to where a product with that matrix takes its input: codes in whole groups,
+// other numbers an even count, unless they are the last.
+inline void put_input(const Stack& matrix, float* packed, const Place& place, const float* x, int64_t first,
+                      int64_t count) {
+    if (takes_bf16(matrix)) return pack_bf16(x, first, count, matrix.cols, packed, place);
+    if (takes_codes(matrix)) return PackedCodes(packed, place, matrix).put(first, x, count);
+    const Packed to(packed, place, matrix.cols);
+    for (int64_t i = 0; i < count; ++i) to.put(first + i, x[i]);
+    if (first + count == matrix.cols) to.end(matrix.cols);
+}
+
+// -- matrices of FP8 (e4m3), of which 128 by 128 numbers share a scale in fp32
+//
+// A panel is a byte per number, a column of 32 rows to 32 bytes. Its rows lie in one block each, since 32 divides
+// 128, so a panel has one scale per 128 columns. Scales lie apart, as in a checkpoint: [layers, ceil(rows / 128),
+// ceil(cols / 128)].
+
+Products block_products();
+
+// Of any matrix that a step multiplies with.
+inline Products products_with(const Stack& matrix) {
+    return matrix.format == FP8 ? block_products() : products_of(matrix);
+}
 
 }  // namespace looped

@@ -1,22 +1,31 @@
-// Attention of a chunk of a prompt, or of several, whose products are of bf16 (prompt.cpp).
+// What a layer computes while prompts are read: attention of chunks, products with norms and SwiGLU, the experts, and
+// the staging of heads. OpenMP's threads do it, since these calls stand between regions of PyTorch.
 #pragma once
 #include <cstdint>
 
+#include "abi.h"
+
 namespace looped {
 
-// q [T, H, E], k [G, N, E] and v [G, N, U] fp32, contiguous in E and U, strides in numbers; out [T, H, U] contiguous.
-// Query t sees the keys up to N - T + t.
-struct Prompt {
-    const float *q, *k, *v;
-    float* out;
-    int64_t queries, heads, kv_heads, keys, size, value_size;
-    int64_t q_token, q_head, k_head, k_token, v_head, v_token;
-    float scale;
-};
+// -- attention in products of bf16 (prompt_attention_bf16.cpp)
 
 // `count` prompts that lie one after the other in q, k and v: prompt i's queries end at query_ends[i + 1], its keys at
 // key_ends[i + 1].
 void attend_prompts(const Prompt& all, const int32_t* query_ends, const int32_t* key_ends, int64_t count,
                     int64_t threads);
+
+// -- attention in fp32 (prompt_attention_f32.cpp)
+
+// `count` prompts, each with a chunk, an offset and tensors of its own; their heads are of equal sizes.
+void attend_prompts_f32(const Prompt* prompts, int64_t count, int64_t threads);
+
+// -- layers (prompt_products.cpp)
+
+// buffer: tokens x (in + 3), and for down tokens x inner more.
+void pass_tokens(const Passing& passing, float* buffer, int64_t threads);
+void stage_heads(const Heads& heads, int64_t threads);
+
+// buffer: T k x (D + M + 6) numbers.
+void pass_experts(const Routed& routed, float* buffer, int64_t threads);
 
 }  // namespace looped

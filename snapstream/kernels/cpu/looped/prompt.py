@@ -1,22 +1,60 @@
-"""Attention of a chunk of a prompt, or of several, in products of bf16, by the library of steps (``prompt.cpp``)."""
+"""What a layer computes while prompts are read, in native calls (``prompt.h``): attention; norms, products and
+SwiGLU in one call; heads normed, rotated and staged in another.
+
+Reference: ``models/matrix.py`` and ``kernels/pytorch.py``. Every result is batch-invariant.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref, c_int32
+from ctypes import addressof, byref, c_int32, c_int64
 
 import torch
 from torch import Tensor
 
-from snapstream.kernels.cpu.looped.library import Library, Prompt, load
-from snapstream.kernels.prefill.packages import PackedLens
+from snapstream.kernels.backends.packages import PackedLens
+from snapstream.kernels.cpu.looped.library import (
+    ALIGN_COLS,
+    Heads,
+    Library,
+    Passing,
+    Prompt,
+    Routed,
+    Stack,
+    address,
+    load,
+)
+from snapstream.kernels.rows import CosSin, HeadNorm, Pairs, SumNorm
+
+Ends = list[tuple[int, int]]  # of each prompt: where its queries and its keys end, after those of the prompts before
+
+
+def prefill_attention_f32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k [G, N, E]``, ``v [G, N, U]`` -> ``[T, H, U]``, fp32.
+
+    Bitwise equal however the prompt is cut into chunks, and on any number of threads.
+    """
+    return attend_f32(load(), q, k, v, [(q.shape[0], k.shape[1])])
+
+
+def attend_f32(library: Library, q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> Tensor:
+    """The same for prompts that lie one after the other."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out = torch.empty(*q.shape[:2], v.shape[2])
+    prompts = (Prompt * len(ends))()
+    query = key = 0  # first ones of a prompt
+    for index, (query_end, key_end) in enumerate(ends):
+        prompts[index] = _prompt(q[query:query_end], k[:, key:key_end], v[:, key:key_end], out[query:query_end])
+        query, key = query_end, key_end
+    library.attend_prompts_f32(prompts, len(ends), torch.get_num_threads())
+    return out
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k [G, N, E]``, ``v [G, N, U]`` -> ``[T, H, U]``, fp32.
 
-    Queries, keys, values and the shares of keys are rounded to bf16, sums are fp32. A query's result is the same bits
-    however the prompt is cut into chunks. Only for processors that multiply bf16.
+    Queries, keys, values and probabilities are rounded to bf16, sums are fp32. Bitwise equal however the prompt is cut
+    into chunks. Only for processors that multiply bf16.
     """
     return attend(load(), q, k, v, (0, q.shape[0]), (0, k.shape[1]))
 
@@ -29,17 +67,93 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tenso
 def attend(
     library: Library, q: Tensor, k: Tensor, v: Tensor, query_ends: Sequence[int], key_ends: Sequence[int]
 ) -> Tensor:
-    """The same by a library; the first prompt begins at the first end."""
+    """``prefill_attention`` of prompts; the first begins at the first end."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    num_queries, num_heads, size = q.shape
-    num_kv_heads, num_keys, value_size = v.shape
-    out = torch.empty(num_queries, num_heads, value_size)
-    prompt = Prompt(
+    out = torch.empty(*q.shape[:2], v.shape[2])
+    ends = [(c_int32 * len(part))(*part) for part in (query_ends, key_ends)]
+    library.attend_prompts(byref(_prompt(q, k, v, out)), *ends, len(query_ends) - 1, torch.get_num_threads())
+    return out
+
+
+def _prompt(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Prompt:
+    (num_queries, num_heads, size), (num_kv_heads, num_keys, value_size) = q.shape, v.shape
+    return Prompt(
         q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), queries=num_queries, heads=num_heads,
         kv_heads=num_kv_heads, keys=num_keys, size=size, value_size=value_size, q_token=q.stride(0),
         q_head=q.stride(1), k_head=k.stride(0), k_token=k.stride(1), v_head=v.stride(0), v_token=v.stride(1),
         scale=size**-0.5,
     )  # fmt: skip
-    ends = [(c_int32 * len(part))(*part) for part in (query_ends, key_ends)]
-    library.attend_prompts(byref(prompt), *ends, len(query_ends) - 1, torch.get_num_threads())
+
+
+def normed_linear(library: Library, stack: Stack, given: SumNorm, bias: Tensor | None) -> Tensor:
+    """The norm of ``given``, ``[T, in]``, times a matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
+    out = torch.empty(len(given.residual), stack.rows)
+    _pass(library, given, Passing(matrix=stack, bias=address(bias), out=address(out)))
     return out
+
+
+def swiglu(
+    library: Library, matrices: tuple[Stack, Stack], given: SumNorm | Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
+) -> Tensor:  # fmt: skip
+    """``down(silu(gate x) * up x)``, ``[T, D]`` fp32: x is the norm of a ``SumNorm``, ``[T, D]``, or ``given``.
+
+    ``matrices``: gate and up in one, each of whole panels, and down.
+    """
+    gate_up, down = matrices
+    out = torch.empty(len(given if isinstance(given, Tensor) else given.residual), down.rows)
+    bias, down_bias = biases
+    _pass(
+        library, given,
+        Passing(matrix=gate_up, down=down, bias=address(bias), down_bias=address(down_bias), out=address(out)),
+    )  # fmt: skip
+    return out
+
+
+def swiglu_grouped(library: Library, matrices: tuple[Stack, Stack], x: Tensor, pairs: Pairs) -> Tensor:
+    """See ``models.weight.Weight.swiglu_grouped``: ``x [T, D]`` to ``[T, D]`` fp32; gate and up are whole panels."""
+    gate_up, down = matrices
+    x, order, ends, weights = (part.contiguous() for part in (x, pairs.order, pairs.ends, pairs.weights))
+    (tokens, top_k), out = weights.shape, torch.empty(len(x), down.rows)
+    routed = Routed(
+        x=address(x), gate_up=gate_up, down=down, order=address(order), ends=address(ends), weights=address(weights),
+        out=address(out), tokens=tokens, top_k=top_k, experts=len(ends),
+    )  # fmt: skip
+    buffer = library.scratch(tokens * top_k * (gate_up.cols + down.cols + 2 * (ALIGN_COLS - 1)))
+    library.pass_experts(byref(routed), address(buffer), torch.get_num_threads())
+    return out
+
+
+def _pass(library: Library, given: SumNorm | Tensor, passing: Passing) -> None:
+    x: Tensor | None
+    if isinstance(given, Tensor):
+        tokens, x = len(given), given
+    else:
+        tokens, x = len(given.residual), given.x
+        passing.residual, passing.norm, passing.eps = address(given.residual), address(given.weight), given.eps
+    x = None if x is None else x.contiguous()
+    passing.x, passing.tokens = address(x), tokens
+    buffer = library.scratch(tokens * (passing.matrix.cols + ALIGN_COLS - 1 + passing.down.cols))
+    library.pass_tokens(byref(passing), address(buffer), torch.get_num_threads())
+
+
+def stage_heads(
+    heads: Tensor, norm: HeadNorm, rope: CosSin, keys: Tensor, values: Tensor, runs: Sequence[tuple[int, int, int]]
+) -> Tensor:
+    """Norm and rotate q and k of ``heads [T, H+2G, E]`` fp32, and store k and v in ``keys, values [G, P, E]``; returns
+    the queries ``[T, H, E]``.
+
+    ``runs``: first token, number of tokens, and where they go in staging. They cover all T.
+    """
+    num_kv_heads, _, size = keys.shape
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    queries = torch.empty(heads.shape[0], num_heads, size)
+    cos, sin = rope
+    flat = (c_int64 * (3 * len(runs)))(*(number for run in runs for number in run))
+    native = Heads(
+        heads=address(heads), norm=address(norm.weight), cos=address(cos), sin=address(sin), queries=address(queries),
+        keys=address(keys), values=address(values), num_runs=len(runs), num_heads=num_heads, kv_heads=num_kv_heads,
+        runs=addressof(flat), size=size, stride=keys.stride(0), eps=norm.eps,
+    )  # fmt: skip
+    load().stage_heads(byref(native), torch.get_num_threads())
+    return queries

@@ -1,14 +1,216 @@
-// The functions of engine.h that do the work.
-#include "step.h"
+// A decode step, stage by stage, on every thread of the pool. A stage is cut into tasks whose results do not depend on
+// the thread that runs them; a barrier ends it. engine.h has the buffers, step.h what all stages share, attention.h,
+// latent.h and experts.h the stages that layers differ in.
+#include <limits>
 
-#include "bf16.h"
+#include "experts.h"
 
 namespace looped {
 
+namespace {
+
+// The rank that has the token's row of the table writes it, the others zeros.
+void embed_token(Work& w, int64_t token, int64_t at) {
+    float* x = w.engine.residual + at;
+    if (w.ranks.is_alone()) return copy_row(w.model.embed, token, x);
+    float* part = own_part(w, AFTER_MLP) + at;
+    const int64_t line = token - w.ranks.rank * w.model.embed.rows;
+    std::fill(x, x + w.model.hidden, 0.0f);
+    if (line >= 0 && line < w.model.embed.rows) return copy_row(w.model.embed, line, part);
+    std::fill(part, part + w.model.hidden, 0.0f);
+}
+
+// Cosines and sines of a position (reference: ../../../models/rope.py).
+void angles_of(Work& w, int64_t position, float* out) {
+    const int64_t half = (w.latent.rank ? w.latent.rope_dim : w.model.head_dim) / 2;
+    float base = 0.0f;
+    if (w.model.dynamic_original) {
+        const float length = static_cast<float>(std::max(position + 1, w.model.dynamic_original));
+        const float factor = w.model.dynamic_factor;
+        const float growth = factor * length / w.model.dynamic_original - (factor - 1.0f);
+        base = w.model.dynamic_theta * std::pow(growth, static_cast<float>(w.model.rotated) / (w.model.rotated - 2));
+    }
+    for (int64_t i = 0; i < half; ++i) {
+        if (i >= w.model.rotated / 2) {
+            out[i] = 1.0f;
+            out[half + i] = 0.0f;
+            continue;
+        }
+        const float share = 2.0f * i / w.model.rotated;
+        const float frequency = w.model.dynamic_original ? 1.0f / std::pow(base, share) : w.model.frequencies[i];
+        const float angle = static_cast<float>(position) * frequency;
+        out[i] = std::cos(angle) * w.model.rope_scale;
+        out[half + i] = std::sin(angle) * w.model.rope_scale;
+    }
+}
+
+void embed(Work& w) {
+    w.share(w.step.batch, 1, [&](int64_t b) {
+        const int64_t row = w.step.rows[b];
+        embed_token(w, w.rows.last_token[row], b * w.model.hidden);
+        angles_of(w, w.rows.next_position[row], w.engine.angles + b * w.model.head_dim);
+    });
+}
+
+void look(Likeliest& best, const float* scores, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+        if (scores[i] > best.score || (scores[i] == best.score && first + i < best.token))
+            best = {scores[i], best.is_finite, first + i};
+}
+
+void merge(Likeliest& best, const Likeliest& other) {
+    best.is_finite &= other.is_finite;
+    if (other.score > best.score || (other.score == best.score && other.token < best.token)) {
+        best.score = other.score;
+        best.token = other.token;
+    }
+}
+
+Likeliest likeliest_here(Work& w, int64_t b) {  // of this rank
+    Likeliest best = w.engine.likeliest[b];
+    for (int i = 1; i < w.pool.size(); ++i) merge(best, w.engine.likeliest[i * w.engine.max_batch + b]);
+    return best;
+}
+
+void head_stage(Work& w) {
+    Likeliest* best = &w.engine.likeliest[w.thread * w.engine.max_batch];
+    const int64_t before = w.ranks.rank * w.model.head.rows;  // tokens of the ranks before this one
+    for (int64_t b = 0; b < w.step.batch; ++b) best[b] = {-std::numeric_limits<float>::infinity(), true, 0};
+    product(w, w.model.head, 0, w.engine.packed, [&](int64_t line, int64_t lines, const float* sums) {
+        // then come lines of no token
+        const int64_t first = before + line, count = std::min(lines, w.model.vocab - first);
+        if (count <= 0) return;
+        for (int64_t b = 0; b < w.step.batch; ++b) {
+            const float* own = sums + b * PANEL;
+            std::memcpy(w.step.logits + b * w.model.vocab + first, own, count * 4);
+            if (!w.step.tokens) continue;
+            bool is_better = false, is_number = true;
+            for (int64_t i = 0; i < count; ++i) {
+                is_better |= own[i] >= best[b].score;
+                is_number &= own[i] == own[i];
+            }
+            best[b].is_finite &= is_number;
+            if (is_better) look(best[b], own, first, count);
+        }
+    });
+}
+
+// Greedy sampling, the lowest id among equals (reference: ../../../exec/sampling.py), and the counters of the rows.
+void choose_tokens(Work& w) {
+    for (int64_t b = 0; b < w.step.batch; ++b) {
+        Likeliest best = likeliest_here(w, b);
+        for (int64_t rank = 0; rank < w.ranks.size && w.ranks.waits; ++rank)
+            merge(best, w.ranks.likeliest(rank)[b]);
+        const bool is_finite = best.is_finite && std::isfinite(best.score);
+        w.step.tokens[b] = is_finite ? best.token : -1;
+        const int64_t row = w.step.rows[b];
+        w.rows.last_token[row] = is_finite ? best.token : 0;
+        ++w.rows.num_tokens[row];
+        ++w.rows.next_position[row];
+        ++w.rows.num_sampled[row];
+    }
+}
+
+void attention_stage(Work& w, int64_t layer, int64_t stage) {
+    switch (stage) {
+        case 0: return norm_input(w, w.model.input_norm + layer * w.model.hidden, w.model.qkv, AFTER_MLP);
+        case 1: return project(w, w.model.qkv, layer, w.model.qkv_bias, w.engine.heads);
+        case 2: return attend_rows(w, layer);
+        default: return add_product(w, w.model.o, layer, w.model.o_bias, AFTER_ATTENTION);
+    }
+}
+
+void latent_stage(Work& w, int64_t layer, int64_t stage) {
+    const Latent& own = w.latent;
+    if (!own.q_rank && stage > 2) stage += 2;
+    switch (stage) {
+        case 0: return norm_input(w, w.model.input_norm + layer * w.model.hidden, own.kv_a, AFTER_MLP);
+        case 1: return project(w, own.kv_a, layer, nullptr, w.absorbed.kept);
+        case 2: return own.q_rank ? project(w, own.q_a, layer, nullptr, w.absorbed.narrow)
+                                  : project(w, own.q, layer, nullptr, w.absorbed.wide);
+        case 3: return norm_narrow(w, layer);
+        case 4: return project(w, own.q, layer, nullptr, w.absorbed.wide);
+        case 5: return absorb(w, layer);
+        case 6: return attend_latents(w, layer);
+        case 7: return expand_values(w, layer);
+        default: return add_product(w, w.model.o, layer, nullptr, AFTER_ATTENTION);
+    }
+}
+
+void mlp_stage(Work& w, int64_t layer, int64_t stage) {
+    switch (stage) {
+        case 0: return norm_input(w, w.model.post_norm + layer * w.model.hidden, w.model.gate_up, AFTER_ATTENTION);
+        case 1: return expand_tokens(w, layer);
+        case 2: return activate_mlp(w);
+        default: return add_product(w, w.model.down, layer, w.model.down_bias, AFTER_MLP,
+                                    activates_at_once(w) ? w.engine.gate_up : w.engine.packed);
+    }
+}
+
+void layer_stage(Work& w, int64_t layer, int64_t stage) {
+    const int64_t attention = attention_stages(w.model);
+    if (stage < attention) return w.latent.rank ? latent_stage(w, layer, stage) : attention_stage(w, layer, stage);
+    return is_mixture(w, layer) ? mixture_stage(w, layer, stage - attention) : mlp_stage(w, layer, stage - attention);
+}
+
+// Whether a stage has no task for any thread; it then has no barrier either.
+bool is_empty(Work& w, int64_t stage) {
+    if (stage == 0 || stage > w.model.layers * layer_stages(w.model)) return false;
+    const int64_t layer = (stage - 1) / layer_stages(w.model),
+        own = (stage - 1) % layer_stages(w.model) - attention_stages(w.model);
+    return is_mixture(w, layer) ? is_mixture_stage_empty(w, own) : own > 3 || (own == 2 && activates_at_once(w));
+}
+
+// Whether the next stage reads what all ranks have made in this one.
+bool ends_with_all(Work& w, int64_t stage) {
+    if (stage == 0 || stage == num_stages(w.model) - 1) return true;
+    if (stage == num_stages(w.model) - 2) return false;
+    const int64_t layer = (stage - 1) / layer_stages(w.model), own = (stage - 1) % layer_stages(w.model);
+    return own == attention_stages(w.model) - 1 || own == attention_stages(w.model) + (is_mixture(w, layer) ? 5 : 3);
+}
+
+void end_stage(Work& w, int64_t stage) {
+    if (w.ranks.is_alone() || !ends_with_all(w, stage)) return w.pool.barrier();
+    w.pool.barrier([&] {
+        if (stage == num_stages(w.model) - 1 && w.step.tokens) {
+            Likeliest* own = w.ranks.likeliest(w.ranks.rank);
+            for (int64_t b = 0; b < w.step.batch; ++b) own[b] = likeliest_here(w, b);
+        }
+        w.ranks.barrier();
+    });
+}
+
+void run(Work& w) {
+    for (int64_t stage = w.step.first; stage < w.step.last; ++stage) {
+        if (is_empty(w, stage)) continue;
+        if (stage == 0) embed(w);
+        else if (stage <= w.model.layers * layer_stages(w.model))
+            layer_stage(w, (stage - 1) / layer_stages(w.model), (stage - 1) % layer_stages(w.model));
+        else if (stage == num_stages(w.model) - 2) norm_input(w, w.model.final_norm, w.model.head, AFTER_MLP);
+        else head_stage(w);
+        w.clear_next();
+        end_stage(w, stage);
+        if (w.ranks.has_failed) return;
+        ++w.turn;
+    }
+    if (w.thread == 0 && w.step.tokens && w.step.last == num_stages(w.model)) choose_tokens(w);
+}
+
+}  // namespace
+
+// -- other threads, other ranks
+
+// -- products
+
+// -- what stands between products
+
 bool step(Engine& engine, const Step& step) {
     engine.tasks.clear();
-    engine.team.run([&](int index) { Member(engine, step, index).run(); });
-    return !engine.meeting.has_failed;
+    engine.pool.run([&](int index) {
+        Work work(engine, step, index);
+        run(work);
+    });
+    return !engine.ranks.has_failed;
 }
 
 Product prefill_product(const Stack& matrix) {
@@ -23,7 +225,8 @@ void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* o
 int64_t scratch_floats(const Model& model, int64_t max_batch) {
     const int64_t group = model.heads / model.kv_heads * model.head_dim;
     const int64_t products = 2 * std::max(max_batch, PAIR_TOKENS) * PANEL;  // a panel of gate and one of up
-    const int64_t attention = model.latent.rank ? 0 : group + std::max(group, attend_scratch(model.heads / model.kv_heads));
+    const int64_t attention = model.latent.rank ? 0
+        : group + std::max(group, attend_scratch(model.heads / model.kv_heads));
     return std::max({products, attention, latent_scratch(model), mixture_scratch(model)});
 }
 

@@ -1,225 +1,211 @@
-// A decode step, stage by stage, on every member of the team. A stage hands out tasks whose results do not depend on
-// who does them; a barrier ends it. engine.h has the buffers; worker.h, products.h and attention.h the stages of a dense
-// layer, over panels.h and rows.h; mixture.h and latent.h what layers with experts and with latents do instead.
+// What all stages of a decode step share: one thread's work on a step, products with matrices in panels, and what packs
+// their inputs.
 #pragma once
-#include <limits>
-
-#include "mixture.h"
+#include "engine.h"
+#include "products.h"
 
 namespace looped {
 
-class Member : private MixtureWorker {
-  public:
-    Member(Engine& engine, const Step& step, int index) : MixtureWorker(engine, step, index) {}
+// One thread's work on a step: what every stage function takes.
+struct Work {
+    Work(Engine& engine, const Step& step, int thread)
+        : engine(engine), model(engine.model), rows(engine.rows), moe(model.mixture), latent(model.latent),
+          routed(engine.routed), absorbed(engine.absorbed), pool(engine.pool), ranks(engine.ranks), step(step),
+          thread(thread), tokens(step.batch), scratch(engine.scratch[thread]) {}
 
-    void run() {
-        for (int64_t stage = s_.first; stage < s_.last; ++stage) {
-            if (is_empty(stage)) continue;
-            if (stage == 0) embed();
-            else if (stage <= m_.layers * layer_stages(m_))
-                layer_stage((stage - 1) / layer_stages(m_), (stage - 1) % layer_stages(m_));
-            else if (stage == num_stages(m_) - 2) norm(m_.final_norm, m_.head, AFTER_MLP);
-            else head();
-            clear_next();
-            if (s_.touch_bytes) touch(stage + 1);
-            wait(stage);
-            if (e_.meeting.has_failed) return;
-            ++turn_;
-        }
-        if (me_ == 0 && s_.tokens && s_.last == num_stages(m_)) choose();
+    // Runs tasks of the stage until none is left.
+    template <class Task>
+    void share(int64_t count, int64_t grain, Task task) {
+        int64_t begin, end;
+        while (engine.tasks.take(turn, thread, count, grain, begin, end))
+            for (int64_t i = begin; i < end; ++i) task(i);
     }
 
-  private:
-    // Whether a stage has no task, for any member: then nobody waits for it.
-    bool is_empty(int64_t stage) const {
-        if (stage == 0 || stage > m_.layers * layer_stages(m_)) return false;
-        const int64_t layer = (stage - 1) / layer_stages(m_), own = (stage - 1) % layer_stages(m_) - attention_stages(m_);
-        return is_mixture(layer) ? is_mixture_stage_empty(own) : own > 3 || (own == 2 && activates_at_once());
+    void clear_next() { engine.tasks.clear_next(turn, thread); }
+
+    // A barrier within a stage: all threads have finished the part before it.
+    void end_part() {
+        clear_next();
+        pool.barrier();
+        ++turn;
     }
 
-    void layer_stage(int64_t layer, int64_t stage) {
-        const int64_t attention = attention_stages(m_);
-        if (stage < attention) return m_.latent.rank ? latent_stage(layer, stage) : attention_stage(layer, stage);
-        return is_mixture(layer) ? mixture_stage(layer, stage - attention) : mlp_stage(layer, stage - attention);
-    }
-
-    void attention_stage(int64_t layer, int64_t stage) {
-        switch (stage) {
-            case 0: return norm(m_.input_norm + layer * m_.hidden, m_.qkv, AFTER_MLP);
-            case 1: return project(m_.qkv, layer, m_.qkv_bias, e_.heads);
-            case 2: return attend(layer);
-            default: return add(m_.o, layer, m_.o_bias, AFTER_ATTENTION);
-        }
-    }
-
-    void latent_stage(int64_t layer, int64_t stage) {
-        const Latent& own = m_.latent;
-        if (!own.q_rank && stage > 2) stage += 2;
-        switch (stage) {
-            case 0: return norm(m_.input_norm + layer * m_.hidden, own.kv_a, AFTER_MLP);
-            case 1: return project(own.kv_a, layer, nullptr, e_.absorbed.kept);
-            case 2: return own.q_rank ? project(own.q_a, layer, nullptr, e_.absorbed.narrow)
-                                      : project(own.q, layer, nullptr, e_.absorbed.wide);
-            case 3: return norm_narrow(layer);
-            case 4: return project(own.q, layer, nullptr, e_.absorbed.wide);
-            case 5: return absorb(layer);
-            case 6: return attend_latents(layer);
-            case 7: return expand_values(layer);
-            default: return add(m_.o, layer, nullptr, AFTER_ATTENTION);
-        }
-    }
-
-    void mlp_stage(int64_t layer, int64_t stage) {
-        switch (stage) {
-            case 0: return norm(m_.post_norm + layer * m_.hidden, m_.gate_up, AFTER_ATTENTION);
-            case 1: return expand_tokens(layer);
-            case 2: return activate();
-            default: return add(m_.down, layer, m_.down_bias, AFTER_MLP, activates_at_once() ? e_.gate_up : e_.packed);
-        }
-    }
-
-    // -- other threads, other ranks
-
-    void wait(int64_t stage) {
-        if (e_.meeting.is_alone() || !ends_with_all(stage)) return e_.team.barrier();
-        e_.team.barrier([&] {
-            if (stage == num_stages(m_) - 1 && s_.tokens) {
-                Likeliest* own = e_.meeting.likeliest(e_.meeting.rank);
-                for (int64_t b = 0; b < s_.batch; ++b) own[b] = likeliest_here(b);
-            }
-            e_.meeting.meet();
-        });
-    }
-
-    // Whether the next stage reads what all ranks have made in this one.
-    bool ends_with_all(int64_t stage) const {
-        if (stage == 0 || stage == num_stages(m_) - 1) return true;
-        if (stage == num_stages(m_) - 2) return false;
-        const int64_t layer = (stage - 1) / layer_stages(m_), own = (stage - 1) % layer_stages(m_);
-        return own == attention_stages(m_) - 1 || own == attention_stages(m_) + (is_mixture(layer) ? 5 : 3);
-    }
-
-    // -- products
-
-    // Asks for the first bytes of the member's share of the weights of a stage, before it waits for the others.
-    void touch(int64_t stage) {
-        if (m_.latent.rank || m_.mixture.experts) return;  // which of them, is known too late to be worth it
-        const Stack* stack = nullptr;
-        const int64_t layer = (stage - 1) / layer_stages(m_);
-        if (stage == num_stages(m_) - 1) stack = &m_.head;
-        else if (stage < num_stages(m_) - 2) {
-            const int64_t own = (stage - 1) % layer_stages(m_);
-            stack = own == 1 ? &m_.qkv : own == 3 ? &m_.o : own == 5 ? &m_.gate_up : own == 7 ? &m_.down : nullptr;
-        }
-        if (!stack) return;
-        const int64_t panels = (stack->rows + PANEL - 1) / PANEL, team = e_.team.size();
-        const char* data = stack->data + (stack == &m_.head ? 0 : layer * stack->layer_bytes);
-        const int64_t begin = panels * me_ / team * stack->panel_bytes;
-        const int64_t end = panels * (me_ + 1) / team * stack->panel_bytes;
-        for (int64_t i = begin; i < std::min(end, begin + s_.touch_bytes); i += 64) __builtin_prefetch(data + i);
-    }
-
-    void head() {
-        Likeliest* best = &e_.likeliest[me_ * e_.max_batch];
-        const int64_t before = e_.meeting.rank * m_.head.rows;  // tokens of the ranks before this one
-        for (int64_t b = 0; b < s_.batch; ++b) best[b] = {-std::numeric_limits<float>::infinity(), true, 0};
-        product(m_.head, 0, e_.packed, [&](int64_t line, int64_t lines, const float* sums) {
-            const int64_t first = before + line, count = std::min(lines, m_.vocab - first);  // then come lines of no token
-            if (count <= 0) return;
-            for (int64_t b = 0; b < s_.batch; ++b) {
-                const float* own = sums + b * PANEL;
-                std::memcpy(s_.logits + b * m_.vocab + first, own, count * 4);
-                if (!s_.tokens) continue;
-                bool is_better = false, is_number = true;
-                for (int64_t i = 0; i < count; ++i) {
-                    is_better |= own[i] >= best[b].score;
-                    is_number &= own[i] == own[i];
-                }
-                best[b].is_finite &= is_number;
-                if (is_better) look(best[b], own, first, count);
-            }
-        });
-    }
-
-    static void look(Likeliest& best, const float* scores, int64_t first, int64_t count) {
-        for (int64_t i = 0; i < count; ++i)
-            if (scores[i] > best.score || (scores[i] == best.score && first + i < best.token))
-                best = {scores[i], best.is_finite, first + i};
-    }
-
-    static void merge(Likeliest& best, const Likeliest& other) {
-        best.is_finite &= other.is_finite;
-        if (other.score > best.score || (other.score == best.score && other.token < best.token)) {
-            best.score = other.score;
-            best.token = other.token;
-        }
-    }
-
-    Likeliest likeliest_here(int64_t b) const {  // of this rank
-        Likeliest best = e_.likeliest[b];
-        for (int i = 1; i < e_.team.size(); ++i) merge(best, e_.likeliest[i * e_.max_batch + b]);
-        return best;
-    }
-
-    // Greedy sampling as ../../../layers/sampler.py means it: the lowest id among equals; and the counters of the rows.
-    void choose() {
-        for (int64_t b = 0; b < s_.batch; ++b) {
-            Likeliest best = likeliest_here(b);
-            for (int64_t rank = 0; rank < e_.meeting.size && e_.meeting.waits; ++rank)
-                merge(best, e_.meeting.likeliest(rank)[b]);
-            const bool is_finite = best.is_finite && std::isfinite(best.score);
-            s_.tokens[b] = is_finite ? best.token : -1;
-            const int64_t row = s_.rows[b];
-            e_.rows.last_token[row] = is_finite ? best.token : 0;
-            ++e_.rows.num_tokens[row];
-            ++e_.rows.next_position[row];
-            ++e_.rows.num_sampled[row];
-        }
-    }
-
-    // -- what stands between products
-
-    void embed() {
-        share(s_.batch, 1, [&](int64_t b) {
-            const int64_t row = s_.rows[b];
-            embed_token(e_.rows.last_token[row], b * m_.hidden);
-            turn(e_.rows.next_position[row], e_.angles + b * m_.head_dim);
-        });
-    }
-
-    // The rank that has the token's line lays it down, the others zeros.
-    void embed_token(int64_t token, int64_t at) {
-        float* x = e_.residual + at;
-        if (e_.meeting.is_alone()) return copy_row(m_.embed, token, x);
-        float* part = own_part(AFTER_MLP) + at;
-        const int64_t line = token - e_.meeting.rank * m_.embed.rows;
-        std::fill(x, x + m_.hidden, 0.0f);
-        if (line >= 0 && line < m_.embed.rows) return copy_row(m_.embed, line, part);
-        std::fill(part, part + m_.hidden, 0.0f);
-    }
-
-    // Cosines and sines of a position, as ../../../layers/rope.py makes them.
-    void turn(int64_t position, float* out) {
-        const int64_t half = (m_.latent.rank ? m_.latent.rope_dim : m_.head_dim) / 2;
-        float base = 0.0f;
-        if (m_.dynamic_original) {
-            const float length = static_cast<float>(std::max(position + 1, m_.dynamic_original));
-            const float growth = m_.dynamic_factor * length / m_.dynamic_original - (m_.dynamic_factor - 1.0f);
-            base = m_.dynamic_theta * std::pow(growth, static_cast<float>(m_.rotated) / (m_.rotated - 2));
-        }
-        for (int64_t i = 0; i < half; ++i) {
-            if (i >= m_.rotated / 2) {
-                out[i] = 1.0f;
-                out[half + i] = 0.0f;
-                continue;
-            }
-            const float share = 2.0f * i / m_.rotated;
-            const float frequency = m_.dynamic_original ? 1.0f / std::pow(base, share) : m_.frequencies[i];
-            const float angle = static_cast<float>(position) * frequency;
-            out[i] = std::cos(angle) * m_.rope_scale;
-            out[half + i] = std::sin(angle) * m_.rope_scale;
-        }
-    }
+    Engine& engine;
+    const Model& model;
+    const RowTable& rows;
+    const Mixture& moe;
+    const Latent& latent;
+    MixtureBuffers& routed;
+    const LatentBuffers& absorbed;
+    ThreadPool& pool;
+    RankGroup& ranks;
+    const Step& step;
+    const int thread;
+    const Groups tokens;   // of the batch
+    float* const scratch;  // of this thread
+    int64_t turn = 0;      // of the tasks
 };
+
+// Adds the ranks' partial sums of token b to the residual stream, before it is read.
+inline void settle(Work& w, Turn turn, int64_t b) {
+    const RankGroup& ranks = w.ranks;
+    if (ranks.is_alone()) return;
+    const int64_t size = w.model.hidden, first = b * size;
+    float* x = w.engine.residual + first;
+    const auto add = [&](int64_t begin, int64_t count) {
+        vec sum = load_some(ranks.part(turn, 0) + first + begin, count);
+        for (int64_t rank = 1; rank < ranks.size; ++rank)
+            sum += load_some(ranks.part(turn, rank) + first + begin, count);
+        return load_some(x + begin, count) + sum;
+    };
+    int64_t i = 0;
+    for (; i + W <= size; i += W) store(x + i, add(i, W));
+    float rest[W];
+    store(rest, add(i, size - i));
+    std::copy(rest, rest + size - i, x + i);
+}
+
+// This rank's partial sum, [B, D].
+inline float* own_part(Work& w, Turn turn) { return w.ranks.part(turn, w.ranks.rank); }
+
+inline float norm_factor(const float* x, int64_t count, float eps) {
+    vec sum = {};
+    int64_t i = 0;
+    for (; i + W <= count; i += W) sum += load(x + i) * load(x + i);
+    const vec rest = load_some(x + i, count - i);
+    return 1.0f / std::sqrt(sum_of(sum + rest * rest) / static_cast<float>(count) + eps);
+}
+
+template <class Emit>  // emit(first row, rows, sums [B][32])
+void product(Work& w, const Stack& stack, int64_t layer, const float* packed, Emit emit) {
+    const char* data = stack.data + layer * stack.layer_bytes;
+    const Products multiply = products_with(stack);
+    const int64_t panels = (stack.rows + PANEL - 1) / PANEL, at_once = w.step.batch <= PAIR_TOKENS ? 2 : 1;
+    const int64_t grain = std::max<int64_t>(1, (1 << 15) / (at_once * stack.panel_bytes));
+    w.share((panels + at_once - 1) / at_once, grain, [&](int64_t task) {
+        const int64_t panel = task * at_once, count = std::min(at_once, panels - panel);
+        (count == 2 ? multiply.of_two : multiply.of_one)(
+            stack, data + panel * stack.panel_bytes, packed ? packed : w.engine.packed, w.tokens, w.scratch);
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t first = (panel + i) * PANEL;
+            emit(first, std::min<int64_t>(PANEL, stack.rows - first), w.scratch + i * w.step.batch * PANEL);
+        }
+    });
+}
+
+// To out [B, rows]; packed: the input, null for what the previous stage packed.
+inline void project(Work& w, const Stack& stack, int64_t layer, const float* bias, float* out,
+                    const float* packed = nullptr) {
+    const float* own = bias ? bias + layer * stack.rows : nullptr;
+    product(w, stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
+        for (int64_t b = 0; b < w.step.batch; ++b)
+            for (int64_t i = 0; i < count; ++i)
+                out[b * stack.rows + first + i] = sums[b * PANEL + i] + (own ? own[first + i] : 0.0f);
+    });
+}
+
+// To the residual stream, or to this rank's part of the sum.
+inline void add_product(Work& w, const Stack& stack, int64_t layer, const float* bias, Turn turn,
+                        const float* packed = nullptr) {
+    if (!w.ranks.is_alone()) return project(w, stack, layer, bias, own_part(w, turn), packed);
+    const float* own = bias ? bias + layer * stack.rows : nullptr;
+    product(w, stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
+        for (int64_t b = 0; b < w.step.batch; ++b)
+            for (int64_t i = 0; i < count; ++i)
+                w.engine.residual[b * stack.rows + first + i] += sums[b * PANEL + i] + (own ? own[first + i] : 0.0f);
+    });
+}
+
+// -- inputs of products
+
+// The input of a product is made piece by piece of its columns, each for all tokens: they lie side by side there, so
+// that threads with tokens of their own would write to the same cache lines.
+constexpr int64_t PIECE = MOST_GROUP;  // columns: whole groups of codes
+
+template <class Make>  // make(token, first column, columns, out)
+void make_input(Work& w, const Stack& matrix, Make make) {
+    w.share((matrix.cols + PIECE - 1) / PIECE, 1, [&](int64_t piece) {
+        const int64_t first = piece * PIECE, count = std::min(PIECE, matrix.cols - first);
+        float made[PIECE];
+        Place place(w.tokens, 0);
+        for (int64_t b = 0; b < w.step.batch; ++b, place.next()) {
+            make(b, first, count, made);
+            put_input(matrix, w.engine.packed, place, made, first, count);
+        }
+    });
+}
+
+inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added) {
+    w.share(w.step.batch, 1, [&](int64_t b) {
+        settle(w, added, b);
+        w.engine.factors[b] = norm_factor(w.engine.residual + b * w.model.hidden, w.model.hidden, w.model.eps);
+    });
+    w.end_part();
+    make_input(w, next, [&](int64_t b, int64_t first, int64_t count, float* out) {
+        const float *x = w.engine.residual + b * w.model.hidden, factor = w.engine.factors[b];
+        for (int64_t i = 0; i < count; ++i) out[i] = x[first + i] * factor * weight[first + i];
+    });
+}
+
+// -- the MLP of dense layers
+
+INLINE vec swiglu(vec gate, vec up) { return gate / (1.0f + exponential(-gate)) * up; }
+
+// Whether gate and up are made panel by panel together with their activation, as the next product takes it.
+inline bool activates_at_once(Work& w) {
+    return w.model.inner % PANEL == 0 && (!takes_codes(w.model.down) || w.model.down.group == PANEL);
+}
+
+// Panels of gate and of up, `groups.apart` from it, times the tokens: to scratch, [2][tokens][32].
+inline void gate_and_up(Work& w, const Stack& stack, const char* gate, const float* x, const Groups& groups) {
+    const Products products = products_with(stack);
+    if (groups.tokens <= PAIR_TOKENS) return products.of_two(stack, gate, x, groups, w.scratch);
+    products.of_one(stack, gate, x, Groups(groups.tokens, gate + groups.apart), w.scratch);
+    products.of_one(stack, gate + groups.apart, x, groups, w.scratch + groups.tokens * PANEL);
+}
+
+// silu(gate) * up of what gate_and_up left in scratch, times the share of a token where there are shares: 32 columns
+// of the input of `down` from `first` on. bias: of gate [inner], then of up, or null.
+inline void activate_panel(Work& w, const Stack& down, const float* bias, int64_t first, int64_t tokens,
+                           const float* shares,
+                    float* packed) {
+    Place place(Groups(tokens), 0);
+    float gate_bias[PANEL] = {}, up_bias[PANEL] = {}, active[PANEL];
+    if (bias) {
+        std::copy(bias + first, bias + first + PANEL, gate_bias);
+        std::copy(bias + down.cols + first, bias + down.cols + first + PANEL, up_bias);
+    }
+    for (int64_t t = 0; t < tokens; ++t, place.next()) {
+        const float *gates = w.scratch + t * PANEL, *ups = gates + tokens * PANEL;
+        const vec share = all(shares ? shares[t] : 1.0f);
+        for (int v = 0; v < PANEL; v += W)
+            store(active + v, swiglu(load(gates + v) + load(gate_bias + v), load(ups + v) + load(up_bias + v)) * share);
+        put_input(down, packed, place, active, first, PANEL);
+    }
+}
+
+inline void expand_tokens(Work& w, int64_t layer) {
+    const Stack& stack = w.model.gate_up;
+    const float* bias = w.model.gate_up_bias ? w.model.gate_up_bias + layer * stack.rows : nullptr;
+    if (!activates_at_once(w)) return project(w, stack, layer, w.model.gate_up_bias, w.engine.gate_up);
+    const char* data = stack.data + layer * stack.layer_bytes;
+    const int64_t grain = std::max<int64_t>(1, (1 << 15) / (2 * stack.panel_bytes));
+    w.share(w.model.inner / PANEL, grain, [&](int64_t i) {
+        const char* gate = data + i * stack.panel_bytes;
+        const Groups groups(w.step.batch, gate + stack.panel_bytes, w.model.inner / PANEL * stack.panel_bytes);
+        gate_and_up(w, stack, gate, w.engine.packed, groups);
+        activate_panel(w, w.model.down, bias, i * PANEL, w.step.batch, nullptr, w.engine.gate_up);
+    });
+}
+
+inline void activate_mlp(Work& w) {  // where that is a stage of its own
+    make_input(w, w.model.down, [&](int64_t b, int64_t first, int64_t count, float* out) {
+        const float *gate = w.engine.gate_up + b * 2 * w.model.inner + first, *up = gate + w.model.inner;
+        for (int64_t i = 0; i < count; i += W) {
+            const int64_t some = std::min<int64_t>(W, count - i);
+            store(out + i, swiglu(load_some(gate + i, some), load_some(up + i, some)));
+        }
+    });
+}
 
 }  // namespace looped

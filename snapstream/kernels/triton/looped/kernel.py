@@ -12,16 +12,27 @@ each have ``BITS`` (0: dense) and ``GROUP`` of their own.
 
 Buffers: ``residual [B, D]``, ``partial [B, H, splits, E]``, ``lse [B, H, splits]``, ``logits [B, V]`` fp32; ``heads
 [B, H+2G, E]``, ``attended [B, H, E]``, ``inner [B, I]`` in the dtype of the norms; ``counters`` int32: two of the
-barrier, then one per entry and kv head. ``twin.py`` fills the same buffers in plain PyTorch.
+barrier, then one per entry and kv head.
 """
 
 import triton
 import triton.language as tl
 
-from snapstream.kernels.triton.looped.attend import attend_split, merge_splits
-from snapstream.kernels.triton.looped.barrier import arrive, leave, wait
-from snapstream.kernels.triton.looped.blocks import layer_of, opened, opened_pair, product, product_pair, table_rows
-from snapstream.kernels.triton.looped.parts import inverse_norms, with_bias
+from snapstream.kernels.triton.looped.blocks import (
+    arrive,
+    attend_split,
+    inverse_norms,
+    layer_of,
+    leave,
+    merge_splits,
+    opened,
+    opened_pair,
+    product,
+    product_pair,
+    table_rows,
+    wait,
+    with_bias,
+)
 
 
 @triton.jit
@@ -119,7 +130,7 @@ def looped_kernel(
                     merge_splits(partial_ptr, lse_ptr, attended_ptr, own, kv_head, num_used,
                                  tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD),
                                  NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SPLITS)  # fmt: skip
-                    tl.store(ended, 0)  # nobody comes here again before the next layer's barrier
+                    tl.store(ended, 0)  # no program comes here again before the next layer's barrier
         arrive(counters_ptr)
         passed += NUM_PROGRAMS
         if LOADS_AHEAD:

@@ -7,16 +7,126 @@ is the same kernel called once per layer, which is what the loop is measured aga
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from snapstream.kernels import groups
 from snapstream.kernels.rows import CosSin, RowPlaces
 from snapstream.kernels.triton import configs
 from snapstream.kernels.triton.attention import LOG2_E
 from snapstream.kernels.triton.looped.kernel import looped_kernel
-from snapstream.kernels.triton.looped.model import ROLES, Codes, LoopedModel
+
+# What the looped kernel knows of a model: sizes, and stacks of weights, dense or in codes.
+#
+# ``launch.py`` cuts and launches the kernel for it, ``exec/looped_gpu.py`` makes one of a decoder.
+
+ROLES = ("embed", "qkv", "o", "gate_up", "down", "head")  # in the order of the kernel's arguments
+
+
+class Form(NamedTuple):
+    """How a matrix is stored: bits of a code and numbers that share a scale, or 0 and 0 where it is dense."""
+
+    bits: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix, or a stack of them, of int8 or int4 (``kernels/groups.py``)."""
+
+    codes: Tensor  # [..., out, in * bits / 8] uint8
+    scales: Tensor  # [..., out, in / group] fp16
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers, ``[..., out, in]``."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
+
+    def __getitem__(self, index: int | Tensor) -> Codes:
+        return Codes(self.codes[index], self.scales[index], self.bits)
+
+    @property
+    def words(self) -> Tensor:
+        """The same bytes in words of 32 bits, as the kernel reads them."""
+        return self.codes.view(torch.int32)
+
+    def wide(self) -> Tensor:
+        """The numbers, fp32."""
+        return groups.dequantize(self.codes, self.scales, self.bits)
+
+
+Stored = Tensor | Codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopedModel:
+    """Sizes and stacked tensors of a decoder of grouped-query attention and one MLP, weights ``[L, out, in]``.
+
+    ValueError where the two matrices of attention, of the MLP, or the two tables are not stored alike.
+    """
+
+    num_layers: int
+    hidden_size: int
+    inner_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    embed: Stored  # [V, D]
+    head: Stored  # [V, D]; may be ``embed``
+    qkv: Stored  # [L, (H+2G)E, D]
+    o: Stored  # [L, D, HE]
+    gate_up: Stored  # [L, 2I, D]
+    down: Stored  # [L, D, I]
+    input_norm: Tensor  # [L, D]
+    post_norm: Tensor  # [L, D]
+    final_norm: Tensor  # [D]
+    q_norm: Tensor | None = None  # [L, E]
+    k_norm: Tensor | None = None
+    qkv_bias: Tensor | None = None  # [L, (H+2G)E]
+    o_bias: Tensor | None = None  # [L, D]
+    gate_up_bias: Tensor | None = None  # [L, 2I]
+    down_bias: Tensor | None = None  # [L, D]
+
+    def __post_init__(self) -> None:
+        for one, other in (("qkv", "o"), ("gate_up", "down"), ("embed", "head")):
+            forms = form_of(getattr(self, one)), form_of(getattr(self, other))
+            if forms[0] != forms[1]:
+                raise ValueError(f"{one} and {other} are stored as {forms}; the looped kernel wants both alike")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That norms, biases, rows and what goes from stage to stage have; also dense weights."""
+        return self.input_norm.dtype
+
+    @property
+    def weights(self) -> tuple[Stored, ...]:
+        """In the order of ``ROLES``."""
+        return self.embed, self.qkv, self.o, self.gate_up, self.down, self.head
+
+    @property
+    def forms(self) -> tuple[Form, Form, Form]:
+        """Of the matrices of attention, of those of the MLP, and of the tables."""
+        return form_of(self.qkv), form_of(self.gate_up), form_of(self.embed)
+
+    @property
+    def has_codes(self) -> bool:
+        return any(form.bits for form in self.forms)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that the weights lie in."""
+        stored = [(weight.codes, weight.scales) if isinstance(weight, Codes) else (weight,) for weight in self.weights]
+        return [tensor for tensors in stored for tensor in tensors]
+
+
+def form_of(weight: Stored) -> Form:
+    """How a matrix is stored."""
+    return Form(weight.bits, weight.shape[-1] // weight.scales.shape[-1]) if isinstance(weight, Codes) else Form(0, 0)
+
 
 MOST_BY_NUMBER = 4  # entries that are multiplied number by number; more go through tensor cores, 16 at least
 MOST_BY_CODE = 2  # the same of codes, which come two and four times as fast
@@ -33,10 +143,17 @@ class LoopedLaunch:
     block_cols: int
     num_warps: int
     loads_ahead: bool = True
-    stages: int = 0  # blocks in the ring of the second form, in Gluon; 0 is the first form
+    stages: int = 0  # blocks in the ring of ``ring_kernel.py``; 0: loads through registers, ``kernel.py``
 
 
 def default_launch(model: LoopedModel, num_programs: int, max_batch: int) -> LoopedLaunch:
+    """The ring for dense weights; codes, and columns that are no whole copies, are loaded through registers."""
+    if model.has_codes or _cut_copies(model):
+        return register_launch(model, num_programs, max_batch)
+    return ring_launch(model, num_programs, max_batch)
+
+
+def register_launch(model: LoopedModel, num_programs: int, max_batch: int) -> LoopedLaunch:
     """Reasoned, not measured: tiles so small that the narrowest matrix gives every program one, 16 KB a block.
 
     A multiprocessor needs some 55 KB in flight over a barrier; two blocks of gate and up and one ahead are 48 KB, in
@@ -55,7 +172,7 @@ def default_launch(model: LoopedModel, num_programs: int, max_batch: int) -> Loo
 
 
 def ring_launch(model: LoopedModel, num_programs: int, max_batch: int) -> LoopedLaunch:
-    """The second form's cut, reasoned, not measured: 96 KB on their way, in blocks of up to 16.
+    """Reasoned, not measured: 96 KB on their way, in blocks of up to 16.
 
     Warps stand side by side along up to 2,048 columns in 16 bits, so that each number of an input is read once a block;
     entries that tensor cores multiply take 16 rows. fp32 has none at full precision.
@@ -85,7 +202,8 @@ class Looped:
         if not all(stack.is_contiguous() for stack in (keys, values, *model.tensors)):
             raise ValueError("the looped kernel reads contiguous stacks of weights and rows")
         self.model, self.keys, self.values, self.max_batch = model, keys, values, max_batch
-        self.launch = launch or default_launch(model, num_multiprocessors(keys.device), max_batch)
+        choose = default_launch if keys.is_cuda else register_launch  # Triton's interpreter does not run Gluon
+        self.launch = launch or choose(model, num_multiprocessors(keys.device), max_batch)
         kind, device, wide = model.dtype, keys.device, model.num_heads * model.head_dim
         if self.launch.stages:
             _check_ring(model, self.launch)
@@ -165,9 +283,9 @@ class Looped:
 def _form(model: LoopedModel, launch: LoopedLaunch) -> tuple[Any, dict[str, Any]]:
     """The kernel, and what it takes beside the arguments of both."""
     if launch.stages:
-        from snapstream.kernels.triton.looped import ring_kernel  # Gluon is experimental: only who asks imports it
+        from snapstream.kernels.triton.looped import ring
 
-        return ring_kernel.ring_kernel, {"STAGES": launch.stages}
+        return ring.ring_kernel, {"STAGES": launch.stages}
     arguments: dict[str, Any] = {
         f"{role}_scales_ptr": weight.scales.view(torch.int16)
         if isinstance(weight, Codes)
@@ -186,15 +304,22 @@ def _uses_dot(model: LoopedModel, max_batch: int, *, is_ring: bool = False) -> b
 
 def _check_ring(model: LoopedModel, launch: LoopedLaunch) -> None:
     if model.has_codes:
-        raise ValueError("the ring copies dense weights; only the first form of the looped kernel reads codes")
-    widths, copied = (
-        {model.hidden_size, model.num_heads * model.head_dim, model.inner_size},
-        16 // model.dtype.itemsize,
-    )
-    if any(cols % copied for cols in widths):
-        raise ValueError(f"matrices have {sorted(widths)} columns; the ring copies {copied} numbers at a time")
+        raise ValueError("the ring copies dense weights, and these are codes")
+    if _cut_copies(model):
+        copied = 16 // model.dtype.itemsize
+        raise ValueError(f"matrices have {_columns(model)} columns; the ring copies {copied} numbers at a time")
     if launch.stages < 2 or not launch.loads_ahead:
         raise ValueError(f"a ring of {launch.stages} blocks; it takes 2 or more, and always loads ahead")
+
+
+def _columns(model: LoopedModel) -> list[int]:
+    """Of all matrices."""
+    return sorted({model.hidden_size, model.num_heads * model.head_dim, model.inner_size})
+
+
+def _cut_copies(model: LoopedModel) -> bool:
+    """Whether a row of a matrix is no whole number of copies of 16 bytes."""
+    return any(cols * model.dtype.itemsize % 16 for cols in _columns(model))
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -1,31 +1,130 @@
-"""``tool_choice`` and ``parallel_tool_calls`` of a request, checked against its ``tools``.
+"""Tools and response format of a chat request: the grammar of its answer, and whether tool calls are parsed.
 
-Invariant: a malformed field is a 400 that names it. ``definitions.py`` reads the tools themselves, ``plan.py`` makes a
-grammar and a parser of the rest.
+response_format   tools                 grammar of the answer      calls are read
+-                 none, auto            -                          auto: yes
+-                 auto, some strict     any text, then calls       yes
+-                 required, a name      calls                      yes
+JSON              none                  the schema                 no
+JSON              auto                  calls, or the schema       yes
+JSON              required, a name      calls                      yes
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from snapstream.server.http.errors import ApiError, bad_value
-from snapstream.server.openai.protocol import TemplateOptions
-from snapstream.server.openai.tools.definitions import read_tool
-from snapstream.server.openai.tools.function import Function
+from snapstream.server.openai.answer_reader import ToolCallParser
+from snapstream.server.openai.protocol import ChatBody, TemplateOptions
+from snapstream.server.openai.sampling import read_structured_output
+from snapstream.server.openai.tools.format import CUSTOM_INPUT, CallFormat, Function, Rules
+from snapstream.types import Grammar
+
+if TYPE_CHECKING:
+    from snapstream.server.openai.prompts import TokenText
+
+# A custom tool takes free text, or text that follows a grammar. Models see a function with one string, ``input``, and
+# callers see that string.
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # of functions; nothing in them needs escaping
+
+
+def read_tool(tool: Mapping[str, Any], place: str) -> Function:
+    """One tool; ``place``: where it stands, for errors."""
+    kind = tool.get("type")
+    inner = tool.get(kind) if kind in ("function", "custom") else None
+    if not isinstance(inner, Mapping):
+        raise bad_value(f"{place} must have the type 'function' and a function, or 'custom' and a custom tool", "tools")
+    name = inner.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise bad_value(f"{place}.{kind}.name is {name!r}; it must have 1 to 128 letters, digits and _.:/-", "tools")
+    return _custom(name, inner, f"{place}.custom") if kind == "custom" else _function(name, inner, f"{place}.function")
+
+
+def template_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
+    """The tools as templates know them: custom ones as functions. None for no tools."""
+    return [_as_function(tool) if tool.get("type") == "custom" else tool for tool in tools] if tools else None
+
+
+def _function(name: str, function: Mapping[str, Any], place: str) -> Function:
+    parameters, strict = function.get("parameters"), function.get("strict")
+    if parameters is None:
+        parameters = {"properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise bad_value(f"{place}.parameters must be a JSON schema of the type object", "tools")
+    if strict is not None and not isinstance(strict, bool):
+        raise bad_value(f"{place}.strict is {strict!r}; it must be true or false", "tools")
+    try:
+        json.dumps(parameters)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise bad_value(f"{place}.parameters is not plain JSON: {error}", "tools") from None
+    return Function(name=name, parameters={"type": "object", **parameters}, is_strict=strict is True)
+
+
+def _custom(name: str, custom: Mapping[str, Any], place: str) -> Function:
+    syntax, definition = _format(custom, place)
+    return Function(
+        name=name,
+        parameters=_input_schema(f"^(?:{definition})$" if syntax == "regex" else None),
+        is_strict=bool(syntax),
+        is_custom=True,
+        lark=definition if syntax == "lark" else "",
+        regex=definition if syntax == "regex" else "",
+    )
+
+
+def _format(custom: Mapping[str, Any], place: str) -> tuple[str, str]:
+    """Syntax and definition of the grammar; empty for free text."""
+    given = custom.get("format")
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if given is None or kind == "text":
+        return "", ""
+    grammar = given.get("grammar") if isinstance(given, Mapping) and kind == "grammar" else None
+    if not isinstance(grammar, Mapping):
+        raise _bad_definition(f"{place}.format must have the type 'text', or 'grammar' and a grammar")
+    syntax, definition = grammar.get("syntax"), grammar.get("definition")
+    if syntax not in ("lark", "regex"):
+        raise _bad_definition(f"{place}.format.grammar.syntax is {syntax!r}; it must be 'lark' or 'regex'")
+    if not isinstance(definition, str) or not definition.strip():
+        raise _bad_definition(f"{place}.format.grammar.definition is {definition!r}; it must be a text")
+    return syntax, definition
+
+
+def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    custom = tool["custom"]
+    description, (syntax, definition) = str(custom.get("description") or ""), _format(custom, "custom")
+    if syntax:
+        description += f"\nThe input must follow this grammar ({syntax}):\n{definition}"
+    function = {"name": custom["name"], "description": description.strip(), "parameters": _input_schema(None)}
+    return {"type": "function", "function": function}
+
+
+def _input_schema(pattern: str | None) -> dict[str, Any]:
+    text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
+    return {
+        "type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT], "additionalProperties": False
+    }  # fmt: skip
+
+
+def _bad_definition(message: str) -> ApiError:
+    return bad_value(message, "tools")
+
 
 MAX_TOOLS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolWish:
+class ToolOptions:
     """Which tools there are, and which of them must be called."""
 
     functions: tuple[Function, ...] = ()  # those that may be called
     forced: tuple[Function, ...] = ()  # one of these must be called; empty: none must
     is_single: bool = False  # one call at most
-    is_off: bool = False  # tool_choice none: the model is not told of them
+    is_off: bool = False  # tool_choice none: the model does not see them
 
     @property
     def callable(self) -> tuple[Function, ...]:
@@ -33,7 +132,7 @@ class ToolWish:
         return self.forced or self.functions
 
 
-def read_tools(body: TemplateOptions) -> ToolWish:
+def read_tools(body: TemplateOptions) -> ToolOptions:
     """400 for tools or a choice that are malformed."""
     tools = body.tools or []
     if len(tools) > MAX_TOOLS:
@@ -41,25 +140,25 @@ def read_tools(body: TemplateOptions) -> ToolWish:
     functions = tuple(read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
-        raise bad_value("tools has two functions of one name", "tools")
+        raise bad_value("tools has two functions of the same name", "tools")
     is_single = body.parallel_tool_calls is False
     choice = body.tool_choice
     if choice is None or choice == "auto":
-        return ToolWish(functions=functions, is_single=is_single)
+        return ToolOptions(functions=functions, is_single=is_single)
     if choice == "none":
-        return ToolWish(functions=functions, is_off=True)
+        return ToolOptions(functions=functions, is_off=True)
     if choice == "required":
         if not functions:
             raise _bad("tool_choice is 'required', and there are no tools")
-        return ToolWish(functions=functions, forced=functions, is_single=is_single)
+        return ToolOptions(functions=functions, forced=functions, is_single=is_single)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         return _allowed(choice, functions, is_single)
     forced = (_chosen(choice, functions, "tool_choice"),)
-    return ToolWish(functions=functions, forced=forced, is_single=True)
+    return ToolOptions(functions=functions, forced=forced, is_single=True)
 
 
-def _allowed(choice: Mapping[str, Any], functions: Sequence[Function], is_single: bool) -> ToolWish:
-    """Some of the tools; the model is told of all, so that a prompt's beginning stays the same."""
+def _allowed(choice: Mapping[str, Any], functions: Sequence[Function], is_single: bool) -> ToolOptions:
+    """Some of the tools; the prompt lists all, so that its prefix stays the same."""
     inner = choice.get("allowed_tools")
     if not isinstance(inner, Mapping) or inner.get("mode") not in ("auto", "required"):
         raise _bad("tool_choice.allowed_tools must have a mode, 'auto' or 'required', and a list of tools")
@@ -68,7 +167,7 @@ def _allowed(choice: Mapping[str, Any], functions: Sequence[Function], is_single
         raise _bad("tool_choice.allowed_tools.tools must be a list of tools, and not empty")
     chosen = {_chosen(one, functions, f"tool_choice.allowed_tools.tools[{i}]").name for i, one in enumerate(listed)}
     some = tuple(function for function in functions if function.name in chosen)
-    return ToolWish(functions=some, forced=some if inner["mode"] == "required" else (), is_single=is_single)
+    return ToolOptions(functions=some, forced=some if inner["mode"] == "required" else (), is_single=is_single)
 
 
 def _chosen(choice: Any, functions: Sequence[Function], place: str) -> Function:
@@ -89,3 +188,128 @@ def _chosen(choice: Any, functions: Sequence[Function], place: str) -> Function:
 
 def _bad(message: str) -> ApiError:
     return bad_value(message, "tool_choice")
+
+
+def forced_calls(
+    call_format: CallFormat, functions: Sequence[Function], special: Mapping[str, int], *, is_single: bool
+) -> Grammar:
+    """One call of one of ``functions``, or several. ``special``: special tokens, spelled out, with their numbers."""
+    rules = Rules(special)
+    return Grammar.lark(rules.grammar(_calls(rules, call_format, functions, is_single)))
+
+
+def offered_calls(
+    call_format: CallFormat, functions: Sequence[Function], special: Mapping[str, int], *, is_single: bool
+) -> Grammar | None:
+    """Any text, followed by calls or not; a function that the format cannot enforce whole is enforced in part.
+
+    None where text could be mistaken for a call: unless all calls begin with a special token, which no text holds.
+    """
+    if call_format.is_whole or call_format.marks[0] not in special:
+        return None
+    rules = Rules(special)
+    rules.need_room(functions)
+    calls = _calls(rules, call_format, [_enforceable(call_format, one) for one in functions], is_single)
+    return Grammar.lark(rules.grammar(f"TEXT ({calls})?") + "\nTEXT: /(?s:.*)/")
+
+
+def calls_or_answer(
+    call_format: CallFormat,
+    functions: Sequence[Function],
+    special: Mapping[str, int],
+    answer: Grammar,
+    *,
+    is_single: bool,
+) -> Grammar:
+    """Calls, or an answer that follows a grammar of its own."""
+    rules = Rules(special)
+    calls = rules.add("calls", _calls(rules, call_format, functions, is_single))
+    return Grammar.lark(rules.grammar(f"{calls} | {rules.add('answer', _answer(rules, answer))}"))
+
+
+def _enforceable(call_format: CallFormat, function: Function) -> Function:
+    try:
+        call_format.write_call(Rules({}), function)
+    except ValueError:
+        return replace(function, is_strict=False, lark="")
+    return function
+
+
+def _calls(rules: Rules, call_format: CallFormat, functions: Sequence[Function], is_single: bool) -> str:
+    call_format = call_format.in_vocabulary(rules.special)
+    call = rules.add("call", " | ".join(call_format.write_call(rules, function) for function in functions))
+    more = "" if is_single else f"({rules.text(call_format.between)} {call})*"
+    return " ".join(
+        part for part in (rules.text(call_format.before), call, more, rules.text(call_format.after)) if part
+    )
+
+
+def _answer(rules: Rules, answer: Grammar) -> str:
+    if answer.kind == "json_schema":
+        return rules.schema(json.loads(answer.text), strict=answer.strict)
+    if answer.kind == "regex":
+        return rules.regex(answer.text)
+    return f"%lark {{\n{answer.text}\n}}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerPlan:
+    """How one request's answer is constrained and parsed."""
+
+    grammar: Grammar | None = None
+    grammar_param: str = "response_format"  # the field to name if the grammar is refused
+    make_parser: Callable[[], ToolCallParser] | None = None  # one for each choice
+    shows_special: bool = False  # the tags of calls are special tokens, which text leaves out otherwise
+    has_tools: bool = True  # the template hears of the tools
+
+
+def tools_of(body: TemplateOptions, call_format: CallFormat | None, *, has_place: bool) -> ToolOptions:
+    """The tools of a conversation, answered or only counted; 400 for those that this model cannot have."""
+    tools = read_tools(body)
+    if not tools.functions or tools.is_off or call_format is not None:
+        return tools
+    if tools.forced:
+        raise bad_value(
+            "tool_choice requires a call, but the model's tool call format is unknown; "
+            "start the server with --tool-parser",
+            "tool_choice",
+        )
+    if not has_place:  # as good as never sent
+        raise bad_value(
+            "tools are not supported: this model's chat template does not render them; "
+            "leave them out, or send tool_choice 'none'",
+            "tools",
+        )
+    return tools
+
+
+def plan_answer(
+    body: ChatBody, call_format: CallFormat | None, texts: TokenText, *, has_place: bool = True
+) -> AnswerPlan:
+    """``call_format``: the model's call format; None if unknown. ``texts``: the vocabulary. ``has_place``: the chat
+    template writes tools into the prompt."""
+    tools, (answer, param) = (
+        tools_of(body, call_format, has_place=has_place),
+        read_structured_output(body, body.response_format),
+    )
+    symbols = texts.symbol_ids
+    if not tools.functions or tools.is_off:
+        return AnswerPlan(grammar=answer, grammar_param=param, has_tools=not tools.is_off)
+    if call_format is None:
+        return AnswerPlan(grammar=answer, grammar_param=param)
+    grammar = answer
+    try:
+        if tools.forced:
+            grammar, param = forced_calls(call_format, tools.forced, symbols, is_single=tools.is_single), "tools"
+        elif answer is not None:
+            grammar = calls_or_answer(call_format, tools.functions, symbols, answer, is_single=tools.is_single)
+        elif any(function.is_strict for function in tools.functions):
+            grammar, param = offered_calls(call_format, tools.functions, symbols, is_single=tools.is_single), "tools"
+    except ValueError as error:
+        raise bad_value(str(error), "tools") from None
+    return AnswerPlan(
+        grammar=grammar,
+        grammar_param=param,
+        make_parser=lambda: ToolCallParser(call_format, tools.callable, max_calls=1 if tools.is_single else None),
+        shows_special=bool(texts.special & set(call_format.tags)),
+    )

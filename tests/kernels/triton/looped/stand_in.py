@@ -109,6 +109,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType]) -> Mach
         return tl.dot(a, b, acc, input_precision="ieee")
 
     fake = Language(
+        BlockedLayout=gl.BlockedLayout, NVMMADistributedLayout=gl.NVMMADistributedLayout,
         SliceLayout=gl.SliceLayout, SwizzledSharedLayout=gl.SwizzledSharedLayout, DotOperandLayout=gl.DotOperandLayout,
         arange=lambda begin, end, layout: tl.arange(begin, end),
         zeros=lambda shape, dtype, layout: tl.full(shape, 0.0, dtype),

@@ -18,10 +18,18 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from snapstream.kernels.triton.looped import twin  # noqa: E402
 from snapstream.kernels.triton.looped.blocks import opened, opened_pair, product, product_pair  # noqa: E402
-from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch, default_launch, ring_launch  # noqa: E402
-from snapstream.kernels.triton.looped.model import Codes, Form, LoopedModel, Stored  # noqa: E402
+from snapstream.kernels.triton.looped.launch import (  # noqa: E402  # noqa: E402
+    Codes,
+    Form,
+    Looped,
+    LoopedLaunch,
+    LoopedModel,
+    Stored,
+    default_launch,
+    ring_launch,
+)
+from tests.kernels.triton.looped import twin  # noqa: E402
 from tests.kernels.triton.looped.test_interpreted import VISIBLE, inputs_of, model_of, rows_of  # noqa: E402
 
 DENSE = Form(0, 0)
@@ -33,7 +41,7 @@ def in_codes(model: LoopedModel, attention: Form, mlp: Form, tables: Form) -> Lo
         numbers = getattr(model, role)
         if form == DENSE:
             return numbers
-        return Codes(*groups.quantise(numbers, form.bits, form.group), form.bits)
+        return Codes(*groups.quantize(numbers, form.bits, form.group), form.bits)
 
     forms = {"qkv": attention, "o": attention, "gate_up": mlp, "down": mlp, "embed": tables, "head": tables}
     return replace(model, **{role: rounded(role, form) for role, form in forms.items()})
@@ -93,7 +101,7 @@ def test_programs_share_the_rows_of_a_matrix(form: Form, parts: int, programs: i
     torch.manual_seed(programs)
     rows, cols = 41, 192 if form.group <= 64 else 256
     numbers, x = torch.randn(parts * rows, cols), torch.randn(batch, cols)
-    weight = numbers if form == DENSE else Codes(*groups.quantise(numbers, *form), form.bits)
+    weight = numbers if form == DENSE else Codes(*groups.quantize(numbers, *form), form.bits)
     stored = (weight.words, weight.scales.view(torch.int16)) if isinstance(weight, Codes) else (weight, weight)
     out = torch.full((parts * rows, batch), float("nan"))
     product_kernel[(programs,)](*stored, x, torch.ones(cols), out, batch, 16 if uses_dot else 2, rows, cols, parts,
@@ -164,4 +172,5 @@ def test_what_the_kernel_cannot_read_is_refused() -> None:
 def test_blocks_hold_whole_groups_whatever_the_sizes() -> None:
     model = in_codes(model_of(torch.bfloat16, 4, 2, 32, is_plain=True, sizes=(128, 256)), *(Form(4, 128),) * 3)
     for max_batch in (1, 16):
-        assert default_launch(model, 1, max_batch).block_cols % 128 == 0
+        launch = default_launch(model, 1, max_batch)
+        assert launch.block_cols % 128 == 0 and not launch.stages

@@ -10,16 +10,19 @@ from torch import Tensor
 
 from snapstream.config import RopeConfig
 from snapstream.kernels.rows import RowPlaces
-from snapstream.layers.rope import Rope
+from snapstream.models.rope import Rope
 from tests.kernels.triton.checks import assert_near
 from tests.kernels.triton.interpreter import interpreted
 
 pytestmark = interpreted()
 pytest.importorskip("triton")
 
-from snapstream.kernels.triton.looped import twin  # noqa: E402
-from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch  # noqa: E402
-from snapstream.kernels.triton.looped.model import LoopedModel  # noqa: E402
+from snapstream.kernels.triton.looped.launch import (  # noqa: E402
+    Looped,
+    LoopedLaunch,
+    LoopedModel,  # noqa: E402
+)
+from tests.kernels.triton.looped import twin  # noqa: E402
 
 LAYERS, VOCAB = 2, 50
 LAUNCH = LoopedLaunch(num_programs=1, block_rows=16, block_cols=32, num_warps=4)

@@ -1,4 +1,4 @@
-"""The looped kernel's second form, in Gluon, as far as it can be seen without a GPU: its order, its ring, its sums.
+"""The looped kernel's ring, in Gluon, as far as it can be seen without a GPU: its order, its ring, its sums.
 
 The kernel itself runs under the interpreter with a stand-in for Gluon (``stand_in.py``), one program alone; its stream
 of blocks is walked for many programs. What layouts make of it the compiler says (``test_compiled.py``), and a GPU.
@@ -22,9 +22,15 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from snapstream.kernels.triton.looped import ring, ring_attend, ring_kernel, stream, twin  # noqa: E402
-from snapstream.kernels.triton.looped.launch import Looped, LoopedLaunch, ring_launch  # noqa: E402
-from snapstream.kernels.triton.looped.model import LoopedModel  # noqa: E402
+from snapstream.kernels.triton.looped import ring  # noqa: E402
+from snapstream.kernels.triton.looped.launch import (  # noqa: E402
+    Looped,
+    LoopedLaunch,
+    LoopedModel,  # noqa: E402
+    default_launch,
+    ring_launch,
+)
+from tests.kernels.triton.looped import twin  # noqa: E402
 from tests.kernels.triton.looped.stand_in import stand_in  # noqa: E402
 from tests.kernels.triton.looped.test_interpreted import VISIBLE, inputs_of, model_of, rows_of  # noqa: E402
 
@@ -58,7 +64,7 @@ def test_every_buffer_equals_the_twins(
     launch = cut(max_batch, dtype, stages)
     looped = Looped(model, *own, max_batch, launch)
     want = twin.step(model, *plain, token_ids, places, rope)
-    machine = stand_in(monkeypatch, [ring, ring_attend, ring_kernel])
+    machine = stand_in(monkeypatch, [ring])
     looped.run(token_ids, places, rope)
     factor = 4.0 if dtype == torch.bfloat16 else 2.0
     for name, expected in vars(want).items():
@@ -89,7 +95,7 @@ def test_calls_per_layer_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
     model = model_of(torch.float32, 2, 1, 16, is_plain=True)
     keys, values = rows_of(model, {0: 3}, torch.float32)
     step, launch = inputs_of(model, {0: 3}), cut(1, torch.float32)
-    stand_in(monkeypatch, [ring, ring_attend, ring_kernel])
+    stand_in(monkeypatch, [ring])
     whole = Looped(model, keys.clone(), values.clone(), 1, launch).run(*step)
     assert torch.equal(Looped(model, keys, values, 1, launch).run_layers(*step), whole) and whole.isfinite().all()
 
@@ -104,17 +110,17 @@ def walk_kernel(
     """Six numbers for each place of a program's stream: role, layer, tile, offset of its part, column; and 1."""
     program = tl.program_id(0)
     sizes = (HIDDEN, QKV, WIDE, INNER, VOCAB)
-    place = stream.first_place(program, first_layer, last_layer, sizes, BLOCK_ROWS, ENDS)
+    place = ring.first_place(program, first_layer, last_layer, sizes, BLOCK_ROWS, ENDS)
     at = program.to(tl.int64) * MOST * 6
-    while place[1] < stream.NO_ROLE:
+    while place[1] < ring.NO_ROLE:
         tl.store(out_ptr + at, place[1])
         tl.store(out_ptr + at + 1, place[0])
         tl.store(out_ptr + at + 2, place[2])
-        tl.store(out_ptr + at + 3, stream.part_offset(place, sizes, BLOCK_COLS))
-        tl.store(out_ptr + at + 4, stream.first_col(place, sizes, BLOCK_COLS))
+        tl.store(out_ptr + at + 3, ring.part_offset(place, sizes, BLOCK_COLS))
+        tl.store(out_ptr + at + 4, ring.first_col(place, sizes, BLOCK_COLS))
         tl.store(out_ptr + at + 5, 1)
         at += 6
-        place = stream.following(place, program, last_layer, sizes, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS, ENDS)
+        place = ring.following(place, program, last_layer, sizes, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS, ENDS)
 
 
 @pytest.mark.parametrize(("programs", "ends"), [(1, True), (3, False), (7, True)])
@@ -153,11 +159,13 @@ def test_what_the_ring_cannot_copy_is_refused() -> None:
     keys, values = rows_of(odd, {0: 4}, torch.bfloat16)
     with pytest.raises(ValueError, match=r"\[36, 40, 56\] columns; the ring copies 8 numbers at a time"):
         Looped(odd, keys, values, 1, cut(1, torch.bfloat16))
+    assert not default_launch(odd, 1, 1).stages  # such weights are loaded through registers
 
 
 def test_the_cut_gives_every_program_a_tile_and_fits_shared_memory() -> None:
     for dtype, max_batch in product((torch.float32, torch.bfloat16), (1, 4, 16)):
         model = model_of(dtype, 4, 2, 16, is_plain=True)
-        launch = ring_launch(model, 132, max_batch)
+        launch = default_launch(model, 132, max_batch)
+        assert launch == ring_launch(model, 132, max_batch)
         size = launch.stages * launch.block_rows * launch.block_cols * model.qkv.element_size()
         assert size <= 96 * 1024 and launch.block_cols >= 128

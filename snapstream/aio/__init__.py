@@ -1,1 +1,0 @@
-"""The engine for programs with an event loop: ``AsyncLLM`` (``async_llm.py``)."""

@@ -1,0 +1,386 @@
+"""Slots per kv head: a model's profile, and what it makes of a budget. No torch.
+
+Every head of a row has the same sinks and the same ring; the top-k slots of all heads together are as many as with
+equal heads, and a profile says which share of them each head gets. ``snapstream calibrate`` writes profiles.
+Invariant: slots are constants of an engine, whatever the prompt; a row takes the bytes that it takes with equal heads.
+``kv/cache.py`` lays such rows out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snapstream.config.values import Registry, as_count, as_kind, as_number, as_path, check, set_counts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# The interface of a selection method: its name, its needs, and one call that chooses.
+#
+# A selector fills the top-k slots of a row, once, when a layer of a prompt has been staged. Methods are classes in
+# ``cache/selectors/``, a file each, frozen dataclasses whose fields are their settings; ``SELECTORS`` names them. This
+# module is free of torch, and so are the files of the methods until one of them chooses: plans and settings can ask a
+# selector what it will take.
+
+DEFAULT_SELECTOR = "snapkv"
+DEFAULT_OBSERVATION = 32  # voting queries; SnapKV (arXiv 2404.14469) uses 16 to 64
+
+
+class Selector(ABC):
+    """Chooses which prompt tokens a row keeps in its top-k slots, per layer and kv head.
+
+    Two selectors are equal when their settings are: requests carry them, and they cross the border between processes.
+    """
+
+    name: ClassVar[str]  # as in SELECTORS, on the command line and in requests
+    can_reselect: ClassVar[bool] = False  # whether a full row may re-select by ``votes`` and ``pool``
+    observation_len: int = DEFAULT_OBSERVATION  # the last prompt queries, which vote
+
+    def num_queries(self, prompt_len: int) -> int:
+        """How many of the last queries of a prompt ``select`` needs; a layer keeps them until it is staged."""
+        return prompt_len if self.needs_all_queries else min(self.observation_len, prompt_len)
+
+    @property
+    def needs_all_queries(self) -> bool:
+        """True when ``select`` needs the queries of the whole prompt, which ``plan`` then counts."""
+        return False
+
+    @abstractmethod
+    def select(
+        self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Any
+    ) -> Tensor:
+        """Prompt positions ``[G, K]`` int64 to keep, ascending; ``K = num_topk``.
+
+        ``queries [w, H, E]`` are the last ``num_queries`` of the prompt after RoPE, ``keys [G, N, E]`` all its keys
+        after RoPE; ``candidates`` are the positions that compete; ``kernels`` are the functions of the device
+        (``kernels/interface.py``). The host must not wait for the device.
+        """
+
+    def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Any) -> Tensor:
+        """Votes of ``queries [w, H, E]`` for the candidates among ``keys [G, N, E]``: ``[G, n]`` fp32, >= 0.
+
+        The queries are those of the last ``w`` keys; they may be fewer or more than ``observation_len``. Votes are
+        summed over the queries. Needed where ``can_reselect``: KV re-selection remembers them from one re-selection to
+        the next.
+        """
+        raise NotImplementedError(f"selector {self.name!r} has no votes; it cannot re-select")
+
+    def pool(self, votes: Tensor) -> Tensor:
+        """The form of ``votes [G, n]`` by which the best are chosen: smoothed along the candidates, or unchanged."""
+        return votes
+
+
+SELECTORS: Registry[type[Selector]] = Registry(
+    "selector",
+    {
+        "snapkv": "snapstream.kv.selectors.snapkv:SnapKV",
+        "hops": "snapstream.kv.selectors.hops:Hops",
+        "diverse": "snapstream.kv.selectors.diverse:Diverse",
+    },
+)
+
+
+def is_shipped(selector: Selector) -> bool:
+    """Whether a selector's class is the package's own, so that other processes can make an equal one by its name."""
+    return SELECTORS.is_shipped(selector.name) and SELECTORS.get(selector.name) is type(selector)
+
+
+def make_selector(selector: str | Selector = DEFAULT_SELECTOR) -> Selector:
+    """A selector itself, or the one of that name with its default settings. ValueError or TypeError for others."""
+    if isinstance(selector, Selector):
+        return selector
+    if not isinstance(selector, str):
+        raise TypeError(f"selector is {selector!r}; it must be a Selector or one of {', '.join(SELECTORS.names)}")
+    return SELECTORS.get(selector)()
+
+
+# The slots of a row, and when it re-selects: budget and KV re-selection. ``selector.py`` says how tokens are chosen.
+#
+# Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that a row's cost can be
+# read off its config. ``kv/layout.py`` turns a ``KVBudget`` into slot arithmetic.
+
+DEFAULT_SINK = 4  # StreamingLLM (arXiv 2309.17453): four sinks are enough, fewer are not
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVBudget:
+    """How many slots a row has, by region: ``sink | top-k | window | recent ring``.
+
+    The paper's row (SnapStream, arXiv 2511.03092, section 3) has no window region: with ``num_window`` the last prompt
+    tokens, usually the question, stay when the ring wraps.
+
+    The policies that users compare are budgets of the same code: full attention (capacity >= all tokens),
+    StreamingLLM (``num_topk=0``), SnapKV only (``num_recent`` large enough never to wrap).
+    """
+
+    num_sink: int = DEFAULT_SINK  # first tokens of the prompt, kept for ever
+    num_topk: int  # prompt tokens chosen once, at the end of prefill
+    num_window: int = 0  # last tokens of the prompt that stay when the ring wraps
+    num_recent: int  # ring of the newest tokens
+
+    def __post_init__(self) -> None:
+        set_counts(
+            self, num_sink=0, num_topk=0, num_window=0, num_recent=1
+        )  # a ring without a slot cannot take the next token
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row: sink + top-k + window + recent."""
+        return self.num_sink + self.num_topk + self.num_window + self.num_recent
+
+    @classmethod
+    def full(cls, max_model_len: int) -> KVBudget:
+        """A ring that never wraps: full attention over at most ``max_model_len`` tokens."""
+        return cls(num_sink=0, num_topk=0, num_recent=as_count("max_model_len", max_model_len, 1))
+
+    @classmethod
+    def of(
+        cls,
+        capacity: int,
+        *,
+        num_sink: int = DEFAULT_SINK,
+        observation_len: int = DEFAULT_OBSERVATION,
+        num_window: int = 0,
+    ) -> KVBudget:
+        """Split ``capacity`` slots by default: a quarter recent (never less than ``observation_len``), the rest top-k.
+
+        ``num_window`` slots, for prompt tokens that stay, come out of the recent ones.
+        """
+        num_sink = as_count("num_sink", num_sink, 0)
+        observation_len = as_count("observation_len", observation_len, 1)
+        capacity, least = as_count("budget", capacity, 1), num_sink + observation_len
+        check(
+            capacity >= least,
+            f"a budget of {capacity} slots is smaller than sinks + observation_len "
+            f"({num_sink} + {observation_len} = {least})",
+        )
+        num_recent = min(max(observation_len, capacity // 4), capacity - num_sink)
+        as_count("num_window", num_window, 0, num_recent - 1)
+        return cls(
+            num_sink=num_sink,
+            num_topk=capacity - num_sink - num_recent,
+            num_window=num_window,
+            num_recent=num_recent - num_window,
+        )
+
+    @classmethod
+    def streaming(cls, capacity: int, *, num_sink: int = DEFAULT_SINK) -> KVBudget:
+        """StreamingLLM at ``capacity`` slots: sinks and a ring, nothing selected."""
+        capacity, num_sink = as_count("budget", capacity, 1), as_count("num_sink", num_sink, 0)
+        check(capacity > num_sink, f"a budget of {capacity} slots leaves no ring beside {num_sink} sinks")
+        return cls(num_sink=num_sink, num_topk=0, num_recent=capacity - num_sink)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReselectionConfig:
+    """Beyond the paper: the last decode queries re-select what a full row keeps (``kv/reselection.py``).
+
+    A re-selection frees ``every`` slots of the ring, so it comes at most once in as many tokens. A selected token keeps
+    the best vote that it ever got, times ``memory`` at every re-selection: with 0 only the last queries count, and
+    tokens that got little attention lately are forgotten.
+    """
+
+    every: int = 32  # tokens between two re-selections of a row; less than the ring
+    num_queries: int = 32  # the last decode queries, which vote; at most the ring
+    memory: float = 0.98  # share of a vote that counts one re-selection later, 0 to 1
+
+    def __post_init__(self) -> None:
+        set_counts(self, every=1, num_queries=1)
+        object.__setattr__(self, "memory", as_number("memory", self.memory, 0.0, 1.0))
+
+    def check_budget(self, budget: KVBudget) -> None:
+        """Refuse a ring that a re-selection would empty, or that does not hold the tokens whose queries vote.
+
+        A request may still ask for a smaller row that selects nothing: such a row is never re-selected.
+        """
+        if not budget.num_topk:
+            return
+        least = max(self.every + 1, self.num_queries)
+        check(
+            budget.num_recent >= least,
+            f"a ring of {budget.num_recent} slots is too small for KV re-selection with every={self.every} and "
+            f"num_queries={self.num_queries}; it must have at least {least}",
+        )
+
+
+FORMAT = 1
+LEAST_PART = 16  # no head falls below this part of an equal share: what calibration did not see may need it
+_MAX_FILE_BYTES = 16 * 2**20
+_ROUNDING = 1e-3  # by which shares may miss 1 in all
+
+Shares = tuple[tuple[float, ...], ...]  # by layer and kv head
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSlots:
+    """Top-k slots of every kv head, ``[L][G]``, and the budget of a mean head. Offsets are in slots of a row."""
+
+    topk: tuple[tuple[int, ...], ...]
+    budget: KVBudget
+    model: str = ""  # fingerprint of the only checkpoint that they are for
+
+    @cached_property
+    def budgets(self) -> tuple[tuple[KVBudget, ...], ...]:
+        """Of every head, by layer."""
+        return tuple(tuple(self._with(num) for num in layer) for layer in self.topk)
+
+    @cached_property
+    def widest(self) -> KVBudget:
+        """Of the head with most slots. A row's counters are those of this head; every other's follow from them."""
+        return self._with(max(max(layer) for layer in self.topk))
+
+    @cached_property
+    def distinct(self) -> tuple[KVBudget, ...]:
+        """Of all heads, each once, in the order of layers and heads."""
+        return tuple(dict.fromkeys(budget for layer in self.budgets for budget in layer))
+
+    @cached_property
+    def least(self) -> int:
+        """Slots of the smallest head: a longer prompt is compressed somewhere."""
+        return self._with(min(min(layer) for layer in self.topk)).capacity
+
+    @cached_property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """First slot of every head in a row: heads in their order, but the widest stands last.
+
+        So a window as long as the widest head, laid at the start of any head, ends within the rows.
+        """
+        places = [(layer, head) for layer, own in enumerate(self.topk) for head in range(len(own))]
+        last = max(places, key=lambda place: self.topk[place[0]][place[1]])
+        order = [place for place in places if place != last] + [last]
+        sizes = [self.budgets[layer][head].capacity for layer, head in order]
+        found = dict(zip(order, accumulate(sizes, initial=0), strict=False))
+        return tuple(tuple(found[layer, head] for head in range(len(own))) for layer, own in enumerate(self.topk))
+
+    def first(self, row: int, layer: int, head: int) -> int:
+        """Address of a head: its first slot, counted over all rows."""
+        return row * self.row_slots + self.starts[layer][head]
+
+    @cached_property
+    def row_slots(self) -> int:
+        """Slots of a row, all layers and heads."""
+        return sum(budget.capacity for layer in self.budgets for budget in layer)
+
+    @staticmethod
+    def visible(budgets: Sequence[KVBudget], num_tokens: int) -> list[int]:
+        """Slots that attention reads of each head of a layer after ``num_tokens`` tokens."""
+        return [min(num_tokens, budget.capacity) for budget in budgets]
+
+    def of_rank(self, rank: int, num_ranks: int) -> HeadSlots:
+        """Of the heads that one of several ranks has; heads fewer than ranks are had by several."""
+        heads = len(self.topk[0])
+        first, own = rank * heads // num_ranks, max(heads // num_ranks, 1)
+        return replace(self, topk=tuple(layer[first : first + own] for layer in self.topk))
+
+    def mean_capacity(self, num_ranks: int) -> int:
+        """Slots of a mean head, rounded up, on the rank whose heads have most."""
+        ranks = [self.of_rank(rank, num_ranks) for rank in range(num_ranks)]
+        return max(-(-own.row_slots // sum(map(len, own.topk))) for own in ranks)
+
+    def mean_visible(self, num_tokens: int) -> int:
+        """Slots that attention reads of a head after ``num_tokens`` tokens, rounded down over all heads."""
+        seen = [num for layer in self.budgets for num in self.visible(layer, num_tokens)]
+        return sum(seen) // len(seen)
+
+    def _with(self, num_topk: int) -> KVBudget:
+        return KVBudget(num_sink=self.budget.num_sink, num_topk=num_topk, num_recent=self.budget.num_recent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadProfile:
+    """Which share of the top-k slots each kv head of a model gets."""
+
+    shares: Shares
+    model: str  # fingerprint of the checkpoint that was calibrated (``models/checkpoint.py``)
+    made_by: str = ""  # in words: what was read
+
+    def __post_init__(self) -> None:
+        check(bool(self.shares) and all(self.shares), "heads: a profile without shares")
+        check(
+            len({len(layer) for layer in self.shares}) == 1,
+            "heads: the layers of the profile have unlike numbers of shares",
+        )
+        for layer in self.shares:
+            for share in layer:
+                as_number("heads: a share", share, 0.0, 1.0)
+        total = math.fsum(share for layer in self.shares for share in layer)
+        check(abs(total - 1) <= _ROUNDING, f"heads: the shares of the profile sum to {total:g}; they must sum to 1")
+
+    def slots(self, budget: KVBudget, max_model_len: int) -> HeadSlots:
+        """The budget's top-k slots shared out: no head gets more than it can fill, nor less than the least part.
+
+        ValueError for a budget that cannot be shared out.
+        """
+        check(budget.num_topk > 0, "heads: a profile shares out top-k slots, and this budget has none (num_topk 0)")
+        check(budget.num_window == 0, f"heads: the budget has num_window {budget.num_window}; with heads it must be 0")
+        flat = [share for layer in self.shares for share in layer]
+        most = max(max_model_len - budget.num_sink - budget.num_recent, budget.num_topk)
+        given = iter(_shared_out(flat, budget.num_topk, most))
+        return HeadSlots(
+            topk=tuple(tuple(next(given) for _ in layer) for layer in self.shares), budget=budget, model=self.model
+        )
+
+    def write(self, path: Path) -> None:
+        """As JSON, which ``read_profile`` reads."""
+        text = {"format": FORMAT, "model": self.model, "made_by": self.made_by, "shares": self.shares}
+        path.write_text(json.dumps(text, indent=1) + "\n")
+
+
+def _shared_out(shares: Sequence[float], num_topk: int, most: int) -> list[int]:
+    """``num_topk * len(shares)`` slots in proportion to ``shares``, none above ``most``, none below the least part.
+
+    What a full head leaves goes to the others in proportion; single slots that remain go to the largest shares.
+    """
+    least = num_topk // LEAST_PART
+    slots = [least] * len(shares)
+    room = (num_topk - least) * len(shares)
+    while room:
+        open_heads = [i for i, own in enumerate(slots) if own < most]  # never empty: most >= num_topk
+        weight = math.fsum(shares[i] for i in open_heads)
+        parts = [shares[i] / weight if weight else 1 / len(open_heads) for i in open_heads]
+        extra = [min(int(room * part), most - slots[i]) for i, part in zip(open_heads, parts, strict=True)]
+        if not any(extra):
+            by_share = sorted(open_heads, key=lambda i: (-shares[i], i))
+            for i in by_share[:room]:
+                slots[i] += 1
+            room -= min(room, len(by_share))
+            continue
+        for i, more in zip(open_heads, extra, strict=True):
+            slots[i] += more
+        room -= sum(extra)
+    return slots
+
+
+def as_head_profile(given: Any) -> HeadProfile | None:
+    """A profile, or the path of one; None means equal heads. ValueError for a file that holds none."""
+    if given is None or isinstance(given, HeadProfile):
+        return given
+    return read_profile(as_path("heads", given))
+
+
+def read_profile(path: Path) -> HeadProfile:
+    """A profile from its file; ValueError, naming the file, for one that is missing or damaged."""
+    try:
+        check(path.stat().st_size <= _MAX_FILE_BYTES, f"it has more than {_MAX_FILE_BYTES} bytes")
+        found = json.loads(path.read_text(encoding="utf-8"))
+        as_kind("the profile", found, dict)
+        check(found.get("format") == FORMAT, f"its format is {found.get('format')!r}; this version reads {FORMAT}")
+        texts = found.get("model"), found.get("made_by")
+        check(all(isinstance(text, str) for text in texts), "it does not say which model it is of")
+        shares = found.get("shares")
+        check(
+            isinstance(shares, list) and all(isinstance(layer, list) for layer in shares),
+            "its shares are no lists by layer and head",
+        )
+        return HeadProfile(shares=tuple(map(tuple, shares)), model=str(texts[0]), made_by=str(texts[1]))
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # damaged JSON and UTF-8 are ValueErrors
+        raise ValueError(f"heads: {path} holds no profile of a model's heads: {error}") from None

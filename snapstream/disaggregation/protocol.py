@@ -1,0 +1,208 @@
+"""What two engines agree on before a KV transfer: secret, address, TLS, and the header that describes the row.
+
+    sender    HEADER  LAYER 0  LAYER 1 ... LAYER L-1  HIDDEN_STATE  REPORT      HEARTBEAT anywhere between two frames
+    receiver                                              RECEIVED              or REFUSED with a reason, at any moment
+
+A LAYER frame holds one layer of the row, kv head after kv head: scales and attention scores if it has any, then keys
+and values of the slots up to ``min(N, C)``, with the head's own C where budgets are per head. HIDDEN_STATE is the
+prompt's last hidden state, from which the receiver samples the first tokens; REPORT says what compression did. Frames,
+codec and handshake are those of ``snapstream/wire.py``.
+
+Invariants: the receiver knows the size of every frame but the report before it comes, because the header must equal the
+one that it expects. An address that other machines reach is refused without TLS, on both sides; the secret comes from
+the environment or from a file that only its owner can read, never from a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from ipaddress import ip_address
+from pathlib import Path
+
+from snapstream.config import KVBudget
+from snapstream.config.kv import HeadSlots
+from snapstream.config.values import is_loopback
+from snapstream.wire import WireError
+
+MAX_HEADER_BYTES = 16 * 2**10
+DEADLINE_S = 30.0  # without a byte or a heartbeat
+HEARTBEAT_S = 5.0  # between two frames of a sender that has nothing to send
+PURPOSE = b"kv transfer"  # of the handshake
+SECRET_VARIABLE = "SNAPSTREAM_TRANSFER_SECRET"
+MIN_SECRET_CHARS = 32
+
+
+def read_secret(file: Path | None) -> bytes:
+    """The secret from the file, or from the environment. ValueError if there is none, or if others could read it."""
+    if file is None:
+        return _checked(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode & 0o077:
+        raise ValueError(f"{file} has mode {mode:04o}; a transfer secret must be readable by its owner only (0600)")
+    return _checked(file.read_text(encoding="utf-8"), str(file))
+
+
+def _checked(text: str, source: str) -> bytes:
+    secret = text.strip()
+    if not secret:
+        raise ValueError(
+            f"{source} holds no transfer secret; engines that send rows to each other need one of at least "
+            f"{MIN_SECRET_CHARS} characters, in {SECRET_VARIABLE} or in --transfer-secret-file"
+        )
+    if len(secret) < MIN_SECRET_CHARS:
+        raise ValueError(f"the transfer secret has {len(secret)} characters; it must have at least {MIN_SECRET_CHARS}")
+    return secret.encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSettings:
+    """What an engine needs to send rows, and with ``host`` to receive them."""
+
+    secret: bytes = field(repr=False)
+    host: str | None = None  # where this engine receives rows, as senders reach it; None: it only sends
+    port: int = 0  # 0 takes a free one
+    cert: Path | None = None  # PEM files of this server; with them rows are received over TLS
+    key: Path | None = None
+    ca: Path | None = None  # PEM file of the authorities that receivers' certificates must come from
+
+    def __post_init__(self) -> None:
+        if len(self.secret) < MIN_SECRET_CHARS:
+            raise ValueError(
+                f"the transfer secret has {len(self.secret)} bytes; it must have at least {MIN_SECRET_CHARS}"
+            )
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"the transfer port is {self.port}; it must be a number from 0 to 65535")
+        for file in (self.cert, self.key, self.ca):
+            if file is not None and not file.is_file():
+                raise ValueError(f"{file} is not a file")
+        self._check_files()
+        if self.host is None:
+            return
+        if _is_wildcard(self.host):
+            raise ValueError(
+                f"the transfer address is {self.host}, which no sender can reach; give the address of one interface"
+            )
+        if not is_loopback(self.host) and (self.cert is None or self.key is None):
+            raise ValueError(
+                f"the transfer address is {self.host}, which other machines reach; rows hold prompts, so this needs "
+                "TLS: give --tls-cert and --tls-key, or a loopback address"
+            )
+
+    def _check_files(self) -> None:
+        """ValueError for files that are not PEM, at start rather than with the first row."""
+        try:
+            if self.ca is not None:
+                self.client_context()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.ca} holds no certificates of authorities (PEM): {error}") from None
+        try:
+            self.server_context()
+            self.certificate_digest()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.cert} and {self.key} are no certificate and its key (PEM): {error}") from None
+
+    def server_context(self) -> ssl.SSLContext | None:
+        """Of the receiver; None without TLS."""
+        if self.cert is None or self.key is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(self.cert, self.key)
+        context.num_tickets = 0  # sessions are not resumed, and readable bytes must be a frame
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Of a sender, and of a client of a prefill server: certificate and name are checked."""
+        return ssl.create_default_context(cafile=None if self.ca is None else str(self.ca))
+
+    def certificate_digest(self) -> bytes:
+        """Of this server's own certificate, the first of its file; empty without TLS."""
+        if self.cert is None:
+            return b""
+        first = self.cert.read_text(encoding="ascii").partition("-----END CERTIFICATE-----")
+        begin = first[0].index("-----BEGIN CERTIFICATE-----")
+        return sha256(ssl.PEM_cert_to_DER_cert(first[0][begin:] + first[1] + "\n")).digest()
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:
+        return not host
+
+
+def check_fingerprints(own: Mapping[str, str], theirs: Mapping[str, str], who: str) -> None:
+    """WireError, naming the first fact and both values, for engines whose rows differ."""
+    for name in sorted(own.keys() | theirs.keys()):
+        if own.get(name) != theirs.get(name):
+            other = str(theirs.get(name))[:200]
+            raise WireError(f"the engines differ: {name} is {own.get(name)} here and {other} at {who}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSizes:
+    """Bytes of the frames of a row."""
+
+    num_layers: int
+    slot_bytes: int  # keys and values of one slot in one layer, with its scales in int8
+    scale_bytes: int = 0  # per layer: rows in FP8
+    vote_bytes: int = 0  # per layer and selected slot: attention scores, with KV re-selection
+    hidden_bytes: int  # the last hidden state
+    num_kv_heads: int = 1
+    heads: HeadSlots | None = None  # per-head budgets; None: all heads have the request's
+
+    def layer_bytes(self, prompt_len: int, budget: KVBudget) -> tuple[int, ...]:
+        """Of each layer of the row of a prompt."""
+        budgets = ((budget,) * self.num_kv_heads,) * self.num_layers if self.heads is None else self.heads.budgets
+        return tuple(self.scale_bytes + sum(self._head_bytes(prompt_len, own) for own in layer) for layer in budgets)
+
+    def row_bytes(self, prompt_len: int, budget: KVBudget) -> int:
+        """Host memory that the row takes on either side during the transfer."""
+        return sum(self.layer_bytes(prompt_len, budget)) + self.hidden_bytes
+
+    def _head_bytes(self, prompt_len: int, budget: KVBudget) -> int:
+        num_slots = min(prompt_len, budget.capacity)
+        return (self.vote_bytes * budget.num_topk + self.slot_bytes * num_slots) // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowHeader:
+    """Describes the row to be sent. Both sides make one, and they must be equal."""
+
+    fingerprint: Mapping[str, str]  # facts about the engine that rows depend on, by name
+    prompt_len: int
+    next_position: int  # where the answer begins
+    budget: KVBudget
+    num_layers: int
+    layer_bytes: tuple[int, ...]
+    hidden_bytes: int
+
+    @classmethod
+    def of(
+        cls, fingerprint: Mapping[str, str], sizes: RowSizes, prompt_len: int, next_position: int, budget: KVBudget
+    ) -> RowHeader:
+        return cls(
+            fingerprint=fingerprint,
+            prompt_len=prompt_len,
+            next_position=next_position,
+            budget=budget,
+            num_layers=sizes.num_layers,
+            layer_bytes=sizes.layer_bytes(prompt_len, budget),
+            hidden_bytes=sizes.hidden_bytes,
+        )
+
+    def check(self, sent: RowHeader) -> None:
+        """WireError, with both values, unless what was sent is the row that is expected."""
+        check_fingerprints(self.fingerprint, sent.fingerprint, "the sender")
+        for name in (*_COUNTS, "budget", "layer_bytes"):
+            own, theirs = getattr(self, name), getattr(sent, name)
+            if own != theirs:
+                raise WireError(f"{name} is {str(theirs)[:200]}; the row of this ticket has {str(own)[:200]}")
+
+
+_COUNTS = ("prompt_len", "next_position", "num_layers", "hidden_bytes")

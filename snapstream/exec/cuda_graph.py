@@ -1,0 +1,196 @@
+"""The decode step as captured CUDA graphs, one per batch size.
+
+A batch of n rows runs in the smallest bucket that holds it; unused entries point at the padding row. A step is two
+programs, the halves of ``decode_eager.py``: forward (rows to logits), and one of a few samplers (logits to tokens,
+state advanced), which cover all that a request can ask for.
+
+Invariant: equal to eager, and after ``warm_up`` nothing is captured any more. ``programs.py`` captures.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from time import perf_counter
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from snapstream.exec.eager import EagerDecode, StepParts
+from snapstream.exec.sampling import Sampled
+from snapstream.exec.sampling_state import LOGPROB_SIZES, SamplingNeeds
+
+# CUDA graphs of functions: called with the tensors they were captured with, same shapes and same addresses.
+#
+# ``decode_graph.py`` decides what is captured.
+
+Out = TypeVar("Out")  # a tensor, or a named tuple of tensors
+Program = Callable[..., Out]
+_WARM_UPS = 2  # runs before a capture: libraries and autotuners settle
+
+
+class ProgramMaker(Protocol):
+    """Makes programs of functions."""
+
+    def make(self, function: Callable[..., Out], *inputs: Tensor) -> Program[Out]: ...
+
+
+class Capturer:
+    """Programs as CUDA graphs in one memory pool. Make the largest first: the others then fit into its memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def make(self, function: Callable[..., Out], *inputs: Tensor) -> Program[Out]:
+        """Warm up on a side stream, then capture there; the output of a replay is overwritten by the next."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                function(*inputs)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph, is_inference = torch.cuda.CUDAGraph(), torch.is_inference_mode_enabled()
+        # The first capture of a process makes tensors for torch's generator, which every later one writes: made in
+        # inference mode, they would break the captures of anybody who does without.
+        with (
+            torch.inference_mode(False),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+            torch.inference_mode(is_inference),
+        ):
+            out = function(*inputs)
+
+        def replay(*_: Tensor) -> Out:
+            graph.replay()
+            return out
+
+        return replay
+
+
+logger = logging.getLogger(__name__)
+
+_FILTERS = SamplingNeeds(random=True, top_k=True, top_p=True, min_p=True)
+_EDITS = replace(_FILTERS, bias=True, min_tokens=True, penalties=True, grammar=True)
+# The first that covers a batch is taken: more than needed is never wrong (SamplingNeeds), only slower.
+SAMPLERS = (
+    SamplingNeeds(),
+    SamplingNeeds(num_logprobs=LOGPROB_SIZES[-1]),
+    SamplingNeeds(random=True),
+    _FILTERS,
+    _EDITS,
+    replace(_EDITS, num_logprobs=LOGPROB_SIZES[-1]),
+)
+
+
+def bucket_sizes(max_rows: int) -> tuple[int, ...]:
+    """Batch sizes that get programs of their own, rising; the last is ``max_rows``.
+
+    Captures are cheap and idle entries are not: 1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32.
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max(max_rows, 256), 32)]
+    return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+def covers(sampler: SamplingNeeds, needs: SamplingNeeds) -> bool:
+    """True when ``sampler`` does all that ``needs`` asks for."""
+
+    def amount(of: SamplingNeeds, name: str) -> int:
+        asked: bool | int | None = getattr(of, name)
+        return -1 if asked is None else int(asked)
+
+    return all(amount(needs, field.name) <= amount(sampler, field.name) for field in fields(SamplingNeeds))
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """How the programs of a step are made, and for which batch sizes."""
+
+    maker: ProgramMaker
+    buckets: tuple[int, ...]  # batch sizes, rising
+    samplers: tuple[SamplingNeeds, ...]  # what is drawn by programs; of SAMPLERS
+    doing: str  # label of the progress bar
+
+
+class GraphDecode:
+    """A ``DecodeStep`` whose programs are captured from eager decode and share its state."""
+
+    def __init__(self, parts: StepParts, programs: Programs, halves: EagerDecode | None = None) -> None:
+        """``halves`` of a step are eager's unless given."""
+        device = parts.decoder.device
+        self._eager = EagerDecode(parts) if halves is None else halves
+        self._maker, self._buckets = programs.maker, programs.buckets
+        self._programs, self._padding_row = programs, parts.padding_row
+        # What programs read their row indices from and write their logits to: static addresses.
+        most, vocab_size = programs.buckets[-1], parts.decoder.config.vocab_size
+        self._rows = torch.full((most,), self._padding_row, dtype=torch.int64, device=device)
+        self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=device)
+        self._forward: dict[int, Program[Tensor]] = {}
+        self._samplers: dict[int, list[tuple[SamplingNeeds, Program[Sampled]]]] = {}
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that ``warm_up`` makes."""
+        return len(self._buckets) * (1 + len(self._programs.samplers))
+
+    def warm_up(self, progress: bool) -> None:
+        """Make every program, the largest bucket first; only the padding row is fed."""
+        from tqdm import tqdm
+
+        began, doing = perf_counter(), self._programs.doing
+        logger.info("%s: %d programs", doing, self.num_programs)
+        with tqdm(total=self.num_programs, desc=doing, unit="program", disable=not progress, file=sys.stderr) as bar:
+            self._make(bar.update)
+        logger.info("%d decode programs are ready after %.1f s", self.num_programs, perf_counter() - began)
+
+    @torch.inference_mode()
+    def _make(self, made: Callable[[], object]) -> None:
+        for bucket in reversed(self._buckets):
+            rows, logits = self._rows[:bucket].fill_(self._padding_row), self._logits[:bucket]
+            self._forward[bucket] = self._maker.make(self._run_forward, rows, logits)
+            made()
+            self._samplers[bucket] = []
+            for needs in self._programs.samplers:
+                program = self._maker.make(_Sampler(self._eager, needs).run, logits, rows)
+                self._samplers[bucket].append((needs, program))
+                made()
+
+    def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """See ``EagerDecode.step``; ``rows [B]`` int64 on the device, B at most the largest bucket."""
+        size = rows.shape[0]
+        padded, logits = self._feed(rows)
+        for sampler_needs, program in self._samplers[padded.shape[0]]:
+            if covers(sampler_needs, needs):
+                return program(logits, padded).first(size)
+        return self._eager.draw(logits[:size], padded[:size], needs)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """See ``EagerDecode.logits``; overwritten by the next step."""
+        return self._feed(rows)[1][: rows.shape[0]]
+
+    def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """See ``EagerDecode.draw``: eager."""
+        return self._eager.draw(logits, rows, needs)
+
+    def _feed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        size = rows.shape[0]
+        bucket = next(bucket for bucket in self._buckets if bucket >= size)
+        padded, logits = self._rows[:bucket], self._logits[:bucket]
+        padded[:size] = rows
+        padded[size:].fill_(self._padding_row)
+        self._forward[bucket](padded, logits)
+        return padded, logits
+
+    def _run_forward(self, rows: Tensor, logits: Tensor) -> Tensor:
+        return logits.copy_(self._eager.logits(rows))
+
+
+class _Sampler:
+    """The second half of a step for fixed needs."""
+
+    def __init__(self, eager: EagerDecode, needs: SamplingNeeds) -> None:
+        self._eager, self._needs = eager, needs
+
+    def run(self, logits: Tensor, rows: Tensor) -> Sampled:
+        return self._eager.draw(logits, rows, self._needs)

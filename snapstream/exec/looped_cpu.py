@@ -1,0 +1,283 @@
+"""The decode step as one native call: from row indices to logits, and for greedy rows to the next tokens.
+
+The library (``kernels/cpu/looped``) gets the addresses of weights, rows and state once. A step hands it row indices;
+where sampling needs more than the likeliest token, a second call draws from the logits (``looped_draw.py``). Ranks of
+one machine call it together, each over its share, and meet within it in memory that all of them see. Invariant: a row's
+logits are the same bits alone and in any batch and on every rank, and equal to eager's but for rounding.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from snapstream.distributed.group import Group
+from snapstream.exec.eager import StepParts
+from snapstream.exec.requirements import why_not_looped_cpu, why_not_looped_ranks
+from snapstream.exec.rows import Rows
+from snapstream.exec.sampling import Sampled
+from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.kernels.cpu.looped.library import (
+    FORMATS,
+    Draw,
+    Latent,
+    Library,
+    Mixture,
+    Model,
+    NativeEngine,
+    Ranks,
+    RowTable,
+    Sampling,
+    Stack,
+    Step,
+    ThreadPool,
+    address,
+    shared_bytes,
+    workspace_floats,
+)
+from snapstream.models.decoder import Decoder
+from snapstream.models.layers import bias_of_sum
+from snapstream.models.panels import PanelMatrix
+from snapstream.models.rope import Rope
+
+# The weights of a decoder as the library of looped steps is handed them: structs of addresses and sizes.
+#
+# Of a rank they are its share. Invariant: nothing is copied, so the decoder must outlive the structs.
+# ``decode_looped.py`` makes an engine of them; ``kernels/cpu/looped/abi.h`` says what the fields mean.
+
+_STACKS = ("embed", "qkv", "o", "gate_up", "down")
+_NORMS = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm")
+
+
+def panels_of(decoder: Decoder, role: str) -> PanelMatrix:
+    """A matrix role; ValueError for one in another form."""
+    weights = decoder.weights
+    found = weights.lm_head if role == "lm_head" else weights.matrices[role]
+    if not isinstance(found, PanelMatrix):
+        raise ValueError(f"executor 'looped' reads weights in panels, and {role} is stored row by row")
+    return found
+
+
+def model_of(decoder: Decoder) -> Model:
+    """All of a decoder."""
+    config, vectors, group = decoder.share, decoder.weights.vectors, decoder.group
+    biases = {
+        "qkv": vectors.get("qkv_bias"), "gate_up": vectors.get("gate_up_bias"),
+        "o": bias_of_sum(vectors.get("o_bias"), group), "down": bias_of_sum(vectors.get("down_bias"), group),
+    }  # fmt: skip
+    rope = Rope(config.rope, config.rope_dim, "cpu")
+    is_dynamic = config.rope.kind == "dynamic"
+    model = Model(
+        layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim, inner=config.intermediate_size, vocab=config.vocab_size,
+        head=panels_of(decoder, "lm_head").stack, frequencies=address(rope.frequencies), rope_scale=rope.scale,
+        rotated=config.rope.rotary_dim(config.rope_dim), eps=config.rms_norm_eps,
+        dynamic_original=config.rope.original_max_position if is_dynamic else 0,
+        dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
+        mixture=_mixture(decoder), latent=_latent(decoder),
+        **{role: _stack(decoder, role) for role in _STACKS},
+        **{name: address(vectors.get(name)) for name in _NORMS},
+        **{f"{role}_bias": address(bias) for role, bias in biases.items()},
+    )  # fmt: skip
+    model.kept = rope
+    return model
+
+
+def _stack(decoder: Decoder, role: str) -> Stack:
+    """Zeros for a role that the model does not have."""
+    return panels_of(decoder, role).stack if role in decoder.weights.matrices else Stack()
+
+
+def _mixture(decoder: Decoder) -> Mixture:
+    moe, vectors = decoder.share.moe, decoder.weights.vectors
+    if moe is None:
+        return Mixture()
+    return Mixture(
+        gate_up=_stack(decoder, "experts_gate_up"), down=_stack(decoder, "experts_down"),
+        shared_gate_up=_stack(decoder, "shared_gate_up"), shared_down=_stack(decoder, "shared_down"),
+        router=address(vectors["router"]), correction=address(vectors.get("router_bias")), experts=moe.num_experts,
+        top_k=moe.top_k, inner=moe.inner, shared_inner=moe.shared_inner, first_layer=moe.first_dense,
+        groups=moe.num_groups, top_groups=moe.top_groups, best_of_group=2 if moe.group_score == "top2" else 1,
+        is_sigmoid=moe.scoring == "sigmoid", normalises=moe.normalise, scale=moe.scale,
+        first_held=moe.own.start, held=len(moe.own),
+    )  # fmt: skip
+
+
+def _latent(decoder: Decoder) -> Latent:
+    latent, weights = decoder.share.latent, decoder.weights
+    if latent is None:
+        return Latent()
+    return Latent(
+        q_a=_stack(decoder, "q_a"), q=_stack(decoder, "q"), kv_a=_stack(decoder, "kv_a"),
+        q_a_norm=address(weights.vectors.get("q_a_norm")), c_norm=address(weights.vectors["kv_a_norm"]),
+        up=address(weights.matrices["kv_b"].dense()), q_rank=latent.q_rank or 0, rank=latent.kv_rank,
+        nope_dim=latent.nope_dim, rope_dim=latent.rope_dim, value_dim=latent.value_dim,
+        factor=latent.softmax_scale * latent.latent_dim**0.5,
+    )  # fmt: skip
+
+
+# The draw of a looped step: a token for each row from its logits, by the engine's own pool (``looped/sampling.h``).
+#
+# ``exec/sampling.py`` is its definition, and says what a token depends on; this is the same in C++, row by row, over
+# the same state; log-probabilities equal the definition's to rounding. Next: ``decode_looped.py``.
+
+
+class NativeDraw:
+    """``sampler.sample``, and with it ``Rows.advance``, in one call. Rows of a call are distinct."""
+
+    def __init__(self, pool: ThreadPool, state: SamplingState, rows: Rows, max_batch: int) -> None:
+        """``state`` and ``rows`` lie on the CPU and keep their addresses."""
+        self._pool, self._kept = pool, (state, rows)
+        self._places = min(pool.num_threads, max_batch)
+        self._workspace = torch.empty(self._places * pool.library.sampling_bytes(state.vocab_size), dtype=torch.uint8)
+        counters = {name: getattr(rows, name) for name in ("last_token", "num_tokens", "next_position")}
+        addresses = {name: address(tensor) for name, tensor in (state.tensors() | counters).items()}
+        self._sampling = Sampling(
+            vocab=state.vocab_size, num_stop_ids=state.stop_ids.shape[1], num_bias=state.bias_ids.shape[1], **addresses
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of all threads that draw."""
+        return self._workspace.nbytes
+
+    def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """A token for each of ``rows [B]`` int64 from ``logits [B, V]`` fp32, of which there may be any number; they
+        are fed it and go on.
+        """
+        return self._call(logits, rows, needs, feeds=True)
+
+    def sample(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """See ``OwnSampler``: rows are not fed what they draw."""
+        return self._call(logits, rows, needs, feeds=False)
+
+    def _call(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds, *, feeds: bool) -> Sampled:
+        tokens, reported = torch.empty_like(rows), self._room(len(rows), needs)
+        logprobs, top_ids, top_logprobs = reported or (None, None, None)
+        call = Draw(
+            rows=address(rows), logits=address(logits), tokens=address(tokens), logprobs=address(logprobs),
+            top_ids=address(top_ids), top_logprobs=address(top_logprobs), batch=len(rows),
+            num_top=0 if top_ids is None else top_ids.shape[1], bias=needs.bias, min_tokens=needs.min_tokens,
+            penalties=needs.penalties, grammar=needs.grammar, feeds=feeds,
+        )  # fmt: skip
+        pool = self._pool
+        pool.library.draw(pool.handle, byref(self._sampling), byref(call), address(self._workspace), self._places)
+        return Sampled(tokens, logprobs, top_ids, top_logprobs)
+
+    def _room(self, batch: int, needs: SamplingNeeds) -> tuple[Tensor, Tensor, Tensor] | None:
+        """For log-probabilities, where any are asked for."""
+        if needs.num_logprobs is None:
+            return None
+        num_top = min(needs.num_logprobs, self._sampling.vocab)
+        return torch.empty(batch), torch.empty(batch, num_top, dtype=torch.int64), torch.empty(batch, num_top)
+
+
+_GREEDY = SamplingNeeds()
+
+
+class LoopedDecode:
+    """A ``DecodeStep`` on a CPU. ValueError for a model or rows that the library cannot run.
+
+    A step is a RuntimeError where another rank has gone.
+    """
+
+    def __init__(self, parts: StepParts, num_threads: int | None = None) -> None:
+        """``num_threads`` is torch's unless given."""
+        config = parts.config
+        problem = why_not_looped_cpu(parts.decoder.config, dtype=config.dtype, device=config.device)
+        problem = problem or why_not_looped_ranks(config.parallel)
+        if problem is not None:
+            raise ValueError(f"executor 'looped': {problem}")
+        self._max_rows, vocab_size = parts.config.max_rows, parts.decoder.config.vocab_size
+        library = panels_of(parts.decoder, "o").library
+        self.pool = ThreadPool(library, num_threads or torch.get_num_threads())
+        model, rows = model_of(parts.decoder), _rows(parts)
+        floats = workspace_floats(self.pool, model, rows, self._max_rows)
+        ranks, shared = None, None
+        if parts.decoder.group.size > 1:
+            ranks, shared = _meeting(parts.decoder.group, library, model, self._max_rows)
+        self.engine = NativeEngine(self.pool, model, rows, self._max_rows, torch.empty(floats), ranks)
+        self.shared = shared  # where ranks meet (threads.h); None for one
+        self._kept = parts, model, rows  # whose addresses the library has
+        # [max_rows, V]; of several ranks one for all: each writes the scores of its own tokens.
+        num_logits = self._max_rows * vocab_size
+        logits = torch.empty(num_logits) if shared is None else shared[-4 * num_logits :].view(torch.float32)
+        self._logits = logits.view(self._max_rows, vocab_size)
+        self._sampler = NativeDraw(self.pool, parts.sampling, parts.rows, self._max_rows)
+        self._fed: Tensor | None = None  # whose address the step has
+        self._step = Step(logits=address(self._logits), first=0, last=self.num_stages)
+
+    @property
+    def num_stages(self) -> int:
+        """Of a step: parts between two barriers."""
+        return self.engine.num_stages
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What stages hand each other, and what draws need."""
+        return self.engine.workspace_bytes + self._sampler.workspace_bytes
+
+    def warm_up(self, progress: bool) -> None:
+        """Nothing is left to be made."""
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.close()
+
+    def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """See ``EagerDecode.step``; ``rows [B]`` int64, distinct, B at most ``max_rows``."""
+        if needs != _GREEDY:
+            return self._sampler.draw(self.logits(rows), rows, needs)
+        tokens = torch.empty_like(rows)
+        self._run(rows, tokens)
+        return Sampled(tokens)
+
+    def sample(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """See ``OwnSampler``."""
+        return self._sampler.sample(logits, rows.contiguous(), needs)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """See ``EagerDecode.logits``; overwritten by the next step."""
+        self._run(rows, None)
+        return self._logits[: len(rows)]
+
+    def _run(self, rows: Tensor, tokens: Tensor | None) -> None:
+        step = self._step
+        if rows is not self._fed:  # most steps feed the rows of the one before
+            if len(rows) > self._max_rows:
+                raise ValueError(f"{len(rows)} rows in a step; this engine has {self._max_rows}")
+            step.rows, step.batch, self._fed = address(rows), len(rows), rows
+        step.tokens = address(tokens)
+        self.engine.run(step)
+
+
+def _meeting(group: Group, library: Library, model: Model, max_rows: int) -> tuple[Ranks, Tensor]:
+    """This rank among all, and the memory in which they meet; a collective."""
+    num_bytes = shared_bytes(library, model, group.size, max_rows)
+    shared = group.share_memory(num_bytes)
+    waits = shared is not None
+    if shared is None:
+        shared = torch.zeros(num_bytes, dtype=torch.uint8)
+    return Ranks(shared=address(shared), rank=group.rank, size=group.size, waits=waits), shared
+
+
+def _rows(parts: StepParts) -> RowTable:
+    cache, state = parts.cache, parts.rows
+    queries = None if parts.queries is None else parts.queries.buffer
+    heads, slots = cache.heads, None if cache.heads is None else cache.heads.slots
+    return RowTable(
+        last_token=address(state.last_token), num_tokens=address(state.num_tokens),
+        next_position=address(state.next_position), ring_start=address(state.ring_start),
+        capacity=address(state.capacity), num_sampled=address(parts.sampling.num_sampled), keys=address(cache.k),
+        values=None if cache.spec.values_are_keys else address(cache.v),
+        key_scales=address(cache.k_scale), value_scales=address(cache.v_scale),
+        queries=address(queries), kept_queries=0 if queries is None else queries.shape[2],
+        head_starts=address(None if heads is None else heads.starts),
+        head_ends=address(None if heads is None else heads.ends),
+        head_behind=address(None if heads is None else heads.behind),
+        row_slots=0 if slots is None else slots.row_slots, ring=parts.config.budget.num_recent,
+        num_rows=cache.num_rows + 1, slots=cache.capacity if slots is None else slots.widest.capacity,
+        format=FORMATS[str(cache.k.dtype).removeprefix("torch.")],
+    )  # fmt: skip

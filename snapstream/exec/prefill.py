@@ -1,0 +1,258 @@
+"""Prefill jobs: packed prompts go through the layers, and their rows are written as each layer ends.
+
+Of a prompt that begins with blocks of the prefix store only the rest is computed: before each layer ``prefix_store.py``
+copies the blocks into staging. Rows are always written from the whole prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from snapstream.config import EngineConfig, KVBudget
+from snapstream.exec.eager import DecodeStep, OwnSampler
+from snapstream.exec.prefix_store import PrefixMover
+from snapstream.exec.reselection import Reselector
+from snapstream.exec.results import Finished, RowGrammars, Stopwatch, SubmittedStep
+from snapstream.exec.rows import Counters, Rows
+from snapstream.exec.sampling import sample
+from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
+from snapstream.kernels.backends.autotune import PrefillAttention
+from snapstream.kernels.memory import upload
+from snapstream.kv import layout
+from snapstream.kv.cache import KVCache
+from snapstream.kv.compress import all_kept, kept_positions, write_rows
+from snapstream.models.decoder import Decoder
+from snapstream.models.prefill import LayerPass, PassTokens
+from snapstream.models.views import StagingBuffers
+from snapstream.step import JobSpec, PrefillEntry
+from snapstream.types import SamplingParams
+
+
+class RowWriter:
+    """Writes prompts into their rows, layer by layer, as they are prefilled.
+
+    All that depends on the one rule of a request (budget, selector, re-selection) is here: to write other rows from the
+    same prefill, replace the writer (``evals/shared.py``).
+    """
+
+    def __init__(self, cache: KVCache, config: EngineConfig, reselector: Reselector | None = None) -> None:
+        self.cache, self.config, self.reselector = cache, config, reselector
+
+    def num_queries(self, entry: PrefillEntry) -> int:
+        """How many of the last queries of a prompt ``write`` needs; 0 where nothing is selected."""
+        prompt_len = len(entry.token_ids)
+        if not any(layout.candidates(budget, prompt_len) for budget in self._budgets(entry)):
+            return 0
+        return entry.selector.num_queries(prompt_len)
+
+    def write(
+        self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, values: Tensor
+    ) -> Tensor | None:
+        """Write one layer of a prompt: ``queries [w, H, E]``, ``keys, values [G, N, E]``.
+
+        With data-parallel attention each rank writes its own rows, but all choose together what is kept. Returns the
+        kept positions of all heads ``[n]`` (``kv/compress.py``) if the request asks for them and anything is evicted.
+        """
+        prompt_len = keys.shape[1]
+        kept = write_rows(
+            self.cache, layer, self.cache.own(entry.rows), keys, values, queries, entry.budget, entry.selector
+        )
+        asked = self._budget_of_other_ranks(layer, prompt_len)
+        if asked is not None:
+            kept_positions(queries, keys, layer, asked, entry.selector, self.cache.kernels)
+        if self.reselector is not None:
+            self.reselector.keep_votes(layer, entry, queries, keys, kept)
+        if not entry.sampling.return_kept:
+            return None
+        if not any(layout.is_compressed(budget, prompt_len) for budget in self._budgets(entry)):
+            return None
+        return all_kept(kept, self.cache.spans(layer, entry.budget), prompt_len, keys.device)
+
+    def counters(self, entry: PrefillEntry) -> list[Counters]:
+        """Counters of each of the entry's rows, which hold the whole prompt now."""
+        widest = entry.budget if self.config.heads is None else self.config.heads.widest
+        own = Rows.entry(len(entry.token_ids), entry.next_position, widest)
+        return [own] * len(entry.rows)
+
+    def admit(self, entry: PrefillEntry) -> None:
+        """The entry's rows go over to decode."""
+        if self.reselector is not None:
+            self.reselector.admit(entry, self.config.reselection)
+
+    def _budgets(self, entry: PrefillEntry) -> Collection[KVBudget]:
+        """The distinct budgets of kv heads, on all ranks."""
+        return (entry.budget,) if self.config.heads is None else self.config.heads.distinct
+
+    def _budget_of_other_ranks(self, layer: int, prompt_len: int) -> KVBudget | None:
+        """Ranks that share kv heads sum their attention scores in one collective: the budget of a head for which other
+        ranks select, where this rank has nothing to select.
+        """
+        heads = self.config.heads
+        if heads is None or self.config.parallel.size <= len(heads.topk[0]):
+            return None  # kv heads are whole on a rank
+        (own,) = self.cache.spans(layer, self.config.budget)
+        if layout.candidates(own.budget, prompt_len):
+            return None
+        return next((budget for budget in heads.budgets[layer] if layout.candidates(budget, prompt_len)), None)
+
+
+class FirstTokens:
+    """Samples the first token of every row whose prompt was prefilled, here or by another engine.
+
+    Invariant: it depends on the prompt's last hidden state and on nothing else of the prefill engine; sampling,
+    grammars and seeds are those of the decode engine.
+    """
+
+    def __init__(
+        self, decoder: Decoder, rows: Rows, sampling: SamplingState, grammars: RowGrammars, writer: RowWriter
+    ) -> None:
+        self._decoder, self._rows, self._sampling = decoder, rows, sampling
+        self._grammars, self._writer = grammars, writer
+        model = decoder.config
+        # Some checkpoints name end tokens that their vocabulary does not have; they can never be drawn.
+        self._end_ids = tuple(token for token in model.eos_token_ids if 0 <= token < model.vocab_size)
+        self.params: dict[int, SamplingParams] = {}  # by row: which variant of the sampler a batch needs
+        self._sampler: OwnSampler | None = None
+
+    def use_decode(self, decode: DecodeStep) -> None:
+        """Draw as ``decode`` does from now on; both ways draw the same tokens."""
+        self._sampler = decode if isinstance(decode, OwnSampler) else None
+
+    def draw(self, prompts: Sequence[Finished], hidden: Tensor, step: SubmittedStep) -> None:
+        """``hidden [P, D]``: of the last token of each prompt, whose rows are written; none may be missing."""
+        table: list[tuple[int, ...]] = []  # per row: itself, index of its prompt, counters
+        new: list[NewRow] = []
+        for index, prompt in enumerate(prompts):
+            entry = prompt.entry
+            ends = () if entry.sampling.ignore_eos else self._end_ids
+            stop_ids = (*ends, *entry.sampling.stop_token_ids)
+            for row, seed, counters in zip(entry.rows, entry.seeds, self._writer.counters(entry), strict=True):
+                self.params[row] = entry.sampling
+                table.append((row, index, *counters))
+                new.append(NewRow(row, entry.sampling, seed, entry.token_ids, stop_ids))
+        uploaded = upload(table, torch.int64, self._decoder.device)  # [rows, 6]
+        rows, source = uploaded[:, 0], uploaded[:, 1]
+        self._rows.admit(rows, uploaded[:, 2:])
+        self._sampling.set_rows(new)
+        for prompt in prompts:
+            self._grammars.admit(prompt.entry)
+            self._writer.admit(prompt.entry)
+        params = [entry.sampling for entry in new]
+        logits, needs = self._decoder.logits(hidden)[source], SamplingNeeds.of(params)  # [rows, V]
+        if self._sampler is not None:
+            sampled = self._sampler.sample(logits, rows, needs)
+        else:
+            sampled = sample(logits, self._sampling, rows, needs)
+        self._rows.feed(rows, sampled.token_ids)
+        self._grammars.follow([entry.row for entry in new], step.add_prefilled(sampled, params, prompts), step)
+
+
+class PromptProgress:
+    """What a job remembers of one prompt from unit to unit."""
+
+    def __init__(self, entry: PrefillEntry, job_start: int, device: torch.device) -> None:
+        self.entry = entry
+        self.prompt_len = len(entry.token_ids)
+        self.job_start = job_start  # first token, counted in the job
+        self.compress_time = Stopwatch(device)
+        self.kept: list[Tensor] = []  # per layer [n], if asked for
+
+
+class PrefillJob:
+    """One ``JobSpec`` on the device. ``run_unit`` must be called for units 0, 1, 2, ... in order."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        decoder: Decoder,
+        buffers: StagingBuffers,
+        writer: RowWriter,
+        chunk_len: int,
+        attention: PrefillAttention,
+        mover: PrefixMover | None = None,
+        send: Callable[[int, PrefillEntry], None] = lambda layer, entry: None,
+    ) -> None:
+        """``mover`` is needed by prompts that have anything to do with the prefix store; ``send`` is called when a
+        layer of a row that goes to another engine is written."""
+        self.spec, self._writer, self._mover, self._send = spec, writer, mover, send
+        device = buffers.hidden.device
+        starts = accumulate((len(entry.token_ids) - entry.num_restored for entry in spec.entries), initial=0)
+        self.prompts = [
+            PromptProgress(entry, start, device) for entry, start in zip(spec.entries, starts, strict=False)
+        ]
+        tokens = PassTokens(
+            token_ids=upload(
+                [i for entry in spec.entries for i in entry.token_ids[entry.num_restored :]], torch.int64, device
+            ),
+            positions=torch.cat([_positions(entry, device) for entry in spec.entries]),
+            seq_lens=torch.cat(
+                [
+                    torch.full((len(entry.token_ids) - entry.num_restored,), entry.next_position, device=device)
+                    for entry in spec.entries
+                ]
+            ),
+            prompt_lens=[prompt.prompt_len for prompt in self.prompts],
+            num_queries=[writer.num_queries(entry) for entry in spec.entries],
+            staging_start=spec.staging_start,
+            num_restored=[entry.num_restored for entry in spec.entries],
+        )
+        self.token_ids = tokens.token_ids  # [N]
+        wants_all = any(entry.sampling.prompt_logprobs is not None for entry in spec.entries)
+        self._pass = LayerPass(
+            decoder,
+            buffers,
+            tokens,
+            spec.chunk_len or chunk_len,
+            attention,
+            self._layer_done,
+            "all" if wants_all else "last",
+        )
+
+    @property
+    def hidden(self) -> Tensor:
+        """Hidden states ``[N, D]`` of the packed prompts."""
+        return self._pass.hidden
+
+    @property
+    def is_done(self) -> bool:
+        return self._pass.is_done
+
+    def last_hidden(self) -> Tensor:
+        """Hidden states ``[prompts, D]`` after the last layer, of the last token of each prompt."""
+        return self._pass.last_hidden()
+
+    def run_unit(self, unit: int) -> None:
+        """One chunk through one layer; its last chunk writes that layer of the rows. RuntimeError out of order."""
+        if unit != self._pass.next_unit:
+            raise RuntimeError(f"job {self.spec.job_id}: unit {unit} was planned, unit {self._pass.next_unit} is next")
+        if self._pass.new_layer is not None:
+            self._restore(self._pass.new_layer)
+        self._pass.run_unit(unit)
+
+    def _restore(self, layer: int) -> None:
+        for index, prompt in enumerate(self.prompts):
+            if self._mover is not None:
+                self._mover.place(self.spec, prompt.entry, layer, *self._pass.staged(index))
+
+    def _layer_done(self, prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        own = self.prompts[prompt]
+        if self._mover is not None:
+            self._mover.save(self.spec, own.entry, layer, keys, values)
+        own.compress_time.start()
+        kept = self._writer.write(layer, own.entry, queries, keys, values)
+        if kept is not None:
+            own.kept.append(kept)
+        own.compress_time.stop()
+        if own.entry.is_sent:
+            self._send(layer, own.entry)
+
+
+def _positions(entry: PrefillEntry, device: torch.device) -> Tensor:
+    """Positions ``[n]`` of a prompt's computed tokens in their text."""
+    if entry.positions is None:
+        return torch.arange(entry.num_restored, len(entry.token_ids), device=device)
+    return upload(entry.positions, torch.int64, device)

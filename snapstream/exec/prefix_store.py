@@ -1,0 +1,235 @@
+"""Moves keys and values between the prefix store and the staging buffers, one layer of a prompt at a time.
+
+``place`` copies cached blocks into staging before a layer's first chunk; ``save`` fills new blocks once the layer is
+complete. Invariant: after ``place`` staging holds, bit for bit, what the prefill that filled the blocks had staged.
+
+On a CPU both are plain copies (``PrefixMover``). On a GPU the copies overlap the computation (``DeviceMover``):
+
+            host blocks --side stream--> bounce buffer --compute stream--> staging       layer l + 1 while l computes
+            host blocks <--side stream-- bounce buffer <--compute stream-- staging       layer l while l + 1 computes
+
+The bounce buffer has a place for every block of the staging pool, so every block of a job keeps its own place as long
+as the job's tokens are staged. The compute stream waits for a copy only where the link is slower than the computation;
+the scheduler plans no chunk of such a job until ``is_ready``, so that other jobs need not wait. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from snapstream.kv.prefix_store import PrefixBlocks
+from snapstream.step import JobSpec, PrefillEntry, PrefixMoves
+
+Mark = Any  # a point in a stream
+
+
+class SideStream(Protocol):
+    """An in-order queue of copies that overlaps the compute stream; tests replace it to delay copies."""
+
+    def now(self) -> Mark:
+        """What the compute stream has been given so far."""
+        ...
+
+    def run(self, work: Callable[[], None], after: Mark) -> Mark:
+        """Queue work behind a mark of the compute stream; a mark of its end."""
+        ...
+
+    def hold(self, mark: Mark) -> None:
+        """Let the compute stream wait for a mark; the host goes on."""
+        ...
+
+    def is_done(self, mark: Mark) -> bool: ...
+
+    def wait(self, mark: Mark) -> None:
+        """Let the host wait for a mark."""
+        ...
+
+
+class CudaSideStream:
+    """The side stream of the current GPU."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def now(self) -> Mark:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def run(self, work: Callable[[], None], after: Mark) -> Mark:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            work()
+            event = torch.cuda.Event()
+            event.record()
+        return event
+
+    def hold(self, mark: Mark) -> None:
+        torch.cuda.current_stream().wait_event(mark)
+
+    def is_done(self, mark: Mark) -> bool:
+        return bool(mark.query())
+
+    def wait(self, mark: Mark) -> None:
+        mark.synchronize()
+
+
+class PrefixMover:
+    """Copies on the host; ``keys, values [G, n, E]`` are a prompt's range of the staging buffers."""
+
+    def __init__(self, blocks: PrefixBlocks) -> None:
+        self.blocks = blocks
+
+    def open(self, job: JobSpec) -> None:
+        """A job is about to begin."""
+
+    def is_ready(self, job_id: int) -> bool:
+        """Whether the cached blocks of a job's next layer have been copied."""
+        return True
+
+    def close(self, job_id: int, *, is_done: bool) -> None:
+        """A job has ended or was dropped, perhaps before it was opened here."""
+
+    def place(self, job: JobSpec, entry: PrefillEntry, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Copy the cached blocks of a layer of a prompt into staging."""
+        moves = entry.prefix
+        if moves is None:
+            return
+        for own, block in zip(_pieces(moves, 0, len(moves.restored)), moves.restored, strict=True):
+            stored_keys, stored_values = self.blocks.layer(block, layer)
+            keys[:, own].copy_(stored_keys)
+            if stored_values is not None:
+                values[:, own].copy_(stored_values)
+
+    def save(self, job: JobSpec, entry: PrefillEntry, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill the prompt's blocks of a layer."""
+        moves = entry.prefix
+        if moves is None:
+            return
+        for own, block in zip(_pieces(moves, moves.first_saved, len(moves.saved)), moves.saved, strict=True):
+            stored_keys, stored_values = self.blocks.layer(block, layer)
+            stored_keys.copy_(keys[:, own])
+            if stored_values is not None:
+                stored_values.copy_(values[:, own])
+
+
+def _pieces(moves: PrefixMoves, first: int, count: int) -> Iterator[slice]:
+    """Tokens of ``count`` blocks of a prompt."""
+    for index in range(first, first + count):
+        yield slice(index * moves.block_len, (index + 1) * moves.block_len)
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """Copies of one prompt that may be under way."""
+
+    first_place: int  # of its first block in the bounce buffer
+    loaded: Mark = None  # the next layer's restored blocks have come
+    saved: Mark = None  # the last layer's saved blocks have gone
+
+
+class DeviceMover(PrefixMover):
+    """A mover with a bounce buffer for ``pool_tokens`` staged tokens."""
+
+    def __init__(self, blocks: PrefixBlocks, pool_tokens: int, device: torch.device | str, side: SideStream) -> None:
+        super().__init__(blocks)
+        spec, size = blocks.spec, blocks.block_len
+        self._side = side
+        self.bounce = torch.empty(  # [blocks, numbers of a block in a layer]
+            (num_places(pool_tokens, size), size * spec.token_size), dtype=getattr(torch, spec.dtype), device=device
+        )
+        self._traffic: dict[int, dict[str, _Traffic]] = {}  # by job and request
+
+    def open(self, job: JobSpec) -> None:
+        """Begin to load the first layer of a job's prompts."""
+        start = job.staging_start
+        for entry in job.entries:
+            if entry.prefix is not None:
+                traffic = _Traffic(-(-start // self.blocks.block_len))
+                self._traffic.setdefault(job.job_id, {})[entry.request_id] = traffic  # noted before anything is copied
+                if entry.prefix.restored:
+                    traffic.loaded = self._load(entry.prefix, traffic, 0)
+            start += len(entry.token_ids)
+
+    def is_ready(self, job_id: int) -> bool:
+        """Whether no copy that the job's next layer needs is under way; a job that is not open yet is not."""
+        marks = [m for one in self._traffic.get(job_id, {}).values() for m in (one.loaded, one.saved) if m is not None]
+        return job_id in self._traffic and all(self._side.is_done(mark) for mark in marks)
+
+    def place(self, job: JobSpec, entry: PrefillEntry, layer: int, keys: Tensor, values: Tensor) -> None:
+        moves = entry.prefix
+        if moves is None or not moves.restored:
+            return
+        traffic = self._traffic[job.job_id][entry.request_id]
+        self._side.hold(traffic.loaded)
+        for staged, bounced in self._pairs(keys, values, traffic.first_place, 0, len(moves.restored)):
+            staged.copy_(bounced)
+        if layer + 1 < self.blocks.spec.num_layers:
+            traffic.loaded = self._load(moves, traffic, layer + 1)
+
+    def save(self, job: JobSpec, entry: PrefillEntry, layer: int, keys: Tensor, values: Tensor) -> None:
+        moves = entry.prefix
+        if moves is None or not moves.saved:
+            return
+        traffic = self._traffic[job.job_id][entry.request_id]
+        if traffic.saved is not None:
+            self._side.hold(traffic.saved)  # the layer before has left the bounce buffer
+        for staged, bounced in self._pairs(keys, values, traffic.first_place, moves.first_saved, len(moves.saved)):
+            bounced.copy_(staged)
+        first = traffic.first_place + moves.first_saved
+
+        def copy_out() -> None:
+            for place, block in enumerate(moves.saved, start=first):
+                self.blocks.whole(block)[layer].copy_(self.bounce[place], non_blocking=True)
+
+        traffic.saved = self._side.run(copy_out, self._side.now())
+
+    def close(self, job_id: int, *, is_done: bool) -> None:
+        """As above. Waits for the job's copies: on the compute stream, or on the host for a dropped job, whose blocks
+        may be reused at once.
+        """
+        for traffic in self._traffic.pop(job_id, {}).values():
+            for mark in (traffic.loaded, traffic.saved):
+                if mark is not None:
+                    self._side.hold(mark) if is_done else self._side.wait(mark)
+
+    def _load(self, moves: PrefixMoves, traffic: _Traffic, layer: int) -> Mark:
+        def copy_in() -> None:
+            for place, block in enumerate(moves.restored, start=traffic.first_place):
+                self.bounce[place].copy_(self.blocks.whole(block)[layer], non_blocking=True)
+
+        return self._side.run(copy_in, self._side.now())
+
+    def _pairs(self, keys: Tensor, values: Tensor, place: int, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
+        """``count`` blocks of a prompt, from its block ``first`` on: views ``[n, G, block_len, E]`` of staging and of
+        the bounce buffer; keys, and values unless keys hold them.
+        """
+        spec, size = self.blocks.spec, self.blocks.block_len
+        own = self.bounce[place + first : place + first + count]  # [n, numbers]
+        tokens = slice(first * size, (first + count) * size)
+        num_keys = size * spec.key_size
+        shape = (spec.num_kv_heads, size, spec.key_dim)
+        pairs = [(keys[:, tokens].unflatten(1, (count, size)).transpose(0, 1), own[:, :num_keys].unflatten(1, shape))]
+        if not spec.values_are_keys:
+            shape = (spec.num_kv_heads, size, spec.value_dim)
+            pairs.append(
+                (values[:, tokens].unflatten(1, (count, size)).transpose(0, 1), own[:, num_keys:].unflatten(1, shape))
+            )
+        return pairs
+
+
+def make_mover(blocks: PrefixBlocks, pool_tokens: int, device: torch.device) -> PrefixMover:
+    """The mover of a device."""
+    if device.type != "cuda":
+        return PrefixMover(blocks)
+    return DeviceMover(blocks, pool_tokens, device, CudaSideStream())
+
+
+def num_places(pool_tokens: int, block_len: int) -> int:
+    """Blocks of the bounce buffer of a staging pool; a job's first token is rounded up to a block."""
+    return -(-pool_tokens // block_len)

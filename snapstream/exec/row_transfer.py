@@ -1,0 +1,111 @@
+"""KV transfer: one layer of a row as bytes, for the decode engine, and back into rows there.
+
+    of each kv head:  K scale | V scale | votes [K] | keys [n, E] | values [n, E']           n = min(N, C) slots
+
+Scales are there in formats that have them, per slot ``[n]`` each; votes if rows re-select; values unless they are a
+part of the keys. Invariant: ``place`` after ``take`` gives the rows bit for bit what the first row had, however many
+ranks either engine has: whole rows are sent. With tensor parallelism the ranks gather and scatter kv heads, with
+data-parallel attention the owner of a row broadcasts it; all ranks must make the same calls in the same order.
+``disaggregation/protocol.py`` has the sizes (``RowSizes``). With per-head budgets n and K differ between heads, and a
+layer is one run of bytes; this needs a single device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from snapstream.exec.reselection import Reselector
+from snapstream.exec.results import Arriving
+from snapstream.kv import layout
+from snapstream.kv.cache import KVCache
+from snapstream.models.decoder import Decoder
+from snapstream.step import KVReceived, PrefillEntry
+
+
+class RowParts:
+    """Reads and writes layers of the rows of one cache as bytes."""
+
+    def __init__(self, cache: KVCache, reselector: Reselector | None, decoder: Decoder) -> None:
+        self._cache, self._votes = cache, None if reselector is None else reselector.votes
+        self._decoder, self._group = decoder, decoder.group
+        self._num_heads = decoder.whole_kv_spec().num_kv_heads  # G
+        first = self._group.rank * self._num_heads // self._group.size
+        self._own = slice(first, first + cache.spec.num_kv_heads)
+        if cache.heads is not None:
+            self._num_heads, self._own = 1, slice(0, 1)
+
+    def take(self, layer: int, entry: PrefillEntry) -> Tensor:
+        """A copy of a layer of the entry's first row, ``[G, B]`` bytes; on every rank that of all kv heads.
+
+        Where kv heads have budgets of their own, ``[1, B]``.
+        """
+        partition = self._cache.partition
+        if partition is None:
+            return self._decoder.all_kv_heads(self._bytes(layer, entry.rows[0], entry), 0)
+        row = next(iter(partition.own(entry.rows[:1])), self._cache.padding_row)
+        return self._group.broadcast(self._bytes(layer, row, entry), partition.owner(entry.rows[0]))
+
+    def place(self, layer: int, entry: PrefillEntry, part: bytearray | None) -> None:
+        """Put a layer into each of the entry's rows; rank 0 has the ``part``, of all kv heads."""
+        device, some_row = self._cache.k.device, self._cache.padding_row
+        num_bytes = sum(piece.nbytes for piece in self._pieces(layer, some_row, entry))  # of the rank's own heads
+        shape = (self._num_heads, num_bytes // (self._own.stop - self._own.start))
+        if part is None:
+            data = torch.empty(shape, dtype=torch.uint8, device=device)  # [G, B]
+        else:
+            data = torch.frombuffer(part, dtype=torch.uint8).view(shape).to(device)
+        data = self._group.broadcast(data, 0)[self._own]
+        for row in self._cache.own(entry.rows):
+            start = 0
+            if self._votes is not None:
+                for span in self._cache.spans(layer, entry.budget):
+                    self._cache.slots(self._votes, layer, row, span).zero_()
+            for piece in self._pieces(layer, row, entry):
+                stop = start + piece[0].numel() * piece.element_size()
+                piece.copy_(data[:, start:stop].contiguous().view(piece.dtype).view(piece.shape))
+                start = stop
+
+    def hidden(self, rows: Sequence[KVReceived | None]) -> Tensor:
+        """Hidden states ``[P, D]`` of the last tokens of prompts; rank 0 has the received rows."""
+        dtype, device = self._decoder.dtype, self._decoder.device
+        data = torch.empty((len(rows), self._decoder.config.hidden_size * dtype.itemsize), dtype=torch.uint8)
+        for own, row in zip(data, rows, strict=True):
+            if row is not None:
+                own.copy_(torch.frombuffer(row.hidden, dtype=torch.uint8))
+        return self._group.broadcast(data.to(device), 0).view(dtype)
+
+    def _bytes(self, layer: int, row: int, entry: PrefillEntry) -> Tensor:
+        """A copy of what a rank has of a layer of one of its rows, ``[own kv heads, B]``."""
+        return torch.cat([_by_head(piece) for piece in self._pieces(layer, row, entry)], 1)
+
+    def _pieces(self, layer: int, row: int, entry: PrefillEntry) -> Iterator[Tensor]:
+        """Views of the row, ``[heads, ...]``, in the order of the wire."""
+        for span in self._cache.spans(layer, entry.budget):
+            num_slots = layout.num_visible(len(entry.token_ids), span.budget.capacity)
+            parts = self._cache.parts(layer, row, span)
+            for _, scale in parts:
+                if scale is not None:
+                    yield scale if scale.dim() == 1 else scale[:, :num_slots]
+            if self._votes is not None:
+                yield self._cache.slots(self._votes, layer, row, span)[:, : span.budget.num_topk]
+            for tokens, _ in parts:
+                yield tokens[:, :num_slots]
+
+
+def read_later(data: Tensor) -> Callable[[], memoryview]:
+    """The bytes of a tensor that does not change any more; the call waits for the device."""
+    arriving = Arriving(data.flatten())
+    return lambda: arriving.read()[0].numpy().data
+
+
+def hidden_bytes(hidden: Tensor) -> Callable[[], memoryview]:
+    """A hidden state ``[D]``, to be read later."""
+    return read_later(hidden.contiguous().view(torch.uint8).clone())
+
+
+def _by_head(piece: Tensor) -> Tensor:
+    """``[G, ...]`` as bytes, ``[G, B]``."""
+    return (piece.flatten(1) if piece.dim() > 1 else piece[:, None]).view(torch.uint8)

@@ -1,0 +1,362 @@
+"""Executes step plans on one device: opens prefill jobs, runs units, decodes rows.
+
+The runner owns everything that lives there: weights, rows, staging buffers, sampling state. It decides neither who runs
+next (``engine/`` does) nor what a layer computes (``models/`` does).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snapstream.config import EXECUTORS, EngineConfig, KVBudget
+from snapstream.exec.eager import MakeDecode, StepParts
+from snapstream.exec.prefill import FirstTokens, PrefillJob, PromptProgress, RowWriter
+from snapstream.exec.prefix_store import make_mover
+from snapstream.exec.reselection import RecentQueries, Reselector
+from snapstream.exec.results import Arriving, FinishedPrompt, PromptLogprobs, ReceivedPrompt, RowGrammars, SubmittedStep
+from snapstream.exec.row_transfer import RowParts, hidden_bytes, read_later
+from snapstream.exec.rows import Rows
+from snapstream.exec.sampling import prompt_logprobs
+from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.grammar import GrammarCompiler
+from snapstream.kernels.backends.autotune import PrefillAttention, choose
+from snapstream.kernels.backends.prefill import Case
+from snapstream.kernels.memory import upload
+from snapstream.kv import layout
+from snapstream.kv.cache import KVCache, RowPartition
+from snapstream.kv.compress import Budgets, of_all_heads, packed_bits, selected
+from snapstream.kv.prefix_store import PrefixBlocks, PrefixFiles
+from snapstream.models.decoder import Decoder
+from snapstream.models.views import StagingBuffers
+from snapstream.step import JobSpec, KVConnector, PrefillEntry, ReceivedRow, StepPlan
+from snapstream.types import Compression, SamplingParams
+
+# The rows of a decode step as an executor takes them: made when the batch changes, which most steps do not.
+#
+# Invariant: what is returned depends on the rows and their sampling parameters alone, and is never written to.
+
+
+class Batch(NamedTuple):
+    """One step's."""
+
+    rows: Tensor  # [B] int64, on the device
+    params: list[SamplingParams]
+    needs: SamplingNeeds
+
+
+class DecodeBatches:
+    """Makes them, and keeps the last one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: tuple[int, ...] | None = None
+        self._last: Batch | None = None
+
+    def of(self, rows: tuple[int, ...], params: Mapping[int, SamplingParams]) -> Batch:
+        """The batch of ``rows``; ``params`` are those of all rows that are in use."""
+        own = [params[row] for row in rows]
+        if self._last is None or rows != self._rows or own != self._last.params:
+            self._last = Batch(upload(rows, torch.int64, self._device), own, SamplingNeeds.of(own))
+            self._rows = rows
+        return self._last
+
+
+# Compiles the Triton kernels of prefill, compression and plain decode before a request needs them.
+#
+# Triton compiles a kernel at its first launch, once per combination of dtypes, sizes of the model and whether strides
+# are multiples of 16; the length of a prompt does not matter. So one short prompt that is compressed, through one
+# layer of the engine's own buffers into the padding row, compiles all that later prompts of any length will launch.
+# Captured decode has compiled its own kernels by then.
+
+logger = logging.getLogger(__name__)
+
+_BUDGET = KVBudget(num_sink=0, num_topk=1, num_recent=1)
+_MORE = 19  # prompt tokens beside those that vote: more than the budget holds
+
+
+@torch.inference_mode()
+def warm_up_kernels(
+    decoder: Decoder, cache: KVCache, buffers: StagingBuffers, config: EngineConfig, attention: PrefillAttention
+) -> None:
+    """Run a prompt of ``observation_len + 19`` tokens, or more than the smallest head holds, through the first layer,
+    and on to the first that has experts; writes to the padding row alone.
+    """
+    began = perf_counter()
+    if cache.capacity < _BUDGET.capacity:
+        return  # such a row selects nothing, and holds one token
+    num_tokens = config.selector.observation_len + _MORE
+    if config.heads is not None:
+        num_tokens = max(num_tokens, config.heads.least + 1)  # or no head would select
+    entry = PrefillEntry(
+        request_id="warm-up",
+        token_ids=(0,) * min(num_tokens, config.pool_tokens),
+        rows=(config.max_rows,),  # the padding row
+        seeds=(0,),
+        sampling=SamplingParams(),
+        budget=_BUDGET,
+        selector=config.selector,
+    )
+    spec = JobSpec(job_id=-1, staging_start=0, entries=(entry,))
+    job = PrefillJob(spec, decoder, buffers, RowWriter(cache, config), config.chunking.chunk_len, attention)
+    moe, num_layers = decoder.config.moe, decoder.config.num_layers
+    first_experts = 0 if moe is None else min(moe.layers(num_layers).start, num_layers - 1)
+    for unit in range((1 + first_experts) * job.spec.num_chunks(config.chunking.chunk_len)):
+        job.run_unit(unit)
+    decoder.logits(job.last_hidden())
+    logger.info("kernels of prefill and compression are ready after %.1f s", perf_counter() - began)
+
+
+# Prompt log-probabilities are taken for so many tokens at a time that their logits, in the storage dtype and in fp32,
+# and the softmax stay within what a prefill takes anyway: nothing sets memory aside for them.
+_LOGITS_TOKENS, _LOGITS_BYTES = 256, 64 * 2**20
+
+
+MakeTier = Callable[[PrefixBlocks], PrefixFiles]
+MakeWriter = Callable[[KVCache, EngineConfig, Reselector | None], RowWriter]
+
+
+class ModelRunner:
+    """The ``Runner`` of one device; with a decoder that is one rank's, that rank's part of every step."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        grammars: GrammarCompiler | None = None,
+        *,
+        make_decode: MakeDecode | None = None,
+        make_writer: MakeWriter = RowWriter,
+        make_tier: MakeTier | None = None,
+        on_unit: Callable[[], None] = lambda: None,
+        progress: bool = False,
+    ) -> None:
+        """``grammars`` is needed by requests that bring a grammar, and by no others; ``progress`` shows on stderr.
+
+        ``make_decode`` makes the decode step, by default that of ``config.executor``; ``make_writer`` the rows' writer,
+        ``make_tier`` the disk of the prefix store. ``on_unit`` is called whenever a piece of a prompt has been given to
+        the device: after that long at most, a runner that still works shows it.
+        """
+        self.decoder, self.config = decoder, config
+        model, device, dtype = decoder.config, decoder.device, decoder.dtype
+        spec = decoder.kv_spec(config.kv_dtype)
+        partition = RowPartition(config.max_rows, decoder.group.rank, decoder.group.size) if decoder.is_dealt else None
+        capacity = config.budget.capacity
+        heads = None if config.heads is None else config.heads.of_rank(decoder.group.rank, decoder.group.size)
+        self.cache = KVCache(spec, config.max_rows, capacity, device, decoder.kernels, partition, heads)
+        self.rows = Rows(config.max_rows, device)
+        self.buffers = StagingBuffers(spec, model.hidden_size, config.pool_tokens, dtype, device)
+        self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
+        case = Case.of_model(device, dtype, decoder.share)
+        self.prefill_attention = choose(config.prefill_attention, case)
+        logger.info(self.prefill_attention.describe())
+        queries = None
+        self.reselector: Reselector | None = None
+        if config.reselection is not None:
+            asking = replace(spec, num_heads=decoder.decode_heads)
+            queries = RecentQueries(asking, self.cache.num_rows, config.reselection.num_queries, dtype, device)
+            self.reselector = Reselector(self.cache, self.rows, queries, config.reselection, decoder.decode_kernels)
+        self.prefix_blocks: PrefixBlocks | None = None
+        if config.prefix_store is not None:
+            size, pins = config.prefix_store.block_len, device.type == "cuda"
+            self.prefix_blocks = PrefixBlocks(spec, config.prefix_blocks, size, pins=pins)
+        self.prefix_tier: PrefixFiles | None = None
+        if self.prefix_blocks is not None and make_tier is not None:
+            self.prefix_tier = make_tier(self.prefix_blocks)
+        self.mover = None if self.prefix_blocks is None else make_mover(self.prefix_blocks, config.pool_tokens, device)
+        self._on_unit = on_unit
+        self._writer = make_writer(self.cache, config, self.reselector)
+        self.step_parts = StepParts(
+            decoder=decoder, cache=self.cache, rows=self.rows, sampling=self.sampling, config=config, queries=queries
+        )
+        self._grammars = RowGrammars(grammars, self.sampling)
+        self.first = FirstTokens(decoder, self.rows, self.sampling, self._grammars, self._writer)
+        self._batches = DecodeBatches(device)
+        self._parts = RowParts(self.cache, self.reselector, decoder)
+        self._connector: KVConnector | None = None
+        self._jobs: dict[int, PrefillJob] = {}
+        self.use_decode(make_decode or EXECUTORS.get(config.executor), progress=progress)
+        if decoder.kernels.version == "triton":
+            warm_up_kernels(decoder, self.cache, self.buffers, config, self.prefill_attention)
+
+    def use_decode(self, make_decode: MakeDecode, *, progress: bool = False) -> None:
+        """Make and warm up another decode step over the same rows; for comparisons of executors."""
+        self.decode = make_decode(self.step_parts)
+        self.decode.warm_up(progress)
+        self.first.use_decode(self.decode)
+
+    @property
+    def num_jobs(self) -> int:
+        """Prefill jobs that are open."""
+        return len(self._jobs)
+
+    def connect(self, connector: KVConnector) -> None:
+        """Rows of entries with ``is_sent`` go there. Of several ranks only rank 0 has a connector."""
+        self._connector = connector
+
+    def is_ready(self, job_id: int) -> bool:
+        """Whether the next layer of an open job can run at once."""
+        return self.mover is None or self.mover.is_ready(job_id)
+
+    def close(self) -> None:
+        """See ``Runner.close``: nothing works beside it."""
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> SubmittedStep:
+        """Run a plan; on a GPU this returns before the device is done."""
+        try:
+            return self._run(plan)
+        except BaseException:  # Ctrl-C too: jobs of this plan cannot go on, and their prompts must not be kept
+            for job_id in (*(spec.job_id for spec in plan.opened_jobs), *(units.job_id for units in plan.units)):
+                with suppress(RuntimeError):  # a device that fails here has failed above
+                    self._drop(job_id)
+            raise
+
+    def _run(self, plan: StepPlan) -> SubmittedStep:
+        step = SubmittedStep(plan.step_id)
+        self._grammars.catch_up()
+        for job_id in plan.dropped_jobs:
+            self._drop(job_id)
+        for spec in plan.opened_jobs:
+            self._jobs[spec.job_id] = self._open_job(spec)
+            for entry in spec.entries:
+                self._grammars.prepare(entry)
+        for entry in plan.prepared:
+            self._grammars.prepare(entry)
+        if plan.received:
+            self._receive(plan.received, step)
+        for units in plan.units:
+            job = self._jobs[units.job_id]
+            for unit in range(units.first, units.first + units.count):
+                job.run_unit(unit)
+                self._on_unit()
+            if job.is_done:
+                if self.mover is not None:
+                    self.mover.close(job.spec.job_id, is_done=True)
+                self._finish_job(job, step)
+                del self._jobs[units.job_id]
+        if plan.decode_rows:
+            batch = self._batches.of(plan.decode_rows, self.first.params)
+            if self.reselector is not None:
+                self.reselector.before_step(plan.decode_rows)
+            copy = step.add_decoded(self.decode.step(batch.rows, batch.needs), batch.params)
+            self._grammars.follow(plan.decode_rows, copy, step)
+        return step
+
+    def _drop(self, job_id: int) -> None:
+        self._jobs.pop(job_id, None)
+        if self.mover is not None:  # which may have begun before the job was noted
+            self.mover.close(job_id, is_done=False)
+
+    def _open_job(self, spec: JobSpec) -> PrefillJob:
+        if self.mover is not None:
+            self.mover.open(spec)
+        return PrefillJob(
+            spec,
+            self.decoder,
+            self.buffers,
+            self._writer,
+            self.config.chunking.chunk_len,
+            self.prefill_attention,
+            self.mover,
+            self._send,
+        )
+
+    def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
+        """Sample the first token of every row of the job and hand the rows to decode; those that are sent go on."""
+        hidden = job.last_hidden()  # [prompts, D]
+        drawn: list[int] = []
+        finished: list[FinishedPrompt] = []
+        for index, prompt in enumerate(job.prompts):
+            finished.append(
+                FinishedPrompt(
+                    prompt.entry,
+                    self._compression(prompt),
+                    prompt.compress_time,
+                    self._kept(prompt),
+                    self._prompt_logprobs(job, prompt),
+                    self._budgets(prompt.entry),
+                )
+            )
+            if prompt.entry.is_sent:
+                if self._connector is not None:
+                    self._connector.put_last(prompt.entry.request_id, hidden_bytes(hidden[index]))
+                step.add_sent(finished[-1])
+            else:
+                drawn.append(index)
+        if len(drawn) == len(finished):
+            self.first.draw(finished, hidden, step)
+        elif drawn:
+            self.first.draw([finished[index] for index in drawn], torch.stack([hidden[i] for i in drawn]), step)
+
+    def _receive(self, received: Sequence[ReceivedRow], step: SubmittedStep) -> None:
+        """Write what another engine read to rows, and go on as after a prefill."""
+        for row in received:
+            for layer in range(self.cache.spec.num_layers):
+                self._parts.place(layer, row.entry, None if row.row is None else row.row.parts[layer])
+                self._on_unit()
+        prompts = [ReceivedPrompt(row.entry, None if row.row is None else row.row.report) for row in received]
+        self.first.draw(prompts, self._parts.hidden([row.row for row in received]), step)
+
+    def _send(self, layer: int, entry: PrefillEntry) -> None:
+        part = self._parts.take(layer, entry)  # every rank has to
+        if self._connector is not None:
+            self._connector.put(entry.request_id, read_later(part))
+
+    def _compression(self, prompt: PromptProgress) -> Compression:
+        budget, spec = prompt.entry.budget, self.decoder.whole_kv_spec(self.config.kv_dtype)
+        kept = layout.num_visible(prompt.prompt_len, budget.capacity)
+        if self.config.heads is not None:
+            kept = self.config.heads.mean_visible(prompt.prompt_len)
+        return Compression(
+            prompt_tokens=prompt.prompt_len,
+            kept_tokens=kept,
+            evicted_tokens=prompt.prompt_len - kept,
+            row_bytes=spec.row_bytes(budget.capacity),
+            full_bytes=spec.row_bytes(prompt.prompt_len),
+            compress_ms=0.0,
+            ring_tokens=budget.capacity - layout.ring_start(budget, prompt.prompt_len),
+        )
+
+    def _kept(self, prompt: PromptProgress) -> Arriving | None:
+        """What the rows of a prompt kept, if that was asked for and anything was chosen."""
+        if not prompt.kept:
+            return None
+        budgets, prompt_len = self._budgets(prompt.entry), prompt.prompt_len
+        kept = of_all_heads(prompt.kept, budgets, prompt_len, self.decoder.group)
+        find = packed_bits if prompt.entry.sampling.return_kept == "bitmap" else selected
+        return Arriving(find(kept, budgets, prompt_len))
+
+    def _budgets(self, entry: PrefillEntry) -> Budgets:
+        """Of all kv heads of the model."""
+        if self.config.heads is not None:
+            return self.config.heads.budgets
+        spec = self.decoder.whole_kv_spec(self.config.kv_dtype)
+        return ((entry.budget,) * spec.num_kv_heads,) * spec.num_layers
+
+    def _prompt_logprobs(self, job: PrefillJob, prompt: PromptProgress) -> PromptLogprobs | None:
+        """Log-probability of every prompt token after the first, from the uncompressed prefill."""
+        num_top = prompt.entry.sampling.prompt_logprobs
+        if num_top is None:
+            return None
+        out = PromptLogprobs(prompt.entry.token_ids)
+        first, last = prompt.job_start, prompt.job_start + prompt.prompt_len - 1
+        at_once = logits_tokens(self.decoder.config.vocab_size)
+        for start in range(first, last, at_once):
+            stop = min(start + at_once, last)
+            logits = self.decoder.logits(job.hidden[start:stop])  # [t, V]
+            out.add(prompt_logprobs(logits, job.token_ids[start + 1 : stop + 1], num_top))
+            self._on_unit()
+        return out
+
+
+def logits_tokens(vocab_size: int) -> int:
+    """Prompt tokens whose logits are there at a time; at most 24 bytes for each token of the vocabulary."""
+    return max(1, min(_LOGITS_TOKENS, _LOGITS_BYTES // (24 * vocab_size)))

@@ -1,0 +1,360 @@
+"""The replica registry: which replicas there are, their load, and which one gets the next request. No ray, no clock.
+
+A prompt whose beginning may be in a prefix cache goes to the replica that has it: replicas are ordered by the hash of
+key and replica (highest random weight), which is the same at every ingress and changes only for the keys of a replica
+that comes or goes. The first in that order takes the request unless it is overloaded: consistent hashing with bounded
+loads (Mirrokni et al., arXiv 1608.01350). Any other prompt goes where most rows are free; for prefill only, where the
+fewest prompt tokens wait.
+
+Invariant: a request of this caller counts as soon as a replica was chosen, not when the replica reports it. Ray's
+router runs on another thread, so every method takes the lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from math import ceil
+from threading import Lock
+from typing import Any, Literal, Protocol
+
+from snapstream.config import EngineConfig
+from snapstream.engine.prefix_cache import chain_of
+from snapstream.engine.stats import add_totals, without_gauges
+from snapstream.engine.validate import QueueFull
+from snapstream.engine.worker import Deltas
+from snapstream.server.engine.api import EngineDead, EngineFacts, EngineStats
+from snapstream.types import Request
+
+# Messages from a replica: plain data. The first batch of a call has no deltas and is sent as soon as the replica has
+# the request, so the caller knows which one has it. Errors are data, because Ray would replace their message by a
+# remote traceback.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A replica's load at this moment."""
+
+    rows: int = 0  # that its engine has
+    open_rows: int = 0  # asked for by requests that it has not answered to the end; may be more than ``rows``
+    queued_tokens: int = 0  # prompt tokens of requests that have no token of an answer yet
+    absence: str = ""  # why its engine takes no requests; "" where it does
+
+    @property
+    def free_rows(self) -> int:
+        return max(0, self.rows - self.open_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """How a request ended that was not answered; an exception of ``engine/api.py`` as data."""
+
+    kind: Literal["value", "queue_full", "dead"]
+    message: str
+
+    @classmethod
+    def of(cls, error: ValueError | QueueFull | EngineDead) -> Fault:
+        kinds: dict[type[Exception], Literal["queue_full", "dead"]] = {QueueFull: "queue_full", EngineDead: "dead"}
+        return cls(next((name for kind, name in kinds.items() if isinstance(error, kind)), "value"), str(error))
+
+    def error(self) -> Exception:
+        """The exception again. A lost engine is never final here: there are other replicas, or will be."""
+        if self.kind == "value":
+            return ValueError(self.message)
+        return QueueFull(self.message) if self.kind == "queue_full" else EngineDead(self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaBatch:
+    """Deltas of one request since the last batch."""
+
+    replica: str
+    load: Load
+    deltas: Deltas = Deltas(())
+    fault: Fault | None = None  # then this batch is the last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A replica's state."""
+
+    replica: str
+    load: Load
+    stats: EngineStats
+    facts: EngineFacts
+    pid: int  # of the replica's process; that of its engine is in ``facts``
+
+
+# Autoscaling. Ray runs the policy in its controller on averages of ``EngineReplica.record_autoscaling_stats``, holds
+# the result within the bounds of the config, and waits before it scales: 30 s up, 600 s down by default.
+
+
+class Metrics(Protocol):
+    """The part of Ray's ``AutoscalingContext`` that is used."""
+
+    @property
+    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None: ...
+    @property
+    def target_num_replicas(self) -> int: ...
+
+
+class ByRowsAndTokens:
+    """Ray's policy: the larger of the numbers of replicas asked for, each from what all replicas have together."""
+
+    def __init__(self, rows_in_use: float | None = None, queued_tokens: int | None = None) -> None:
+        """Of one replica: the share of its rows that should be open, and the prompt tokens that may wait."""
+        self._rows_in_use, self._queued_tokens = rows_in_use, queued_tokens
+
+    def __call__(self, context: Metrics) -> tuple[int, dict[str, Any]]:
+        found = context.aggregated_metrics or {}
+        rows, open_rows, queued = (found.get(name, {}) for name in ("rows", "open_rows", "queued_tokens"))
+        if not rows:  # no replica has reported yet
+            return context.target_num_replicas, {}
+        rows_each = max(1.0, sum(rows.values()) / len(rows))
+        wanted = 1.0
+        if self._rows_in_use is not None:
+            wanted = max(wanted, sum(open_rows.values()) / (self._rows_in_use * rows_each))
+        if self._queued_tokens is not None:
+            wanted = max(wanted, sum(queued.values()) / self._queued_tokens)
+        return ceil(wanted), {}
+
+
+MOST_OF_MEAN = 1.5  # of the mean number of open rows, or tokens, that a replica may have before prompts go elsewhere
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Route:
+    """Where one call may go. It rides along with the call as an argument; of it, the replica gets the caller only."""
+
+    registry: ReplicaRegistry | None = None
+    caller: str = ""  # an ingress, or a replica that answers; it renews its leases by asking for reports
+    key: bytes = b""  # of the prompt's beginning; b"": no replica can have it
+    size: int = 0  # in what the registry counts: rows, or prompt tokens
+    avoid: frozenset[str] = frozenset()  # replicas that have failed this request
+    to: str = ""  # this replica and no other, while it lives
+    on_taken: Callable[[str], None] | None = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[type[Route], tuple[None, str]]:
+        return Route, (None, self.caller)
+
+
+def route_key(request: Request, config: EngineConfig | None) -> bytes:
+    """Hash of what decides whether the prefix store can have the beginning of a prompt; b"" where it cannot."""
+    store = None if config is None else config.prefix_store
+    if store is None or request.positions is not None:
+        return b""
+    num_blocks = max(1, store.min_tokens // store.block_len)
+    chain = chain_of(request.prompt_token_ids[: num_blocks * store.block_len], store.block_len)
+    if len(chain) < num_blocks:
+        return b""
+    digest = blake2b(request.namespace.encode(), digest_size=16)
+    for block in chain:
+        digest.update(block)
+    return digest.digest()
+
+
+def ranked(loads: Mapping[str, Load], key: bytes, num_rows: int) -> list[str]:
+    """Replicas in the order in which they should be asked to take a request of ``num_rows``."""
+    freest = sorted(loads, key=lambda name: (-loads[name].free_rows, loads[name].open_rows, name))
+    if not key:
+        return freest
+    total = sum(load.open_rows for load in loads.values())
+    most = ceil(MOST_OF_MEAN * (total + num_rows) / max(1, len(loads)))
+    by_hash = sorted(loads, key=lambda name: blake2b(key + name.encode(), digest_size=8).digest())
+    near = [name for name in by_hash if _fits(loads[name], num_rows, most)]
+    return [*near, *(name for name in freest if name not in near)]
+
+
+def _fits(load: Load, num_rows: int, most: int) -> bool:
+    return load.free_rows >= num_rows and load.open_rows + num_rows <= max(most, num_rows)
+
+
+def ranked_readers(loads: Mapping[str, Load], key: bytes, num_tokens: int) -> list[str]:
+    """The same for prefill replicas and a prompt of ``num_tokens``."""
+    idlest = sorted(loads, key=lambda name: (loads[name].queued_tokens, loads[name].open_rows, name))
+    if not key:
+        return idlest
+    total = sum(load.queued_tokens for load in loads.values())
+    most = max(num_tokens, ceil(MOST_OF_MEAN * (total + num_tokens) / max(1, len(loads))))
+    by_hash = sorted(loads, key=lambda name: blake2b(key + name.encode(), digest_size=8).digest())
+    near = [name for name in by_hash if loads[name].queued_tokens + num_tokens <= most]
+    return [*near, *(name for name in idlest if name not in near)]
+
+
+class Claim:
+    """What one request asks for, counted before its replica reports it: from its choice until it is given back.
+
+    Ray chooses on its own thread, and may do so when the caller has already left: then nothing is counted.
+    """
+
+    def __init__(self, lock: Lock, own: Counter[str], size: int) -> None:
+        self._lock, self._own, self._size = lock, own, size
+        self._is_over = False
+        self.names: list[str] = []  # replicas that had the request
+
+    def take(self, name: str) -> None:
+        with self._lock:
+            if not self._is_over:
+                self.names.append(name)
+                self._own[name] += self._size
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._is_over = True
+            for name in self.names:
+                self._own[name] -= self._size
+                if not self._own[name]:
+                    del self._own[name]
+
+
+class ReplicaRegistry:
+    """The replicas of a deployment, as one caller knows them."""
+
+    def __init__(self, *, reads_only: bool = False) -> None:
+        """``reads_only``: the replicas read prompts for others, and count by tokens that wait; else by rows."""
+        self._reads_only = reads_only
+        self._lock = Lock()
+        self._reports: dict[str, Report] = {}
+        self._names: tuple[str, ...] = ()  # replicas that Ray offers; some may not have reported yet
+        self._loads: dict[str, Load] = {}
+        self._own: Counter[str] = Counter()  # rows, or tokens, of requests that this caller has open
+        self._gone = EngineStats()  # totals of replicas that are no more
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._names
+
+    @property
+    def num_ready(self) -> int:
+        with self._lock:
+            return sum(not load.absence for load in self._loads.values())
+
+    @property
+    def absences(self) -> list[str]:
+        """Why replicas take no requests."""
+        with self._lock:
+            return [load.absence for load in self._loads.values() if load.absence]
+
+    def rank(self, present: Collection[str], route: Route) -> list[str]:
+        """Replicas for a call, the best first, of all that Ray offers; those to avoid only where there is no other."""
+        with self._lock:
+            self._keep(present)
+            if route.to in present:
+                return [route.to]
+            loads = {name: self._load(name) for name in present}
+            usable = {name: load for name, load in loads.items() if not load.absence and name not in route.avoid}
+            usable = usable or {name: load for name, load in loads.items() if name not in route.avoid} or loads
+            return self._order(usable, route)
+
+    def best(self, route: Route) -> str:
+        """Of the replicas known to take requests the one to ask, if possible none to avoid; "" where there is none."""
+        with self._lock:
+            loads = {name: self._load(name) for name in self._names}
+            ready = {name: load for name, load in loads.items() if not load.absence}
+            usable = {name: load for name, load in ready.items() if name not in route.avoid} or ready
+            return self._order(usable, route)[0] if usable else ""
+
+    def note_load(self, name: str, load: Load) -> None:
+        with self._lock:
+            if name in self._names:
+                self._loads[name] = load
+
+    def note_report(self, report: Report) -> None:
+        with self._lock:
+            if report.replica in self._names:
+                self._loads[report.replica] = report.load
+                self._reports[report.replica] = report
+
+    def mark_absent(self, name: str, why: str) -> None:
+        """It does not answer; Ray will offer another one, or it will report again."""
+        with self._lock:
+            if name in self._names:
+                self._loads[name] = replace(self._loads.get(name, Load()), absence=why)
+
+    def claim(self, size: int) -> Claim:
+        """For a request that is about to be sent to a replica."""
+        return Claim(self._lock, self._own, size)
+
+    def stats(self) -> EngineStats:
+        """Gauges of the replicas that there are; totals also of those that there were."""
+        with self._lock:
+            total = self._gone
+            for name in self._names:
+                if name in self._reports:
+                    total = _sum(total, self._reports[name].stats)
+            return total
+
+    def _order(self, loads: Mapping[str, Load], route: Route) -> list[str]:
+        order = ranked_readers if self._reads_only else ranked
+        return order(loads, route.key, route.size)
+
+    def _load(self, name: str) -> Load:
+        """As reported, or what this caller knows better; one that never reported is worth a try."""
+        load = self._loads.get(name, Load())
+        if self._reads_only:
+            return replace(load, queued_tokens=max(load.queued_tokens, self._own[name]))
+        return replace(load, open_rows=max(load.open_rows, self._own[name]))
+
+    def _keep(self, present: Collection[str]) -> None:
+        if set(present) == set(self._names):
+            return
+        for name in set(self._names) - set(present):
+            report = self._reports.pop(name, None)
+            self._loads.pop(name, None)
+            if report is not None:
+                self._gone = add_totals(without_gauges(report.stats), self._gone)
+        self._names = tuple(sorted(present))
+
+
+def _sum(one: EngineStats, other: EngineStats) -> EngineStats:
+    return replace(
+        add_totals(one, other),
+        num_running=one.num_running + other.num_running,
+        num_waiting=one.num_waiting + other.num_waiting,
+        rows_free=one.rows_free + other.rows_free,
+        rows_total=one.rows_total + other.rows_total,
+        prefix_blocks_used=one.prefix_blocks_used + other.prefix_blocks_used,
+        prefix_blocks_total=one.prefix_blocks_total + other.prefix_blocks_total,
+    )
+
+
+TICK_S = 3.0
+NUM_TICKS = 10  # without a report asked for: then a caller is gone
+
+
+class Leases:
+    """Which callers of a replica are gone: Ray does not report that a caller was killed, and goes on with its calls.
+
+    Every caller asks for a report about once a second; one that is silent while others ask is gone. If none asks, none
+    is gone: Ray lets no call through to a replica that drains. Time is counted in ticks, because a replica that was
+    itself stopped makes one tick of the gap. A caller without a name has no lease and is trusted to end its requests.
+    """
+
+    def __init__(self) -> None:
+        self._num_silent: dict[str, int] = {}
+        self._is_asked = False  # by any caller, since the last tick
+
+    def open(self, caller: str) -> None:
+        """It has a request here."""
+        if caller:
+            self._num_silent.setdefault(caller, 0)
+
+    def renew(self, caller: str) -> None:
+        """It asks for a report."""
+        self._is_asked = self._is_asked or bool(caller)
+        if caller in self._num_silent:
+            self._num_silent[caller] = 0
+
+    def tick(self) -> list[str]:
+        """Time passes; returns callers that are gone, each once."""
+        if not self._is_asked:
+            return []
+        self._is_asked = False
+        for caller in self._num_silent:
+            self._num_silent[caller] += 1
+        gone = [caller for caller, num_silent in self._num_silent.items() if num_silent > NUM_TICKS]
+        for caller in gone:
+            del self._num_silent[caller]
+        return gone

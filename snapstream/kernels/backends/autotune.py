@@ -1,0 +1,318 @@
+"""Which kernel attends a prefill chunk: the fastest that this machine has and that answers rightly.
+
+On a GPU every candidate first answers a small case (a chunk behind other keys, and two packed prompts) that is compared
+with the reference; one that raises, or is wrong, is passed over with its reason. The others then run against the clock
+(``race.py``); between equals the table's order holds. On a CPU two race, PyTorch's and ours.
+Invariant: a choice is made once, at start-up, and says why; a kernel that was asked for by name and cannot serve is an
+error, never replaced.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels import reference
+from snapstream.kernels.backends.packages import PackedLens
+from snapstream.kernels.backends.prefill import VERSIONS, Attend, AttendPacked, Case, StageHeads, Version
+
+# The table behind the choice: ``table.json``, an order of preference per compute capability, dtype and head dimension.
+#
+# An entry says where it was measured, or that it was not. ``python -m benchmarks.prefill_table RESULT.json`` writes
+# the entries of a measured machine; it is the only writer, so that the file stays sorted and whole.
+
+FILE = Path(__file__).with_name("table.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One line. Where ``capability`` or ``head_dim`` is None it holds for those that have no line of their own."""
+
+    capability: str | None  # "9.0"
+    dtype: str
+    head_dim: int | None
+    chunk: tuple[str, ...]  # of versions.VERSIONS, the best first
+    packed: tuple[str, ...]  # for several prompts in one call; empty: one by one
+    measured: str | None  # device, date and file; None: reasoned
+    reason: str  # of an order that was not measured
+
+    def describe(self) -> str:
+        """For the start-up line."""
+        place = f"{self.dtype}, {'any GPU' if self.capability is None else f'compute capability {self.capability}'}"
+        if self.head_dim is not None:
+            place += f", heads of {self.head_dim}"
+        return f"the table's order for {place}, {f'measured on {self.measured}' if self.measured else 'not measured'}"
+
+
+def read(file: Path = FILE) -> tuple[Entry, ...]:
+    """All entries."""
+    return tuple(
+        Entry(**{**line, "chunk": tuple(line["chunk"]), "packed": tuple(line["packed"])})
+        for line in json.loads(file.read_text(encoding="utf-8"))["entries"]
+    )
+
+
+def write(entries: tuple[Entry, ...], file: Path = FILE) -> None:
+    """Replace the table; the more general an entry, the later it stands."""
+    ordered = sorted(entries, key=lambda e: (e.capability is None, e.capability or "", e.dtype, e.head_dim or 0))
+    lines = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in ordered)
+    file.write_text(f'{{"entries": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+@lru_cache(maxsize=1)
+def _table() -> tuple[Entry, ...]:
+    return read()
+
+
+def lookup(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Entry:
+    """The most particular entry. ValueError if none holds."""
+    return find(_table(), f"{capability[0]}.{capability[1]}", str(dtype).removeprefix("torch."), head_dim)
+
+
+def find(entries: tuple[Entry, ...], capability: str, dtype: str, head_dim: int) -> Entry:
+    """``lookup`` among given entries."""
+    for own_capability, own_head_dim in ((capability, head_dim), (capability, None), (None, None)):
+        for entry in entries:
+            if (entry.capability, entry.dtype, entry.head_dim) == (own_capability, dtype, own_head_dim):
+                return entry
+    raise ValueError(f"the table of prefill attention has no entry for {dtype}")
+
+
+# Queries, keys and values as an engine passes them, for the trials of prefill kernels.
+
+_BEFORE, _AFTER = 16, 16  # tokens of others in the pool
+
+
+def random_chunk(
+    case: Case, num_queries: int, num_keys: int, *, num_kv_heads: int = 2
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``q [T, H, E]`` and a range of a pool, ``k, v [G, N, E]``: the same numbers every time."""
+    generator = torch.Generator(case.device).manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=case.device).to(case.dtype)
+
+    pool = numbers(2, num_kv_heads, _BEFORE + num_keys + _AFTER, case.head_dim)
+    k, v = pool[:, :, _BEFORE : _BEFORE + num_keys]
+    return numbers(num_queries, num_kv_heads * case.group_size, case.head_dim), k, v
+
+
+# Which of the prefill kernels that can serve is fastest here: a trial at load, of some tens of milliseconds on a GPU
+# and a few on a CPU.
+#
+# Each attends a chunk of a long prompt, on a GPU at a few lengths, twice each: a kernel may plan every new pair of
+# lengths on the host, and a pair comes once per layer. The first stays unless another is faster by a tenth. Invariant:
+# what a process has measured holds until it ends, so two engines of one process choose alike.
+
+Timer = Callable[[Version, Case], float]  # -> seconds of a chunk
+Known = dict[tuple[Case, tuple[str, ...]], dict[str, float]]
+
+_MARGIN = 0.9  # share of the first one's time that another must stay below
+_QUERIES = 2048  # a unit of prefill
+_KEYS = (8192, 8128, 8064)
+_TURNS = 5  # on a CPU
+_LAYERS = 32  # of an 8B model: how often a pair of lengths comes
+
+
+@cache
+def known() -> Known:
+    """The measurements of this process."""
+    return {}
+
+
+def race(serving: Sequence[Version], case: Case, timer: Timer, measured: Known) -> dict[str, float]:
+    """Seconds of each of ``serving``; one that fails beside a model's weights has infinitely many."""
+    names = tuple(version.name for version in serving)
+    if (case, names) not in measured:
+        measured[case, names] = {version.name: _time_of(version, case, timer) for version in serving}
+    return measured[case, names]
+
+
+def winner(times: dict[str, float]) -> str:
+    """The first, or the fastest if it is faster by a tenth."""
+    first, fastest = next(iter(times)), min(times, key=lambda name: times[name])
+    return fastest if times[fastest] < _MARGIN * times[first] else first
+
+
+def seconds(version: Version, case: Case) -> float:
+    """Time of a call on the device, with its share of what new lengths cost; the best of a few lengths."""
+    q, k, v = random_chunk(case, _QUERIES, _KEYS[0], num_kv_heads=4)
+
+    def timed(num_keys: int) -> float:
+        torch.cuda.synchronize(case.device)
+        began = perf_counter()
+        version.attend(q, k[:, :num_keys], v[:, :num_keys])
+        torch.cuda.synchronize(case.device)
+        return perf_counter() - began
+
+    version.attend(q, k[:, :-1], v[:, :-1])  # loads, compiles
+    costs = []
+    for num_keys in _KEYS:
+        first, again = timed(num_keys), timed(num_keys)
+        costs.append(again + max(0.0, first - again) / _LAYERS)
+    return min(costs)
+
+
+def seconds_on_a_cpu(version: Version, case: Case) -> float:
+    """Time of a short chunk behind other tokens: the best of some turns, which other programs disturb least."""
+    q, k, v = random_chunk(case, 64, 512)
+    version.attend(q, k, v)  # loads, starts threads
+    times = []
+    for _ in range(_TURNS):
+        began = perf_counter()
+        version.attend(q, k, v)
+        times.append(perf_counter() - began)
+    return min(times)
+
+
+def describe(times: dict[str, float]) -> str:
+    """Of those that ran."""
+    return ", ".join(f"{name} {time * 1e3:.2f} ms" for name, time in times.items() if time < float("inf"))
+
+
+def _time_of(version: Version, case: Case, timer: Timer) -> float:
+    try:
+        return timer(version, case)
+    except Exception:  # a foreign package may raise anything; the next kernel may serve
+        return float("inf")
+
+
+pass
+
+TOLERANCE = 0.03  # of a trial in half precision; fp32 may use tf32 products
+_SHOWN = 3  # reasons that a start-up line has room for
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAttention:
+    """The kernels of an engine's prefill."""
+
+    name: str
+    attend: Attend
+    packed_name: str  # "loop": short prompts that share a chunk are attended one by one
+    attend_packed: AttendPacked | None
+    why: str
+    stage_heads: StageHeads | None = None  # norms, rotates and stages heads; None: PyTorch does
+    takes_narrow_values: bool = False  # values may have fewer numbers than keys
+
+    def describe(self) -> str:
+        """One line for the start."""
+        packed = "a call per prompt" if self.attend_packed is None else f"one call ({self.packed_name})"
+        return f"prefill attention: {self.name} ({self.why}); short prompts that share a chunk: {packed}"
+
+
+def choose(name: str, case: Case) -> PrefillAttention:
+    """The kernel of that name, or the fastest (``"auto"``). ValueError for one that cannot serve here."""
+    if name != "auto":
+        version = VERSIONS.get(name)
+        if version is None:
+            raise ValueError(f"prefill_attention is {name!r}; it must be auto or one of {', '.join(VERSIONS)}")
+        if problem := problem_of(version, case):
+            raise ValueError(f"prefill_attention {name!r} cannot be used: {problem}")
+        packed, _ = _first_packed((name,), case)
+        return _made(version, packed, "asked for, or products are of bf16" if name == "cpu_bf16" else "asked for")
+    if case.device.type == "cpu":
+        return _on_a_cpu(case)
+    if case.capability is None:
+        return _made(VERSIONS["reference"], None, f"nothing faster is known for {case.device}")
+    entry = lookup(case.capability, case.dtype, case.head_dim)
+    version, why = _fastest(entry, case)
+    packed, _ = _first_packed(entry.packed, case)
+    return _made(version, packed, why)
+
+
+def _on_a_cpu(case: Case) -> PrefillAttention:
+    """PyTorch's kernel, unless ours is faster here."""
+    theirs, ours = VERSIONS["cpu"], VERSIONS["cpu_fp32"]
+    if problem := ours.why_not(case):
+        return _made(theirs, None, f"{ours.name} cannot serve: {problem}")
+    times = race([theirs, ours], case, seconds_on_a_cpu, known())
+    source = f"of a trial at this start: {describe(times)}"
+    if winner(times) == ours.name:
+        return _made(ours, ours, f"faster one {source}")
+    return _made(theirs, None, f"kept by the result {source}")
+
+
+def _fastest(entry: Entry, case: Case) -> tuple[Version, str]:
+    """The first of the table's order that can serve, unless another is faster here; and why it is the one."""
+    problems = {name: problem_of(VERSIONS[name], case) for name in entry.chunk}
+    serving = [VERSIONS[name] for name in entry.chunk if not problems[name]]
+    if not serving:
+        reasons = "; ".join(f"{name} {problem}" for name, problem in problems.items())
+        raise ValueError(f"no prefill attention can serve here: {reasons}")
+    racing = [version for version in serving if version.name != "reference"]  # it holds a matrix of scores
+    if len(racing) > 1:
+        times = race(racing, case, seconds, known())
+        best = VERSIONS[winner(times)]
+        if best is not racing[0]:
+            return best, f"fastest in a trial at this start: {describe(times)}"
+    first, why = serving[0], f"first of {entry.describe()}"
+    before = entry.chunk[: entry.chunk.index(first.name)]
+    if before:
+        why += f" that can serve; {'; '.join(f'{name} {problems[name]}' for name in before[:_SHOWN])}"
+    return first, why
+
+
+@lru_cache(maxsize=16)
+def automatic(device: torch.device, dtype: torch.dtype, head_dim: int, group_size: int) -> PrefillAttention:
+    """``choose("auto", ...)``, remembered: for callers without an engine."""
+    return choose("auto", Case.of(device, dtype, head_dim, group_size))
+
+
+def _made(version: Version, packed: Version | None, why: str) -> PrefillAttention:
+    name, together = ("loop", None) if packed is None else (packed.name, packed.attend_packed)
+    is_narrow = version.takes_narrow_values and (packed is None or packed.takes_narrow_values)
+    return PrefillAttention(version.name, version.attend, name, together, why, version.stage_heads, is_narrow)
+
+
+def problem_of(version: Version, case: Case) -> str:
+    """Why a kernel cannot serve; empty if it can."""
+    if problem := version.why_not(case):
+        return problem
+    return _trial(version.attend, case) if case.device.type == "cuda" else ""
+
+
+def _first_packed(order: tuple[str, ...], case: Case) -> tuple[Version | None, list[str]]:
+    reasons: list[str] = []
+    for name in order:
+        version = VERSIONS[name]
+        if version.attend_packed is None:
+            reasons.append(f"{name} takes one prompt at a time")
+            continue
+        problem = version.why_not(case) or version.why_not_packed() or _packed_trial(version.attend_packed, case)
+        if not problem:
+            return version, reasons
+        reasons.append(f"{name} {problem}")
+    return None, reasons
+
+
+def _trial(attend: Attend, case: Case) -> str:
+    q, k, v = random_chunk(case, 40, 200)
+    return _compare(lambda: attend(q, k, v), reference.prefill_attention(q, k, v))
+
+
+def _packed_trial(attend_packed: AttendPacked, case: Case) -> str:
+    """Two prompts of 24 and 40 tokens; of the first, the last 8 are in the chunk."""
+    q, k, v = random_chunk(case, 48, 64)
+    expected = torch.cat([
+        reference.prefill_attention(q[:8], k[:, :24], v[:, :24]),
+        reference.prefill_attention(q[8:], k[:, 24:], v[:, 24:]),
+    ])  # fmt: skip
+    ends = torch.tensor([[0, 8, 48], [0, 24, 64]], dtype=torch.int32, device=q.device)
+    return _compare(lambda: attend_packed(q, k, v, PackedLens(ends[0], ends[1], 40, 40)), expected)
+
+
+def _compare(run: Callable[[], Tensor], expected: Tensor) -> str:
+    try:
+        got = run()
+        error = float((got.float() - expected.float()).abs().max())
+    except Exception as problem:  # a foreign package may raise anything; the next kernel may serve
+        return f"failed its trial ({type(problem).__name__}: {' '.join(str(problem).split())[:120]})"
+    return "" if error <= TOLERANCE else f"failed its trial (wrong by {error:.2g})"

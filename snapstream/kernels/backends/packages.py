@@ -1,0 +1,185 @@
+"""Decode attention over latents by FlashMLA and FlashInfer, which read pages of 64 slots.
+
+A row whose capacity is a multiple of 64 is a run of such pages: nothing is copied, and the table of pages follows from
+the number of the row. Neither package is required; a call imports its own, ``versions.py`` asks beforehand whether it
+is there. All that they are handed lies on the device, so that a step which calls them can be captured.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Prefill attention by FlashAttention, FlashInfer and PyTorch's own kernel for packed sequences.
+#
+# The first two are never required: a call imports its package, ``versions.py`` asks beforehand whether it is there.
+# All of them align the causal mask with the last key (flash-attn since 2.1), take fewer kv heads than query heads, and
+# read K and V through strides, so that a range of the staging buffers is passed as it is.
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLens:
+    """Where prompts begin and end in packed tensors; the last entry is the total."""
+
+    queries: Tensor  # [prompts + 1] int32: cumulative query tokens
+    keys: Tensor  # [prompts + 1] int32: cumulative keys
+    max_queries: int
+    max_keys: int
+
+
+def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``flash_attn`` (FlashAttention-2, 2.1 or newer): ``q [1, T, H, E]``, ``k, v [1, N, G, E]``."""
+    return _flash_single("flash_attn", q, k, v)
+
+
+def flash_attn_packed(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+    """The same for packed prompts: ``q [T, H, E]``, ``k, v [N, G, E]``."""
+    return _flash_packed("flash_attn", q, k, v, lens)
+
+
+def flash_attn_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``flash_attn_interface`` (FlashAttention-3, for Hopper); layouts as FlashAttention-2."""
+    return _flash_single("flash_attn_interface", q, k, v)
+
+
+def flash_attn_3_packed(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+    """The same for packed prompts."""
+    return _flash_packed("flash_attn_interface", q, k, v, lens)
+
+
+def _flash_single(package: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    found = import_module(package).flash_attn_func(q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None],
+                                                   causal=True)  # fmt: skip
+    return _output(found)[0]
+
+
+def _flash_packed(package: str, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+    found = import_module(package).flash_attn_varlen_func(
+        q,
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        cu_seqlens_q=lens.queries,
+        cu_seqlens_k=lens.keys,
+        max_seqlen_q=lens.max_queries,
+        max_seqlen_k=lens.max_keys,
+        causal=True,
+    )
+    return _output(found)
+
+
+def _output(found: Any) -> Tensor:
+    """Some releases of FlashAttention-3 return the log-sum-exp beside the output."""
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    return out
+
+
+def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashInfer's kernel for one prompt; K and V are given heads first, as they lie in the pool."""
+    out: Tensor = import_module("flashinfer").single_prefill_with_kv_cache(q, k, v, causal=True, kv_layout="HND")
+    return out
+
+
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+    """PyTorch's flash kernel for packed prompts; a window of (-1, 0) is its word for causal.
+
+    Since 2.12 grouped heads must be announced; before, the kernel takes them as they come.
+    """
+    call = import_module("torch.nn.attention.varlen").varlen_attn
+    announced = {"enable_gqa": q.shape[1] != k.shape[0]} if "enable_gqa" in _parameters(call) else {}
+    out: Tensor = call(
+        q,
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        lens.queries,
+        lens.keys,
+        lens.max_queries,
+        lens.max_keys,
+        window_size=(-1, 0),
+        **announced,
+    )
+    return out
+
+
+def why_no_torch_varlen() -> str:
+    """Empty if this PyTorch has it with a causal mask that is aligned with the last key."""
+    try:
+        call = import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return f"PyTorch {torch.__version__} has no attention over packed sequences"
+    has_window = "window_size" in _parameters(call)
+    return "" if has_window else f"varlen_attn of PyTorch {torch.__version__} has no window_size"
+
+
+@lru_cache(maxsize=4)
+def _parameters(call: Callable[..., Any]) -> frozenset[str]:
+    """Names; remembered, because a chunk asks for them in every layer."""
+    return frozenset(inspect.signature(call).parameters)
+
+
+PAGE = 64  # slots
+WORKSPACE_BYTES = 128 * 2**20  # as FlashInfer recommends
+
+
+def page_table(rows: Tensor, capacity: int) -> Tensor:
+    """``rows [B]`` to the pages of each ``[B, C / 64]`` int32."""
+    pages = capacity // PAGE
+    first = rows.to(torch.int32)[:, None] * pages
+    return first + torch.arange(pages, dtype=torch.int32, device=rows.device)
+
+
+def flash_mla(q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:
+    """FlashMLA's dense decode: ``q [B, H, E]`` over ``latents [rows+1, 1, C, E]`` -> ``[B, H, R]``.
+
+    Its schedule follows from the lengths and is made on the device in every call, since lengths change with every step.
+    """
+    package = import_module("flash_mla")
+    capacity, size = latents.shape[2:]
+    seen = lengths.to(torch.int32)
+    schedule = package.get_mla_metadata(seen, q.shape[1], 1)
+    out, _ = package.flash_mla_with_kvcache(
+        q[:, None],
+        latents.view(-1, PAGE, 1, size),
+        page_table(rows, capacity),
+        seen,
+        rank,
+        *schedule,
+        softmax_scale=size**-0.5,
+        causal=False,
+    )
+    result: Tensor = out[:, 0]
+    return result
+
+
+class FlashInfer:
+    """FlashInfer's decode that needs no plan from the host (``trtllm_batch_decode_with_kv_cache_mla``)."""
+
+    def __init__(self, nope_dim: int, device: torch.device) -> None:
+        """``nope_dim``: numbers of a query head before it was absorbed, which FlashInfer wants to know."""
+        self._nope_dim, self._device = nope_dim, device
+        self._workspace: Tensor | None = None  # zeros before its first use
+
+    def __call__(self, q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:
+        """As ``flash_mla``."""
+        if self._workspace is None:
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        capacity, size = latents.shape[2:]
+        out: Tensor = import_module("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla(
+            query=q[:, None],
+            kv_cache=latents.view(-1, PAGE, size),
+            workspace_buffer=self._workspace,
+            qk_nope_head_dim=self._nope_dim,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=size - rank,
+            block_tables=page_table(rows, capacity),
+            seq_lens=lengths.to(torch.int32),
+            max_seq_len=capacity,
+            bmm1_scale=size**-0.5,
+        )
+        return out.view(len(q), -1, rank)

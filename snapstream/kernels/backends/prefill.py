@@ -1,0 +1,151 @@
+"""The kernels that can attend a prefill chunk, each with its requirements; none is loaded before it is asked for.
+
+Two calls, the same for all of them:
+
+* ``attend(q [T, H, E], k [G, N, E], v [G, N, E]) -> [T, H, E]``: ``reference.prefill_attention``, for one prompt;
+* ``attend_packed(q, k, v, lens) -> [T, H, E]``: the same for several prompts that lie one after the other, without
+  padding. Only kernels that take a length per prompt have it; the others are called once per prompt.
+
+K and V are ranges of the staging buffers and therefore views, contiguous in E only; every kernel here takes strides.
+``packages.py`` holds what comes from outside PyTorch; ``choice.py`` decides.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snapstream.config import ModelConfig
+from snapstream.kernels import pytorch, reference
+from snapstream.kernels.backends import packages
+from snapstream.kernels.backends.packages import PackedLens
+from snapstream.kernels.cpu import attention as cpu_attention
+from snapstream.kernels.cpu.looped import library, prompt
+from snapstream.kernels.rows import CosSin, HeadNorm
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttendPacked = Callable[[Tensor, Tensor, Tensor, PackedLens], Tensor]
+# heads [T, H+2G, E] as projected, keys and values [G, P, E] of staging, runs of tokens and where they go -> queries
+StageHeads = Callable[[Tensor, HeadNorm, CosSin, Tensor, Tensor, Sequence[tuple[int, int, int]]], Tensor]
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The case that a kernel must serve."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    group_size: int = 1  # query heads per kv head
+    capability: tuple[int, int] | None = None  # of an NVIDIA GPU
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype, head_dim: int, group_size: int) -> Case:
+        """The case of tensors on ``device``."""
+        is_nvidia = device.type == "cuda" and torch.version.hip is None
+        return cls(device, dtype, head_dim, group_size, torch.cuda.get_device_capability(device) if is_nvidia else None)
+
+    @classmethod
+    def of_model(cls, device: torch.device, dtype: torch.dtype, model: ModelConfig) -> Case:
+        """The case of a model: latents are attended expanded, a key and a value per query head."""
+        if model.latent is not None:
+            return cls.of(device, dtype, model.latent.expanded_dim, 1)
+        return cls.of(device, dtype, model.head_dim, model.group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A kernel by name."""
+
+    name: str
+    attend: Attend
+    why_not: Callable[[Case], str]  # what is missing for it; empty if nothing is
+    attend_packed: AttendPacked | None = None
+    why_not_packed: Callable[[], str] = lambda: ""  # beyond ``why_not``
+    stage_heads: StageHeads | None = None  # norms, rotates and stages heads in one call
+    takes_narrow_values: bool = False  # values may have fewer numbers than keys
+
+
+def _needs(
+    *, package: str = "", dtypes: tuple[torch.dtype, ...] = HALF, least: tuple[int, int] = (8, 0), head_dim: int = 256,
+    only: tuple[int, ...] = (), major: int = 0,
+) -> Callable[[Case], str]:  # fmt: skip
+    """Requirements of kernels for NVIDIA GPUs: a package, dtypes, a compute capability, head dimensions."""
+
+    def why_not(case: Case) -> str:
+        if case.capability is None:
+            return f"needs an NVIDIA GPU, and the device is {case.device}"
+        if package and importlib.util.find_spec(package) is None:
+            return f"needs the package {package}, which is not installed"
+        if case.dtype not in dtypes:
+            return f"takes {' and '.join(str(d)[6:] for d in dtypes)}, not {str(case.dtype)[6:]}"
+        if case.capability < least or (major and case.capability[0] != major):
+            wanted = f"{major}.x" if major else f"{least[0]}.{least[1]} or newer"
+            return f"needs compute capability {wanted}; this GPU has {case.capability[0]}.{case.capability[1]}"
+        if case.head_dim > head_dim or case.head_dim % 8 or (only and case.head_dim not in only):
+            wanted = f"one of {', '.join(map(str, only))}" if only else f"a multiple of 8 up to {head_dim}"
+            return f"needs a head dimension that is {wanted}; this model's is {case.head_dim}"
+        return ""
+
+    return why_not
+
+
+def _on_cpu(case: Case) -> str:
+    return "" if case.device.type == "cpu" else f"runs on a CPU, and the device is {case.device}"
+
+
+def _on_cpu_in_fp32(case: Case) -> str:
+    if problem := _on_cpu(case):
+        return problem
+    if case.dtype != torch.float32:
+        return f"computes in float32, not {str(case.dtype)[6:]}"
+    try:
+        library.load()
+    except ValueError as problem:
+        return str(problem)
+    return ""
+
+
+def _on_cpu_in_bf16(case: Case) -> str:
+    if problem := _on_cpu_in_fp32(case):
+        return problem
+    return "" if library.load().multiplies_bf16() else "this processor does not multiply bf16"
+
+
+def _packed_in_fp32(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+    ends = list(zip(lens.queries.tolist()[1:], lens.keys.tolist()[1:], strict=True))
+    return prompt.attend_f32(library.load(), q, k, v, ends)
+
+
+VERSIONS: dict[str, Version] = {
+    version.name: version
+    for version in (
+        Version("reference", reference.prefill_attention, lambda case: ""),
+        Version("cpu", cpu_attention.prefill_attention, _on_cpu),
+        Version(
+            "cpu_fp32", prompt.prefill_attention_f32, _on_cpu_in_fp32, _packed_in_fp32,
+            stage_heads=prompt.stage_heads, takes_narrow_values=True,
+        ),
+        Version(
+            "cpu_bf16", prompt.prefill_attention, _on_cpu_in_bf16, prompt.packed_attention,
+            stage_heads=prompt.stage_heads, takes_narrow_values=True,
+        ),
+        Version(
+            "sdpa_flash", pytorch.prefill_attention, _needs(), packages.torch_varlen, packages.why_no_torch_varlen
+        ),
+        Version("sdpa_cudnn", pytorch.by_cudnn, _needs(head_dim=128)),
+        Version("sdpa_efficient", pytorch.by_efficient, _needs(dtypes=(torch.float32, *HALF), least=(7, 0))),
+        Version("flash_attn", packages.flash_attn, _needs(package="flash_attn"), packages.flash_attn_packed),
+        Version(
+            "flash_attn_3", packages.flash_attn_3, _needs(package="flash_attn_interface", major=9),
+            packages.flash_attn_3_packed,
+        ),
+        Version("flashinfer", packages.flashinfer, _needs(package="flashinfer", only=(64, 128, 256))),
+    )
+}  # fmt: skip

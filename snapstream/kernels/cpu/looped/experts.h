@@ -1,0 +1,360 @@
+// A mixture of experts in the place of a layer's MLP: norm; the router's scores beside gate and up of the shared
+// experts; the choice, which in small batches is made by the thread that scores last; gate and up of the chosen;
+// activation, fused with them where both are whole panels; down and the weighted sum. The choice is the formula of
+// route() in ../../../models/layers.py.
+//
+// The chosen matrices are read where they lie, once for all tokens that chose them. Invariant: batch-invariant: a
+// token's experts are summed in the order of its own choice, the shared ones after them.
+#pragma once
+#include "latent.h"
+
+namespace looped {
+
+inline int64_t num_pairs(Work& w) { return w.step.batch * w.moe.top_k; }
+constexpr int64_t ELSEWHERE = -1;  // the span of a pair whose expert lies on another rank
+
+// -- the choice
+
+inline void weigh_scores(Work& w, float* scores) {
+    const int64_t count = w.moe.experts;
+    const float lowest = -std::numeric_limits<float>::infinity();
+    float most = w.moe.is_sigmoid ? 0.0f : lowest, total = 0.0f;
+    if (!w.moe.is_sigmoid)
+        for (int64_t i = 0; i < count; ++i) most = scores[i] > most ? scores[i] : most;
+    for (int64_t i = 0; i < count; i += W) {
+        const vec own = load(scores + i);  // a line has room for a vector behind the last score
+        store(scores + i, w.moe.is_sigmoid ? 1.0f / (1.0f + exponential(-own)) : exponential(own - most));
+    }
+    if (w.moe.is_sigmoid) return;
+    for (int64_t i = 0; i < count; ++i) total += scores[i];
+    for (int64_t i = 0; i < count; ++i) scores[i] /= total;
+}
+
+// `count` of the numbers, greatest first and the first among equals; each goes to take(index) and is then out.
+template <class Take>
+void take_best(float* numbers, char* is_taken, int64_t size, int64_t count, Take take) {
+    std::fill(is_taken, is_taken + size, 0);
+    for (int64_t j = 0; j < count; ++j) {
+        int64_t best = -1;
+        for (int64_t i = 0; i < size; ++i)
+            if (!is_taken[i] && (best < 0 || numbers[i] > numbers[best])) best = i;
+        is_taken[best] = 1;
+        take(best);
+    }
+}
+
+inline void choose_by(Work& w, float* scores, const float* correction, int64_t b) {
+    constexpr float TINY = 1e-20f;
+    const int64_t count = w.moe.experts;
+    float *choice = w.scratch, *group_scores = w.scratch + count;
+    char *is_taken = reinterpret_cast<char*>(w.scratch + 2 * count), *is_inside = is_taken + count;
+    weigh_scores(w, scores);
+    for (int64_t i = 0; i < count; ++i) choice[i] = scores[i] + (correction ? correction[i] : 0.0f);
+    if (w.moe.groups > 1) {
+        const int64_t size = count / w.moe.groups;
+        for (int64_t g = 0; g < w.moe.groups; ++g) {
+            float sum = 0.0f;
+            float* own = choice + g * size;
+            take_best(own, is_taken, size, w.moe.best_of_group, [&](int64_t i) { sum += own[i]; });
+            group_scores[g] = sum;
+        }
+        std::fill(is_inside, is_inside + w.moe.groups, 0);
+        take_best(group_scores, is_taken, w.moe.groups, w.moe.top_groups, [&](int64_t g) { is_inside[g] = 1; });
+        for (int64_t i = 0; i < count; ++i)
+            if (!is_inside[i / size]) choice[i] = -std::numeric_limits<float>::infinity();
+    }
+    int64_t* chosen = w.routed.chosen.data() + b * w.moe.top_k;
+    float *shares = w.routed.shares + b * w.moe.top_k, total = 0.0f;
+    int64_t next = 0;
+    take_best(choice, is_taken, count, w.moe.top_k, [&](int64_t expert) { chosen[next++] = expert; });
+    for (int64_t j = 0; j < w.moe.top_k; ++j) total += scores[chosen[j]];
+    for (int64_t j = 0; j < w.moe.top_k; ++j)
+        shares[j] = (w.moe.normalises ? scores[chosen[j]] / (total + TINY) : scores[chosen[j]]) * w.moe.scale;
+}
+
+// Of the layer-th of those with experts: token b by its scores.
+inline void choose_of(Work& w, int64_t layer, int64_t b) {
+    choose_by(w, w.routed.scores + b * (w.moe.experts + W),
+              w.moe.correction ? w.moe.correction + layer * w.moe.experts : nullptr, b);
+}
+
+inline bool is_held(Work& w, int64_t expert) {
+    return expert >= w.moe.first_held && expert < w.moe.first_held + w.moe.held;
+}
+
+inline void sort_pairs(Work& w) {
+    std::fill(w.routed.ends.begin(), w.routed.ends.end(), 0);
+    for (int64_t i = 0; i < num_pairs(w); ++i) ++w.routed.ends[w.routed.chosen[i] + 1];
+    w.routed.num_spans = 0;
+    for (int64_t expert = 0; expert < w.moe.experts; ++expert) {
+        const int64_t count = w.routed.ends[expert + 1], begin = w.routed.ends[expert];
+        w.routed.ends[expert + 1] += begin;
+        if (count && is_held(w, expert))
+            w.routed.spans[w.routed.num_spans++] = {expert - w.moe.first_held, begin, count};
+    }
+    for (int64_t i = 0; i < num_pairs(w); ++i) {  // by token: those of an expert keep that order
+        const int64_t pair = w.routed.ends[w.routed.chosen[i]]++;
+        w.routed.pair_of[i] = pair;
+        w.routed.token[pair] = i / w.moe.top_k;
+        w.routed.share_of[pair] = w.routed.shares[i];
+        w.routed.span_of[pair] = ELSEWHERE;
+    }
+    for (int64_t span = 0; span < w.routed.num_spans; ++span)
+        for (int64_t i = 0; i < w.routed.spans[span].count; ++i)
+            w.routed.span_of[w.routed.spans[span].begin + i] = span;
+}
+
+// -- products with the matrices of experts
+
+inline void pack_token(const float* from, float* base, const Groups& groups, int64_t token, int64_t cols) {
+    const Packed to(base, groups, token, cols);
+    for (int64_t i = 0; i < cols; ++i) to.put(i, from[i]);
+    to.end(cols);
+}
+
+inline const char* panels_at(const Stack& stack, int64_t matrix, int64_t first) {
+    return stack.data + matrix * stack.layer_bytes + first * stack.panel_bytes;
+}
+
+inline int64_t panels_left(const Stack& stack, int64_t first) { return std::min<int64_t>(2, panels_of(stack) - first); }
+
+// `count` panels from `first` on of one matrix, one or two at once; emit(i of count, sums [tokens][32]).
+template <class Emit>
+void multiply_panels(Work& w, const Stack& stack, int64_t matrix, int64_t first, int64_t count, const float* x,
+                     const Groups& groups,
+              Emit emit) {
+    const char* data = panels_at(stack, matrix, first);
+    const Products products = products_with(stack);
+    if (count == 2 && groups.tokens <= PAIR_TOKENS) {
+        products.of_two(stack, data, x, groups, w.scratch);
+        emit(0, w.scratch);
+        return emit(1, w.scratch + groups.tokens * PANEL);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        products.of_one(stack, data + i * stack.panel_bytes, x, i + 1 < count ? Groups(groups.tokens) : groups,
+                        w.scratch);
+        emit(i, w.scratch);
+    }
+}
+
+// One or two panels of a matrix with gate and up, of tokens that go to lines [count][rows] of `out`.
+inline void raw_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t first, const float* x,
+                        const Groups& groups, float* out) {
+    multiply_panels(w, stack, matrix, first, panels_left(stack, first), x, groups, [&](int64_t i, const float* sums) {
+        const int64_t row = (first + i) * PANEL, count = std::min<int64_t>(PANEL, stack.rows - row);
+        for (int64_t t = 0; t < groups.tokens; ++t)
+            std::memcpy(out + t * stack.rows + row, sums + t * PANEL, count * 4);
+    });
+}
+
+inline bool activates_experts_at_once(Work& w) { return w.moe.inner % PANEL == 0 && w.moe.shared_inner % PANEL == 0; }
+
+// The i-th panels of gate and of up of a matrix, activated, times shares where there are any: columns of packed `out`,
+// the input of `down`.
+inline void active_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t i, const float* x, int64_t tokens,
+                           const char* next,
+                    const float* shares, const Stack& down, float* out) {
+    const int64_t apart = stack.rows / 2 / PANEL * stack.panel_bytes;
+    gate_and_up(w, stack, panels_at(stack, matrix, i), x, Groups(tokens, next, apart));
+    activate_panel(w, down, nullptr, i * PANEL, tokens, shares, out);
+}
+
+// -- the stages
+
+inline void norm_tokens(Work& w, const float* weight) {
+    const int64_t wide = padded(w.model.hidden);
+    w.share(w.step.batch, 1, [&](int64_t b) {
+        settle(w, AFTER_ATTENTION, b);
+        const float* from = w.engine.residual + b * w.model.hidden;
+        const float factor = norm_factor(from, w.model.hidden, w.model.eps);
+        float* to = w.routed.normed + b * wide;
+        for (int64_t i = 0; i < w.model.hidden; ++i) to[i] = from[i] * factor * weight[i];
+        std::fill(to + w.model.hidden, to + wide, 0.0f);
+        if (w.moe.shared_inner) pack_token(to, w.routed.packed, w.tokens, b, w.model.hidden);
+    });
+}
+
+// more choices than that are worth a stage of their own
+inline bool chooses_at_once(Work& w) { return w.step.batch <= 4; }
+
+inline void score_block(Work& w, int64_t layer, int64_t first) {
+    const int64_t wide = padded(w.model.hidden), line = w.moe.experts + W,
+        count = std::min<int64_t>(W, w.moe.experts - first);
+    const float* router = w.moe.router + (layer * w.moe.experts + first) * w.model.hidden;
+    for (int64_t b = 0; b < w.step.batch; b += MOST_DOTS) {
+        const int64_t tokens = std::min<int64_t>(MOST_DOTS, w.step.batch - b);
+        dots(tokens, w.routed.normed + b * wide, wide, router, count, w.model.hidden, w.scratch, W);
+        for (int64_t t = 0; t < tokens; ++t)
+            std::memcpy(w.routed.scores + (b + t) * line + first, w.scratch + t * W, count * 4);
+    }
+}
+
+inline void score_experts(Work& w, int64_t layer) {
+    const int64_t blocks = (w.moe.experts + W - 1) / W;
+    const int64_t shared = w.moe.shared_inner ? (panels_of(w.moe.shared_gate_up) + 1) / 2 : 0;
+    w.share(blocks + shared, 1, [&](int64_t task) {
+        const int64_t own = task - blocks;
+        if (own >= 0 && activates_experts_at_once(w))
+            return active_gate_up(w, w.moe.shared_gate_up, layer, own, w.routed.packed, w.step.batch,
+                                  panels_at(w.moe.shared_gate_up, layer, own + 1), nullptr, w.moe.shared_down,
+                                  w.routed.shared_inner);
+        if (own >= 0)
+            return raw_gate_up(w, w.moe.shared_gate_up, layer, own * 2, w.routed.packed, w.tokens,
+                               w.routed.shared_gate_up);
+        score_block(w, layer, task * W);
+        if (!chooses_at_once(w) || w.routed.left.fetch_add(1, std::memory_order_acq_rel) + 1 < blocks) return;
+        w.routed.left.store(0, std::memory_order_relaxed);
+        for (int64_t b = 0; b < w.step.batch; ++b) choose_of(w, layer, b);
+        sort_pairs(w);
+    });
+}
+
+inline void choose_experts(Work& w, int64_t layer) {
+    w.share(w.step.batch, 1, [&](int64_t b) {
+        choose_of(w, layer, b);
+        if (w.routed.left.fetch_add(1, std::memory_order_acq_rel) + 1 < w.step.batch) return;
+        w.routed.left.store(0, std::memory_order_relaxed);
+        sort_pairs(w);
+    });
+}
+
+inline void activate_piece(const float* gate, int64_t inner, int64_t first, float share, const Packed& to) {
+    const float* up = gate + inner;
+    const int64_t last = std::min<int64_t>(first + 16 * W, inner);
+    for (int64_t i = first; i < last; i += W) {
+        const int64_t count = std::min<int64_t>(W, last - i);
+        const vec own = load_some(gate + i, count);
+        float lanes[W];
+        store(lanes, own / (1.0f + exponential(-own)) * load_some(up + i, count) * share);
+        for (int64_t j = 0; j < count; ++j) to.put(i + j, lanes[j]);
+    }
+    if (last == inner) to.end(inner);
+}
+
+inline void activate_pairs(Work& w) {
+    constexpr int64_t PIECE = 16 * W;
+    const int64_t pieces = (w.moe.inner + PIECE - 1) / PIECE, shared = (w.moe.shared_inner + PIECE - 1) / PIECE;
+    w.share(num_pairs(w) * pieces + w.step.batch * shared, 4, [&](int64_t task) {
+        if (task < num_pairs(w) * pieces) {
+            const int64_t pair = task / pieces;
+            if (w.routed.span_of[pair] == ELSEWHERE) return;
+            const Span& span = w.routed.spans[w.routed.span_of[pair]];
+            float* base = w.routed.inner + span.begin * padded(w.moe.inner);
+            const Packed to(base, Groups(span.count), pair - span.begin, w.moe.inner);
+            activate_piece(w.routed.gate_up + pair * 2 * w.moe.inner, w.moe.inner, task % pieces * PIECE,
+                           w.routed.share_of[pair], to);
+        } else {
+            const int64_t rest = task - num_pairs(w) * pieces, b = rest / shared;
+            const Packed to(w.routed.shared_inner, w.tokens, b, w.moe.shared_inner);
+            const float* gate = w.routed.shared_gate_up + b * 2 * w.moe.shared_inner;
+            activate_piece(gate, w.moe.shared_inner, rest % shared * PIECE, 1.0f, to);
+        }
+    });
+}
+
+// Panels of a task of the down product, and the first one of a thread's own tasks.
+inline int64_t down_at_once(Work& w) { return panels_of(w.moe.down) >= 4 * w.pool.size() ? 2 : 1; }
+inline int64_t first_down(Work& w, int64_t thread) {
+    const int64_t tasks = (panels_of(w.moe.down) + down_at_once(w) - 1) / down_at_once(w);
+    return tasks * thread / w.pool.size() * down_at_once(w);
+}
+
+inline void expand_experts(Work& w, int64_t layer) {
+    const int64_t tasks = (panels_of(w.moe.gate_up) + 1) / 2, all = w.routed.num_spans * tasks,
+        wide = padded(w.model.hidden);
+    const bool is_whole = activates_experts_at_once(w);
+    const int64_t own_last = all * (w.thread + 1) / w.pool.size() - 1, panel = first_down(w, w.thread);
+    int64_t held = -1;  // the span whose tokens this thread has packed
+    w.share(all, 1, [&](int64_t task) {
+        const int64_t place = task / tasks, i = task % tasks;
+        const Span& span = w.routed.spans[place];
+        const char* next = panels_at(w.moe.gate_up, layer * w.moe.held + span.expert, is_whole ? i + 1 : 2 * i + 2);
+        if (task == own_last) next = panels_at(w.moe.down, layer * w.moe.held + w.routed.spans[0].expert, panel);
+        else if (i + 1 == tasks && task + 1 < all)
+            next = panels_at(w.moe.gate_up, layer * w.moe.held + w.routed.spans[place + 1].expert, 0);
+        const float* x = w.routed.normed + w.routed.token[span.begin] * wide;  // one token is packed as it lies
+        if (span.count > 1) {
+            x = w.routed.own[w.thread];
+            const Groups groups(span.count);
+            for (int64_t t = 0; t < span.count && held != place; ++t)
+                pack_token(w.routed.normed + w.routed.token[span.begin + t] * wide, w.routed.own[w.thread], groups, t,
+                           w.model.hidden);
+            held = place;
+        }
+        const int64_t matrix = layer * w.moe.held + span.expert;
+        if (is_whole)
+            return active_gate_up(w, w.moe.gate_up, matrix, i, x, span.count, next,
+                                  w.routed.share_of.data() + span.begin,
+                                  w.moe.down, w.routed.inner + span.begin * padded(w.moe.inner));
+        raw_gate_up(w, w.moe.gate_up, matrix, i * 2, x, Groups(span.count, next),
+                    w.routed.gate_up + span.begin * 2 * w.moe.inner);
+    });
+}
+
+// Adds one panel to the residual stream, or to this rank's partial sum, from row `first` on.
+inline void add_panel(Work& w, const float* sums, int64_t first) {
+    const int64_t rows = std::min<int64_t>(PANEL, w.model.hidden - first);
+    for (int64_t b = 0; b < w.step.batch; ++b) {
+        float total[PANEL] = {};
+        for (int64_t j = 0; j < w.moe.top_k; ++j) {
+            const int64_t pair = w.routed.pair_of[b * w.moe.top_k + j];
+            if (w.routed.span_of[pair] == ELSEWHERE) continue;
+            const float* own = sums + pair * PANEL;
+            for (int i = 0; i < PANEL; ++i) total[i] += own[i];
+        }
+        const float* shared = sums + (num_pairs(w) + b) * PANEL;
+        for (int i = 0; i < PANEL && w.moe.shared_inner; ++i) total[i] += shared[i];
+        const int64_t at = b * w.model.hidden + first;
+        if (w.ranks.is_alone())
+            for (int64_t i = 0; i < rows; ++i) w.engine.residual[at + i] += total[i];
+        else std::copy(total, total + rows, own_part(w, AFTER_MLP) + at);
+    }
+}
+
+inline void add_up_experts(Work& w, int64_t layer) {
+    const int64_t panels = panels_of(w.moe.down), at_once = down_at_once(w);
+    // of a panel: those of the pairs, then those of the shared experts
+    const int64_t lines = num_pairs(w) + w.step.batch;
+    float* own = w.routed.sums[w.thread];
+    w.share((panels + at_once - 1) / at_once, 1, [&](int64_t task) {
+        const int64_t first = task * at_once, count = std::min(at_once, panels - first);
+        const auto keep = [&](int64_t line, int64_t num) {
+            return [=](int64_t i, const float* sums) {
+                std::memcpy(own + (i * lines + line) * PANEL, sums, num * PANEL * 4);
+            };
+        };
+        for (int64_t i = 0; i < w.routed.num_spans; ++i) {
+            const Span& span = w.routed.spans[i];
+            const bool is_last = i + 1 == w.routed.num_spans;  // then come the next panels of the first
+            const int64_t next = layer * w.moe.held + w.routed.spans[is_last ? 0 : i + 1].expert;
+            const Groups groups(span.count, panels_at(w.moe.down, next, first + (is_last ? count : 0)));
+            multiply_panels(w, w.moe.down, layer * w.moe.held + span.expert, first, count,
+                     w.routed.inner + span.begin * padded(w.moe.inner), groups, keep(span.begin, span.count));
+        }
+        if (w.moe.shared_inner)
+            multiply_panels(w, w.moe.shared_down, layer, first, count, w.routed.shared_inner, w.tokens,
+                            keep(num_pairs(w), w.step.batch));
+        for (int64_t i = 0; i < count; ++i) add_panel(w, own + i * lines * PANEL, (first + i) * PANEL);
+    });
+}
+
+inline bool is_mixture(Work& w, int64_t layer) { return w.moe.experts && layer >= w.moe.first_layer; }
+
+// Whether a stage has no task in this step; it then has no barrier either.
+inline bool is_mixture_stage_empty(Work& w, int64_t stage) {
+    return (stage == 2 && chooses_at_once(w)) || (stage == 4 && activates_experts_at_once(w));
+}
+
+inline void mixture_stage(Work& w, int64_t layer, int64_t stage) {
+    const int64_t own = layer - w.moe.first_layer;
+    switch (stage) {
+        case 0: return norm_tokens(w, w.model.post_norm + layer * w.model.hidden);
+        case 1: return score_experts(w, own);
+        case 2: return choose_experts(w, own);
+        case 3: return expand_experts(w, own);
+        case 4: return activate_pairs(w);
+        default: return add_up_experts(w, own);
+    }
+}
+
+}  // namespace looped

@@ -1,0 +1,223 @@
+// Attention of a chunk of a prompt in bf16, flash style: keys block by block, with the softmax corrected as larger
+// scores turn up. Queries, keys, values and the probabilities are rounded to bf16, scores and sums are fp32.
+//
+// A task is one kv head and some queries of each head that shares it: keys and values of a block are packed once for
+// all of them, as panels (panels.h) of 32 keys by E and of 32 numbers by keys, and both products are those of tiles.
+// Invariant: blocks of keys begin at multiples of BLOCK_KEYS, and what a query does not see adds zeros; so its result
+// is bitwise equal however the prompt is cut into chunks.
+#include <limits>
+#include <vector>
+
+#include "bf16_tiles.h"
+#include "prompt.h"
+
+namespace looped {
+
+#if HAS_BF16
+namespace {
+
+constexpr int64_t BLOCK_KEYS = 256;
+constexpr int SHARES = BLOCK_KEYS / 2 + 16;  // of a query, and some room so that those of all do not fight for a line
+constexpr int64_t TASK_QUERIES = 768;  // of all heads; fewer would pack keys too often
+
+int64_t panels_of(int64_t count) { return (count + PANEL - 1) / PANEL; }
+int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
+
+// Keys [n, size] as panels [n / 32][size / 2][32] of pairs; zeros where there is no key.
+void pack_keys(const float* keys, int64_t stride, int64_t n, int64_t size, uint32_t* to) {
+    const int64_t units = even(size) / 2;
+    std::fill(to, to + panels_of(n) * units * PANEL, 0u);
+    for (int64_t key = 0; key < n; ++key)
+        pack_row(keys + key * stride, size, even(size), to + key / PANEL * units * PANEL + key % PANEL, PANEL);
+}
+
+// Each number of bf16 in the lower half of 32 bits.
+INLINE bits widened(half_bits own) {
+    typedef uint16_t shorts __attribute__((vector_size(W * 2)));
+    return __builtin_convertvector((shorts)own, bits);
+}
+
+// Values [n, size] as panels [size / 32][n / 2][32] of pairs of neighbouring keys.
+void pack_values(const float* values, int64_t stride, int64_t n, int64_t size, uint32_t* to) {
+    for (int64_t panel = 0; panel < panels_of(size); ++panel)
+        for (int64_t key = 0; key < even(n); key += 2)
+            for (int v = 0; v < VECS; ++v, to += W) {
+                const int64_t at = panel * PANEL + v * W;
+                const float* own = values + key * stride + at;
+                const vec low = load_left(own, size - at);
+                const vec high = key + 1 < n ? load_left(own + stride, size - at) : vec{};
+                const bits both = widened(narrow(low)) | widened(narrow(high)) << 16;
+                std::memcpy(to, &both, sizeof both);
+            }
+}
+
+// Up to MOST queries of one head that follow each other.
+struct Some {
+    const float* q;     // of the first
+    int64_t first, count;
+    uint32_t* packed;   // [E / 2][count]
+    float *peak, *total, *mixed;  // [count], [count], [U / 32][count][32]
+};
+
+// e^x of x up to 0, and of what is no number; less exact than simd.h's, more than bf16 is.
+INLINE vec share_of(vec x) {
+    const vec magic = all(12582912.0f), shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
+    const vec f = x * 1.44269504088896341f - n;  // in one instruction, so that nothing is lost
+    vec p = all(1.3333558e-3f);
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    const vec out = (vec)((ints)p + (((ints)shifted - (ints)magic) << 23));
+    const vec known = x < all(-87.0f) ? vec{} : out;
+    return x == x ? known : x;
+}
+
+class Task {
+  public:
+    Task(const Prompt& prompt, int64_t kv_head, int64_t begin, int64_t end) : p_(prompt), kv_head_(kv_head) {
+        const int64_t shared = p_.heads / p_.kv_heads, count = end - begin, units = even(p_.size) / 2;
+        const int64_t value_panels = panels_of(p_.value_size), queries = shared * count;
+        const Groups groups(count);
+        packed_.resize(queries * units);
+        state_.resize(queries * (2 + value_panels * PANEL));
+        keys_.resize(BLOCK_KEYS * units);
+        values_.resize(BLOCK_KEYS / 2 * value_panels * PANEL);
+        uint32_t* packed = packed_.data();
+        float* state = state_.data();
+        for (int64_t head = 0; head < shared; ++head)
+            for (int64_t group = 0; group < groups.count; ++group) {
+                const int64_t first = begin + groups.begin(group), size = groups.size(group);
+                const float* q = p_.q + first * p_.q_token + (kv_head * shared + head) * p_.q_head;
+                some_.push_back({q, first, size, packed, state, state + size, state + 2 * size});
+                for (int64_t t = 0; t < size; ++t)
+                    pack_row(q + t * p_.q_token, p_.size, even(p_.size), packed + t, size);
+                std::fill(state, state + size, -std::numeric_limits<float>::infinity());
+                std::fill(state + size, state + size * (2 + value_panels * PANEL), 0.0f);
+                packed += units * size;
+                state += size * (2 + value_panels * PANEL);
+            }
+        last_ = seen_by(end - 1);
+    }
+
+    void run() {
+        for (int64_t first = 0; first < last_; first += BLOCK_KEYS) {
+            const int64_t count = std::min(BLOCK_KEYS, p_.keys - first);
+            pack_keys(p_.k + kv_head_ * p_.k_head + first * p_.k_token, p_.k_token, count, p_.size, keys_.data());
+            pack_values(p_.v + kv_head_ * p_.v_head + first * p_.v_token, p_.v_token, count, p_.value_size,
+                        values_.data());
+            for (const Some& some : some_) {
+                const int64_t seen = seen_by(some.first + some.count - 1) - first;  // by the last of them
+                if (seen > 0) attend(some, first, std::min(seen, count), even(count) / 2);
+            }
+        }
+        const int64_t shared = p_.heads / p_.kv_heads, per_head = some_.size() / shared;
+        for (size_t i = 0; i < some_.size(); ++i) write(some_[i], kv_head_ * shared + i / per_head);
+    }
+
+  private:
+    int64_t seen_by(int64_t query) const { return p_.keys - p_.queries + query + 1; }
+
+    // Of a block that begins at key `first` the `count` keys that some of the queries see; `pairs` of them are packed.
+    void attend(const Some& some, int64_t first, int64_t count, int64_t pairs) {
+        const int64_t T = some.count, units = even(p_.size) / 2, panels = panels_of(count);
+        const PairTile score = pair_tile_of<NEW>(T, UpToMost{}), mix = pair_tile_of<ON, SHARES>(T, UpToMost{});
+        for (int64_t panel = 0; panel < panels; ++panel) {
+            const char* own = reinterpret_cast<const char*>(keys_.data() + panel * units * PANEL);
+            score(own, some.packed, 2 * units, scores_ + panel * T * PANEL, {own, 0});
+        }
+        for (int64_t t = 0; t < T; ++t) soften(some, t, first, count, panels);
+        for (int64_t panel = 0; panel < panels_of(p_.value_size); ++panel) {
+            const char* own = reinterpret_cast<const char*>(values_.data() + panel * pairs * PANEL);
+            mix(own, shares_, even(count), some.mixed + panel * T * PANEL, {own, 0});
+        }
+    }
+
+    // Scores of one query to shares of its largest score; what was found before is corrected to that.
+    void soften(const Some& some, int64_t t, int64_t first, int64_t count, int64_t panels) {
+        const int64_t T = some.count, seen = seen_by(some.first + t) - first;
+        const float none = -std::numeric_limits<float>::infinity();
+        const auto place = [&](int64_t at) { return scores_ + (at / PANEL * T + t) * PANEL + at % PANEL; };
+        for (int64_t at = std::clamp<int64_t>(seen, 0, count); at < panels * PANEL; ++at) *place(at) = none;
+        vec largest = all(none);
+        for (int64_t at = 0; at < even(count); at += W) {
+            const vec own = load(place(at));
+            largest = own > largest ? own : largest;
+        }
+        const float before = some.peak[t], found = max_of(largest) * p_.scale, peak = found > before ? found : before;
+        const vec shift = all(peak == none ? 0.0f : peak);
+        vec sum = {};
+        for (int64_t at = 0; at < even(count); at += W) {
+            const vec share = share_of(load(place(at)) * p_.scale - shift);
+            const half_bits pairs = narrow(share);
+            std::memcpy(shares_ + t * SHARES + at / 2, &pairs, sizeof pairs);
+            sum += share;
+        }
+        float factor[W];
+        store(factor, exponential(all(before) - shift));
+        some.peak[t] = peak;
+        some.total[t] = some.total[t] * factor[0] + sum_of(sum);
+        if (factor[0] != 1.0f)
+            for (int64_t panel = 0; panel < panels_of(p_.value_size); ++panel)
+                for (int v = 0; v < VECS; ++v) {
+                    float* own = some.mixed + (panel * T + t) * PANEL + v * W;
+                    store(own, load(own) * factor[0]);
+                }
+    }
+
+    void write(const Some& some, int64_t head) const {
+        for (int64_t t = 0; t < some.count; ++t) {
+            float* out = p_.out + ((some.first + t) * p_.heads + head) * p_.value_size;
+            for (int64_t i = 0; i < p_.value_size; ++i)
+                out[i] = some.mixed[(i / PANEL * some.count + t) * PANEL + i % PANEL] / some.total[t];
+        }
+    }
+
+    const Prompt& p_;
+    const int64_t kv_head_;
+    int64_t last_;  // keys that the last query sees
+    std::vector<uint32_t> packed_, keys_, values_;
+    std::vector<float> state_;
+    std::vector<Some> some_;
+    alignas(64) float scores_[MOST * (BLOCK_KEYS + PANEL)];
+    alignas(64) uint32_t shares_[MOST * SHARES];  // pairs of neighbouring keys
+};
+
+}  // namespace
+
+void attend_prompts(const Prompt& all, const int32_t* query_ends, const int32_t* key_ends, int64_t count,
+                    int64_t threads) {
+    struct Part {
+        const Prompt& prompt;
+        int64_t kv_head, begin, end;
+    };
+    std::vector<Prompt> prompts(count, all);
+    std::vector<Part> parts;
+    for (int64_t i = 0; i < count; ++i) {
+        Prompt& own = prompts[i];
+        own.q += query_ends[i] * all.q_token, own.queries = query_ends[i + 1] - query_ends[i];
+        own.k += key_ends[i] * all.k_token, own.v += key_ends[i] * all.v_token;
+        own.keys = key_ends[i + 1] - key_ends[i];
+        own.out += query_ends[i] * all.heads * all.value_size;
+        // Queries further down see more keys: parts of equal length would not be of equal work, so there are several
+        // per thread, the long ones first.
+        const int64_t total = own.queries * (all.heads / all.kv_heads), tasks = count * all.kv_heads;
+        const int64_t wanted = std::max((total + TASK_QUERIES - 1) / TASK_QUERIES, (2 * threads + tasks - 1) / tasks);
+        const int64_t cuts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, own.queries / MOST));
+        for (int64_t part = cuts - 1; part >= 0; --part)
+            for (int64_t head = 0; head < all.kv_heads; ++head)
+                parts.push_back({own, head, own.queries * part / cuts, own.queries * (part + 1) / cuts});
+    }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (size_t i = 0; i < parts.size(); ++i)
+        if (parts[i].begin < parts[i].end) Task(parts[i].prompt, parts[i].kv_head, parts[i].begin, parts[i].end).run();
+}
+
+#else
+
+void attend_prompts(const Prompt&, const int32_t*, const int32_t*, int64_t, int64_t) {}
+
+#endif
+
+}  // namespace looped

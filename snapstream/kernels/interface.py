@@ -1,0 +1,148 @@
+"""The functions that a layer and a cache call on one device, bound once when an engine is loaded.
+
+``bind`` makes the object; it is handed to the decoder, the cache and the views, which call its fields and never ask
+what device they are on. ``reference.py`` holds the meaning of every field, in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels import pytorch, reference
+from snapstream.kernels.cpu import attention
+from snapstream.kernels.cpu.norm import Norms
+from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, Pairs, RowPlaces, SumNorm
+
+__all__ = [
+    "CosSin", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "Pairs", "RowPlaces", "SumNorm", "bind",
+    "has_triton",
+]  # fmt: skip
+
+KernelVersion = Literal["triton", "cpu", "torch"]
+
+
+class ScoreKernel(Protocol):
+    def __call__(
+        self, queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Tensors in, tensors out; the meaning of each field is the function of its name in ``reference.py``."""
+
+    version: KernelVersion
+    # x [P, D] sorted by expert, weight [X, O, D], its scales or None, ends [X] int32 of each expert's rows -> [P, O]
+    grouped_linear: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+    # x [T, D] of few tokens, codes [O, D * bits / 8], scales [O, D / group], bias [O] -> [T, O]. None where a product
+    # with codes widens the matrix, block by block.
+    code_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [T, D], weight [D], eps
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]  # residual += x in place, and the norm of the sum
+    swiglu: Callable[[Tensor], Tensor]  # [T, 2I] -> [T, I]
+    norm_rope: Callable[[Tensor, HeadNorm, CosSin, int], Tensor]  # heads [T, H+2G, E], G -> [T, H+G, E]
+    # A decode step's attention in one layer: norm, rotate, write a slot per row, attend over the visible slots.
+    # heads [B, H+2G, E] as projected -> [B, H, E]
+    attend_rows: Callable[[Tensor, HeadNorm, CosSin | None, LayerRows, RowPlaces, Keep | None], Tensor]
+    gather_rows: Callable[[LayerRows, Sequence[int], Tensor, Tensor, Tensor], None]  # rows, keys, values, index [G, n]
+    snapkv_scores: ScoreKernel
+    hop_scores: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+    key_diversity: Callable[[Tensor, int, int], Tensor]  # keys [G, N, E], start, stop -> [G, stop - start]
+    batch_tiles: tuple[int, ...] = (1,)  # the batch sizes from which a decode step launches other kernels
+
+    def normed(self, given: SumNorm) -> Tensor:
+        """The norm that ``given`` means, ``[T, D]``."""
+        return self.sum_norm(*given)
+
+    def sum_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """``residual [T, D] += x`` in place unless there is no ``x``, and the norm of the sum."""
+        return self.rms_norm(residual, weight, eps) if x is None else self.add_rms_norm(residual, x, weight, eps)
+
+
+def bind(device: torch.device | str, version: KernelVersion | None = None) -> Kernels:
+    """The kernels of a device: by default Triton's on an NVIDIA GPU that has it, those of ``cpu/`` on a CPU.
+
+    ``"torch"`` runs anywhere; ``"triton"`` on other devices needs Triton's interpreter. ValueError for a version that
+    cannot be had here.
+    """
+    kind = torch.device(device).type
+    version = version or _default(kind)
+    if version == "cpu" and kind not in ("cpu", "meta"):
+        raise ValueError(f"kernels {version!r} run on a CPU, and the device is {device}")
+    match version:
+        case "triton":
+            return _triton()
+        case "cpu":
+            return _cpu()
+        case "torch":
+            return _torch()
+    raise ValueError(f"kernels are {version!r}; they must be one of {', '.join(get_args(KernelVersion))}")
+
+
+def has_triton() -> bool:
+    """True where Triton is installed beside a PyTorch for NVIDIA GPUs; it is not imported."""
+    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
+
+
+def _default(kind: str) -> KernelVersion:
+    if kind == "cuda":
+        return "triton" if has_triton() else "torch"
+    return "cpu" if kind == "cpu" else "torch"
+
+
+def _torch() -> Kernels:
+    return Kernels(
+        version="torch",
+        grouped_linear=pytorch.grouped_linear,
+        rms_norm=pytorch.rms_norm,
+        add_rms_norm=pytorch.add_rms_norm,
+        swiglu=pytorch.swiglu,
+        norm_rope=pytorch.norm_rope,
+        attend_rows=pytorch.rows_attention(pytorch.norm_rope, reference.decode_attention),
+        gather_rows=reference.gather_rows,
+        snapkv_scores=pytorch.snapkv_scores,
+        hop_scores=pytorch.hop_scores,
+        key_diversity=pytorch.key_diversity,
+    )
+
+
+def _cpu() -> Kernels:
+    norms = Norms()
+    return replace(
+        _torch(),
+        version="cpu",
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
+        norm_rope=norms.norm_rope,
+        gather_rows=pytorch.gather_rows,
+        attend_rows=pytorch.rows_attention(norms.norm_rope, attention.decode_attention),
+    )
+
+
+def _triton() -> Kernels:
+    if not has_triton():
+        raise ValueError("kernels 'triton' need Triton, which is not installed for this PyTorch")
+    from snapstream.kernels.triton import configs, latent_attention, norm, products, rows
+    from snapstream.kernels.triton import products as triton_experts
+    from snapstream.kernels.triton import scores as triton_scores
+
+    return replace(
+        _torch(),
+        version="triton",
+        grouped_linear=triton_experts.grouped_linear,
+        code_linear=products.code_linear,
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        swiglu=norm.swiglu,
+        norm_rope=rows.norm_rope,
+        attend_rows=latent_attention.attend_rows,
+        gather_rows=rows.gather_rows,
+        snapkv_scores=triton_scores.scores_of_any_size,
+        batch_tiles=(1, *(tokens + 1 for tokens in configs.CODE_TOKENS[:-1])),
+    )

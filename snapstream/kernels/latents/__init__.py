@@ -1,1 +1,0 @@
-"""Decode attention over rows of latents on a GPU: the kernels that can serve, and which of them does."""

@@ -1,0 +1,363 @@
+"""The kernels in plain PyTorch for any device: as ``reference.py`` means them, without its fp32 copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from snapstream.kernels import reference
+from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
+
+# Prefill attention through PyTorch's fused kernels: flash or cuDNN on a GPU, no matrix of scores.
+#
+# The T queries of a chunk are the last of N tokens. A GPU's flash kernel aligns its causal mask with the last key. It
+# is called by its own name: PyTorch's choice among its kernels may prefer cuDNN, which plans every new pair of lengths
+# on the host. Elsewhere a chunk that is the whole prompt is plainly causal, one query sees every key, and between a
+# mask of bits is aligned with the last key; ``torch.nn.attention.bias`` would make the same one, and import the
+# compiler for it. ``split`` is the other way: keys before the chunk unmasked, the chunk as one causal square, merged
+# by their log-sum-exp; it works with kernels that know only the plain causal mask, cuDNN's among them. Extra memory is
+# ``O(T)`` and the mask, where the reference holds ``[H, T, N]`` fp32 scores.
+
+# q, k, v [1, heads, tokens, E] and whether causal -> output and log-sum-exp [1, H, T]
+Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+
+efficient_operator: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+cudnn_operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``."""
+    num_queries, num_heads, _ = q.shape
+    num_kv_heads, num_keys, _ = k.shape
+    grouped = num_heads != num_kv_heads
+    queries, keys, values = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)  # [1, H, T, E], [1, G, N, E]
+    if q.is_cuda:
+        out = flash(queries, keys, values, True)[0]
+    elif num_queries == num_keys:
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
+    elif num_queries == 1:
+        out = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=grouped)
+    else:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril_(num_keys - num_queries)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def one_query_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one query over all N tokens: ``q [1, H, E]``, ``k [G, N, E], v [G, N, E']`` -> ``[1, H, E']``.
+
+    Any sizes of heads and values, on any device: for latents, whose keys are wider than flash kernels take. The heads
+    of a group stand as queries of one head, so that keys are neither repeated nor copied.
+    """
+    grouped = q.reshape(1, k.shape[0], -1, q.shape[-1])  # [1, G, r, E]
+    return F.scaled_dot_product_attention(grouped, k[None], v[None]).flatten(1, 2)
+
+
+def split(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
+    """The same through two calls of ``kernel``; one query sees every key and takes one call."""
+    prefix = k.shape[1] - q.shape[0]
+    queries = q.transpose(0, 1)[None]
+    if q.shape[0] == 1:
+        return kernel(queries, k[None], v[None], False)[0][0].transpose(0, 1)
+    own, own_lse = kernel(queries, k[None, :, prefix:], v[None, :, prefix:], True)
+    if prefix == 0:
+        return own[0].transpose(0, 1)
+    before, before_lse = kernel(queries, k[None, :, :prefix], v[None, :, :prefix], False)
+    share = torch.sigmoid(before_lse.float() - own_lse.float())[..., None].to(own.dtype)
+    return torch.lerp(own, before, share)[0].transpose(0, 1)
+
+
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See ``reference.prefill_attention``; through cuDNN. Every new pair of lengths costs it a plan on the host."""
+    return split(q, k, v, cudnn)
+
+
+def by_efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See ``reference.prefill_attention``; through the memory-efficient kernel, which also takes fp32."""
+    return split(q, k, v, efficient)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """cuDNN's kernel for ``split``; half precision on an NVIDIA GPU. It takes no single key, so that is done here."""
+    if k.shape[2] == 1:
+        group = q.shape[1] // k.shape[1]
+        key, value = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [1, H, 1, E]
+        lse = (q.float() * key.float()).sum(-1) * q.shape[-1] ** -0.5  # [1, H, T]
+        return value.expand(q.shape), lse
+    found: Any = cudnn_operator(q, k, v, None, True, 0.0, is_causal)
+    return found[0], found[1].reshape(q.shape[:3])
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """The flash kernel; half precision on an NVIDIA GPU. Causal means aligned with the last key."""
+    found: Any = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
+    return found[0], found[1]
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """The memory-efficient kernel for ``split``; fp32 too, on an NVIDIA GPU.
+
+    It wants as many kv heads as query heads. The causal square repeats them, a chunk's worth; over the keys before it
+    there is no mask, so the query heads of a group stand one after the other as queries of one head.
+    """
+    _, num_heads, num_queries, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
+    if is_causal:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    else:
+        q = q.reshape(1, num_kv_heads, group * num_queries, head_dim)
+    found: Any = efficient_operator(q, k, v, None, True, 0.0, is_causal)
+    lse = found[1][:, :, : q.shape[2]]  # padded to whole tiles
+    return found[0].reshape(1, num_heads, num_queries, head_dim), lse.reshape(1, num_heads, num_queries)
+
+
+# Scores by which selectors choose, in ``O(queries x chunk)`` of memory.
+#
+# Where keys can be multiplied as they lie, some queries at a time meet all of them, once. Elsewhere chunks of keys are
+# widened, in two passes: the first finds the softmax normaliser of every query that votes, the second adds up the
+# probabilities. Same meaning as ``reference.snapkv_scores``, ``hop_scores`` and ``key_diversity``; runs on any device.
+
+CHUNK = 4096  # keys per pass; 32 queries x 32 heads x 4096 keys in fp32 are 16 MiB
+
+
+def snapkv_scores(
+    queries: Tensor,
+    keys: Tensor,
+    first_query: int,
+    start: int,
+    stop: int,
+    *,
+    over_row: bool,
+    group_max: bool,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """See ``reference.snapkv_scores``: ``queries [w, H, E]``, ``keys [G, N, E]`` -> ``[G, stop - start]`` fp32."""
+    num_queries, num_heads, head_dim = queries.shape
+    num_kv_heads, num_keys, _ = keys.shape
+    group = num_heads // num_kv_heads
+    scaled = queries.float() * head_dim**-0.5
+    folded = scaled.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)  # [G, r*w, E]
+
+    def logits(low: int, high: int) -> Iterator[tuple[int, int, Tensor]]:
+        for a in range(low, high, chunk):
+            b = min(a + chunk, high)
+            block = torch.bmm(folded, keys[:, a:b].float().transpose(1, 2))  # [G, r*w, c]
+            if b - 1 > first_query:  # some query may not see some key
+                position = torch.arange(a, b, device=keys.device)
+                query_position = first_query + torch.arange(num_queries, device=keys.device)
+                hidden = (position > query_position[:, None]).repeat(group, 1)
+                block.masked_fill_(hidden, float("-inf"))
+            yield a, b, block
+
+    low, high = (0, num_keys) if over_row else (start, stop)
+    if keys.dtype == torch.float32 and keys.device.type == "cpu":
+        seen, own = keys[:, low:high], slice(start - low, stop - low)
+        visible = None if high - 1 <= first_query else first_query - low  # the last key that the first query sees
+        return _votes_at_once(folded.unflatten(1, (group, -1)), seen, own, visible, group_max, chunk)
+    if not over_row and high - low <= chunk:  # one block: its softmax needs no second pass
+        _, _, block = next(logits(low, high))
+        return _votes(block.softmax(-1).nan_to_num_(0.0), group, group_max)
+    normaliser = torch.full(folded.shape[:2], float("-inf"), device=keys.device)  # [G, r*w]
+    for _, _, block in logits(low, high):
+        normaliser = torch.logaddexp(normaliser, block.logsumexp(-1))
+    scores = torch.empty(num_kv_heads, stop - start, device=keys.device)
+    for a, b, block in logits(start, stop):
+        # A query that sees no key has the normaliser -inf; -inf - -inf is NaN and means no vote.
+        weights = block.sub_(normaliser[..., None]).exp_().nan_to_num_(0.0)
+        scores[:, a - start : b - start] = _votes(weights, group, group_max)
+    return scores
+
+
+def hop_scores(
+    weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *, chunk: int = CHUNK
+) -> Tensor:
+    """See ``reference.hop_scores``: ``voters [G, m]``, ``queries [N, H, E]``, ``keys [G, N, E]`` -> ``[G, n]`` fp32."""
+    num_keys, num_heads, head_dim = queries.shape
+    num_kv_heads, num_voters = voters.shape
+    group = num_heads // num_kv_heads
+    heads = torch.arange(num_kv_heads, device=keys.device)[:, None]
+    own = queries.view(num_keys, num_kv_heads, group, head_dim)[voters + start, heads]  # [G, m, r, E]
+    folded = (own.float() * head_dim**-0.5).flatten(1, 2)  # [G, m*r, E]
+    itself = (voters + start).repeat_interleave(group, dim=1)[..., None]  # [G, m*r, 1]
+
+    def logits(a: int, b: int) -> Tensor:
+        block = torch.bmm(folded, keys[:, a:b].float().transpose(1, 2))  # [G, m*r, c]
+        return block.masked_fill_(torch.arange(a, b, device=keys.device) == itself, float("-inf"))
+
+    ends = [(a, min(a + chunk, stop)) for a in range(start, stop, chunk)]
+    normaliser = torch.full(folded.shape[:2], float("-inf"), device=keys.device)  # [G, m*r]
+    for a, b in ends:
+        normaliser = torch.logaddexp(normaliser, logits(a, b).logsumexp(-1))
+    share = (weights / group).repeat_interleave(group, dim=1)[:, None]  # [G, 1, m*r]
+    scores = torch.empty(num_kv_heads, stop - start, device=keys.device)
+    for a, b in ends:
+        # A voter that is the only candidate has the normaliser -inf; -inf - -inf is NaN and means no vote.
+        probabilities = logits(a, b).sub_(normaliser[..., None]).exp_().nan_to_num_(0.0)
+        scores[:, a - start : b - start] = torch.bmm(share, probabilities)[:, 0]
+    return scores
+
+
+def key_diversity(keys: Tensor, start: int, stop: int, *, chunk: int = CHUNK) -> Tensor:
+    """See ``reference.key_diversity``: ``keys [G, N, E]`` -> ``[G, stop - start]`` fp32."""
+    num_heads, num_keys, head_dim = keys.shape
+    total = torch.zeros(num_heads, head_dim, device=keys.device)
+    for a in range(0, num_keys, chunk):
+        total += F.normalize(keys[:, a : a + chunk].float(), dim=-1).sum(1)
+    mean = F.normalize(total, dim=-1)[..., None]  # [G, E, 1]
+    scores = torch.empty(num_heads, stop - start, device=keys.device)
+    for a in range(start, stop, chunk):
+        b = min(a + chunk, stop)
+        unit = F.normalize(keys[:, a:b].float(), dim=-1)  # [G, c, E]
+        scores[:, a - start : b - start] = -torch.bmm(unit, mean)[..., 0]
+    return scores
+
+
+def _votes_at_once(
+    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, chunk: int
+) -> Tensor:
+    """Votes ``[G, n]`` of ``queries [G, r, w, E]``, scaled, for the keys ``own`` of ``keys [G, N, E]``.
+
+    ``visible``: query t sees the keys up to ``visible + t``; None: all. A piece - some kv heads, some query heads of
+    one, or some queries of one - has as many scores as all queries have of ``chunk`` keys.
+    """
+    (num_kv_heads, group, num_queries, _), num_keys = queries.shape, keys.shape[1]
+    rows = num_kv_heads * group * num_queries * chunk // num_keys
+    at_once = min(max(rows // (group * num_queries), 1), num_kv_heads)
+    rows = max(rows // at_once, 1)  # of a kv head
+    parts = [
+        _votes_of_heads(queries[first : first + at_once], keys[first : first + at_once], own, visible, group_max, rows)
+        for first in range(0, num_kv_heads, at_once)
+    ]
+    return torch.cat(parts)
+
+
+def _votes_of_heads(
+    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, rows: int
+) -> Tensor:
+    """The same, all kv heads at once, with ``rows`` queries of each at a time."""
+    (num_kv_heads, group, num_queries, _), num_keys = queries.shape, keys.shape[1]
+    heads, piece = max(min(rows // num_queries, group), 1), min(rows, num_queries)
+    transposed, votes = keys.transpose(1, 2), queries.new_zeros(num_kv_heads, own.stop - own.start)
+    for head in range(0, group, heads):
+        parts = []  # [G, h, n] each
+        for first in range(0, num_queries, piece):
+            some = queries[:, head : head + heads, first : first + piece]  # [G, h, p, E]
+            scores = torch.bmm(some.flatten(1, 2), transposed).unflatten(1, some.shape[1:3])  # [G, h, p, N]
+            if visible is not None:
+                seen = visible + first + torch.arange(some.shape[2])[:, None]
+                scores.masked_fill_(torch.arange(num_keys) > seen, float("-inf"))
+            weights = scores.softmax(-1)
+            # A query that sees no key, or a score that is no number, makes all of its weights NaN: no vote.
+            is_void = weights[..., 0].isnan()
+            if is_void.any():
+                weights.masked_fill_(is_void[..., None], 0.0)
+            parts.append(weights[..., own].sum(2))
+        of_heads = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        votes = torch.maximum(votes, of_heads.amax(1)) if group_max else votes + of_heads.sum(1)
+    return votes
+
+
+def _votes(weights: Tensor, group: int, group_max: bool) -> Tensor:
+    """Sum over the queries, merge the group: ``[G, r*w, c]`` -> ``[G, c]``."""
+    votes = weights.unflatten(1, (group, -1)).sum(2)  # [G, r, c]
+    return votes.amax(1) if group_max else votes.sum(1)
+
+
+NormRope = Callable[[Tensor, HeadNorm, CosSin, int], Tensor]
+DecodeAttention = Callable[[Tensor, LayerRows, Tensor, Tensor], Tensor]
+AttendRows = Callable[[Tensor, HeadNorm, CosSin | None, LayerRows, RowPlaces, Keep | None], Tensor]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.rms_norm``."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.add_rms_norm``."""
+    return rms_norm(residual.add_(x), weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See ``reference.swiglu``; in the dtype of the input."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:
+    """See ``reference.grouped_linear``. On a CPU one expert after the other, elsewhere all in one call."""
+    if x.device.type == "cpu":
+        return each_expert(x, weight, scale, ends)
+    wide = weight if scale is None else reference.dequantize_blocks(weight, scale)
+    return F.grouped_mm(x, wide.to(x.dtype).transpose(1, 2), offs=ends)
+
+
+def each_expert(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:
+    """``grouped_linear`` as a product per expert that has rows; reads ``ends`` on the host."""
+    out, start = x.new_empty(len(x), weight.shape[1]), 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            own = weight[expert]
+            matrix = own if scale is None else reference.dequantize_blocks(own, scale[expert])
+            out[start:end] = F.linear(x[start:end], matrix.to(x.dtype))
+        start = end
+    return out
+
+
+def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
+    """See ``reference.gather_rows``; token by token, where ``gather`` would go number by number."""
+    reference.fill_rows(cache, rows, keys, values, index, whole_tokens)
+
+
+def whole_tokens(tokens: Tensor, index: Tensor) -> Tensor:
+    """See ``reference.taken``: a call per kv head, so for a CPU."""
+    out = tokens.new_empty(*index.shape, tokens.shape[-1])  # [G, n, E]
+    for head, own in enumerate(index):
+        torch.index_select(tokens[head], 0, own, out=out[head])
+    return out
+
+
+def rotate(heads: Tensor, rope: CosSin) -> Tensor:
+    """``heads [T, any, E]`` turned by their angles: fp32 inside, result in the dtype of ``heads``."""
+    cos, sin = rope
+    half = heads.shape[-1] // 2
+    return torch.addcmul(heads * cos, heads.roll(half, dims=-1), sin).to(heads.dtype)
+
+
+def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
+    """See ``reference.norm_rope``."""
+    qk = heads[:, : heads.shape[1] - num_kv_heads]
+    if norm.weight is not None:
+        qk = F.rms_norm(qk, (qk.shape[-1],), None, norm.eps) * norm.weight
+    return rotate(qk, rope)
+
+
+def rows_attention(norm_rope: NormRope, decode_attention: DecodeAttention) -> AttendRows:
+    """``reference.attend_rows`` of these parts."""
+
+    def attend_rows(
+        heads: Tensor, norm: HeadNorm, rope: CosSin | None, cache: LayerRows, places: RowPlaces, keep: Keep | None
+    ) -> Tensor:
+        q, k, v = split_heads(heads, norm_rope, norm, rope, cache)
+        if keep is not None:
+            keep(q)
+        reference.write_slots(k, v, cache, places.rows, places.slots)
+        return decode_attention(q, cache, places.rows, places.lengths)
+
+    return attend_rows
+
+
+def split_heads(
+    heads: Tensor, norm_rope: NormRope, norm: HeadNorm, rope: CosSin | None, cache: LayerRows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated q ``[B, H, E]`` and k ``[B, G, E]``, and v ``[B, G, E]``, as views; latents have no v."""
+    num_kv_heads = cache.num_kv_heads
+    num_values = 0 if cache.values_are_keys else num_kv_heads
+    qk = heads[:, : heads.shape[1] - num_values] if rope is None else norm_rope(heads, norm, rope, num_values)
+    num_heads = qk.shape[1] - num_kv_heads
+    return qk[:, :num_heads], qk[:, num_heads:], heads[:, heads.shape[1] - num_kv_heads :]

@@ -1,0 +1,290 @@
+"""From the projection to the row: head norm of q and k, rotation, and the write of k and v into slots.
+
+``norm_rope_write`` is all of it in one kernel: it reads the projected heads ``[T, H+2G, E]`` once and writes q and one
+slot per token. ``norm_rope`` is its first half, for prefill, which needs the rotated keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op
+
+from snapstream.kernels.rows import CosSin, HeadNorm, LayerRows
+from snapstream.kernels.triton import configs
+
+# The step before a kernel stores a number in FP8; ``FP8.scaled`` of ``kernels/formats.py`` defines it.
+
+
+@triton.jit
+def saturated(x, scale):
+    """``x / scale`` in fp32 within what e4m3fn holds, so that the cast that follows never makes a NaN."""
+    # div_rn: a plain division may be off by two units in the last place
+    return tl.minimum(tl.maximum(tl.div_rn(x.to(tl.float32), scale), -448.0), 448.0)
+
+
+# The kept tokens of a prompt, from the staging buffers into their row: K and V in one kernel, no copy in between.
+
+_TILE = 4096  # elements of K per program
+
+
+# The scales of a layer begin at any multiple of 4 bytes: aligned or not, the same machine code reads its one number.
+@triton.jit(
+    do_not_specialize=["num_kept", "row"], do_not_specialize_on_alignment=["k_scale_ptr", "v_scale_ptr"]
+)  # fmt: skip
+def gather_row_kernel(
+    k_ptr, v_ptr, index_ptr, k_row_ptr, v_row_ptr, k_scale_ptr, v_scale_ptr,
+    num_kept, row,
+    stride_k_head, stride_k_token, stride_v_head, stride_v_token,
+    stride_kc_row, stride_kc_head, stride_kc_slot, stride_vc_row, stride_vc_head, stride_vc_slot,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK`` slots of one kv head: slot ``s`` takes the token at ``index[g, s]``."""
+    kv_head = tl.program_id(1).to(tl.int64)
+    slot = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    dim = tl.arange(0, HEAD_PAD)
+    is_kept = slot < num_kept
+    mask = is_kept[:, None] & (dim < HEAD_DIM)[None, :]
+    token = tl.load(index_ptr + kv_head * num_kept + slot, mask=is_kept, other=0)
+    k = tl.load(k_ptr + kv_head * stride_k_head + token[:, None] * stride_k_token + dim[None, :], mask=mask)
+    v = tl.load(v_ptr + kv_head * stride_v_head + token[:, None] * stride_v_token + dim[None, :], mask=mask)
+    wide_row = tl.cast(row, tl.int64)
+    if IS_FP8:
+        scale_at = wide_row * tl.num_programs(1) + kv_head
+        k, v = saturated(k, tl.load(k_scale_ptr + scale_at)), saturated(v, tl.load(v_scale_ptr + scale_at))
+    k_head = k_row_ptr + wide_row * stride_kc_row + kv_head * stride_kc_head
+    v_head = v_row_ptr + wide_row * stride_vc_row + kv_head * stride_vc_head
+    tl.store(k_head + slot[:, None] * stride_kc_slot + dim[None, :], k.to(k_row_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_head + slot[:, None] * stride_vc_slot + dim[None, :], v.to(v_row_ptr.dtype.element_ty), mask=mask)
+
+
+def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
+    """See ``reference.gather_rows``, through the operator.
+
+    Of latents the kernel writes keys in the place of values too: the same bytes twice.
+    """
+    row_values = cache.keys if cache.values_are_keys else cache.values
+    values = keys if cache.values_are_keys else values
+    gather_operator(
+        cache.keys, row_values, cache.layer, rows, keys, values, index, cache.key_scales, cache.value_scales
+    )
+
+
+@custom_op("snapstream::gather_rows", mutates_args=("row_keys", "row_values"))
+def gather_operator(
+    row_keys: Tensor, row_values: Tensor, layer: int, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    """``launch_gather_rows`` for tracing: opaque, with the fields of ``LayerRows`` one by one."""
+    launch_gather_rows(LayerRows(row_keys, row_values, layer, key_scales, value_scales), rows, keys, values, index)
+
+
+@gather_operator.register_fake
+def _(
+    row_keys: Tensor, row_values: Tensor, layer: int, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    return None
+
+
+def launch_gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
+    """See ``reference.gather_rows``; any strides with a contiguous head dimension. One launch per row."""
+    k_cache, v_cache = cache.k, cache.v
+    k_scale, v_scale = cache.scales or (None, None)
+    num_kv_heads, num_kept = index.shape
+    head_dim = keys.shape[2]
+    if any(tensor.stride(-1) != 1 for tensor in (k_cache, v_cache, keys, values)):
+        raise ValueError("the gather needs a contiguous head dimension in staging and cache")
+    head_pad = configs.power_of_two(head_dim)
+    index = index.contiguous()
+    for row in rows:
+        gather_row_kernel[(triton.cdiv(num_kept, _TILE // head_pad), num_kv_heads)](
+            keys, values, index, k_cache, v_cache,
+            k_cache if k_scale is None else k_scale, v_cache if v_scale is None else v_scale,
+            num_kept, row,
+            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+            k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+            v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+            HEAD_DIM=head_dim, HEAD_PAD=head_pad, BLOCK=_TILE // head_pad, IS_FP8=k_scale is not None, num_warps=4,
+        )  # fmt: skip
+
+
+HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def rope_write_kernel(
+    heads_ptr, norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows_ptr, slots_ptr,
+    eps,
+    stride_heads, stride_k_row, stride_k_head, stride_k_slot, stride_v_row, stride_v_head, stride_v_slot,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, WRITES: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK`` heads of one token. The two halves of a head are two tiles, because they form the rotated pairs.
+
+    With ``WRITES`` q goes to ``q [T, H, E]``, k and v to their slots; else q and k to ``q [T, H+G, E]``.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.arange(0, HALF_PAD)
+    half: tl.constexpr = HEAD_DIM // 2
+    is_pair = pair < half
+    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_pair[None, :]
+    at = heads_ptr + token * stride_heads + head[:, None] * HEAD_DIM + pair[None, :]
+    low_raw = tl.load(at, mask=mask, other=0.0)  # [BLOCK, E/2]
+    high_raw = tl.load(at + half, mask=mask, other=0.0)
+    low, high = low_raw.to(tl.float32), high_raw.to(tl.float32)
+
+    if HAS_NORM:
+        mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM
+        inverse = (1.0 / tl.sqrt(mean + eps))[:, None]
+        is_normed = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & is_pair[None, :]
+        weight_at = norm_ptr + head[:, None] * HEAD_DIM + pair[None, :]
+        low *= inverse * tl.load(weight_at, mask=is_normed, other=0.0).to(tl.float32)
+        high *= inverse * tl.load(weight_at + half, mask=is_normed, other=0.0).to(tl.float32)
+        # the norm alone would return the storage dtype: round here, so that fusion changes no result
+        low, high = low.to(low_raw.dtype).to(tl.float32), high.to(low_raw.dtype).to(tl.float32)
+
+    turn = token * HEAD_DIM + pair
+    low_cos = tl.load(cos_ptr + turn, mask=is_pair, other=0.0)[None, :]
+    high_cos = tl.load(cos_ptr + turn + half, mask=is_pair, other=0.0)[None, :]
+    low_sin = tl.load(sin_ptr + turn, mask=is_pair, other=0.0)[None, :]  # the minus of the rotation is in the sine
+    high_sin = tl.load(sin_ptr + turn + half, mask=is_pair, other=0.0)[None, :]
+    low_turned = (low * low_cos + high * low_sin).to(low_raw.dtype)
+    high_turned = (high * high_cos + low * high_sin).to(low_raw.dtype)
+
+    num_out: tl.constexpr = NUM_HEADS if WRITES else NUM_HEADS + NUM_KV_HEADS
+    is_out = (head < num_out)[:, None] & is_pair[None, :]
+    q_at = q_ptr + (token * num_out + head)[:, None] * HEAD_DIM + pair[None, :]
+    tl.store(q_at, low_turned, mask=is_out)
+    tl.store(q_at + half, high_turned, mask=is_out)
+    if not WRITES:
+        return
+
+    row, slot = tl.load(rows_ptr + token).to(tl.int64), tl.load(slots_ptr + token).to(tl.int64)
+    k_head = head - NUM_HEADS
+    is_k = ((k_head >= 0) & (k_head < NUM_KV_HEADS))[:, None] & is_pair[None, :]
+    if IS_FP8:
+        k_scale = tl.load(
+            k_scale_ptr + row * NUM_KV_HEADS + k_head, mask=(k_head >= 0) & (k_head < NUM_KV_HEADS), other=1.0
+        )
+        low_turned, high_turned = saturated(low_turned, k_scale[:, None]), saturated(high_turned, k_scale[:, None])
+    k_start = k_ptr + row * stride_k_row + slot * stride_k_slot
+    k_at = k_start + k_head.to(tl.int64)[:, None] * stride_k_head + pair[None, :]
+    tl.store(k_at, low_turned.to(k_ptr.dtype.element_ty), mask=is_k)
+    tl.store(k_at + half, high_turned.to(k_ptr.dtype.element_ty), mask=is_k)
+
+    v_head = k_head - NUM_KV_HEADS
+    is_v = ((v_head >= 0) & (v_head < NUM_KV_HEADS))[:, None] & is_pair[None, :]
+    if IS_FP8:
+        v_scale = tl.load(
+            v_scale_ptr + row * NUM_KV_HEADS + v_head, mask=(v_head >= 0) & (v_head < NUM_KV_HEADS), other=1.0
+        )
+        low_raw, high_raw = saturated(low_raw, v_scale[:, None]), saturated(high_raw, v_scale[:, None])
+    v_start = v_ptr + row * stride_v_row + slot * stride_v_slot
+    v_at = v_start + v_head.to(tl.int64)[:, None] * stride_v_head + pair[None, :]
+    tl.store(v_at, low_raw.to(v_ptr.dtype.element_ty), mask=is_v)
+    tl.store(v_at + half, high_raw.to(v_ptr.dtype.element_ty), mask=is_v)
+
+
+def _check(heads: Tensor, *caches: Tensor) -> None:
+    if heads.stride(2) != 1 or heads.stride(1) != heads.shape[2] or any(cache.stride(3) != 1 for cache in caches):
+        raise ValueError("the projected heads of a token must be contiguous, and so the head dimension of the cache")
+
+
+def norm_rope_write(
+    heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
+) -> Tensor:
+    """See ``reference.norm_rope_write``, through the operator."""
+    cache.refuse_latents("the write of slots in Triton")
+    return norm_rope_write_operator(
+        heads, *norm, *rope, cache.keys, cache.values, cache.layer, rows, slots, cache.key_scales, cache.value_scales
+    )
+
+
+@custom_op("snapstream::norm_rope_write", mutates_args=("keys", "values"))
+def norm_rope_write_operator(
+    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
+    keys: Tensor, values: Tensor, layer: int, rows: Tensor, slots: Tensor,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``launch_norm_rope_write`` for tracing: opaque, with the fields of its handles one by one."""
+    cache = LayerRows(keys, values, layer, key_scales, value_scales)
+    return launch_norm_rope_write(heads, HeadNorm(head_norm, eps), (cos, sin), cache, rows, slots)
+
+
+@norm_rope_write_operator.register_fake
+def _(
+    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
+    keys: Tensor, values: Tensor, layer: int, rows: Tensor, slots: Tensor,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return heads.new_empty(heads.shape[0], heads.shape[1] - 2 * keys.shape[2], heads.shape[2])
+
+
+def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
+    """See ``reference.norm_rope``, through the operator."""
+    return norm_rope_operator(heads, *norm, *rope, num_kv_heads)
+
+
+@custom_op("snapstream::norm_rope", mutates_args=())
+def norm_rope_operator(
+    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int
+) -> Tensor:
+    """``launch_norm_rope`` for tracing."""
+    return launch_norm_rope(heads, HeadNorm(head_norm, eps), (cos, sin), num_kv_heads)
+
+
+@norm_rope_operator.register_fake
+def _(heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int) -> Tensor:
+    return heads.new_empty(heads.shape[0], heads.shape[1] - num_kv_heads, heads.shape[2])
+
+
+def launch_norm_rope_write(
+    heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
+) -> Tensor:
+    """See ``reference.norm_rope_write``; ``heads [T, H+2G, E]`` may be strided along T only."""
+    (head_norm, eps), (cos, sin) = norm, rope
+    k_cache, v_cache = cache.k, cache.v
+    k_scale, v_scale = cache.scales or (None, None)
+    _check(heads, k_cache, v_cache)
+    num_tokens, num_projected, head_dim = heads.shape
+    num_kv_heads = k_cache.shape[1]
+    num_heads = num_projected - 2 * num_kv_heads
+    q = heads.new_empty(num_tokens, num_heads, head_dim)
+    if num_tokens:
+        rope_write_kernel[(num_tokens, triton.cdiv(num_projected, HEADS_PER_PROGRAM))](
+            heads, heads if head_norm is None else head_norm.contiguous(), cos.contiguous(), sin.contiguous(),
+            q, k_cache, v_cache, k_cache if k_scale is None else k_scale, v_cache if v_scale is None else v_scale,
+            rows, slots,
+            eps,
+            heads.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+            v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            HALF_PAD=configs.power_of_two(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=head_norm is not None,
+            WRITES=True, IS_FP8=k_scale is not None, num_warps=4,
+        )  # fmt: skip
+    return q
+
+
+def launch_norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
+    """See ``reference.norm_rope``; ``heads [T, H+2G, E]`` may be strided along T only."""
+    (head_norm, eps), (cos, sin) = norm, rope
+    _check(heads)
+    num_tokens, num_projected, head_dim = heads.shape
+    num_rotated = num_projected - num_kv_heads
+    out = heads.new_empty(num_tokens, num_rotated, head_dim)
+    if num_tokens:
+        rope_write_kernel[(num_tokens, triton.cdiv(num_rotated, HEADS_PER_PROGRAM))](
+            heads, heads if head_norm is None else head_norm.contiguous(), cos.contiguous(), sin.contiguous(),
+            out, out, out, out, out, out, out,
+            eps,
+            heads.stride(0), 0, 0, 0, 0, 0, 0,
+            NUM_HEADS=num_rotated - num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            HALF_PAD=configs.power_of_two(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=head_norm is not None,
+            WRITES=False, IS_FP8=False, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,165 @@
+"""Writes a prompt of any length from the staging buffers to a row of constant size, and reports which tokens it kept.
+
+A layer is written once, when the last chunk of the prompt has passed it (SnapStream, arXiv 2511.03092, section 3). The
+slot order is the rule of ``layout.py``; a selector chooses the tokens (``selectors/``).
+
+Callers get the kept tokens as lists of positions or as one bit per token. Both start from one tensor ``[n]`` per layer:
+of each kv head, one after the other, ``min(N, C)`` positions in slot order. One half makes a tensor on the device, the
+other reads it on the host. Lists grow with the budget and are easy to read; bits grow with the prompt and are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from snapstream.config import KVBudget, Selector
+from snapstream.distributed.group import Group
+from snapstream.kernels.interface import Kernels
+from snapstream.kv import layout
+from snapstream.kv.cache import HeadSpan, KVCache
+from snapstream.types import KeptBitmap
+
+
+def kept_positions(
+    queries: Tensor | None, keys: Tensor, layer: int, budget: KVBudget, selector: Selector, kernels: Kernels
+) -> Tensor:
+    """Prompt positions ``[G, C]`` of a compressed row in slot order.
+
+    ``keys [G, N, E]`` with N > C; ``queries [w, H, E]`` are the last ``selector.num_queries`` of the prompt (None
+    when nothing is selected, K = 0).
+    """
+    num_heads, prompt_len, _ = keys.shape
+    device = keys.device
+    parts = [torch.arange(budget.num_sink, device=device).expand(num_heads, -1)]
+    if budget.num_topk:
+        assert queries is not None, "a budget with top-k slots needs the queries that vote"
+        candidates = layout.candidates(budget, prompt_len)
+        parts.append(selector.select(queries, keys, layer, candidates, budget.num_topk, kernels))
+    end = prompt_len - budget.num_window
+    if budget.num_window:
+        parts.append(torch.arange(end, prompt_len, device=device).expand(num_heads, -1))
+    first = end - budget.num_recent  # the ring of ``kv/layout.py``, without a list and without a copy to the device
+    shift = (prompt_len - layout.ring_start(budget, prompt_len)) % budget.num_recent
+    ring = first + (torch.arange(budget.num_recent, device=device) - shift) % budget.num_recent
+    parts.append(ring.expand(num_heads, -1))
+    return torch.cat(parts, dim=1)  # [G, C]
+
+
+def write_rows(
+    cache: KVCache,
+    layer: int,
+    rows: Sequence[int],
+    keys: Tensor,
+    values: Tensor,
+    queries: Tensor | None,
+    budget: KVBudget,
+    selector: Selector,
+) -> list[Tensor | None]:
+    """Write one layer of a prompt into each of ``rows``.
+
+    ``keys``, ``values`` ``[G, N, E]`` are the prompt's staging range; ``queries [w, H, E]`` are needed if anything is
+    selected; ``budget`` is that of equal heads. Returns, for each span of kv heads, the kept positions ``[g, C]``, None
+    where all were kept.
+    """
+    prompt_len, found = keys.shape[1], []
+    for span in cache.spans(layer, budget):
+        own_keys, own_values = keys[span.heads], values[span.heads]  # [g, N, E]
+        cache.begin_rows(layer, rows, own_keys, own_values, span)
+        index = None
+        if layout.is_compressed(span.budget, prompt_len):
+            own_queries = None if queries is None else span.queries(queries, len(keys))
+            index = kept_positions(own_queries, own_keys, layer, span.budget, selector, cache.kernels)
+            cache.gather(layer, rows, own_keys, own_values, index, span)
+        else:
+            for slot, part in layout.uncompressed_parts(span.budget, prompt_len):
+                place, source = slice(slot, slot + len(part)), slice(part.start, part.stop)
+                for row in rows:
+                    cache.store(layer, row, place, own_keys[:, source], own_values[:, source], span)
+        found.append(index)
+    return found
+
+
+Budgets = Sequence[Sequence[KVBudget]]  # by layer and kv head
+Positions = tuple[tuple[tuple[int, ...], ...], ...]  # [L][G][K]
+
+
+def all_kept(kept: Sequence[Tensor | None], spans: Sequence[HeadSpan], prompt_len: int, device: torch.device) -> Tensor:
+    """What ``write_rows`` returned, as positions of all heads of a layer, head after head: ``[n]``."""
+    whole = torch.arange(prompt_len, device=device)
+    parts = [
+        whole.repeat(span.heads.stop - span.heads.start) if own is None else own.flatten()
+        for own, span in zip(kept, spans, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _visible(budgets: Sequence[KVBudget], prompt_len: int) -> list[int]:
+    return [layout.num_visible(prompt_len, budget.capacity) for budget in budgets]
+
+
+def selected(kept: Sequence[Tensor], budgets: Budgets, prompt_len: int) -> Tensor:
+    """The top-k region of every layer and kv head, ascending, one after the other: ``[n]``.
+
+    ``kept``: per layer ``[n]``. Of a head that holds the whole prompt, all tokens in that region.
+    """
+    parts = []
+    for layer, own in zip(kept, budgets, strict=True):
+        for head, budget in zip(layer.split(_visible(own, prompt_len)), own, strict=True):
+            parts.append(head[budget.num_sink : budget.num_sink + layout.valid_topk(budget, prompt_len)])
+    return torch.cat(parts)
+
+
+def as_positions(chosen: Tensor, budgets: Budgets, prompt_len: int) -> Positions:
+    """``selected`` as plain numbers."""
+    left = iter(chosen.tolist())
+    return tuple(
+        tuple(tuple(islice(left, layout.valid_topk(budget, prompt_len))) for budget in layer) for layer in budgets
+    )
+
+
+def of_all_heads(kept: Sequence[Tensor], budgets: Budgets, prompt_len: int, group: Group) -> Sequence[Tensor]:
+    """Per layer ``[n]`` of all kv heads, from what each rank has of its own; a collective."""
+    if group.size == 1:
+        return kept
+    num_heads = len(budgets[0])
+    own, copies = max(num_heads // group.size, 1), max(group.size // num_heads, 1)  # heads of a rank, ranks of a head
+    counts = []  # by layer: of each rank
+    for layer in budgets:
+        visible = _visible(layer, prompt_len)
+        firsts = (rank * num_heads // group.size for rank in range(group.size))
+        counts.append([sum(visible[first : first + own]) for first in firsts])
+    longest = max(map(max, counts))
+    padded = torch.stack([torch.nn.functional.pad(layer, (0, longest - len(layer))) for layer in kept])  # [L, n]
+    whole = group.all_gather(padded[None], 0)  # [W, L, n]
+    return [
+        torch.cat([whole[rank, layer, : sizes[rank]] for rank in range(0, group.size, copies)])
+        for layer, sizes in enumerate(counts)
+    ]
+
+
+def packed_bits(kept: Sequence[Tensor], budgets: Budgets, prompt_len: int) -> Tensor:
+    """One bit per layer, kv head and prompt token, all regions: ``[L, G, ceil(N / 8)]`` uint8.
+
+    ``kept``: per layer ``[n]``, at least one layer.
+    """
+    width = -(-prompt_len // 8)  # bytes of a head
+    device, num_heads = kept[0].device, len(budgets[0])
+    weights = torch.arange(8, device=device).exp2().to(torch.uint8)  # 1, 2, 4 ... 128
+    packed = torch.empty(len(kept), num_heads, width, dtype=torch.uint8, device=device)  # [L, G, ceil(N / 8)]
+    for layer, index in enumerate(kept):  # a mask has a byte per token: one layer at a time
+        mask = torch.zeros(num_heads, width * 8, dtype=torch.uint8, device=device)  # [G, N']
+        for own, places in zip(mask, index.split(_visible(budgets[layer], prompt_len)), strict=True):
+            own.scatter_(0, places, 1)
+        packed[layer] = (mask.view(num_heads, width, 8) * weights).sum(dim=2, dtype=torch.uint8)
+    return packed
+
+
+def as_bitmap(packed: Tensor, prompt_len: int) -> KeptBitmap:
+    """``packed_bits`` on the host as bytes."""
+    num_layers, num_heads, _ = packed.shape
+    bits = packed.numpy().tobytes()
+    return KeptBitmap(num_layers=num_layers, num_kv_heads=num_heads, num_tokens=prompt_len, bits=bits)

@@ -1,0 +1,279 @@
+"""Storage of the prefix cache: exact keys and values of prompt tokens, block by block, in host memory and on disk.
+
+A block has ``block_len`` tokens of all layers. The keys and values of one layer of it are contiguous, so that a copy to
+or from a device is one copy per layer. ``engine/prefix_cache.py`` knows which block holds what, and decides what is
+read and written.
+
+On disk a block is a safetensors file, written by a thread. Its name is a keyed hash along the chain of blocks, so it
+depends on all tokens up to its own, their namespace and the model that computed them. A file that is read must carry
+that name, its own tokens, the rank whose shard it is, and the checksum of its numbers; with any error it is a cache
+miss, the file is deleted, and a warning is logged. Files are written under another name, synced and renamed, so a crash
+leaves no partial block. The least recently used files are deleted when there are more bytes than allowed. Nothing of a
+file is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from snapstream.kv.prefix_folder import PrefixFolder
+from snapstream.kv.spec import KVSpec
+from snapstream.step import StoredBlock
+from snapstream.types import NAMESPACE_BORDER
+
+SLAB_BYTES = 256 * 2**20
+
+
+class PrefixBlocks:
+    """``num_blocks`` blocks in the dtype of staging; ``pins`` memory for copies from and to a GPU.
+
+    Memory is allocated in slabs, when a block in one is first used; low block numbers are used first.
+    """
+
+    def __init__(self, spec: KVSpec, num_blocks: int, block_len: int, *, pins: bool = False) -> None:
+        self.spec, self.num_blocks, self.block_len = spec, num_blocks, block_len
+        self._pins = pins
+        self._per_slab = min(max(SLAB_BYTES // (block_len * spec.prefix_token_bytes), 1), num_blocks)
+        self._lock = Lock()
+        self._slabs: dict[int, Tensor] = {}  # [blocks, L, numbers of a block in a layer]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes taken so far."""
+        return sum(slab.nbytes for slab in self._slabs.values())
+
+    def whole(self, block: int) -> Tensor:
+        """All layers of a block, ``[L, numbers]``, in the order of ``layer``."""
+        index, place = divmod(block, self._per_slab)
+        with self._lock:  # the disk fills blocks from a thread of its own
+            if index not in self._slabs:
+                self._slabs[index] = self._new_slab(index)
+        return self._slabs[index][place]
+
+    def _new_slab(self, index: int) -> Tensor:
+        size = (
+            min(self._per_slab, self.num_blocks - index * self._per_slab),
+            self.spec.num_layers,
+            self.block_len * self.spec.token_size,
+        )
+        return torch.empty(size, dtype=getattr(torch, self.spec.dtype), pin_memory=self._pins)
+
+    def layer(self, block: int, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Keys ``[G, block_len, E]`` and values ``[G, block_len, E']`` of a block; no values where keys hold them."""
+        return split(self.spec, self.whole(block)[layer], self.block_len)
+
+
+def split(spec: KVSpec, piece: Tensor, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+    """The numbers of ``num_tokens`` tokens in a layer as keys ``[G, n, E]`` and values ``[G, n, E']``."""
+    num_keys = num_tokens * spec.key_size
+    keys = piece[:num_keys].view(spec.num_kv_heads, num_tokens, spec.key_dim)
+    if spec.values_are_keys:
+        return keys, None
+    return keys, piece[num_keys:].view(spec.num_kv_heads, num_tokens, spec.value_dim)
+
+
+log = logging.getLogger(__name__)
+
+FORMAT = "1"
+SUFFIX, PARTIAL = ".safetensors", ".partial"
+_HASH_BYTES = 20
+_HEX = f"[0-9a-f]{{{2 * _HASH_BYTES}}}"
+_PLACE = re.compile(f"({_HEX}(/{_HEX})*)?")
+_NAME = re.compile(f"({_HEX}/)+{_HEX}{re.escape(SUFFIX)}")
+
+
+class PrefixFiles:
+    """The ``PrefixTier`` of one runner; one thread reads, another writes."""
+
+    def __init__(
+        self,
+        blocks: PrefixBlocks,
+        folder: PrefixFolder,
+        model: bytes,
+        max_bytes: int,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``model`` identifies the model and its numbers. ``settle`` waits for the device's copies from and to blocks;
+        a worker rank needs it, because nothing reads its steps.
+        """
+        self._blocks, self._folder, self._max_bytes, self._settle = blocks, folder, max_bytes, settle
+        sizes = f"{FORMAT} {blocks.block_len} {blocks.spec}".encode()
+        self._root = _keyed(folder.secret, b"root", sizes + model)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefix-reader")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-writer")
+        self._lock = Lock()
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # by name, the least recently used first
+        self._scan()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return sum(self._sizes.values())
+
+    def names(self, namespace: str, chain: Sequence[bytes]) -> tuple[str, ...]:
+        """The names of a chain's blocks in a namespace."""
+        place, digest = self.place(namespace), self._root
+        names = []
+        for tokens in chain:
+            digest = _keyed(self._folder.secret, digest, place.encode() + tokens)
+            names.append(f"{place}/{digest.hex()}{SUFFIX}")
+        return tuple(names)
+
+    def has(self, name: str) -> bool:
+        with self._lock:
+            return name in self._sizes
+
+    def load(self, wanted: Sequence[StoredBlock]) -> Future[int]:
+        """Fill blocks from their files; how many of the first ones are valid. ValueError for invalid names."""
+        for block in wanted:
+            _check(_NAME, block.name)
+        return self._reader.submit(self._load, wanted)
+
+    def save(self, block: StoredBlock) -> Future[int]:
+        """Write a block, which must not change until that is done. ValueError for an invalid name."""
+        _check(_NAME, block.name)
+        return self._writer.submit(self._save, block)
+
+    def forget(self, namespace: str | None) -> None:
+        """Delete the files of a namespace and those below it, by default all."""
+        self.forget_place("" if namespace is None else self.place(namespace))
+
+    def forget_place(self, place: str) -> Future[int]:
+        """The same for the folder of a namespace; empty: all. ValueError for an invalid folder."""
+        _check(_PLACE, place)
+        self._drop(place)
+        return self._writer.submit(self._delete_all, place)  # after what is being written
+
+    def close(self) -> None:
+        """Finish what is being written; may be repeated."""
+        self._reader.shutdown()
+        self._writer.shutdown()
+        self._folder.close()
+
+    def place(self, namespace: str) -> str:
+        """The folder of a namespace; those below it lie in it."""
+        parts = [part.encode("utf-8", "surrogatepass") for part in namespace.split(NAMESPACE_BORDER)]
+        return "/".join(_keyed(self._folder.secret, b"space", part).hex() for part in parts)
+
+    def _scan(self) -> None:
+        found = []
+        for path in self._folder.path.rglob("*"):
+            if path.name.endswith(PARTIAL):
+                path.unlink(missing_ok=True)
+            elif path.name.endswith(SUFFIX):
+                info = path.stat()
+                found.append((info.st_mtime_ns, path.relative_to(self._folder.path).as_posix(), info.st_size))
+        self._sizes.update((name, size) for _, name, size in sorted(found))
+        self._make_room(0)
+
+    def _load(self, wanted: Sequence[StoredBlock]) -> int:
+        self._settle()
+        for count, block in enumerate(wanted):
+            try:
+                self._read(block)
+            except Exception as error:  # a damaged file may raise anything
+                log.warning("deleting an unusable block of the disk cache: %s", error)
+                self._forget_file(block.name)
+                return count
+        return len(wanted)
+
+    @torch.inference_mode()  # as blocks are filled by prompts
+    def _read(self, block: StoredBlock) -> None:
+        path = self._folder.path / block.name
+        own = self._blocks.whole(block.number)
+        with safe_open(path, framework="pt") as file:
+            said, numbers, tokens = file.metadata() or {}, file.get_tensor("kv"), file.get_tensor("tokens")
+        if said.get("format") != FORMAT or said.get("name") != block.name:
+            raise ValueError("its name belongs to another block")
+        if said.get("share", "") != self._folder.part:
+            raise ValueError("it is another rank's share")
+        if tokens.dtype != torch.int32 or tokens.numpy().tobytes() != block.tokens:
+            raise ValueError("its tokens are others")
+        if numbers.dtype != own.dtype or numbers.shape != own.shape:
+            raise ValueError(f"it has {numbers.dtype} {tuple(numbers.shape)}, not {own.dtype} {tuple(own.shape)}")
+        if said.get("checksum") != _checksum(numbers):
+            raise ValueError("its checksum is wrong")
+        own.copy_(numbers)
+        os.utime(path)
+        with self._lock:
+            if block.name in self._sizes:
+                self._sizes.move_to_end(block.name)
+
+    def _save(self, block: StoredBlock) -> int:
+        if self.has(block.name):
+            return 0
+        self._settle()
+        numbers = self._blocks.whole(block.number)
+        tokens = torch.from_numpy(np.frombuffer(block.tokens, dtype=np.int32).copy())
+        said = {"format": FORMAT, "name": block.name, "share": self._folder.part, "checksum": _checksum(numbers)}
+        data = save({"kv": numbers.contiguous(), "tokens": tokens}, said)
+        path = self._folder.path / block.name
+        partial = path.with_suffix(PARTIAL)
+        try:
+            self._make_room(len(data))
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except OSError as error:  # such as a full disk: the block is then in memory only
+            log.warning("a block cannot be written to the disk: %s", error.strerror)
+            partial.unlink(missing_ok=True)
+            return 0
+        with self._lock:
+            self._sizes[block.name] = len(data)
+        return 1
+
+    def _make_room(self, num_bytes: int) -> None:
+        while True:
+            with self._lock:
+                if not self._sizes or sum(self._sizes.values()) + num_bytes <= self._max_bytes:
+                    return
+                name = next(iter(self._sizes))
+            self._forget_file(name)
+
+    def _forget_file(self, name: str) -> None:
+        with self._lock:
+            self._sizes.pop(name, None)
+        (self._folder.path / name).unlink(missing_ok=True)
+
+    def _drop(self, place: str) -> None:
+        with self._lock:
+            for name in [name for name in self._sizes if not place or name.startswith(f"{place}/")]:
+                del self._sizes[name]
+
+    def _delete_all(self, place: str) -> int:
+        tops = [self._folder.path / place] if place else [own for own in self._folder.path.iterdir() if own.is_dir()]
+        for top in tops:
+            shutil.rmtree(top, ignore_errors=True)
+        self._drop(place)
+        return 0
+
+
+def _check(form: re.Pattern[str], name: str) -> None:
+    if not form.fullmatch(name):
+        raise ValueError(f"{name!r:.100} names no block of the prefix store")
+
+
+def _keyed(key: bytes, kind: bytes, value: bytes) -> bytes:
+    return hashlib.blake2b(kind + b"\0" + value, key=key, digest_size=_HASH_BYTES).digest()
+
+
+def _checksum(numbers: Tensor) -> str:
+    return hashlib.blake2b(numbers.contiguous().view(torch.uint8).numpy().data, digest_size=_HASH_BYTES).hexdigest()

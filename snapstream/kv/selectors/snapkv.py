@@ -1,0 +1,60 @@
+"""SnapKV (arXiv 2404.14469, section 4), as SnapStream uses it (arXiv 2511.03092, section 3): the default.
+
+The last ``observation_len`` prompt queries are the observation window. Per layer and query head: softmax of
+``q k / sqrt(E)`` over the eviction candidates, summed over these queries and over the query heads that share a kv head;
+then the scores ("votes") are pooled along the keys, and the best ``K`` positions are kept, ascending; ties go to the
+lower position. Reference: ``kernels/reference.py``.
+
+Two things differ from the paper: grouped heads are merged, so that a group shares one set of tokens, and scores are
+pooled ahead, because a question points at the key and the answer follows it. docs/research/accuracy.md has the sweeps
+behind every constant, and ``evals/selectors.py`` the variants that were swept, SnapKV as published among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from snapstream.config.kv import DEFAULT_OBSERVATION, Selector
+from snapstream.config.values import set_counts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from snapstream.kernels.interface import Kernels
+
+# Width of the centered max pooling, as in SnapKV's code. Widths of 1 to 13 and an average did no better; 29 spends as
+# many slots on weak hits as on strong ones.
+POOL_WIDTH = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Selector):
+    """Scores by the end of the prompt; a hit is kept with its neighbors, and with more of those after it."""
+
+    name: ClassVar[str] = "snapkv"
+    can_reselect: ClassVar[bool] = True
+    observation_len: int = DEFAULT_OBSERVATION
+    pool_half_life: int = 8  # tokens ahead over which a pooled vote halves; 0 carries none ahead, as SnapKV has it
+
+    def __post_init__(self) -> None:
+        set_counts(self, observation_len=1, pool_half_life=0)
+
+    def select(
+        self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Kernels
+    ) -> Tensor:
+        from snapstream.kv.selectors.scoring import select_topk
+
+        votes = self.votes(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
+        return select_topk(self.pool(votes), num_topk) + candidates.start
+
+    def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Kernels) -> Tensor:
+        first_query = keys.shape[1] - queries.shape[0]
+        return kernels.snapkv_scores(
+            queries, keys, first_query, candidates.start, candidates.stop, over_row=False, group_max=False
+        )
+
+    def pool(self, votes: Tensor) -> Tensor:
+        from snapstream.kv.selectors.scoring import carry_ahead, pool_max
+
+        return carry_ahead(pool_max(votes, POOL_WIDTH), self.pool_half_life)

@@ -1,0 +1,291 @@
+"""The experts of a config.json as a ``MoEConfig``, per family, and what of them cannot be run. No torch.
+
+The settings are complete: a row of ``FAMILIES`` has the values of the keys that config.json lacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from snapstream.config import RopeConfig, RopeKind
+from snapstream.types import named
+
+# Settings files of a checkpoint, read with suspicion: broken or oversized ones are refused by name, and so is code.
+#
+# Invariant: whatever a file holds, reading it raises ValueError with its path or returns plain data; nothing of it is
+# run. No torch, no transformers: ``plan`` reads a checkpoint's settings through this too.
+
+MAX_DIGITS = 40  # of a whole number; longer ones become floats, which every whole-number setting refuses
+# The files in which transformers looks for ``auto_map``: Python files of the checkpoint that it should load.
+CODE_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
+CODE_FIELD = "auto_map"
+
+# Limits per kind, by the end of a file's name; weights have none, since they are mapped and compared with config.json.
+MAX_SETTINGS_BYTES = 2**24  # of CODE_FILES
+MAX_TABLE_BYTES = 2**28  # of vocabularies and of the index of the shards
+MAX_TEMPLATE_BYTES = 2**20
+_MAX_BYTES = {
+    ".safetensors": None,
+    ".jinja": MAX_TEMPLATE_BYTES,
+    **dict.fromkeys((".json", ".model", ".txt", ".tiktoken", ".bpe", ".spm", ".vocab"), MAX_TABLE_BYTES),
+    **dict.fromkeys(CODE_FILES, MAX_SETTINGS_BYTES),
+}
+TEMPLATE_FOLDER = "additional_chat_templates"
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``. ValueError with the path where there is none, or it cannot be read."""
+    check_file(file)
+    try:
+        content = json.loads(file.read_bytes().decode("utf-8"), parse_int=_whole)
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not text; expected JSON in UTF-8") from None
+    except RecursionError:
+        raise ValueError(f"{file} is not valid JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}; expected an object of settings")
+    return content
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
+
+
+def check_folder(folder: Path) -> None:
+    """ValueError for a file of a checkpoint that would block or fill the memory when read, or that names code."""
+    for place in (folder, folder / TEMPLATE_FOLDER):
+        with suppress(OSError):  # of a folder that cannot be listed, check_file sees what is opened by name
+            for file in sorted(place.iterdir()):
+                check_file(file)
+    refuse_code(folder)
+
+
+def check_file(file: Path) -> None:
+    """ValueError for a FIFO, a device or a socket that is named like a file of a checkpoint, and for one too large."""
+    suffix = file.name if file.name in _MAX_BYTES else file.suffix
+    if suffix not in _MAX_BYTES:
+        return
+    try:
+        found = file.stat()
+    except OSError:  # absent, or a dangling link: its reader reports it
+        return
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise ValueError(f"{file} is not a regular file; a FIFO, a device or a socket is not read")
+    most = _MAX_BYTES[suffix]
+    if most is not None and stat.S_ISREG(found.st_mode) and found.st_size > most:
+        raise ValueError(f"{file} has {found.st_size:,} bytes; the limit is {most:,}")
+
+
+def refuse_code(folder: Path) -> None:
+    """ValueError if a settings file names Python code of the checkpoint's own, with file and field.
+
+    Such code is never run, and a model that needs it is not the one that its architecture names. Where stock code
+    reads the checkpoint just as well, its owner can delete the field.
+    """
+    for name in CODE_FILES:
+        file = folder / name
+        if file.is_file() and (code := read_object(file).get(CODE_FIELD)):
+            raise ValueError(
+                f"{file}: {CODE_FIELD} names Python code of the checkpoint ({named(code)}), which is never run. "
+                f"If stock code reads this checkpoint, delete {CODE_FIELD}"
+            )
+
+
+# Single fields of a config.json, checked; ValueError with the field's name and its value.
+
+MAX_WHOLE = 2**40  # of a size or a token id; larger ones are no model's
+MAX_NUMBER = 1e12  # of a base frequency, the largest number in any config
+
+
+def whole_number(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number; ``default`` where the field is absent or null."""
+    value = settings.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MAX_WHOLE:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    return value
+
+
+def number(
+    settings: Mapping[str, Any], name: str, default: float | None = None, *, above: float = -math.inf,
+    most: float = MAX_NUMBER,
+) -> float:  # fmt: skip
+    """A finite number over ``above`` and up to ``most``; ``default`` where the field is absent or null."""
+    value = settings.get(name)
+    value = default if value is None else value
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not above < value <= most:  # type: ignore[arg-type, operator]
+        limits = f" over {above:g} and" if above > -math.inf else ""
+        raise ValueError(f"{name} is {value!r}; it must be a number{limits} up to {most:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def flag(settings: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """True or false; ``default`` where the field is absent or null."""
+    value = settings.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be true or false")
+    return value
+
+
+def token_ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """One token id, a list of them, or none where the field is absent or null."""
+    value = settings.get(name)
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_WHOLE:
+            raise ValueError(f"{name} is {value!r}; it must be a token id (a whole number >= 0) or a list of them")
+    return tuple(ids)
+
+
+# Rope settings of a config.json, in either spelling, as a ``RopeConfig``. No torch.
+#
+# The context after stretching: ``max_position_embeddings`` already is it for llama3; linear and dynamic multiply it by
+# the factor; yarn multiplies the original context (Qwen2.5 states 32,768 and a factor of 4 and means 131,072). Serving
+# engines read checkpoints so; ``transformers`` itself never enforces a limit.
+
+KINDS: tuple[str, ...] = get_args(RopeKind)
+MAX_FACTOR = 1e6  # by which a context may be stretched; published models stay below 1000
+
+
+def parse_rope(settings: Mapping[str, Any], max_position: int, *, is_partial: bool = False) -> RopeConfig:
+    """Read the rope settings; ``max_position`` is max_position_embeddings. The unsupported raises ValueError.
+
+    ``is_partial``: the architecture can rotate a part of each head, as partial_rotary_factor says.
+    """
+    values = rope_settings(settings)
+    kind = str(values.get("rope_type") or values.get("type") or "default")
+    _refuse_unsupported(values, kind, is_partial)
+    rope = _parse_kind(settings, values, max_position, kind)
+    if not is_partial:
+        return rope
+    share = number(values, "partial_rotary_factor", 1.0, above=0.0, most=1.0)
+    return replace(rope, partial_rotary_factor=share)
+
+
+def _parse_kind(settings: Mapping[str, Any], values: Mapping[str, Any], max_position: int, kind: str) -> RopeConfig:
+    theta = number(values, "rope_theta", above=1.0)  # with 1 all dimensions would turn alike
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    original = _original_max_position(settings, values, max_position, kind)
+    if kind == "yarn" and "factor" not in values:  # transformers takes null for the ratio of the contexts, not this
+        raise ValueError("rope yarn: factor is missing")
+    factor = number(values, "factor", max_position / original if kind == "yarn" else None, most=MAX_FACTOR)
+    if factor < 1.0:
+        raise ValueError(f"rope {kind}: factor is {factor}; it must be >= 1")
+    if kind == "llama3":
+        low, high = number(values, "low_freq_factor", above=0.0), number(values, "high_freq_factor", above=0.0)
+        if high <= low:
+            raise ValueError(f"rope llama3: high_freq_factor ({high}) must exceed low_freq_factor ({low})")
+        return RopeConfig(kind="llama3", theta=theta, factor=factor, original_max_position=original,
+                          low_freq_factor=low, high_freq_factor=high)  # fmt: skip
+    if kind == "yarn":
+        return _yarn(values, theta, factor, original)
+    return RopeConfig(kind=cast(RopeKind, kind), theta=theta, factor=factor, original_max_position=original)
+
+
+def stretched_max_position(rope: RopeConfig, max_position: int) -> int:
+    """Longest sequence the model is made for, see above."""
+    match rope.kind:
+        case "linear" | "dynamic" | "yarn":
+            return int(rope.original_max_position * rope.factor)
+        case _:
+            return max_position
+
+
+def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """One flat dict, whichever spelling; what stands inside the rope dict wins over the top level."""
+    inner = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(inner, dict) or any(isinstance(value, dict) for value in inner.values()):
+        raise ValueError(f"rope settings that differ by layer type are not supported: {inner!r}")
+    outer = {name: settings[name] for name in ("rope_theta", "partial_rotary_factor") if name in settings}
+    return {**outer, **inner}
+
+
+def _refuse_unsupported(values: Mapping[str, Any], kind: str, is_partial: bool) -> None:
+    if values.get("mrope_section") is not None:
+        raise ValueError("rope with mrope_section (several positions per token) is not supported")
+    if kind not in KINDS:
+        raise ValueError(f"rope type {kind!r} is not supported (known: {', '.join(KINDS)})")
+    share = values.get("partial_rotary_factor")
+    if not is_partial and share is not None and share != 1:
+        raise ValueError(f"partial_rotary_factor is {share}; only heads rotated as a whole (1.0) are supported")
+
+
+def _original_max_position(settings: Mapping[str, Any], values: Mapping[str, Any], max_position: int, kind: str) -> int:
+    """max_position before stretching; a value outside the rope dict wins, as in transformers."""
+    if kind in ("linear", "dynamic"):
+        return max_position
+    name = "original_max_position_embeddings"
+    source = settings if settings.get(name) is not None else values
+    original = whole_number(source, name, max_position)
+    if original < 1:
+        raise ValueError(f"rope {kind}: {name} is {original}; it must be >= 1")
+    return original
+
+
+def _yarn(values: Mapping[str, Any], theta: float, factor: float, original: int) -> RopeConfig:
+    def optional(name: str) -> float | None:
+        return None if values.get(name) is None else number(values, name, above=0.0)
+
+    return RopeConfig(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        attention_factor=optional("attention_factor"),
+        beta_fast=optional("beta_fast") or 32.0,
+        beta_slow=optional("beta_slow") or 1.0,
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        truncate=flag(values, "truncate", default=True),
+    )
+
+
+Settings = Mapping[str, Any]  # a parsed config.json
+
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file of weights, evenly spaced
+_MAX_HEADER = 2**26
+
+
+def fingerprint(folder: Path | str, *, with_mtime: bool = False) -> str:
+    """Identifies a checkpoint by its config.json and samples of its weights: 32 hexadecimal digits.
+
+    ``with_mtime``: also by when its files were changed, which tells weights that differ between the samples apart, but
+    not a copy of the folder. OSError or ValueError for a folder that is no checkpoint.
+    """
+    folder = Path(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        size, mtime = path.stat().st_size, f" {path.stat().st_mtime_ns}" if with_mtime else ""
+        found.update(f"{path.name} {size}{mtime}".encode())
+        with path.open("rb") as file:
+            found.update(file.read(8 + min(int.from_bytes(file.read(8), "little"), _MAX_HEADER)))
+            for index in range(_SAMPLES):
+                file.seek(max(size - _SAMPLE_BYTES, 0) * index // (_SAMPLES - 1))
+                found.update(file.read(_SAMPLE_BYTES))
+    return found.hexdigest()[:32]

@@ -1,0 +1,128 @@
+"""DeepSeek-V2 and V3: multi-head latent attention (arXiv 2405.04434) and shared experts. No torch.
+
+Three fields of config.json mean something else here: ``head_dim`` is the rotated part of a head,
+``num_key_value_heads`` counts expanded heads where a row holds one latent for all, and YaRN's ``mscale_all_dim``
+changes the scale of the softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from snapstream.config.model import LatentConfig, MoEConfig
+from snapstream.models.config_json import Settings, flag, number, parse_rope, rope_settings, whole_number
+from snapstream.models.family import Family, Recipe, num_mtp_layers, read_sigmoid_moe
+
+_LATENTS: Settings = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "rope_interleave": True, "num_mtp_layers": 1,
+}  # fmt: skip
+_V2_DEFAULTS: Settings = {
+    **_LATENTS, "bos_token_id": 1, "eos_token_id": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407,
+    "n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy", "routed_scaling_factor": 1.0,
+}  # fmt: skip
+V3_DEFAULTS: Settings = {
+    **_LATENTS, "bos_token_id": 0, "eos_token_id": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
+
+def _read_latent(settings: Settings) -> Recipe:
+    """Fields of ``ModelConfig`` by the names of DeepSeek; a latent counts as the head of the one kv head."""
+    nope_dim, rope_dim = whole_number(settings, "qk_nope_head_dim"), whole_number(settings, "qk_rope_head_dim")
+    q_rank = settings.get("q_lora_rank")
+    latent = LatentConfig(
+        q_rank=None if q_rank is None else whole_number(settings, "q_lora_rank"),
+        kv_rank=whole_number(settings, "kv_lora_rank"),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=whole_number(settings, "v_head_dim"),
+        softmax_scale=_softmax_scale(settings, nope_dim + rope_dim),
+        is_interleaved=flag(settings, "rope_interleave"),
+    )
+    return {
+        "latent": latent,
+        "num_kv_heads": 1,
+        "head_dim": latent.latent_dim,
+        "num_mtp_layers": num_mtp_layers(settings),
+    }
+
+
+def deepseek_v3(settings: Settings) -> Recipe:
+    """Latent attention, and behind the first layers experts with sigmoid scores in groups (arXiv 2412.19437, 2.1)."""
+    return {**_read_latent(settings), "moe": _experts(settings, read_sigmoid_moe)}
+
+
+def _deepseek_v2(settings: Settings) -> Recipe:
+    """Latent attention, and behind the first layers experts with softmax scores (arXiv 2405.04434, section 2.2)."""
+    return {**_read_latent(settings), "num_mtp_layers": 0, "moe": _experts(settings, _read_softmax_moe)}
+
+
+def _experts(settings: Settings, read: Callable[[Settings], MoEConfig]) -> MoEConfig | None:
+    """The experts; None where no layer has any."""
+    num_dense = whole_number(settings, "first_k_dense_replace")
+    return None if num_dense >= whole_number(settings, "num_hidden_layers") else read(settings)
+
+
+def _softmax_scale(settings: Settings, query_dim: int) -> float:
+    """1 / sqrt of a head, times the square of YaRN's growth by ``mscale_all_dim`` (DeepSeek-V2, section 3.1.4)."""
+    rope = parse_rope(settings, whole_number(settings, "max_position_embeddings"))
+    growth = 1.0
+    if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
+        growth = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    return float(max(query_dim, 1) ** -0.5 * growth**2)
+
+
+def deepseek_v3_refusals(settings: Settings) -> list[str]:
+    """Why a model of latents with sigmoid routing would not be computed faithfully."""
+    return [*_latent_refusals(settings), *_routing_refusals(settings, "sigmoid", ("noaux_tc",))]
+
+
+def _deepseek_v2_refusals(settings: Settings) -> list[str]:
+    """Why a model of latents with softmax routing would not be computed faithfully."""
+    reasons = _latent_refusals(settings) + _routing_refusals(settings, "softmax", ("greedy", "group_limited_greedy"))
+    if flag(settings, "norm_topk_prob"):
+        reasons.append("norm_topk_prob is true; no published model of this architecture normalises, so it is not built")
+    return reasons
+
+
+def _read_softmax_moe(settings: Settings) -> MoEConfig:
+    """DeepSeek-V2's routing: softmax scores as they are, inside the best groups only if ``topk_method`` says so."""
+    has_groups = settings.get("topk_method") == "group_limited_greedy"
+    return MoEConfig(
+        num_experts=whole_number(settings, "n_routed_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        num_shared=whole_number(settings, "n_shared_experts"),
+        first_dense=whole_number(settings, "first_k_dense_replace"),
+        num_groups=whole_number(settings, "n_group") if has_groups else 1,
+        top_groups=whole_number(settings, "topk_group") if has_groups else 1,
+        scale=number(settings, "routed_scaling_factor", above=0.0),
+    )
+
+
+def _routing_refusals(settings: Settings, scoring: str, methods: tuple[str, ...]) -> list[str]:
+    """What of DeepSeek's own fields, which transformers does not read, would route otherwise."""
+    reasons = []
+    for name, known in (("scoring_func", (scoring,)), ("topk_method", methods), ("moe_layer_freq", (1,))):
+        value = settings.get(name)
+        if value is not None and value not in known:
+            reasons.append(f"{name} is {value!r}; of this architecture it must be {' or '.join(map(repr, known))}")
+    return reasons
+
+
+def _latent_refusals(settings: Settings) -> list[str]:
+    reasons = []
+    if flag(settings, "attention_bias"):
+        reasons.append("attention_bias is true; no published model of this architecture has it, so it is not built")
+    rope = rope_settings(settings)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("mscale_all_dim") and kind not in ("default", "yarn"):
+        reasons.append(f"rope type {kind!r} with mscale_all_dim is not supported; only yarn has it")
+    return reasons
+
+
+DEEPSEEK_V2 = Family(defaults=_V2_DEFAULTS, recipe=_deepseek_v2, refusals=_deepseek_v2_refusals, has_experts=True)
+DEEPSEEK_V3 = Family(defaults=V3_DEFAULTS, recipe=deepseek_v3, refusals=deepseek_v3_refusals, has_experts=True)

@@ -1,0 +1,110 @@
+"""What a model family is, and the readers that several families share. No torch.
+
+A family is a file (``llama.py``, ``deepseek.py``, ...) with a ``Family`` for each of its architectures: the defaults of
+its config.json, and its layer as a ``Recipe`` of parts that exist. Tensors (``tensors.py``), layers (``layers.py``,
+``latent.py``), the size of a cached token and the looped executors follow from the recipe. Only a family with other
+mathematics names tensors and a layer class itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from snapstream.config import DType, KVDType, ModelConfig
+from snapstream.config.model import LatentConfig, MoEConfig
+from snapstream.kv.spec import KVSpec
+from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.tensors import TensorSpecs, decoder_tensors
+
+
+class Recipe(TypedDict, total=False):
+    """The parts of a layer, and sizes that config.json states in the family's own way: fields of ``ModelConfig``.
+
+    Every layer is pre-norm RMSNorm, attention with rotary embedding, and a SwiGLU or experts; absent fields are the
+    defaults of ``ModelConfig``.
+    """
+
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # an RMSNorm over each head of q and k
+    rotated_layers: tuple[bool, ...]  # the layers whose heads are rotated
+    latent: LatentConfig  # multi-head latent attention
+    moe: MoEConfig | None  # experts instead of the MLP
+    num_kv_heads: int
+    head_dim: int
+    num_mtp_layers: int
+
+
+def attention_biases(settings: Settings) -> Recipe:
+    """The usual meaning of attention_bias: biases of q, k, v and o."""
+    has_bias = flag(settings, "attention_bias")
+    return {"qkv_bias": has_bias, "o_bias": has_bias}
+
+
+def kv_spec(config: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
+    """A key and a value per kv head; of latent attention a latent, whose first ``kv_rank`` numbers are the value."""
+    latent = config.latent
+    if latent is None:
+        return KVSpec.of(config, dtype, kv_dtype)
+    return KVSpec(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=1,
+        key_dim=latent.latent_dim,
+        value_dim=latent.kv_rank,
+        values_are_keys=True,
+        expanded_dim=latent.expanded_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """An architecture: how its config.json is read, what is refused, and what it computes."""
+
+    # Values of keys that config.json lacks: those of the architecture's config class in transformers. A key that is
+    # there and null has none of them. Absent sizes without a default are refused.
+    defaults: Settings = field(default_factory=dict)
+    recipe: Callable[[Settings], Recipe] = lambda settings: {}
+    refusals: Callable[[Settings], list[str]] = lambda settings: []  # why a config.json cannot be run faithfully
+    has_window_switch: bool = False  # use_sliding_window turns sliding_window on
+    has_experts: bool = False  # the recipe reads them
+    is_partly_rotated: bool = False  # partial_rotary_factor says how much of a head; otherwise all of it is rotated
+    tensors: Callable[[ModelConfig], TensorSpecs] = decoder_tensors
+    # A models.decoder.Layer of other mathematics, or "module:class" of one; None: the layer of the recipe.
+    layer: str | type[Any] | None = None
+    kv_spec: Callable[[ModelConfig, DType, KVDType], KVSpec] = kv_spec
+
+    def complete(self, settings: Settings) -> Settings:
+        """A config.json with the values of the keys that it lacks."""
+        return {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **self.defaults, **settings}
+
+
+def read_sigmoid_moe(settings: Settings) -> MoEConfig:
+    """DeepSeek-V3's routing: sigmoid scores, a correction of the choice, groups, shared experts."""
+    return MoEConfig(
+        num_experts=whole_number(settings, "n_routed_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        num_shared=whole_number(settings, "n_shared_experts"),
+        first_dense=whole_number(settings, "first_k_dense_replace"),
+        scoring="sigmoid",
+        num_groups=whole_number(settings, "n_group"),
+        top_groups=whole_number(settings, "topk_group"),
+        group_score="top2",
+        normalise=flag(settings, "norm_topk_prob"),
+        scale=number(settings, "routed_scaling_factor", above=0.0),
+        has_bias=True,
+    )
+
+
+def num_mtp_layers(settings: Settings) -> int:
+    """Layers behind the last one that predict further tokens; checkpoints hold them, decoding does not need them."""
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if settings.get(name) is not None:
+            return whole_number(settings, name)
+    return 1

@@ -1,0 +1,57 @@
+"""GLM-4 MoE (grouped-query attention) and GLM-4 MoE Lite (latents), both with DeepSeek-V3's routing. No torch."""
+
+from __future__ import annotations
+
+from snapstream.models.config_json import Settings, flag, whole_number
+from snapstream.models.deepseek import V3_DEFAULTS, deepseek_v3, deepseek_v3_refusals
+from snapstream.models.family import Family, Recipe, num_mtp_layers, read_sigmoid_moe
+
+_MOE_DEFAULTS: Settings = {
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "n_routed_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "num_mtp_layers": 1,
+}  # fmt: skip
+_LITE_DEFAULTS: Settings = {
+    **V3_DEFAULTS, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def _glm4_moe(settings: Settings) -> Recipe:
+    return {
+        "moe": read_sigmoid_moe(settings),
+        "num_mtp_layers": num_mtp_layers(settings),
+        "qkv_bias": flag(settings, "attention_bias"),  # none of o
+        "qk_norm": flag(settings, "use_qk_norm"),
+    }
+
+
+def _glm4_lite(settings: Settings) -> Recipe:
+    """DeepSeek-V3 whose ``mlp_layer_types`` say which layers have experts."""
+    return deepseek_v3({**settings, "first_k_dense_replace": _num_dense(settings)})
+
+
+def _num_dense(settings: Settings) -> int:
+    """How many first layers have no experts."""
+    kinds = settings.get("mlp_layer_types")
+    if kinds is None:
+        return whole_number(settings, "first_k_dense_replace")
+    return int(kinds.index("sparse")) if "sparse" in kinds else len(kinds)
+
+
+def _glm4_lite_refusals(settings: Settings) -> list[str]:
+    """As DeepSeek-V3; layers without experts must come first."""
+    kinds, reasons = settings.get("mlp_layer_types"), deepseek_v3_refusals(settings)
+    if kinds is None:
+        return reasons
+    if not isinstance(kinds, list) or len(kinds) != whole_number(settings, "num_hidden_layers"):
+        return [*reasons, f"mlp_layer_types is {kinds!r}; it must name the kind of every layer"]
+    first = _num_dense(settings)
+    if kinds != ["dense"] * first + ["sparse"] * (len(kinds) - first):
+        reasons.append(f"mlp_layer_types is {kinds!r}; only dense layers first, then sparse ones, are supported")
+    return reasons
+
+
+GLM4_MOE = Family(defaults=_MOE_DEFAULTS, recipe=_glm4_moe, has_experts=True, is_partly_rotated=True)
+GLM4_MOE_LITE = Family(defaults=_LITE_DEFAULTS, recipe=_glm4_lite, refusals=_glm4_lite_refusals, has_experts=True)

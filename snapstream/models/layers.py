@@ -1,0 +1,277 @@
+"""The layer of Llama, Mistral, Qwen, Mixtral and GLM-4: grouped-query attention and an MLP, each behind an RMSNorm.
+
+What differs between them is data: biases, head norms, and whether the MLP is one or a mixture of experts (``mlp.py``).
+The residual stream is carried as two parts: ``residual``, and what the block before has yet to add to it. The norm that
+reads the sum does the addition, so that it costs no pass of its own, and an all-reduce over devices can stand between a
+product and its sum. Of several ranks each has some heads and a part of the MLP: their products are parts of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from snapstream.config import ModelConfig
+from snapstream.config.model import MoEConfig
+from snapstream.distributed.group import Group
+from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, Pairs, SumNorm
+from snapstream.models.matrix import Matrix
+from snapstream.models.weights import LayerWeights
+
+# The seam between a layer and its cache.
+#
+# A layer never knows whether it prefills or decodes: it hands the projected heads to a view and gets attended heads
+# back. The staging view (prefill) and the rows view (decode) of ``models/views.py`` implement it; a test needs ten
+# lines.
+
+
+class KVView(Protocol):
+    """Norms and rotates the heads of one layer, stores its keys and values, attends over all that is visible."""
+
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
+        """``heads [T, H+2G, E]`` (q | k | v) as projected; returns ``[T', H, E']`` of the same dtype.
+
+        T' is T, or fewer where only some tokens need an output: the last of each prompt, in the last layer. Where
+        values are the first numbers of the keys (latents) there are no heads of v, ``[T, H+G, E]``. With ``rope``
+        None heads come normed and rotated.
+        """
+        ...
+
+
+class LatentHeads(Protocol):
+    """What a layer of latents ``c | r`` makes of its queries and of latents: ``models/latent.py``.
+
+    E = R + P numbers of a latent, X of an expanded key or value (the larger of both, the rest zeros).
+    """
+
+    value_dim: int  # U, numbers of an expanded value
+
+    def absorbed(self, queries: Tensor) -> Tensor:
+        """Queries ``[T, H, N_o + P]`` as they are compared with latents: ``[T, H, E]``."""
+        ...
+
+    def expanded(self, queries: Tensor) -> Tensor:
+        """The same as they are compared with expanded keys: ``[T, H, X]``."""
+        ...
+
+    def expand(self, latents: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Make keys and values of every head from ``latents [n, E]``: into ``keys, values [H, n, X]``."""
+        ...
+
+    def values(self, attended: Tensor) -> Tensor:
+        """Attended latents ``[T, H, R]`` as attended values ``[T, H, U]``."""
+        ...
+
+
+@runtime_checkable
+class ExpandingView(Protocol):
+    """A view with room for the expanded keys and values of a layer of latents."""
+
+    def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
+        """``queries [T, H, N_o + P]`` and ``latents [T, 1, E]``, both rotated; returns ``[T', H, U]``."""
+        ...
+
+
+# Which experts a token passes, and with what weight: the routers of Mixtral, Qwen3, DeepSeek-V2 and V3 as one formula.
+#
+# Scores are fp32. A token's choice depends on that token alone, never on how many others the experts were chosen by:
+# no expert has a capacity, and no token is dropped.
+
+TINY = 1e-20  # keeps a sum of scores that are all 0 from dividing by 0
+
+
+def route(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    """``logits [T, X]`` fp32 to the weights ``[T, k]`` fp32 and the experts ``[T, k]`` int64 of every token.
+
+    ``correction [X]`` is added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+    scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()  # [T, X]
+    choice = scores if correction is None else scores + correction
+    if moe.num_groups > 1:
+        choice = _inside_best_groups(choice, moe)
+    experts = choice.topk(moe.top_k, dim=-1, sorted=False).indices  # [T, k]
+    weights = scores.gather(1, experts)
+    if moe.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    return weights * moe.scale, experts
+
+
+def _inside_best_groups(choice: Tensor, moe: MoEConfig) -> Tensor:
+    """``choice [T, X]`` with -inf outside of each token's best groups (device-limited routing, arXiv 2405.04434)."""
+    grouped = choice.view(-1, moe.num_groups, moe.group_len)  # [T, groups, X / groups]
+    best = 2 if moe.group_score == "top2" else 1
+    group_scores = grouped.topk(best, dim=-1).values.sum(-1)  # [T, groups]
+    chosen = group_scores.topk(moe.top_groups, dim=-1, sorted=False).indices
+    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, chosen, False)
+    return grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)
+
+
+# Token ids to hidden states and back, where every rank holds its own range of the vocabulary.
+#
+# Ranges have one length, so the last may end in rows that stand for no token: they are never looked up, and their
+# scores are cut off. Alone, a rank has all of it, and nothing is added to the two products.
+
+
+class Vocabulary:
+    """Embedding and output embedding of one rank, ``[V', D]`` each, of V token ids."""
+
+    def __init__(self, embed: Matrix, head: Matrix, vocab_size: int, kernels: Kernels, group: Group) -> None:
+        self._embed, self._head, self._vocab_size = embed, head, vocab_size
+        self._kernels, self._group = kernels, group
+        self._num_own = embed.shape[0]  # V'
+        self._first = group.rank * self._num_own
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """``token_ids [T]`` to ``[T, D]``: each rank adds the ids of its own range."""
+        if self._num_own == self._vocab_size:
+            return self._embed.lookup(token_ids)
+        own = token_ids - self._first
+        is_elsewhere = (own < 0) | (own >= self._num_own)
+        found = self._embed.lookup(own.masked_fill(is_elsewhere, 0))
+        return self._group.all_reduce(found.masked_fill_(is_elsewhere[:, None], 0.0))
+
+    def scores(self, normed: Tensor) -> Tensor:
+        """``normed [T, D]`` to the scores of the next token ``[T, V]`` fp32."""
+        own = self._head.multiply(normed, None, self._kernels)  # [T, V']
+        scores = self._group.all_gather(own, 1).to(torch.float32)
+        return scores if scores.shape[1] == self._vocab_size else scores[:, : self._vocab_size].contiguous()
+
+
+# A mixture of experts in the place of a layer's MLP: route, two grouped products, a weighted sum, shared experts.
+#
+# A pair is a token and one of its experts. Pairs are sorted by expert, so that each chosen matrix is read once, in
+# place, by all of its tokens; every tensor has a size that follows from the number of tokens alone. What a token gets
+# does not depend on its neighbours but for rounding: its own pairs are summed in the order of the router's choice. A
+# rank may store some of the experts only. It routes as all do, and leaves out the pairs of others' experts.
+# ``models/layers.py`` chooses; the products are the weights' (``weight.py``).
+
+
+class Experts:
+    """The experts of one layer; a ``models.mlp.Mlp``."""
+
+    def __init__(
+        self, moe: MoEConfig, weights: LayerWeights, kernels: Kernels, shared: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        """``shared`` is the MLP that every token passes, if there is one."""
+        self._moe, self._kernels, self._shared = moe, kernels, shared
+        self._router, self._correction = weights.vector("router"), weights.optional("router_bias")
+        self._gate_up, self._down = weights.matrix("experts_gate_up"), weights.matrix("experts_down")
+        self._first, self._num_own = moe.own.start, len(moe.own)
+        self._ids = torch.arange(self._num_own, device=self._router.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x [T, D]`` to the weighted sum of its experts' outputs and the shared ones' ``[T, D]``."""
+        logits = F.linear(x.to(torch.float32), self._router)  # [T, X]
+        weights, experts = route(logits, self._correction, self._moe)
+        flat = self._own(experts.flatten())
+        order = flat.argsort(stable=True)  # [T k], pairs by expert, those of others' experts behind all
+        ends = torch.searchsorted(flat[order], self._ids, right=True, out_int32=True)  # [X'], of each expert's pairs
+        is_whole = self._num_own == self._moe.num_experts
+        pairs = Pairs(order, ends, weights, None if is_whole else flat == self._num_own)
+        routed = self._gate_up.swiglu_grouped(self._down, x, pairs, self._kernels)  # [T, D]
+        return routed if self._shared is None else routed.add_(self._shared(x))
+
+    def of_norm(self, given: SumNorm) -> Tensor:
+        """See ``models.mlp.Mlp``."""
+        return self(self._kernels.normed(given))
+
+    def _own(self, experts: Tensor) -> Tensor:
+        """Ids of experts as counted here, 0 to X' - 1; X' for those of other ranks."""
+        if self._num_own == self._moe.num_experts:
+            return experts
+        own = experts - self._first
+        return own.masked_fill((own < 0) | (own >= self._num_own), self._num_own)
+
+
+# The second half of a layer: one SwiGLU, or a mixture of them (``experts.py``), as the layer's weights say.
+#
+# Every layer class takes its MLP from ``mlp_of`` and need not know which of the two it is.
+
+
+class Mlp(Protocol):
+    """What a layer does to each token after attention, without norm and sum."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x [T, D]``, normed, to what is added to the residual stream ``[T, D]``; of a rank, its part of the sum."""
+        ...
+
+    def of_norm(self, given: SumNorm) -> Tensor:
+        """The same of a norm that is still to be made."""
+        ...
+
+
+class SwiGLU:
+    """``down(silu(gate x) * up x)`` of stored matrices; an ``Mlp``."""
+
+    def __init__(
+        self, gate_up: Matrix, down: Matrix, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
+    ) -> None:
+        self._gate_up, self._down, self._kernels = gate_up, down, kernels
+        self._gate_up_bias, self._down_bias = biases
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See ``Mlp``."""
+        return self._gate_up.swiglu(self._down, x, (self._gate_up_bias, self._down_bias), self._kernels)
+
+    def of_norm(self, given: SumNorm) -> Tensor:
+        """See ``Mlp``."""
+        return self._gate_up.swiglu(self._down, given, (self._gate_up_bias, self._down_bias), self._kernels)
+
+
+def bias_of_sum(bias: Tensor | None, group: Group) -> Tensor | None:
+    """The bias of a product that is summed over the ranks: one of them adds it."""
+    return bias if group.rank == 0 else None
+
+
+def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> Mlp:
+    """The MLP of the layer that these weights belong to."""
+    if config.moe is not None and "experts_down" in weights.matrices:
+        shared = None
+        if config.moe.num_shared:
+            shared = SwiGLU(weights.matrix("shared_gate_up"), weights.matrix("shared_down"), (None, None), kernels)
+        return Experts(config.moe, weights, kernels, shared)
+    biases = weights.optional("gate_up_bias"), bias_of_sum(weights.optional("down_bias"), group)
+    return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels)
+
+
+class DenseLayer:
+    """One layer over views of the stacked weights; a ``models.decoder.Layer``."""
+
+    def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> None:
+        self._index, self._kernels, self._group, self._eps = index, kernels, group, config.rms_norm_eps
+        self._num_heads = config.num_heads + 2 * config.num_kv_heads  # as projected
+        self._head_dim = config.head_dim
+        self._input_norm, self._post_norm = weights.vector("input_norm"), weights.vector("post_norm")
+        self._qkv, self._qkv_bias = weights.matrix("qkv"), weights.optional("qkv_bias")
+        self._o, self._o_bias = weights.matrix("o"), bias_of_sum(weights.optional("o_bias"), group)
+        self._mlp = mlp_of(config, weights, kernels, group)
+        self._head_norm = _head_norm(config, weights)
+        self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
+
+    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
+        """See ``models.decoder.Layer.attend``."""
+        given = SumNorm(residual, pending, self._input_norm, self._eps)
+        heads = self._qkv.multiply_normed(given, self._qkv_bias, self._kernels)  # [T, (H+2G)E]
+        if not self._is_rotated:
+            rope = torch.ones_like(rope[0]), torch.zeros_like(rope[1])
+        return view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """See ``models.decoder.Layer.finish``."""
+        projected = self._group.all_reduce(
+            self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)
+        )  # [T', D]
+        return self._group.all_reduce(self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps)))
+
+
+def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:
+    """Norms of q and k as one over ``[T, H+G, E]``, so that both cost one call."""
+    if not config.qk_norm:
+        return HeadNorm(None, config.rms_norm_eps)
+    q, k = weights.vector("q_norm"), weights.vector("k_norm")
+    per_head = torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))  # [H+G, E]
+    return HeadNorm(per_head, config.rms_norm_eps)

@@ -1,0 +1,275 @@
+"""Matrices of a model as they lie in memory: row by row, in one of seven formats (``WeightFormat``).
+
+``encode`` and ``decode`` are all that a quantized format is: int8 and int4 groups (``kernels/groups.py``), and FP8
+blocks of 128 by 128 with an fp32 scale (DeepSeek-V3, arXiv 2412.19437, section 3.3). A layer asks a ``Matrix`` for its
+product and never sees the storage. Low precision is dequantized a block of rows before it is multiplied, which is
+right on every device; few tokens are multiplied with the quantized values themselves where kernels can. ``panels.py``
+has the layout of the looped library. Prefill dequantizes a layer once (``DequantizedLayer``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Self, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from snapstream.config import WeightFormat
+from snapstream.config.model import WeightDType
+from snapstream.kernels import groups, memory, reference
+from snapstream.kernels.formats import FP8, FP8_MAX
+from snapstream.kernels.interface import Kernels, Pairs, SumNorm
+from snapstream.kernels.reference import BLOCK
+from snapstream.models.sharding import dequantized_block
+
+Index = int | slice | tuple[int | slice, ...]
+
+FEW = 64  # tokens that are multiplied with quantized values; beyond, a product is bound by arithmetic
+
+
+def encode(numbers: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Quantized values and scales of a matrix ``[out, in]``."""
+    return quantize(numbers) if form.is_fp8 else groups.quantize(numbers, form.bits, form.group)
+
+
+def decode(values: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
+    """The numbers ``[..., out, in]`` fp32 that quantized values and scales stand for."""
+    if form.is_fp8:
+        return reference.dequantize_blocks(values, scales)
+    return groups.dequantize(values, scales, form.bits)
+
+
+class Matrix:
+    """A matrix ``[out, in]``, or a stack of such: ``[L, out, in]``, ``[L, experts, out, in]``; rows are contiguous."""
+
+    is_read_by_prefill = False  # fast for many tokens, too: prefill need not dequantize it beforehand
+    is_batch_invariant = False  # a token's product is the same bits whatever is beside it
+    _rounds_to: torch.dtype | None = None
+
+    def __init__(
+        self,
+        data: Tensor,
+        scales: Tensor | None = None,
+        form: WeightFormat | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """``data [..., out, in]``: floats, by default of the format that their dtype is; e4m3 with ``scales
+        [..., ceil(out / 128), ceil(in / 128)]`` fp32; or uint8 of ``in * bits / 8`` with fp16 ``scales [..., out, in /
+        group]``. ``dtype`` is that of the computation, by default that of ``data``.
+        """
+        self.data, self.scales = data, scales
+        self.form = form or WeightFormat(dtype=cast(WeightDType, str(data.dtype).removeprefix("torch.")))
+        self.dtype = data.dtype if dtype is None else dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers it stands for."""
+        if self.form.is_quantized:
+            return (*self.data.shape[:-1], self.data.shape[-1] * 8 // self.form.bits)
+        return tuple(self.data.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the storage, scales included."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether the numbers are stored in another way than they are computed with."""
+        return self.data.dtype != self.dtype
+
+    def __getitem__(self, index: Index) -> Self:
+        """A layer, an expert, or a slice of rows: a view, never a copy. ValueError for rows that are not whole blocks
+        of FP8.
+        """
+        view = type(self)(self.data[index], self._scales_at(index), self.form, self.dtype)
+        view._rounds_to = self._rounds_to
+        return view
+
+    def _scales_at(self, index: Index) -> Tensor | None:
+        if self.scales is None or not self.form.is_fp8:
+            return None if self.scales is None else self.scales[index]
+        places = index if isinstance(index, tuple) else (index,)
+        of_scales: list[int | slice] = []
+        for dim, place in enumerate(places):
+            if dim < len(self.shape) - 2:
+                of_scales.append(place)
+                continue
+            start, stop, _ = place.indices(self.shape[dim]) if isinstance(place, slice) else (place, place + 1, 1)
+            of_scales.append(block_rows(start, stop, self.shape[-2:]))
+        return self.scales[tuple(of_scales)]
+
+    def with_rounded_inputs(self) -> Self:
+        """The same storage, multiplied with inputs that were rounded to bf16, as prefill's looped products do."""
+        other = copy(self)
+        other._rounds_to = torch.bfloat16
+        return other
+
+    def fill(self, numbers: Tensor) -> None:
+        """Store ``numbers``, of this shape and any float dtype, in place; rounded or quantized where the storage is."""
+        if not self.form.is_quantized:
+            self.data.copy_(numbers)
+        elif len(self.shape) > 2:
+            for index, part in enumerate(numbers):
+                self[index].fill(part)
+        else:
+            for start, stop in self._blocks():
+                self[start:stop].fill_quantized(*encode(numbers[start:stop].to(self.data.device), self.form))
+
+    def fill_quantized(self, values: Tensor, scales: Tensor) -> None:
+        """Store numbers that a checkpoint has as int8 or int4 groups or FP8 blocks; floats take any of them."""
+        if self.scales is not None:
+            self.data.copy_(values)
+            self.scales.copy_(scales)
+        elif values.dtype == FP8.dtype:
+            self.fill(reference.dequantize_blocks(values, scales))
+        else:
+            self.fill(groups.dequantize(values, scales, 8 * values.shape[-1] // self.shape[-1]))
+
+    def dense(self) -> Tensor:
+        """The numbers as they are computed with; the storage itself where it has them so."""
+        return (self.data if self.scales is None else decode(self.data, self.scales, self.form)).to(self.dtype)
+
+    def dequantize_into(self, out: Tensor) -> None:
+        """Write the numbers as they are computed with into ``out``, of this shape."""
+        if len(self.shape) > 2:
+            for index, part in enumerate(out):
+                self[index].dequantize_into(part)
+            return
+        for start, stop in self._blocks():
+            out[start:stop] = self[start:stop].dense()
+
+    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """``x [T, in]`` times this matrix transposed, plus ``bias [out]``: ``[T, out]``."""
+        x = self._rounded(x)
+        if self.form.rounds_inputs:
+            rounded = groups.round_inputs(x, self.form.group) if self.form.is_quantized else x.to(self.data.dtype)
+            x = rounded.to(x.dtype)
+        if self.scales is not None and len(x) <= FEW:
+            if self.form.is_fp8:
+                ends = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+                out = kernels.grouped_linear(x, self.data[None], self.scales[None], ends)
+                return out if bias is None else out.add_(bias)
+            if kernels.code_linear is not None:
+                return kernels.code_linear(x, self.data, self.scales, bias)
+        parts = [
+            F.linear(x, self[start:stop].dense(), None if bias is None else bias[start:stop])
+            for start, stop in self._blocks()
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def multiply_normed(self, given: SumNorm, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        """The norm that ``given`` means, ``[T, in]``, times this matrix transposed, plus ``bias``: ``[T, out]``."""
+        return self.multiply(kernels.normed(given), bias, kernels)
+
+    def swiglu(
+        self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
+    ) -> Tensor:
+        """``down(silu(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``.
+
+        x ``[T, D]`` is the norm that ``given`` means, or ``given``; ``biases`` are this matrix's and that of ``down``.
+        """
+        if isinstance(given, Tensor):
+            gate_up = self.multiply(given, biases[0], kernels)  # [T, 2I]
+        else:
+            gate_up = self.multiply_normed(given, biases[0], kernels)
+        return down.multiply(kernels.swiglu(gate_up), biases[1], kernels)
+
+    def swiglu_grouped(self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels) -> Tensor:
+        """The weighted sum of what a token's experts make of it, ``x [T, D]`` to ``[T, D]``: matrices ``[X', 2M, D]``,
+        gate and up in one, and ``down [X', D, M]``. A token's sum is taken in the order of its own choice.
+        """
+        (num_tokens, top_k), order = pairs.weights.shape, pairs.order
+        gate_up = self.multiply_grouped(x[order // top_k], pairs.ends, kernels)  # [T k, 2M]
+        inner = kernels.swiglu(gate_up)  # [T k, M]
+        del gate_up  # a chunk's are large
+        inner.mul_(pairs.weights.flatten()[order, None])  # the product is linear, and narrower before than behind it
+        out = down.multiply_grouped(inner, pairs.ends, kernels)  # [T k, D]
+        del inner
+        if pairs.are_elsewhere is not None:
+            out.masked_fill_(pairs.are_elsewhere[order, None], 0.0)  # what no expert made is any number
+        return torch.empty_like(out).index_copy_(0, order, out).view(num_tokens, top_k, -1).sum(1)
+
+    def multiply_grouped(self, x: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
+        """Of a stack ``[X, out, in]``: each row of ``x [P, in]`` times the matrix of its expert: ``[P, out]``.
+
+        Rows are sorted by expert, ``ends [X]`` int32 says before which row those of an expert end. int8 and int4 groups
+        are multiplied one expert after the other, which reads ``ends`` on the host.
+        """
+        x = self._rounded(x)
+        if self.scales is None or self.form.is_fp8:
+            return kernels.grouped_linear(x, self.data, self.scales, ends)
+        return self._multiply_each(x, ends, kernels)
+
+    def _multiply_each(self, x: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
+        out, start = x.new_empty(len(x), self.shape[1]), 0
+        for expert, end in enumerate(ends.tolist()):
+            if end > start:
+                out[start:end] = self[expert].multiply(x[start:end], None, kernels)
+            start = end
+        return out
+
+    def lookup(self, token_ids: Tensor) -> Tensor:
+        """Rows of an embedding table: ``token_ids [T]`` to ``[T, in]``. TypeError for FP8."""
+        if self.scales is None:
+            return F.embedding(token_ids, self.data).to(self.dtype)
+        if self.form.is_fp8:
+            raise TypeError("a table of embeddings is not kept in FP8 blocks")
+        return decode(self.data[token_ids], self.scales[token_ids], self.form).to(self.dtype)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x if self._rounds_to is None else x.to(self._rounds_to).to(x.dtype)
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        """Ranges of rows of a matrix ``[out, in]`` that are dequantized at a time."""
+        num_out, num_in = self.shape
+        if not self.is_low_precision:
+            return [(0, num_out)]
+        unit = BLOCK if self.form.is_fp8 else 1
+        rows = max(dequantized_block(self.data.device.type) // num_in // unit, 1) * unit
+        return [(start, min(start + rows, num_out)) for start in range(0, num_out, rows)]
+
+
+def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of matrices ``[..., out, in]``."""
+    return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+
+
+def block_rows(start: int, stop: int, shape: tuple[int, ...]) -> slice:
+    """Which rows of scales belong to rows of a matrix ``[out, in]``; ValueError where they are not whole blocks."""
+    if start % BLOCK or (stop % BLOCK and stop != shape[0]):
+        raise ValueError(f"rows {start} to {stop} of an FP8 matrix {list(shape)} are not whole blocks of {BLOCK}")
+    return slice(start // BLOCK, -(-stop // BLOCK))
+
+
+def quantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 numbers and block scales of a matrix ``[out, in]``; the largest magnitude of a block becomes 448."""
+    padding = [-size % BLOCK for size in numbers.shape]
+    padded = torch.nn.functional.pad(numbers.float(), (0, padding[1], 0, padding[0]))
+    tiles = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [out / 128, 128, in / 128, 128]
+    largest = tiles.abs().amax((1, 3))
+    scales = torch.where(largest == 0, 1.0, largest / FP8_MAX)
+    codes = FP8.encode(tiles, scales[:, None, :, None]).view(torch.uint8).flatten(2).flatten(0, 1)
+    return codes[: numbers.shape[0], : numbers.shape[1]].contiguous().view(FP8.dtype), scales
+
+
+# From a format, the shape of a matrix or a stack, the dtype of the computation and a device: its storage.
+MakeMatrix = Callable[[WeightFormat, tuple[int, ...], torch.dtype, torch.device | str], Matrix]
+
+
+def make_matrix(form: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Matrix:
+    """Uninitialized row-major storage; a ``MakeMatrix``."""
+    if form.is_fp8:
+        scales = torch.empty(num_blocks(shape), dtype=torch.float32, device=device)
+        return Matrix(torch.empty(shape, dtype=FP8.dtype, device=device), scales, form, dtype)
+    if form.is_quantized:
+        values = torch.empty((*shape[:-1], shape[-1] * form.bits // 8), dtype=torch.uint8, device=device)
+        scales = torch.empty((*shape[:-1], shape[-1] // form.group), dtype=groups.SCALE_DTYPE, device=device)
+        return Matrix(values, scales, form, dtype)
+    stored = getattr(torch, form.dtype)
+    if stored == dtype and torch.device(device).type == "cpu":
+        return Matrix(memory.zeros(shape, dtype), None, form, dtype)
+    return Matrix(torch.empty(shape, dtype=stored, device=device), None, form, dtype)

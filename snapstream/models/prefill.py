@@ -1,0 +1,222 @@
+"""Packed prompts through a model layer by layer, each layer in chunks of tokens: the one way in which prompts are read.
+
+When the last chunk of a layer has passed, ``layer_done`` is called for every prompt with the exact keys and values of
+that layer and the queries it asked for: there rows are written, KV re-selection votes are taken and a draft's
+importance is summed; any code that needs a whole layer of a prompt hangs on it. Afterwards the next layer overwrites
+the buffers. The invariant: how a pass is cut into chunks, packed, or interleaved with other work never changes what
+``layer_done`` sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels.backends.autotune import PrefillAttention
+from snapstream.kernels.backends.packages import PackedLens
+from snapstream.kernels.interface import CosSin
+from snapstream.kernels.memory import upload
+from snapstream.models.decoder import Decoder
+from snapstream.models.views import Chunk, QueriesAt, Segment, StagingBuffers, StagingView
+
+# Which tokens go through the attention and the MLP of the last layer: nothing but logits reads their output.
+Outputs = Literal["all", "last", "none"]
+
+
+class LayerDone(Protocol):
+    """Called once per layer and prompt, when all of the prompt's tokens have passed the layer."""
+
+    def __call__(self, prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        """``prompt`` is its index in the pass; ``queries [w, H, E]`` its last ones, None if it asked for none;
+        ``keys, values [G, N, E]`` all of its own, after RoPE, overwritten by the next layer.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTokens:
+    """The tokens of a pass, prompt after prompt, and where they lie; N tokens are computed."""
+
+    token_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, of each token in its text
+    seq_lens: Tensor  # [N] int64: length of the text when the token is fed; only dynamic RoPE reads it
+    prompt_lens: Sequence[int]  # of whole prompts
+    num_queries: Sequence[int]  # by prompt: how many of its last queries layer_done gets
+    staging_start: int = 0  # first token in the buffers
+    # By prompt: tokens at its beginning that are not computed. Before a layer's first unit the caller puts their keys
+    # and values where they belong. Empty: none.
+    num_restored: Sequence[int] = ()
+
+    @property
+    def num_computed(self) -> list[int]:
+        """By prompt: its tokens that are among the N."""
+        restored = self.num_restored or [0] * len(self.prompt_lens)
+        return [whole - given for whole, given in zip(self.prompt_lens, restored, strict=True)]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class LayerPass:
+    """One pass. ``run_unit`` must be called for units 0, 1, 2, ... in order; unit ``u`` is a chunk of one layer."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        buffers: StagingBuffers,
+        tokens: PassTokens,
+        chunk_len: int,
+        attention: PrefillAttention,
+        layer_done: LayerDone,
+        outputs: Outputs = "last",
+    ) -> None:
+        self._decoder, self._buffers, self._tokens = decoder, buffers, tokens
+        self._chunk_len, self._attention, self._layer_done, self._outputs = chunk_len, attention, layer_done, outputs
+        self._num_chunks = -(-tokens.num_tokens // chunk_len)
+        self._next_unit = 0
+        self._computed = tokens.num_computed
+        self._starts = list(accumulate(self._computed, initial=0))[:-1]  # first token of each prompt in the pass
+        begins = list(accumulate(tokens.prompt_lens, initial=tokens.staging_start))[:-1]
+        self._staged = [slice(a, a + n) for a, n in zip(begins, tokens.prompt_lens, strict=True)]  # in the buffers
+        self._lens: dict[int, PackedLens] = {}  # by chunk; the same in every layer
+        self._rope: CosSin | None = None  # of a pass of one chunk, whose angles are the same in every layer
+        spec = buffers.spec
+        self._queries = [  # of the current layer [w, H, E]
+            torch.empty((count, spec.num_heads, spec.key_dim), dtype=buffers.keys.dtype, device=buffers.keys.device)
+            if count
+            else None
+            for count in tokens.num_queries
+        ]
+
+    @property
+    def hidden(self) -> Tensor:
+        """Hidden states ``[N, D]``: the pass's range of the buffers."""
+        start = self._tokens.staging_start
+        return self._buffers.hidden[start : start + self._tokens.num_tokens]
+
+    @property
+    def num_units(self) -> int:
+        return self._num_chunks * self._decoder.config.num_layers
+
+    @property
+    def next_unit(self) -> int:
+        return self._next_unit
+
+    @property
+    def is_done(self) -> bool:
+        return self._next_unit == self.num_units
+
+    @property
+    def new_layer(self) -> int | None:
+        """The layer that the next unit begins; None within a layer."""
+        layer, index = divmod(self._next_unit, self._num_chunks)
+        return layer if index == 0 else None
+
+    def staged(self, prompt: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[G, n, E]`` of a prompt in the buffers, restored tokens first."""
+        own = self._staged[prompt]
+        return self._buffers.tokens(own.start, own.stop)
+
+    def last_hidden(self) -> Tensor:
+        """Hidden states ``[prompts, D]`` after the last layer, of the last token of each prompt."""
+        ends = [start + length for start, length in zip(self._starts, self._computed, strict=True)]
+        return torch.cat([self.hidden[end - 1 : end] for end in ends])
+
+    def run(self) -> None:
+        """All units that are left."""
+        for unit in range(self._next_unit, self.num_units):
+            self.run_unit(unit)
+
+    def run_unit(self, unit: int) -> None:
+        """One chunk through one layer. RuntimeError out of order."""
+        if unit != self._next_unit:
+            raise RuntimeError(f"unit {unit} was planned, unit {self._next_unit} is next")
+        layer, index = divmod(unit, self._num_chunks)
+        start = index * self._chunk_len
+        own = slice(start, min(start + self._chunk_len, self._tokens.num_tokens))
+        residual = self.hidden[own]  # [T, D]
+        if layer == 0:
+            residual.copy_(self._decoder.embed(self._tokens.token_ids[own]))
+        self._run_layer(layer, residual, own, self._chunk(layer, index, own))
+        if index == self._num_chunks - 1:
+            self._end_layer(layer)
+        self._next_unit += 1
+
+    def _run_layer(self, layer: int, residual: Tensor, own: slice, chunk: Chunk) -> None:
+        """``residual [T, D]`` becomes the output of the layer, where one is needed."""
+        view = StagingView(self._buffers, chunk, self._decoder.kernels, self._attention, self._keep_queries)
+        block = self._decoder.wide_layer(layer)
+        attended = block.attend(residual, None, self._angles(own), view)
+        if chunk.outputs is None:
+            residual.add_(block.finish(residual, attended))
+            return
+        # The result of a prompt is that of any packing: one at a time, unless sums do not depend on the company.
+        at_once = max(1, len(chunk.outputs)) if self._decoder.is_batch_invariant else 1
+        for first in range(0, len(chunk.outputs), at_once):
+            lines = [residual[place] for place in chunk.outputs[first : first + at_once]]
+            last = torch.stack(lines)  # [outputs, D]
+            last.add_(block.finish(last, attended[first : first + at_once]))
+            for line, found in zip(lines, last, strict=True):
+                line.copy_(found)
+
+    def _angles(self, own: slice) -> CosSin:
+        if self._rope is not None:
+            return self._rope
+        rope = self._decoder.rope(self._tokens.positions[own], self._tokens.seq_lens[own])
+        if self._num_chunks == 1:
+            self._rope = rope
+        return rope
+
+    def _chunk(self, layer: int, index: int, own: slice) -> Chunk:
+        segments = list(self._segments(own.start, own.stop))
+        outputs: list[int] | None = None
+        if self._outputs != "all" and layer == self._decoder.config.num_layers - 1:
+            ends = [s.chunk_slice.stop - 1 for s in segments if s.num_keys == self._tokens.prompt_lens[s.prompt]]
+            outputs = ends if self._outputs == "last" else []
+        return Chunk(segments=segments, lens=self._packed_lens(index, segments), outputs=outputs)
+
+    def _segments(self, start: int, stop: int) -> Iterator[Segment]:
+        """Parts of the prompts that lie in tokens ``start .. stop - 1`` of the pass."""
+        for index, (first, length) in enumerate(zip(self._starts, self._computed, strict=True)):
+            low, high = max(start, first), min(stop, first + length)
+            if low < high:
+                restored = self._tokens.prompt_lens[index] - length
+                begin = self._staged[index].start
+                yield Segment(index, low - start, high - low, restored + low - first, begin, restored)
+
+    def _packed_lens(self, chunk: int, segments: list[Segment]) -> PackedLens | None:
+        """Lengths of the prompts of a chunk, on the device; None where each is attended by a call of its own."""
+        if len(segments) == 1 or self._attention.attend_packed is None:
+            return None
+        if chunk not in self._lens:
+            queries, keys = [part.length for part in segments], [part.num_keys for part in segments]
+            ends = upload(
+                [list(accumulate(queries, initial=0)), list(accumulate(keys, initial=0))],
+                torch.int32,
+                self.hidden.device,
+            )
+            self._lens[chunk] = PackedLens(ends[0], ends[1], max(queries), max(keys))
+        return self._lens[chunk]
+
+    def _keep_queries(self, segments: Sequence[Segment], queries_at: QueriesAt) -> None:
+        """Copy the last queries of prompts that lie in this chunk (they may span chunks)."""
+        for segment in segments:
+            kept = self._queries[segment.prompt]
+            if kept is None:
+                continue
+            first = self._tokens.prompt_lens[segment.prompt] - kept.shape[0]  # the first one that is kept
+            offset = segment.prompt_start - first
+            skip = max(0, -offset)
+            if skip < segment.length:
+                place = segment.chunk_slice
+                kept[offset + skip : offset + segment.length] = queries_at(slice(place.start + skip, place.stop))
+
+    def _end_layer(self, layer: int) -> None:
+        for prompt, queries in enumerate(self._queries):
+            self._layer_done(prompt, layer, queries, *self.staged(prompt))

@@ -1,0 +1,127 @@
+"""Writes a checkpoint whose layers are codes (``pack-quantized``), shard by shard, from one of plain floats.
+
+Invariants: the new folder appears whole or not at all, since everything is written beside it and renamed at the end;
+one shard at a time is in memory; what is not a matrix of a layer stays as it is stored. Other programs read the result,
+and so does ``loader.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from snapstream.config import ModelConfig, WeightFormat
+from snapstream.models.checkpoint import StoredTensor, check_checkpoint, open_shard, pack_matrix
+from snapstream.models.config_json import read_object
+from snapstream.models.quantization import INDEX_FILE, SINGLE_FILE, quantization_config
+from snapstream.models.registry import read_model_config, tensor_specs
+from snapstream.models.tensors import checkpoint_parts
+
+BESIDE = (".json", ".jinja", ".model", ".txt", ".md")  # files that go along: settings, tokenizer, licence
+
+Progress = Callable[[str], None]
+
+
+def quantize_checkpoint(
+    source: Path,
+    target: Path,
+    form: WeightFormat,
+    tell: Progress = lambda _: None,
+    *,
+    attention: WeightFormat | None = None,
+) -> None:
+    """Write ``target``, a folder that must not exist; ``tell`` is called with a line per file.
+
+    The matrices of the layers become codes of ``form``, those around attention of ``attention`` if it is given.
+    ValueError for a model that cannot be run or has codes already, for rows that are no whole groups, and where the
+    disk refuses.
+    """
+    config = read_model_config(source)
+    if config.stored.quantized is not None:
+        raise ValueError(f"{source} is quantized already ({config.stored.describe_quantized()})")
+    matrices = _matrices(config, form, attention or form)
+    manifest = check_checkpoint(source, config)
+    with _whole_or_nothing(target) as folder:
+        weight_map, size = _write_shards(manifest, matrices, folder, tell)
+        if len(set(weight_map.values())) > 1:
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        settings = read_object(source / "config.json") | {
+            "quantization_config": quantization_config(form, _routers(config), attention)
+        }
+        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        for file in sorted(source.iterdir()):
+            is_written = file.name == INDEX_FILE or (folder / file.name).exists()
+            if file.is_file() and file.suffix in BESIDE and not is_written:
+                shutil.copyfile(file, folder / file.name)
+
+
+def _matrices(config: ModelConfig, form: WeightFormat, attention: WeightFormat) -> dict[str, WeightFormat]:
+    """The checkpoint's tensors that become codes, by name, those that are widened while loading among them."""
+    roles = {name: role for name, role in tensor_specs(config).items() if role.is_quantized}
+    formats = {name: attention if role.is_attention else form for name, role in roles.items()}
+    for name, own in formats.items():
+        if roles[name].shape[-1] % own.group:
+            raise ValueError(
+                f"weights are {own.describe()}; the rows of {name} have {roles[name].shape[-1]} numbers, which must be "
+                f"a multiple of {own.group}"
+            )
+    return {part.name: formats[part.role] for part in checkpoint_parts(roles, config.num_layers)}
+
+
+def _routers(config: ModelConfig) -> list[str]:
+    """Modules of the layers that choose experts."""
+    router = tensor_specs(config).get("router")
+    return [] if router is None else [name.removesuffix(".weight") for name in router.parts]
+
+
+def _write_shards(
+    manifest: dict[str, StoredTensor], matrices: dict[str, WeightFormat], folder: Path, tell: Progress
+) -> tuple[dict[str, str], int]:
+    """The file of every tensor, and the bytes of all."""
+    weight_map: dict[str, str] = {}
+    size = 0
+    files = list(dict.fromkeys(stored.file for stored in manifest.values()))
+    for number, file in enumerate(files, 1):
+        tell(f"{file.name} ({number} of {len(files)})")
+        tensors: dict[str, Tensor] = {}
+        with open_shard(file) as shard:
+            for name in shard.offset_keys():
+                numbers = shard.get_tensor(name)
+                if numbers.is_floating_point() and not torch.stack(torch.aminmax(numbers)).isfinite().all():
+                    raise ValueError(f"{file}: {name} holds NaN or infinity; weights must be finite")
+                tensors |= pack_matrix(name, numbers, matrices[name]) if name in matrices else {name: numbers}
+        own = SINGLE_FILE if len(files) == 1 else file.name
+        save_file(tensors, folder / own, metadata={"format": "pt"})
+        (folder / own).chmod(0o644)  # not a private file either
+        weight_map |= dict.fromkeys(tensors, own)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    return weight_map, size
+
+
+@contextmanager
+def _whole_or_nothing(target: Path) -> Iterator[Path]:
+    """A folder beside ``target`` that becomes it, unless something fails."""
+    if target.exists():
+        raise ValueError(f"{target} exists; quantize writes a new folder")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target.parent} is not a folder; quantize makes {target.name} in it")
+    folder: Path | None = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        folder.chmod(0o755)  # as a folder of one's own making, not as a private one
+        yield folder
+        folder.rename(target)
+    except OSError as error:
+        raise ValueError(f"{target} cannot be written: {error}") from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)

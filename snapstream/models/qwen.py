@@ -1,0 +1,54 @@
+"""Qwen2, Qwen3 and Qwen3-MoE. No torch."""
+
+from __future__ import annotations
+
+from snapstream.config.model import MoEConfig
+from snapstream.models.config_json import Settings, flag, whole_number
+from snapstream.models.family import Family, Recipe, attention_biases
+
+_DEFAULTS: Settings = {"num_key_value_heads": 32, "sliding_window": 4096}
+
+
+def _qwen2(settings: Settings) -> Recipe:
+    return {"qkv_bias": True}
+
+
+def _qwen3(settings: Settings) -> Recipe:
+    return {**attention_biases(settings), "qk_norm": True}
+
+
+def _qwen3_moe(settings: Settings) -> Recipe:
+    """Softmax over all experts; whether the weights of the chosen ones add up to 1 is a field."""
+    name = "num_experts" if settings.get("num_experts") is not None else "num_local_experts"
+    moe = MoEConfig(
+        num_experts=whole_number(settings, name),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        normalise=flag(settings, "norm_topk_prob"),
+    )
+    return {**_qwen3(settings), "moe": moe}
+
+
+def _qwen3_moe_refusals(settings: Settings) -> list[str]:
+    """Models in which only some layers have experts."""
+    step, dense = whole_number(settings, "decoder_sparse_step", 1), settings.get("mlp_only_layers")
+    reasons = []
+    if step != 1:
+        reasons.append(f"decoder_sparse_step is {step}; only models whose every layer has experts (1) are supported")
+    if dense:
+        reasons.append(f"mlp_only_layers is {dense!r}; only models whose every layer has experts are supported")
+    return reasons
+
+
+QWEN2 = Family(defaults=_DEFAULTS, recipe=_qwen2, has_window_switch=True)
+QWEN3 = Family(defaults={**_DEFAULTS, "head_dim": 128}, recipe=_qwen3, has_window_switch=True)
+QWEN3_MOE = Family(
+    defaults={
+        **_DEFAULTS, "num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    recipe=_qwen3_moe,
+    refusals=_qwen3_moe_refusals,
+    has_window_switch=True,
+    has_experts=True,
+)  # fmt: skip

@@ -1,0 +1,309 @@
+"""The weights of a mixture of experts by role. No torch.
+
+A checkpoint names every expert's matrices one by one; they are stored as ``[L', X, 2M, D]`` and ``[L', X, D, M]``, so
+that a kernel can read the chosen ones in place. The router stays in fp32: it is small, and a rounded score changes
+which experts a token passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from snapstream.config import DType, ModelConfig
+from snapstream.config.model import LatentConfig
+
+# The stored tensors of a model by role: the shape of each and the checkpoint tensors that fill it. No torch.
+#
+# A role is one stacked tensor: ``qkv`` of all layers is ``[L, (H+2G)E, D]``, ``experts_down`` of the layers that have
+# experts ``[L', X, D, M]``. From this one list follow the storage (``weights.py``), the reading of a checkpoint
+# (``loader.py``) and the bytes that ``plan`` prints (``shapes.py``).
+
+Place = int | slice  # of a checkpoint tensor along the leading dimensions of a role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One stored tensor of a model; of one layer where ``per_layer``."""
+
+    shape: tuple[int, ...]  # of one layer: [out, in], [experts, out, in], [D] ...
+    # Names in the checkpoint, after the prefix of the layer, and which part each fills; () is all of it.
+    parts: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
+    per_layer: bool = True
+    layers: range | None = None  # those that have it, one after the other; None: all
+    is_matrix: bool = True  # stored as a Weight, which may be narrower; the others are plain tensors
+    dtype: DType | None = None  # of a plain tensor; None: the model's
+    per_expert: bool = False  # the first dimension counts experts, of which a token reads top_k
+    # Where rows are stored in another order than the checkpoint's: by name, the checkpoint's row of each stored one.
+    row_order: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    # Of one layer: which dimension several devices split, each of the parts on its own; None: each holds all of it.
+    shard_dim: int | None = None
+    # Shards along shard_dim are whole quantization groups: the last ranks' may be partly, or all, zeros.
+    is_padded: bool = False
+    is_float: bool = False  # not quantized on this rank, because its shard cuts through quantization groups
+    is_wide: bool = False  # a matrix that lies in the dtype of the computation whatever the forms of the others
+
+    def layers_of(self, num_layers: int) -> range:
+        """The layers of a model of ``num_layers`` that have it."""
+        return range(num_layers) if self.layers is None else self.layers
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is a part of a layer's attention, as every checkpoint names it."""
+        return self.per_layer and any(name.startswith("self_attn.") for name in self.parts)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a quantized checkpoint has it as codes: the matrices of the layers."""
+        return self.per_layer and self.is_matrix
+
+
+TensorSpecs = Mapping[str, TensorSpec]
+
+
+class Part(NamedTuple):
+    """A checkpoint tensor and where it goes."""
+
+    name: str  # in the checkpoint
+    role: str
+    place: tuple[Place, ...]  # in the storage of the role
+    row_order: Sequence[int] | None  # the tensor's row of each stored one; None: as they are
+
+
+def stacked_shape(role: TensorSpec, num_layers: int) -> tuple[int, ...]:
+    """Shape of the storage."""
+    return (len(role.layers_of(num_layers)), *role.shape) if role.per_layer else role.shape
+
+
+def checkpoint_parts(roles: TensorSpecs, num_layers: int) -> Iterator[Part]:
+    """Every checkpoint tensor of a model."""
+    for name, role in roles.items():
+        for part, place in role.parts.items():
+            order = role.row_order.get(part)
+            if not role.per_layer:
+                yield Part(part, name, place, order)
+                continue
+            for at, layer in enumerate(role.layers_of(num_layers)):
+                yield Part(f"model.layers.{layer}.{part}", name, (at, *place), order)
+
+
+# The weights of Llama and its kin by role: embeddings, grouped-query attention, a SwiGLU. No torch.
+#
+# ``expert_roles.py`` has those of layers with experts. Other attention lists its own roles and takes ``outer_roles``
+# and ``mlp_roles`` as they are.
+
+
+def vector(size: int, name: str) -> TensorSpec:
+    """A norm or a bias of each layer."""
+    return TensorSpec(shape=(size,), parts={name: ()}, is_matrix=False)
+
+
+def gate_up_parts(prefix: str, kind: str, inner: int) -> dict[str, tuple[Place, ...]]:
+    """Gate and up projection of an MLP as one matrix."""
+    return {f"{prefix}.gate_proj.{kind}": (slice(inner),), f"{prefix}.up_proj.{kind}": (slice(inner, None),)}
+
+
+def outer_tensors(config: ModelConfig) -> TensorSpecs:
+    """What surrounds the layers, and the norms in them. A tied ``lm_head`` is ``embed`` itself."""
+    hidden = config.hidden_size
+
+    def table(name: str) -> TensorSpec:
+        shape = (config.own_vocab, hidden)
+        return TensorSpec(shape=shape, parts={name: ()}, per_layer=False, shard_dim=0, is_padded=True)
+
+    roles = {
+        "embed": table("model.embed_tokens.weight"),
+        "input_norm": vector(hidden, "input_layernorm.weight"),
+        "post_norm": vector(hidden, "post_attention_layernorm.weight"),
+        "final_norm": TensorSpec(shape=(hidden,), parts={"model.norm.weight": ()}, per_layer=False, is_matrix=False),
+    }
+    if not config.tie_word_embeddings:
+        roles["lm_head"] = table("lm_head.weight")
+    return roles
+
+
+def attention_tensors(config: ModelConfig) -> TensorSpecs:
+    """Grouped-query attention; heads rotated in part are stored so that the two halves of a head form the pairs."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    cuts = {"q": slice(queries), "k": slice(queries, queries + keys), "v": slice(queries + keys, None)}
+    orders = head_orders(config)
+
+    def qkv(kind: str) -> dict[str, tuple[Place, ...]]:
+        return {f"self_attn.{name}_proj.{kind}": (cut,) for name, cut in cuts.items()}
+
+    def ordered(kind: str) -> Mapping[str, Sequence[int]]:
+        return {f"self_attn.{name}_proj.{kind}": order for name, order in orders.items()}
+
+    size = queries + 2 * keys
+    roles = {
+        "qkv": TensorSpec(shape=(size, hidden), parts=qkv("weight"), row_order=ordered("weight"), shard_dim=0),
+        "o": TensorSpec(shape=(hidden, queries), parts={"self_attn.o_proj.weight": ()}, shard_dim=1),
+    }
+    if config.qkv_bias:
+        roles["qkv_bias"] = TensorSpec(
+            shape=(size,), parts=qkv("bias"), is_matrix=False, row_order=ordered("bias"), shard_dim=0
+        )
+    if config.o_bias:
+        roles["o_bias"] = vector(hidden, "self_attn.o_proj.bias")
+    if config.qk_norm:
+        for name in ("q", "k"):
+            part = f"self_attn.{name}_norm.weight"
+            order = {part: orders[name][:head_dim]} if orders else {}
+            roles[f"{name}_norm"] = TensorSpec(shape=(head_dim,), parts={part: ()}, is_matrix=False, row_order=order)
+    return roles
+
+
+def mlp_tensors(config: ModelConfig) -> TensorSpecs:
+    """The SwiGLU of the layers that have one: all, or those before the first experts."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    layers = None if config.moe is None else range(config.moe.layers(config.num_layers).start)
+    if layers is not None and not layers:
+        return {}
+    roles = {
+        "gate_up": TensorSpec(
+            shape=(2 * inner, hidden),
+            parts=gate_up_parts("mlp", "weight", inner),
+            layers=layers,
+            shard_dim=0,
+            is_padded=True,
+        ),
+        "down": TensorSpec(
+            shape=(hidden, inner), parts={"mlp.down_proj.weight": ()}, layers=layers, shard_dim=1, is_padded=True
+        ),
+    }
+    if config.mlp_bias:
+        parts = gate_up_parts("mlp", "bias", inner)
+        roles["gate_up_bias"] = TensorSpec(
+            shape=(2 * inner,), parts=parts, layers=layers, is_matrix=False, shard_dim=0, is_padded=True
+        )
+        roles["down_bias"] = TensorSpec(
+            shape=(hidden,), parts={"mlp.down_proj.bias": ()}, layers=layers, is_matrix=False
+        )
+    return roles
+
+
+def head_orders(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Order of the rows of the q and the k projection; empty where heads are rotated as a whole.
+
+    The first r numbers of a head are rotated in pairs (i, i + r/2), the kernels turn pairs (i, i + E/2): so the first
+    halves of the rotated pairs are stored at the head's begin, their second halves at its middle. Both q and k are
+    stored so, and their products are sums over a head in any order.
+    """
+    head_dim, rotated = config.head_dim, config.rope.rotary_dim(config.head_dim)
+    if rotated == head_dim:
+        return {}
+    half, middle = rotated // 2, (rotated + head_dim) // 2
+    one = (*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, head_dim))
+
+    def heads(count: int) -> tuple[int, ...]:
+        return tuple(head * head_dim + i for head in range(count) for i in one)
+
+    return {"q": heads(config.num_heads), "k": heads(config.num_kv_heads)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a family's checkpoints call the parts of a layer's experts."""
+
+    prefix: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> TensorSpecs:
+    """Router, experts and shared experts. ValueError for a model without experts."""
+    moe, names = config.moe, names or ExpertNames()
+    if moe is None:
+        raise ValueError(f"{config.architecture} has no experts")
+    hidden, inner, layers = config.hidden_size, moe.inner, moe.layers(config.num_layers)
+    gate_up: dict[str, tuple[Place, ...]] = {}
+    down: dict[str, tuple[Place, ...]] = {}
+    for at, expert in enumerate(moe.own):
+        prefix = f"{names.prefix}.experts.{expert}"
+        gate_up[f"{prefix}.{names.gate}.weight"] = (at, slice(inner))
+        gate_up[f"{prefix}.{names.up}.weight"] = (at, slice(inner, None))
+        down[f"{prefix}.{names.down}.weight"] = (at,)
+    router, correction = f"{names.prefix}.gate.weight", f"{names.prefix}.gate.e_score_correction_bias"
+    roles = {
+        "router": TensorSpec(
+            shape=(moe.num_experts, hidden), parts={router: ()}, layers=layers, is_matrix=False, dtype="float32"
+        ),
+        "experts_gate_up": TensorSpec(
+            shape=(len(moe.own), 2 * inner, hidden),
+            parts=gate_up,
+            layers=layers,
+            per_expert=True,
+            shard_dim=1,
+            is_padded=True,
+        ),
+        "experts_down": TensorSpec(
+            shape=(len(moe.own), hidden, inner), parts=down, layers=layers, per_expert=True, shard_dim=2, is_padded=True
+        ),
+    }
+    if moe.has_bias:
+        roles["router_bias"] = TensorSpec(
+            shape=(moe.num_experts,), parts={correction: ()}, layers=layers, is_matrix=False, dtype="float32"
+        )
+    if moe.num_shared:
+        shared, prefix = moe.shared_inner, f"{names.prefix}.shared_experts"
+        roles["shared_gate_up"] = TensorSpec(
+            shape=(2 * shared, hidden),
+            parts=gate_up_parts(prefix, "weight", shared),
+            layers=layers,
+            shard_dim=0,
+            is_padded=True,
+        )
+        roles["shared_down"] = TensorSpec(
+            shape=(hidden, shared), parts={f"{prefix}.down_proj.weight": ()}, layers=layers, shard_dim=1, is_padded=True
+        )
+    return roles
+
+
+def latent_attention_tensors(config: ModelConfig, latent: LatentConfig) -> TensorSpecs:
+    """The attention; ``q_a`` only where queries are projected in two steps.
+
+    ``kv_b [H (N_o + U), R]`` holds, head after head, the rows that expand c to a key and to a value.
+    """
+    hidden, num_heads = config.hidden_size, config.num_heads
+    q_rows, q_name = num_heads * latent.query_dim, "q_proj" if latent.q_rank is None else "q_b_proj"
+    kv_b_rows = num_heads * (latent.nope_dim + latent.value_dim)
+
+    def matrix(rows: int, columns: int, name: str, *, head_rows: int = 0, shard_dim: int | None = None) -> TensorSpec:
+        part = f"self_attn.{name}.weight"
+        order = {part: _halves(rows, head_rows, latent.rope_dim)} if head_rows and latent.is_interleaved else {}
+        return TensorSpec(shape=(rows, columns), parts={part: ()}, row_order=order, shard_dim=shard_dim)
+
+    roles = {
+        "q": matrix(q_rows, latent.q_rank or hidden, q_name, head_rows=latent.query_dim, shard_dim=0),
+        "kv_a": matrix(latent.latent_dim, hidden, "kv_a_proj_with_mqa", head_rows=latent.latent_dim),
+        "kv_a_norm": vector(latent.kv_rank, "self_attn.kv_a_layernorm.weight"),
+        # Read head by head in decode: products of narrow matrices do not know that.
+        "kv_b": TensorSpec(
+            shape=(kv_b_rows, latent.kv_rank), parts={"self_attn.kv_b_proj.weight": ()}, is_wide=True, shard_dim=0
+        ),
+        "o": matrix(hidden, num_heads * latent.value_dim, "o_proj", shard_dim=1),
+    }
+    if latent.q_rank is not None:
+        roles["q_a"] = matrix(latent.q_rank, hidden, "q_a_proj")
+        roles["q_a_norm"] = vector(latent.q_rank, "self_attn.q_a_layernorm.weight")
+    return roles
+
+
+def _halves(num_rows: int, head_rows: int, rope_rows: int) -> tuple[int, ...]:
+    """Order of the rows of a projection: the last ``rope_rows`` of each head, which the checkpoint rotates as pairs
+    (0, 1), (2, 3) ..., are stored as halves. Queries and keys are permuted alike: their products are the same.
+    """
+    start = head_rows - rope_rows
+    one = (*range(start), *range(start, head_rows, 2), *range(start + 1, head_rows, 2))
+    return tuple(first + row for first in range(0, num_rows, head_rows) for row in one)
+
+
+def decoder_tensors(config: ModelConfig, names: ExpertNames | None = None) -> TensorSpecs:
+    """Every tensor of a model, as its recipe says; ``names``: of the parts of its experts."""
+    latent = config.latent
+    attention = attention_tensors(config) if latent is None else latent_attention_tensors(config, latent)
+    specs = {**outer_tensors(config), **attention, **mlp_tensors(config)}
+    return specs if config.moe is None else {**specs, **expert_tensors(config, names)}

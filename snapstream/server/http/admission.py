@@ -1,0 +1,236 @@
+"""Admission, body and end of each request, in the server and in the proxy.
+
+    admit -> read the body -> work, cancelled if the client leaves -> answer or error -> count and log
+
+Invariants: a request over a limit is refused before a byte of its body is read. An admitted request ends exactly once
+and logs one line. A drain waits until none is open, requests whose prompts have not been submitted yet included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+from fastapi import Request as HttpRequest
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+
+from snapstream.server.http.api import Api
+from snapstream.server.http.errors import CLIENT_GONE, ApiError, bad_value, internal, queue_full, unavailable
+from snapstream.server.http.sse import ClientGone
+
+log = logging.getLogger(__name__)
+
+JSON_TYPE = "application/json"
+BODY_TIMEOUT_S = 60.0
+
+
+async def read_object(
+    request: HttpRequest, limit: int, take: Callable[[int], None] = lambda _: None, timeout_s: float = BODY_TIMEOUT_S
+) -> dict[str, Any]:
+    """The body as a JSON object of at most ``limit`` bytes, read within ``timeout_s``.
+
+    ``take`` is called with the number of bytes before they are kept, and raises if all requests hold too many. Only the
+    content type of JSON is accepted: browsers send other types across origins without a preflight, so any web page
+    could use a server on its reader's machine.
+    """
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != JSON_TYPE:
+        raise bad_value(f"the content type is {given!r}; it must be {JSON_TYPE}", None, "invalid_content_type")
+    body = await read_bytes(request, limit, take, timeout_s)
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_value(f"the body is not valid JSON: {error}", None, "invalid_json") from None
+    if not isinstance(data, dict):
+        raise bad_value("the body must be a JSON object", None, "invalid_json")
+    return data
+
+
+async def read_bytes(request: HttpRequest, limit: int, take: Callable[[int], None], timeout_s: float) -> bytearray:
+    """The body as it is, within the bounds of ``read_object``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(request, limit, take)
+    except TimeoutError:
+        message = f"the body did not arrive within {timeout_s:g} s"
+        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+
+
+async def _read(request: HttpRequest, limit: int, take: Callable[[int], None]) -> bytearray:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    async for piece in request.stream():
+        if len(body) + len(piece) > limit:
+            raise _too_large(limit)
+        take(len(piece))
+        body += piece
+    return body
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than the limit of {limit} bytes", code="request_too_large")
+
+
+class OpenRequests:
+    """Number and body bytes of the requests being answered by one application."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.num_bytes = 0  # of the bodies of open requests
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self) -> None:
+        self.num_open += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        self.num_open -= 1
+        if not self.num_open:
+            self._idle.set()
+
+    def check_room(self, num_bytes: int, limit: int, retry_after_s: int) -> None:
+        """ApiError 429 where bodies of open requests would hold more than ``limit`` bytes together."""
+        if self.num_bytes + num_bytes > limit:
+            raise queue_full(f"the bodies of open requests reach the limit of {limit} bytes", retry_after_s)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is open; False if some still are."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return self._idle.is_set()
+
+
+@dataclass
+class RequestContext:
+    """One HTTP request. ``answer_id`` is ours and unique; ``request_id`` may be the client's."""
+
+    open_requests: OpenRequests
+    answer_id: str
+    request_id: str
+    path: str
+    api: Api | None = None
+    born: float = field(default_factory=monotonic)
+    is_open: bool = False
+    num_bytes: int = 0
+
+    def enter(self) -> None:
+        self.is_open = True
+        self.open_requests.enter()
+
+    def take(self, num_bytes: int) -> None:
+        """Hold so many bytes of body until the end: what was parsed from them lives as long as the answer."""
+        self.num_bytes += num_bytes
+        self.open_requests.num_bytes += num_bytes
+
+    def end(self, status: int, how: str = "") -> None:
+        """``how``: why a stream ended early, or "". Also called for requests that were not admitted."""
+        if self.is_open:
+            self.is_open = False
+            self.open_requests.leave()
+            self.open_requests.num_bytes -= self.num_bytes
+        log.info("answered", extra={"fields": self.fields(status, how)})
+
+    def fields(self, status: int, how: str) -> dict[str, Any]:
+        """For the log. Nothing of a prompt or an answer is in it."""
+        return {
+            "request": self.request_id,
+            "path": self.path,
+            "status": status,
+            "end": how or None,
+            "ms": 1e3 * (monotonic() - self.born),
+        }
+
+
+class Limits(Protocol):
+    """Settings of ``Admission``; ``ServerSettings`` and ``ProxySettings`` have them."""
+
+    @property
+    def max_requests(self) -> int: ...
+    @property
+    def max_body_bytes(self) -> int: ...
+    @property
+    def max_open_body_bytes(self) -> int: ...
+    @property
+    def body_timeout_s(self) -> float: ...
+    @property
+    def retry_after_s(self) -> int: ...
+
+
+class Admission:
+    """Admits, bounds and ends the requests of one application."""
+
+    def __init__(self, limits: Limits, name: str, ends_itself: type[Response]) -> None:
+        """``name`` is what shuts down; an ``ends_itself`` response ends its context once sent."""
+        self._limits, self._name, self._ends_itself = limits, name, ends_itself
+        self.open_requests = OpenRequests()
+        self.is_draining = False
+
+    def need_open(self) -> None:
+        """503 while the application drains."""
+        if self.is_draining:
+            raise unavailable(f"the {self._name} is shutting down; try again later", self._limits.retry_after_s)
+
+    def error(self, error: Exception) -> ApiError:
+        """The answer to any error; subclasses handle more kinds first."""
+        if isinstance(error, ApiError):
+            return error
+        return bad_value(str(error), None) if isinstance(error, ValueError) else internal()
+
+    async def pass_through(self, context: RequestContext, work: Callable[[], Awaitable[Response]]) -> Response:
+        """Admit a request, do its work, and end it."""
+        response: Response | None = None
+        try:
+            response = await self._guarded(context, work)
+            return response
+        finally:
+            if not isinstance(response, self._ends_itself):
+                context.end(CLIENT_GONE if response is None else response.status_code)
+
+    async def _guarded(self, context: RequestContext, work: Callable[[], Awaitable[Response]]) -> Response:
+        try:
+            self._admit(context)
+            return await work()
+        except (ClientGone, ClientDisconnect):
+            return Response(status_code=CLIENT_GONE)
+        except Exception as error:
+            fault = self.error(error)
+            if fault.status == internal().status and fault is not error:  # a bug of ours
+                log.exception("request=%s failed", context.request_id)
+            return fault.response(context.api)
+
+    def _admit(self, context: RequestContext) -> None:
+        """Before a byte of the body is read: refused requests cost no memory for bodies and tokens."""
+        self.need_open()
+        limit = self._limits.max_requests
+        if self.open_requests.num_open >= limit:
+            raise queue_full(f"{limit} requests are being answered, which is the limit", self._limits.retry_after_s)
+        context.enter()
+
+    async def read_object(self, request: Request, context: RequestContext) -> dict[str, Any]:
+        """The body, a JSON object, within the limits."""
+        limits = self._limits
+        return await read_object(request, limits.max_body_bytes, self._taker(context), limits.body_timeout_s)
+
+    async def read_bytes(self, request: Request, context: RequestContext) -> bytes:
+        """The body as it is, within the limits."""
+        limits = self._limits
+        return bytes(await read_bytes(request, limits.max_body_bytes, self._taker(context), limits.body_timeout_s))
+
+    def _taker(self, context: RequestContext) -> Callable[[int], None]:
+        limits = self._limits
+
+        def take(num_bytes: int) -> None:
+            self.open_requests.check_room(num_bytes, limits.max_open_body_bytes, limits.retry_after_s)
+            context.take(num_bytes)
+
+        return take

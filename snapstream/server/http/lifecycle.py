@@ -1,0 +1,172 @@
+"""Life of a server: its listening socket, answers while the model loads, draining, and the health and metrics routes.
+
+The first signal drains, a second one ends at once. The socket is open from the start; until the application is loaded,
+``StartupApp`` answers 503 to everything but ``/health/live``. A signal that comes while loading is not lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from types import FrameType
+from typing import Protocol
+
+import uvicorn
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from snapstream.server.http.api import Api, SelectApi, api_of
+from snapstream.server.http.errors import ApiError, note_no_fault, unavailable
+from snapstream.server.http.middleware import RequestId
+from snapstream.server.http.openapi import STRING, answers, errors
+from snapstream.version import __version__
+
+log = logging.getLogger(__name__)
+
+LAST_FRAMES_S = 5  # for error frames to leave after draining
+
+
+def check_place(port: int, drain_timeout_s: float) -> None:
+    """ValueError for an invalid port or drain timeout."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port is {port}; it must be a number from 0 to 65535")
+    if not 0 <= drain_timeout_s < 86400:
+        raise ValueError(f"the drain timeout is {drain_timeout_s} s; it must be from 0 to 86400")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listener; OSError, in words, if the port is taken or the address is none of this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        reason = "the port is in use; choose another with --port" if is_taken else os.strerror(error.errno or 0)
+        if isinstance(error, socket.gaierror):
+            reason = str(error.strerror)
+        raise OSError(f"cannot listen at {host} port {port}: {reason}") from None
+
+
+class Drainable(Protocol):
+    """State of an application that can drain."""
+
+    is_draining: bool
+
+    async def drain(self, timeout_s: float) -> None: ...
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, except that the first signal drains: it goes on answering until ``state.drain`` returns."""
+
+    def __init__(self, config: uvicorn.Config, state: Drainable, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self._state = state
+        self._drain_timeout_s = drain_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called in a signal handler: between any two instructions of the loop's thread."""
+        if self._state.is_draining:
+            # Not through uvicorn's own handler: it would raise the signal again before the engine is shut down.
+            self.should_exit = self.force_exit = True
+            return
+        self._state.is_draining = True
+        self._loop.call_soon_threadsafe(self._start_drain)
+
+    def _start_drain(self) -> None:
+        log.info("draining for at most %g s; a second signal ends at once", self._drain_timeout_s)
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await self._state.drain(self._drain_timeout_s)
+        finally:
+            self.should_exit = True
+
+
+class StartupApp:
+    """Answers until another application is loaded, then forwards to it; also its ``Drainable``."""
+
+    def __init__(self, retry_after_s: int, name: str = "server", *, apis: Sequence[Api] = ()) -> None:
+        """``name`` is what loads; ``apis``: whose form its errors have."""
+        self._retry_after_s, self._name = retry_after_s, name
+        self._app: ASGIApp = SelectApi(RequestId(self._refuse), apis=apis)
+        self._state: Drainable | None = None
+        self._is_draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def start(self, app: ASGIApp, state: Drainable) -> None:
+        """From now on ``app`` answers, and ``state`` drains."""
+        self._app, self._state = app, state
+        state.is_draining = self._is_draining
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @is_draining.setter
+    def is_draining(self, value: bool) -> None:
+        self._is_draining = value
+        if self._state is not None:
+            self._state.is_draining = value
+
+    async def drain(self, timeout_s: float) -> None:
+        """Nothing to wait for while loading."""
+        if self._state is not None:
+            await self._state.drain(timeout_s)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            if scope["path"].rstrip("/") == LIVE_PATH:  # a process that loads must not be restarted for it
+                await JSONResponse({"status": "ok"})(scope, receive, send)
+                return
+            what = "shutting down" if self._is_draining else "loading"
+            fault = unavailable(f"the {self._name} is {what}", self._retry_after_s)
+            await fault.response(api_of(scope))(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1013})  # try again later
+
+
+LIVE_PATH = "/health/live"  # also answered while the model loads
+
+
+def status_routes(
+    need_live: Callable[[], None], need_ready: Callable[[], Awaitable[None]], render_metrics: Callable[[], bytes]
+) -> APIRouter:
+    """``need_live`` raises if only a restart of the process helps, ``need_ready`` if no requests are admitted."""
+    router = APIRouter()
+    ok = answers({"status": {"const": "ok"}})
+
+    @router.get(LIVE_PATH, responses=ok)
+    async def live() -> Response:
+        need_live()
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/health", responses=ok)
+    @router.get("/health/ready", responses=ok)
+    async def ready(request: Request) -> Response:
+        try:
+            await need_ready()
+        except ApiError as error:
+            note_no_fault(request.scope)  # who polls during a restart meets no error
+            return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/metrics", response_class=PlainTextResponse, responses=errors())
+    async def metrics() -> Response:
+        return Response(render_metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version", responses=answers({"version": STRING}))
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    return router

@@ -1,0 +1,306 @@
+"""Middleware and access rules, all pure ASGI, so that streams pass through untouched.
+
+Invariants: keys, routes and logs see one path, without the root path and without a trailing slash, and nothing is
+redirected. Every answer has ``X-Request-Id``, errors of other middleware included. What a client sent as an id is
+repeated only if it matches ``GIVEN``; what it sent as a key is in no log. Comparing keys takes the same time whatever
+they are: all digests are compared, each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from snapstream.config.values import is_loopback
+from snapstream.server.http.api import Api, api_of
+from snapstream.server.http.errors import ApiError, bad_value
+from snapstream.types import NAMESPACE_BORDER
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+GIVEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def log_refusal(what: str, scope: Scope) -> None:
+    """Log a refused request: its id, path and address; nothing that it carried."""
+    client = scope.get("client")
+    log.warning(
+        what,
+        extra={
+            "fields": {
+                "request": scope.get("state", {}).get("request_id"),
+                "path": scope["path"][:200],
+                "client": None if client is None else client[0],
+            }
+        },
+    )
+
+
+class RequestId:
+    """Sets ``own_id``, a new id, and ``request_id``, the client's if it matches ``GIVEN``, in ``request.state``."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        own_id = uuid4().hex
+        request_id = given if GIVEN.fullmatch(given) else own_id
+        scope.setdefault("state", {}).update(request_id=request_id, own_id=own_id)
+        api = api_of(scope)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                if api is not None and api.id_header:
+                    MutableHeaders(scope=message)[api.id_header] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class HeadAsGet:
+    """Answers HEAD with the status and headers of GET and no body; health checks of proxies ask so."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_bare(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_bare)
+
+
+def check_root_path(path: str) -> None:
+    """ValueError for what cannot be the beginning of a path."""
+    is_plain = path.isascii() and path.isprintable() and not set(path) & set(" ?#%\\")
+    if path and not (path.startswith("/") and not path.endswith("/") and "//" not in path and is_plain):
+        raise ValueError(f"the root path is {path!r}; it must be like /llm: a slash first, none at the end")
+
+
+class PlainPath:
+    """Removes the root path, where a request has it, and trailing slashes."""
+
+    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+        self._app, self._root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"]
+            if self._root_path and f"{path}/".startswith(f"{self._root_path}/"):
+                path = path[len(self._root_path) :]
+            scope = {**scope, "path": path.rstrip("/") or "/", "root_path": ""}
+        await self._app(scope, receive, send)
+
+
+class OneLength:
+    """Refuses a request whose body has two lengths: servers on its way may disagree about it (RFC 9112, 6.1)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            names = {name for name, _ in scope["headers"]}
+            if {b"content-length", b"transfer-encoding"} <= names:
+                message = "the request has both Content-Length and Transfer-Encoding"
+                error = bad_value(message, None, "ambiguous_length")
+                error.headers["Connection"] = "close"
+                await error.response(api_of(scope))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+RESET = "/reset_prefix_cache"
+GUARDED = ("/v1/", RESET)
+KEY_VARIABLE = "SNAPSTREAM_API_KEY"
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """ValueError for a key that no client could send."""
+    for key in keys:
+        if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+            raise ValueError("an API key is empty, not printable ASCII, or has spaces around it")
+
+
+def refuse_blank(variable: str) -> None:
+    """ValueError for a key in the environment that is blank: it looks like one and would let everyone in."""
+    if not os.environ.get(variable, "unset").strip():
+        raise ValueError(f"{variable} is set but blank; give it a key, or unset it to serve without")
+
+
+def all_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """Keys of the command line, of the file (one a line) and of the environment, together.
+
+    ValueError for a file or a variable that holds none: naming one means that keys are wanted.
+    """
+    refuse_blank(KEY_VARIABLE)
+    lines = [] if file is None else [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    kept = [line for line in lines if line]
+    if file is not None and not kept:
+        raise ValueError(f"{file} holds no API key")
+    return tuple(dict.fromkeys((*given, *kept, *os.environ.get(KEY_VARIABLE, "").split())))
+
+
+class BearerAuth:
+    """Requires an API key for ``GUARDED`` paths if there are any; ``caller`` in the request's state is its digest. The
+    admin key opens only ``RESET``, where it sets ``is_admin``.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_key: str = "", apis: Sequence[Api] = ()) -> None:
+        """The key headers of ``apis`` are read for every request, whatever its API."""
+        self._app = app
+        self._headers = tuple(api.key_header for api in apis if api.key_header)
+        self._admin = _digest(admin_key) if admin_key else None
+        self._digests = tuple(_digest(key) for key in keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == RESET and self._is_admin(scope):
+            scope.setdefault("state", {})["is_admin"] = True
+        elif scope["type"] == "http" and self._digests and scope["path"].startswith(GUARDED):
+            given = keys_of(Headers(scope=scope), self._headers)
+            callers = [digest for digest in map(_digest, given) if self._is_known(digest)]
+            if not callers:
+                log_refusal("a key was refused" if given else "a request without a key was refused", scope)
+                await self._refusal(has_key=bool(given)).response(api_of(scope))(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = callers[0]
+        await self._app(scope, receive, send)
+
+    def _is_admin(self, scope: Scope) -> bool:
+        if self._admin is None:
+            return False
+        matches = [
+            hmac.compare_digest(_digest(key), self._admin) for key in keys_of(Headers(scope=scope), self._headers)
+        ]
+        return any(matches)
+
+    def _is_known(self, digest: bytes) -> bool:
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+    def _refusal(self, *, has_key: bool) -> ApiError:
+        ways = ", or ".join(["Authorization: Bearer KEY", *(f"{name}: KEY" for name in self._headers)])
+        message = "Incorrect API key provided." if has_key else f"No API key provided: send {ways}."
+        return ApiError(
+            401, message, kind="authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+        )
+
+
+def keys_of(headers: Headers, others: Sequence[str]) -> list[str]:
+    """The keys that a request carries: a bearer's, and those in ``others``; some clients send both."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    own = [headers.get(name, "").strip() for name in others]
+    return [*([key.strip()] if scheme.lower() == "bearer" else []), *filter(None, own)]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, but a refused preflight has the body of an ``ApiError``."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        kept = {k: v for k, v in response.headers.items() if k not in ("content-length", "content-type")}
+        reason = bytes(response.body).decode()  # names what is refused: origin, method
+        remedy = "--cors-origin would permit it" if "origin" in reason else f"methods: {', '.join(self.allow_methods)}"
+        message = f"{reason}; {remedy}."
+        return ApiError(
+            response.status_code, message, kind="permission_error", code="cors_refused", headers=kept
+        ).response(None)  # no path is known here
+
+
+def check_hosts(hosts: Sequence[str]) -> None:
+    """ValueError for what can never equal the name in a Host header."""
+    for host in hosts:
+        if not host or "/" in host or "*" in host or ":" in host:
+            raise ValueError(f"allowed host {host!r} is not a name without port and wildcards")
+
+
+def answered_hosts(host: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Names in Host headers to answer to at the address ``host``; none means any."""
+    return ("localhost", *allowed) if allowed or is_loopback(host) else ()
+
+
+class HostGuard:
+    """Refuses a request whose Host header is none of the allowed names, before anything is read (DNS rebinding: a web
+    page can make a browser call a server on its user's machine). Loopback addresses always pass: DNS cannot forge them.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(name.lower() for name in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = _name(Headers(scope=scope).get("host", ""))
+            if host not in self._allowed and not is_loopback(host):
+                log_refusal("a host name was refused", scope)
+                message = f"This server does not answer to the host {host!r}; --allowed-host would permit it."
+                fault = ApiError(403, message, kind="permission_error", code="host_not_allowed")
+                await fault.response(api_of(scope))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+SALT = "cache_salt"  # the field of a request; vLLM's name
+MAX_SALT_CHARS = 4096
+
+
+class Namespaces:
+    """Namespaces of the prefix cache: one per API key, divided further by a request's salt.
+
+    Response times tell whether a prompt's beginning was cached, so callers with different keys never share a block,
+    whatever salts they send: a namespace is a keyed hash of the key, with a secret of this process. It reveals nothing
+    about the key, and is not logged.
+    """
+
+    def __init__(self, secret: bytes = b"") -> None:
+        """``secret``: where namespaces must outlive this process."""
+        self._secret = secret or os.urandom(32)
+
+    def of(self, caller: bytes, salt: Any = None) -> str:
+        """The namespace of a caller's request; ``caller`` is empty if no keys are required. ApiError for a bad salt."""
+        own = self._hash(b"key", caller)
+        if salt is None:
+            return own
+        if not isinstance(salt, str):
+            raise bad_value(f"{SALT} is {salt!r}; it must be a string", SALT)
+        if not 1 <= len(salt) <= MAX_SALT_CHARS:
+            raise bad_value(f"{SALT} has {len(salt)} characters; it must have 1 to {MAX_SALT_CHARS}", SALT)
+        return own + NAMESPACE_BORDER + self._hash(own.encode(), salt.encode("utf-8", "surrogatepass"))
+
+    def _hash(self, kind: bytes, value: bytes) -> str:
+        return hmac.new(self._secret, kind + b"\0" + value, hashlib.sha256).hexdigest()

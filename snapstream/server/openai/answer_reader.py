@@ -1,0 +1,459 @@
+"""Reads one sample's answer as it comes: reasoning, content and tool calls, as events that every API words for itself.
+
+    text --> ReasoningSplitter --> Reasoning
+                   |
+                   +--> ToolCallParser --> Content, CallStart, CallPiece
+
+    content ... | head with a name | arguments | tail | --> content or the next call
+                  held back until    streamed    dropped
+                  it is whole
+
+Invariant: the events do not depend on how the text was cut into pieces, and nothing is taken back. A call stands as
+soon as its head is whole and names a known tool; a fault before that makes the text content, a fault after it is
+repaired by the reader of the arguments. White space around reasoning, and between calls, belongs to no event."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from snapstream.server.engine.api import SampleDelta
+from snapstream.server.openai.protocol import TemplateOptions
+from snapstream.server.openai.tools.format import (
+    MAX_HEAD,
+    ArgumentReader,
+    CallFormat,
+    Function,
+    Head,
+    InputOnly,
+    JsonArguments,
+    NoCall,
+    Unready,
+    overlap,
+    skip_space,
+    skip_tail,
+)
+from snapstream.server.options import ReasoningParser
+from snapstream.types import Grammar
+
+OPENING, CLOSING = "<think>", "</think>"  # around reasoning; a call in there is no call
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    index: int
+    name: str
+    call_id: str
+    is_custom: bool = False  # the pieces are a text, not JSON
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """More of a call's arguments."""
+
+    index: int
+    text: str
+
+
+CallEvent = Content | CallStart | CallPiece
+
+
+class ToolCallParser:
+    """One sample's answer. ``push`` pieces in order, then ``finish`` once."""
+
+    def __init__(self, call_format: CallFormat, functions: Sequence[Function], *, max_calls: int | None = None) -> None:
+        """``functions``: known tools. ``max_calls``: what follows so many calls is dropped."""
+        self._format = call_format
+        self._functions = {function.name: function for function in functions}
+        self._max_calls = max_calls
+        self._text = ""  # not dealt with yet
+        self._step = self._begin
+        self._is_over = False  # no more text will come
+        self._is_next = False  # a call ended just before
+        self._arguments: ArgumentReader = JsonArguments()
+        self._tail: tuple[str, ...] = ()
+        self._events: list[CallEvent] = []
+        self.num_calls = 0
+
+    def push(self, piece: str) -> list[CallEvent]:
+        """What this piece of text completes."""
+        self._text += piece
+        return self._run()
+
+    def finish(self) -> list[CallEvent]:
+        """The rest: what was held back is content now."""
+        self._is_over = True
+        return self._run()
+
+    def _run(self) -> list[CallEvent]:
+        self._events = []
+        while self._step():
+            pass
+        return _joined(self._events)
+
+    # Each step handles the beginning of the text and says whether another may go on now.
+
+    def _begin(self) -> bool:
+        """At the first visible character it shows whether the model thinks, or (without marks) calls."""
+        stripped = self._text.lstrip()
+        if not stripped and not self._is_over:
+            return False
+        if not self._is_over and len(stripped) < len(OPENING) and OPENING.startswith(stripped):
+            return False
+        self._step = (
+            self._think if stripped.startswith(OPENING) else self._head if self._format.is_whole else self._seek
+        )
+        return True
+
+    def _think(self) -> bool:
+        """Content up to the end of the reasoning."""
+        place = self._text.find(CLOSING)
+        if place < 0:
+            self._release(overlap(self._text, (CLOSING,)))
+            return False
+        self._show(place + len(CLOSING))
+        self._step = self._head if self._format.is_whole else self._seek
+        return True
+
+    def _seek(self) -> bool:
+        """Content up to the next mark."""
+        places = [place for place in map(self._text.find, self._format.marks) if place >= 0]
+        if not places:
+            self._release(overlap(self._text, self._format.marks))
+            return False
+        self._show(min(places))
+        self._step = self._head
+        return True
+
+    def _head(self) -> bool:
+        """The text begins like a call, or it is content."""
+        try:
+            head = self._read_head()
+        except Unready:
+            return False
+        except NoCall:
+            mark = next((mark for mark in self._format.marks if self._text.startswith(mark)), "")
+            if self._is_next and self._format.marks:
+                self._text = self._text[skip_space(self._text, 0) :]
+            elif not self._is_next:
+                self._show(len(mark))
+            self._is_next = False
+            self._step = self._seek if self._format.marks else self._rest
+            return True
+        self._start(head)
+        return True
+
+    def _read_head(self) -> Head:
+        """Unready only while more text may come, and while it may be a head at all."""
+        try:
+            return self._format.read_head(self._text[:MAX_HEAD], self._functions, is_next=self._is_next)
+        except Unready:
+            if self._is_over or len(self._text) > MAX_HEAD:
+                raise NoCall from None
+            raise
+
+    def _start(self, head: Head) -> None:
+        function = self._functions[head.name]
+        self._text = self._text[head.end :]
+        reader = self._format.arguments(function.parameters)
+        self._arguments = InputOnly(reader) if function.is_custom else reader
+        self._tail = head.tail
+        call_id = head.call_id or self._format.new_id()
+        self._events.append(CallStart(self.num_calls, head.name, call_id, function.is_custom))
+        self.num_calls += 1
+        self._step = self._stream
+
+    @property
+    def _is_full(self) -> bool:
+        return self._max_calls is not None and self.num_calls >= self._max_calls
+
+    def _stream(self) -> bool:
+        """Arguments, to their end."""
+        end, piece = self._arguments.read(self._text, is_over=self._is_over)
+        if piece:
+            self._events.append(CallPiece(self.num_calls - 1, piece))
+        self._text = self._text[end:]
+        if not self._arguments.is_closed:
+            return False
+        self._step = self._after_call
+        return True
+
+    def _after_call(self) -> bool:
+        """The end of the call itself, which says nothing; a closing tag may have been forgotten."""
+        try:
+            place = skip_tail(self._text, 0, self._tail)
+        except Unready:
+            if not self._is_over:
+                return False
+            place = len(self._text)
+        self._text = self._text[place:]
+        self._step = self._between
+        return True
+
+    def _between(self) -> bool:
+        """White space between two calls, and after the last, is dropped."""
+        if skip_space(self._text, 0) == len(self._text):
+            if self._is_over:
+                self._text = ""
+            return False
+        self._is_next = True
+        self._step = self._drop if self._is_full else self._head
+        return True
+
+    def _rest(self) -> bool:
+        self._release(0)
+        return False
+
+    def _drop(self) -> bool:
+        self._text = ""
+        return False
+
+    def _release(self, num_held: int) -> None:
+        """Show all but the last ``num_held`` characters, which may begin a tag."""
+        self._show(len(self._text) - (0 if self._is_over else num_held))
+
+    def _show(self, count: int) -> None:
+        if count:
+            self._events.append(Content(self._text[:count]))
+        self._text = self._text[count:]
+
+
+def _joined(events: list[CallEvent]) -> list[CallEvent]:
+    """Neighbours of one kind as one."""
+    out: list[CallEvent] = []
+    for event in events:
+        last = out[-1] if out else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            out[-1] = Content(last.text + event.text)
+        elif isinstance(event, CallPiece) and isinstance(last, CallPiece) and event.index == last.index:
+            out[-1] = CallPiece(event.index, last.text + event.text)
+        else:
+            out.append(event)
+    return out
+
+
+# The reasoning of a model: the text in ``<think>``, apart from the answer.
+#
+#     prompt ends with <think>    the answer begins inside the reasoning
+#     answer begins with <think>  the reasoning begins there
+#     neither                     there is none; under ``deepseek_r1`` the answer begins inside it all the same
+
+
+class Beginning(Enum):
+    """Where an answer begins."""
+
+    INSIDE = "inside"  # the prompt opened the reasoning
+    LIKELY = "likely"  # the model reasons, and may or may not write the opening tag
+    OPEN = "open"  # the answer itself shows it
+    ANSWER = "answer"  # the prompt has closed the reasoning, or none is parsed
+
+
+def choose_reasoning(wanted: ReasoningParser, chat_template: str) -> ReasoningParser:
+    """Resolve ``auto``: templates of reasoning models name the tag."""
+    if wanted != "auto":
+        return wanted
+    return "qwen3" if OPENING in chat_template or CLOSING in chat_template else "none"
+
+
+def find_beginning(parser: ReasoningParser, prompt: str, written: str | None = None) -> Beginning:
+    """``prompt``: the end of the rendered conversation. ``written``: the beginning of an answer that is continued."""
+    if parser == "none":
+        return Beginning.ANSWER
+    if written is not None:
+        return Beginning.INSIDE if written.rfind(OPENING) > written.rfind(CLOSING) else Beginning.ANSWER
+    prompt = prompt.rstrip()
+    if prompt.endswith(OPENING):
+        return Beginning.INSIDE
+    if prompt.endswith(CLOSING):
+        return Beginning.ANSWER
+    return Beginning.LIKELY if parser == "deepseek_r1" else Beginning.OPEN
+
+
+def effort_arguments(template: str, effort: str | None) -> dict[str, Any]:
+    """Template variables for ``reasoning_effort``, under those names that the template uses."""
+    if effort is None:
+        return {}
+    known = {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
+    return {name: value for name, value in known.items() if knows(template, name)}
+
+
+def unused_options(template: str, options: TemplateOptions) -> set[str]:
+    """Fields of a request that have no effect because its template does not use them."""
+    names = {name for name in options.chat_template_kwargs or {} if not knows(template, name)}
+    effort = options.reasoning_effort
+    silent = {"reasoning_effort"} if effort is not None and not effort_arguments(template, effort) else set()
+    return {f"chat_template_kwargs.{name}" for name in names} | silent
+
+
+def knows(template: str, name: str) -> bool:
+    """Whether a template mentions the variable ``name``."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def allow_reasoning(grammar: Grammar, beginning: Beginning, symbols: Collection[str]) -> Grammar:
+    """The same grammar, with reasoning allowed before it. ``symbols``: ``TokenText.symbols``."""
+    if beginning is Beginning.ANSWER:
+        return grammar
+    opening = OPENING if OPENING in symbols else f'"{OPENING}"'
+    is_symbol = CLOSING in symbols
+    rules = {
+        Beginning.INSIDE: "preface: reasoning GAP",
+        Beginning.LIKELY: f"preface: {opening}? reasoning GAP",
+        Beginning.OPEN: f"preface: begun?\nbegun: {opening} reasoning GAP",
+    }
+    reasoning = (
+        f"reasoning: TEXT {CLOSING}\nTEXT: /(.|\\n)*/" if is_symbol else f'reasoning[suffix="{CLOSING}"]: /(.|\\n)*/'
+    )
+    return replace(grammar, preface=f"{rules[beginning]}\n{reasoning}\nGAP: /[ \\n]{{0,4}}/\n")
+
+
+class ReasoningSplitter:
+    """Splits one sample's text. ``push`` pieces in order, then ``finish`` once; each gives (reasoning, answer)."""
+
+    def __init__(self, beginning: Beginning) -> None:
+        self._beginning = beginning
+        self._text = ""  # not dealt with yet
+        self._step = self._after if beginning is Beginning.ANSWER else self._begin
+        self._is_over = False  # no more text will come
+        self._reasoning: list[str] = []
+        self._answer: list[str] = []
+        self._has_reasoning = False
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is still open if there is reasoning."""
+        return self._step == self._begin
+
+    @property
+    def is_inside(self) -> bool:
+        return self._step == self._inside
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the reasoning, if there is any, is over."""
+        return self._step == self._after
+
+    def push(self, piece: str) -> tuple[str, str]:
+        """What this piece adds to the reasoning, and to the answer."""
+        self._text += piece
+        return self._run()
+
+    def finish(self) -> tuple[str, str]:
+        """The rest: what was held back."""
+        self._is_over = True
+        return self._run()
+
+    def _run(self) -> tuple[str, str]:
+        self._reasoning, self._answer = [], []
+        while self._step():
+            pass
+        return "".join(self._reasoning), "".join(self._answer)
+
+    # Each step handles the beginning of the text and says whether another may go on now.
+
+    def _begin(self) -> bool:
+        """At the first visible characters it shows whether the model writes the opening tag."""
+        stripped = self._text.lstrip()
+        if not self._is_over and len(stripped) < len(OPENING) and OPENING.startswith(stripped):
+            return False
+        if stripped.startswith(OPENING):
+            self._text = stripped[len(OPENING) :]
+            self._step = self._inside
+        else:
+            self._step = self._after if self._beginning is Beginning.OPEN else self._inside
+        return True
+
+    def _inside(self) -> bool:
+        """The reasoning, up to the closing tag; white space at its end waits for what follows."""
+        if not self._has_reasoning:
+            self._text = self._text.lstrip()
+        place = self._text.find(CLOSING)
+        end = place if place >= 0 else len(self._text) - (0 if self._is_over else overlap(self._text, (CLOSING,)))
+        shown = self._text[:end].rstrip()
+        if shown:
+            self._reasoning.append(shown)
+            self._has_reasoning = True
+        if place < 0:
+            self._text = "" if self._is_over else self._text[len(shown) :]
+            return False
+        self._text = self._text[place + len(CLOSING) :]
+        self._step = self._gap
+        return True
+
+    def _gap(self) -> bool:
+        self._text = self._text.lstrip()
+        if not self._text:
+            return False
+        self._step = self._after
+        return True
+
+    def _after(self) -> bool:
+        if self._text:
+            self._answer.append(self._text)
+        self._text = ""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+Event = Reasoning | CallEvent
+
+
+class AnswerReader:
+    """One sample's answer."""
+
+    def __init__(self, beginning: Beginning, closing_id: int | None, calls: ToolCallParser | None) -> None:
+        """``closing_id``: the token that ends reasoning, if it is one. ``calls`` None: calls are text."""
+        self._splitter = ReasoningSplitter(beginning)
+        self._closing_id = closing_id
+        self._calls = calls
+        self._num_undecided = 0  # tokens that count as reasoning if the text turns out to have some
+        self.num_reasoning_tokens = 0
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.num_calls
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the last tokens were reasoning, or white space after it."""
+        return not (self._splitter.is_answering or self._splitter.is_undecided)
+
+    def take(self, delta: SampleDelta) -> list[Event]:
+        """What this delta completes; with the last one also what was held back."""
+        was_over = not (self._splitter.is_undecided or self._splitter.is_inside)
+        reasoning, answer = self._splitter.push(delta.text)
+        if not was_over:
+            self._count(delta.token_ids, bool(reasoning))
+        is_last = delta.finish_reason is not None
+        if is_last:
+            last_reasoning, last_answer = self._splitter.finish()
+            reasoning, answer = reasoning + last_reasoning, answer + last_answer
+        events: list[Event] = [Reasoning(reasoning)] if reasoning else []
+        if self._calls is None:
+            return [*events, Content(answer)] if answer else events
+        events += self._calls.push(answer)
+        return [*events, *self._calls.finish()] if is_last else events
+
+    def _count(self, ids: Sequence[int], has_reasoning: bool) -> None:
+        """Count tokens of the reasoning, its tags included; the token that ends it may come among others."""
+        if self._splitter.is_undecided:
+            self._num_undecided += len(ids)
+        elif self._splitter.is_inside:
+            self.num_reasoning_tokens += self._num_undecided + len(ids)
+            self._num_undecided = 0
+        elif self._closing_id is not None and self._closing_id in ids:
+            self.num_reasoning_tokens += self._num_undecided + list(ids).index(self._closing_id) + 1
+        elif has_reasoning or self.num_reasoning_tokens:
+            self.num_reasoning_tokens += self._num_undecided + len(ids)

@@ -1,0 +1,373 @@
+"""What all handlers share (``ServerState``), and what one request has received so far (``AnswerContext``, ``Usage``).
+
+``app.py`` makes one state per application and passes it to the routes; there is no global.
+Invariant: ``Usage`` counts the logical prompt, whatever a draft dropped or a row kept."""
+
+from __future__ import annotations
+
+import logging
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+
+from snapstream.config import KVBudget, Selector
+from snapstream.server.engine.api import AsyncEngine, EngineDead, RequestDelta, SampleDelta
+from snapstream.server.engine.grammar import GrammarGate
+from snapstream.server.engine.remote_prefill import ReadFailed
+from snapstream.server.http.admission import Admission, RequestContext
+from snapstream.server.http.api import api_of
+from snapstream.server.http.connections import ConnectionGuard
+from snapstream.server.http.errors import ApiError, bad_value, unavailable
+from snapstream.server.http.middleware import SALT, Namespaces
+from snapstream.server.http.sse import EventStream, until_gone
+from snapstream.server.metrics import Metrics
+from snapstream.server.openai.answer_reader import CLOSING, OPENING, choose_reasoning
+from snapstream.server.openai.prompt_compression import CompressionService
+from snapstream.server.openai.prompts import Prompts, TokenText
+from snapstream.server.openai.protocol import IgnoredFields, engine_error
+from snapstream.server.openai.tools.formats import choose_format
+from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.startup.build import tokenizer_json
+from snapstream.types import Grammar, KeptBitmap, PrefixUse, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from snapstream.spec_prefill.compressor import PromptCompressor
+
+
+@dataclass
+class Usage:
+    """The figures of one answer as it grows."""
+
+    requests: Sequence[Request]
+    budget: KVBudget  # what was applied
+    selector: Selector
+    prompt_compression: str | dict[str, Any] = "off"  # the options, as a request writes them
+    completion_tokens: int = 0
+    reasoning_tokens: int | None = None  # among those; None where no reasoning is parsed
+    first_at: float | None = None  # monotonic, when the first token came
+    num_listed: int = 0  # log-probabilities of generated tokens
+    has_listed_kept: bool = False  # positions or bitmaps of what rows kept
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)  # by choice: finish_reason, stop_reason
+    num_open: int = 0  # prompts
+    _num_tokens: dict[int, int] = field(default_factory=dict)  # by choice, whether or not they count for the caller
+    _prompts: list[dict[str, Any]] = field(default_factory=list)
+    _prefixes: dict[int, PrefixUse] = field(default_factory=dict)  # by prompt: those that were looked up
+
+    def __post_init__(self) -> None:
+        self.num_open = len(self.requests)
+        self._prompts = [
+            {
+                **(
+                    {}
+                    if request.prompt_compression is None
+                    else {"prompt_compression": request.prompt_compression.as_json()}
+                ),
+                "compression": None,
+                "timings": None,
+            }
+            for request in self.requests
+        ]
+
+    def take(self, prompt: int, delta: RequestDelta) -> None:
+        """Note what a delta says about its prompt; ``count`` notes its samples."""
+        if self.first_at is None:
+            self.first_at = monotonic()
+        if delta.compression is not None:
+            # Not asdict: it would copy every position.
+            values = {field.name: getattr(delta.compression, field.name) for field in fields(delta.compression)}
+            metadata = {name: value for name, value in values.items() if value is not None}
+            if "kept_bitmap" in metadata:
+                metadata["kept_bitmap"] = _as_json(metadata["kept_bitmap"])
+            self.has_listed_kept = self.has_listed_kept or "kept_positions" in metadata or "kept_bitmap" in metadata
+            self._prompts[prompt]["compression"] = metadata
+        if delta.prefix is not None:
+            self._prefixes[prompt] = delta.prefix
+        if delta.timings is not None:
+            self._prompts[prompt]["timings"] = asdict(delta.timings)
+        self.num_open -= delta.is_finished
+
+    def count(self, prompt: int, choice: int, sample: SampleDelta) -> None:
+        """Note the tokens of a sample, and when it outgrows its row's ring (``RequestOutput.has_outgrown_ring``)."""
+        self._num_tokens[choice] = self._num_tokens.get(choice, 0) + len(sample.token_ids)
+        metadata = self._prompts[prompt]["compression"]
+        if metadata is not None:
+            is_longer = self._num_tokens[choice] > metadata["ring_tokens"]
+            metadata["has_outgrown_ring"] = metadata.get("has_outgrown_ring", False) or is_longer
+        if sample.logprobs:
+            self.num_listed += len(sample.logprobs) * (1 + len(sample.logprobs[0].top))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(request.num_prompt_tokens for request in self.requests)
+
+    @property
+    def as_openai(self) -> dict[str, Any]:
+        """The ``usage`` object of chat and text completions."""
+        num_reasoning = self.reasoning_tokens
+        details = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **details,
+        }
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came out of the prefix store, over all prompts."""
+        return sum(use.cached_tokens for use in self._prefixes.values())
+
+    @property
+    def diverged_at(self) -> int | None:
+        """Where the first prompt left the stored ones (``PrefixUse.diverged_at``)."""
+        return self._prefixes[0].diverged_at if 0 in self._prefixes else None
+
+    @property
+    def how_ended(self) -> str:
+        """For the log: the ways in which its choices ended."""
+        return ",".join(sorted({end["finish_reason"] for end in self.ends.values()})) or "-"
+
+    @property
+    def dropped_tokens(self) -> int:
+        """For the log: prompt tokens that the draft took out."""
+        return sum(
+            request.prompt_compression.dropped_tokens
+            for request in self.requests
+            if request.prompt_compression is not None
+        )
+
+    @property
+    def kept_tokens(self) -> int:
+        """For the log: prompt tokens that the rows hold, over all prompts."""
+        return sum(one["compression"]["kept_tokens"] for one in self._prompts if one["compression"] is not None)
+
+    @property
+    def queue_ms(self) -> float | None:
+        """For the log: how long the first prompt waited for a row; None until it has ended."""
+        timings = self._prompts[0]["timings"]
+        return None if timings is None else float(timings["queue_ms"])
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Ours: what was applied, and what it did to each prompt."""
+        return {
+            "kv_cache": {"budget": self.budget.capacity, **asdict(self.budget), "selector": self.selector.name},
+            "prompt_compression": self.prompt_compression,
+            "prefix": {"cached": self.cached_tokens, "diverged_at": self.diverged_at},
+            "prompts": self._prompts,
+        }
+
+
+def _as_json(bitmap: KeptBitmap) -> dict[str, Any]:
+    return {
+        "num_layers": bitmap.num_layers,
+        "num_kv_heads": bitmap.num_kv_heads,
+        "num_tokens": bitmap.num_tokens,
+        "bits": b64encode(bitmap.bits).decode(),
+    }
+
+
+@dataclass
+class AnswerContext(RequestContext):
+    """``usage`` is set once its prompts are known."""
+
+    usage: Usage | None = None
+    namespace: str = ""  # of the prefix store: whose prompts this one's may share beginnings with
+
+    def fields(self, status: int, how: str) -> dict[str, Any]:
+        usage = self.usage
+        counts = {} if usage is None else usage.as_openai
+        first_at = None if usage is None else usage.first_at
+        return {
+            "request": self.request_id,
+            "answer": self.answer_id,
+            "path": self.path,
+            "status": status,
+            "end": how or (usage.how_ended if usage is not None and status == 200 else None),
+            "prompt_tokens": counts.get("prompt_tokens", 0),
+            "dropped_tokens": 0 if usage is None else usage.dropped_tokens,
+            "cached_tokens": 0 if usage is None else usage.cached_tokens,
+            "diverged_at": None if usage is None else usage.diverged_at,
+            "kept_tokens": 0 if usage is None else usage.kept_tokens,
+            "completion_tokens": counts.get("completion_tokens", 0),
+            "queue_ms": None if usage is None else usage.queue_ms,
+            "ttft_ms": None if first_at is None else 1e3 * (first_at - self.born),
+            "ms": 1e3 * (monotonic() - self.born),
+        }
+
+
+log = logging.getLogger(__name__)
+
+CheckReaders = Callable[[], Awaitable[None]]
+Work = Callable[[dict[str, Any], AnswerContext], Coroutine[Any, Any, Response]]  # takes the body
+T = TypeVar("T")
+
+
+async def nothing_to_check() -> None:
+    pass
+
+
+class ServerState(Admission):
+    """The state of one application."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: PreTrainedTokenizerBase | None,
+        settings: ServerSettings,
+        metadata: Callable[[], ModelMetadata],
+        compressor: PromptCompressor | None = None,
+        guard: ConnectionGuard | None = None,
+        check_readers: CheckReaders = nothing_to_check,
+    ) -> None:
+        """``check_readers`` is ``PromptReaders.check``, for an engine whose prompts others read."""
+        super().__init__(settings, "server", EventStream)
+        self.engine = engine
+        self.settings = settings
+        self._check_readers = check_readers
+        self._readers_problem = ""
+        self.prompts = Prompts(tokenizer, threads=settings.tokenizer_threads, trusts_users=settings.trusts_users)
+        self.texts = TokenText(tokenizer)
+        template = str(getattr(tokenizer, "chat_template", ""))
+        self.call_format = choose_format(settings.tool_parser, template)
+        self.reasoning = choose_reasoning(settings.reasoning_parser, template)
+        # Answers keep their special tokens where the tags of reasoning are some.
+        self.shows_special = self.reasoning != "none" and bool(self.texts.special & {OPENING, CLOSING})
+        self.template = template
+        self.tells_tools = "tools" in template  # the variable that templates find them in
+        self._grammars: GrammarGate | None = None
+        if tokenizer is not None:
+            end_ids = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+            self._grammars = GrammarGate(lambda: tokenizer_json(tokenizer), end_ids)
+        self.ignored = IgnoredFields()
+        self._metadata = metadata
+        self._served_name = ""
+        self._namespaces = Namespaces(settings.namespace_secret)
+        self.metrics = Metrics(
+            self._model_name,
+            engine.stats,
+            has_vllm_names=settings.has_vllm_names,
+            has_transfers=settings.role != "both",
+            guard=guard,
+        )
+        self.compression = CompressionService(compressor, tokenizer, settings, self.metrics.count_dropped)
+
+    @property
+    def metadata(self) -> ModelMetadata:
+        """503 until the engine has reported them."""
+        try:
+            return self._metadata()
+        except EngineDead as error:
+            raise self.error(error) from None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.engine.is_ready and not self.is_draining
+
+    @property
+    def example_len(self) -> int:
+        """Tokens of the longest document that the page may make up here; 0 where the model knows none of them."""
+        return self.metadata.max_model_len if self.metadata.has_examples else 0
+
+    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
+        """Run something long, that needs a tokenizer, off the event loop; 400 where there is none."""
+        return await self.prompts.with_tokenizer(work)
+
+    def error(self, error: Exception) -> ApiError:
+        return engine_error(error, self.settings.retry_after_s) or super().error(error)
+
+    def need_ready(self) -> None:
+        """503 unless new work is taken."""
+        self.need_open()
+        self.need_engine()
+
+    def need_live(self) -> None:
+        """503 if the engine is gone and will not come back: the process has to be restarted."""
+        absence = self.engine.absence
+        if absence is not None and absence.is_final:
+            raise self.error(absence)
+
+    async def check_ready(self) -> None:
+        """503 unless new work is taken, and somebody is there to read its prompts."""
+        self.need_ready()
+        problem = ""
+        try:
+            await self._check_readers()
+        except (ReadFailed, ValueError) as error:
+            problem = str(error)
+        if problem and problem != self._readers_problem:  # with addresses, which are not for everybody
+            log.warning("no prefill server can be used: %s", problem)
+        self._readers_problem = problem
+        if problem:
+            raise unavailable("no prefill server can be used; the log has the reason", self.settings.retry_after_s)
+
+    def need_engine(self) -> None:
+        """503 unless the engine takes requests. Unlike ``need_ready`` it lets in what came before a drain."""
+        absence = self.engine.absence
+        if absence is not None:
+            raise self.error(absence)
+
+    def need_model(self, name: str | None) -> str:
+        """The served name that a request means."""
+        if name is None:
+            return self.metadata.name
+        if name not in self.metadata.names:
+            raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
+        return name
+
+    async def need_grammar(self, grammar: Grammar, param: str) -> None:
+        """400 unless it compiles, 429 if too many wait; tried elsewhere, for at most some seconds each."""
+        if self._grammars is not None:
+            try:
+                await self._grammars.check(grammar, self.metadata.vocab_size)
+            except ValueError as error:
+                raise bad_value(str(error), param) from None
+
+    async def answer(self, request: HttpRequest, work: Work) -> Response:
+        """Run a handler that computes: watched for the client's leave, with errors in their shape, and logged."""
+        context = AnswerContext(
+            self.open_requests, request.state.own_id, request.state.request_id, request.url.path, api_of(request.scope)
+        )
+
+        async def watched() -> Response:
+            data = {} if request.method == "GET" else await self.read_object(request, context)
+            context.namespace = self.namespace(request, data.get(SALT))
+            return await until_gone(request.receive, work(data, context))
+
+        return await self.pass_through(context, watched)
+
+    def namespace(self, request: HttpRequest, salt: Any = None) -> str:
+        """Of the prefix store, for a request of this caller."""
+        return self._namespaces.of(getattr(request.state, "caller", b""), salt)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests, let the open ones end for at most ``timeout_s``, and end the engine.
+
+        The engine shuts down last: prompts that wait here still have to reach it.
+        """
+        self.is_draining = True
+        start = monotonic()
+        await self.open_requests.wait_idle(timeout_s)
+        await self.engine.shutdown(max(0.0, timeout_s - (monotonic() - start)))
+
+    def close(self) -> None:
+        self.prompts.close()
+        self.compression.close()
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _model_name(self) -> str:
+        """Asked for with every token; once known, it stays."""
+        if not self._served_name:
+            with suppress(EngineDead):
+                self._served_name = self._metadata().name
+        return self._served_name

@@ -1,0 +1,59 @@
+r"""Calls of DeepSeek: a section of special tokens, with arguments in JSON.
+
+    <｜tool▁calls▁begin｜> a call, and another, <｜tool▁calls▁end｜>, where a call is
+
+    deepseek_v3     <｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{...}\n```<｜tool▁call▁end｜>    V3, R1
+    deepseek_v31    <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>                          V3.1
+
+Both are read by either name; the name says which one a grammar writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from snapstream.server.openai.tools.format import CallFormat, Function, Head, Rules, bare_name, expect, looks_at, option
+
+SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR, FENCE = "<｜tool▁sep｜>", "```"
+
+
+class DeepSeekV31(CallFormat):
+    name = "deepseek_v31"
+    marks = (SECTION, CALL)
+    tags = (SECTION, SECTION_END, CALL, CALL_END, SEPARATOR)
+    before, between, after = SECTION, "", SECTION_END
+
+    def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
+        place = expect(text, option(text, 0, SECTION), CALL)
+        if not _is_older(text, place):
+            name, place = bare_name(text, place, names)
+            return Head(name, expect(text, place, SEPARATOR, "{") - 1, (CALL_END, SECTION_END))
+        name, place = bare_name(text, expect(text, place, "function", SEPARATOR), names)
+        place = option(text, option(text, place, FENCE), "json")
+        return Head(name, expect(text, place, "{") - 1, (FENCE, CALL_END, SECTION_END))
+
+    def write_call(self, rules: Rules, function: Function) -> str:
+        arguments = rules.arguments(function)
+        return f"{rules.text(CALL + function.name + SEPARATOR)} {arguments} {rules.text(CALL_END)}"
+
+
+class DeepSeekV3(DeepSeekV31):
+    name = "deepseek_v3"
+    between = "\n"
+
+    def write_call(self, rules: Rules, function: Function) -> str:
+        head = rules.text(f"{CALL}function{SEPARATOR}{function.name}\n{FENCE}json\n")
+        arguments = rules.arguments(function)
+        return f"{head} {arguments} {rules.text(f'{chr(10)}{FENCE}{CALL_END}')}"
+
+
+def _is_older(text: str, place: int) -> bool:
+    """Whether the kind of tool stands before the name; a tool of V3.1 may itself be called ``function``."""
+    if not looks_at(text, place, "function"):
+        return False
+    place = expect(text, place, "function")
+    if not looks_at(text, place, SEPARATOR):
+        return False
+    return not looks_at(text, expect(text, place, SEPARATOR), "{")

@@ -1,1 +1,0 @@
-"""The formats of calls, a file for each notation; ``formats.py`` lists them."""

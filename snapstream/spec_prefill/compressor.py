@@ -1,0 +1,437 @@
+"""Speculative prefill: a long text or conversation in, a shorter one and a report out.
+
+    compressor = PromptCompressor("Qwen3-0.6B/")
+    result = compressor.compress(messages, target_tokenizer="Llama-3.1-8B-Instruct/", max_tokens=8192)
+
+Nothing here needs the engine: the result is text for any model behind any API. ``protection.py`` says what may be
+dropped, ``draft.py`` and ``scorer.py`` score and choose chunks. Threads may share it: one text is scored at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from snapstream.config import DType, as_count, as_kind, as_token_ids
+from snapstream.models.chat_template import render_chat
+from snapstream.models.tokenizer import load_tokenizer
+from snapstream.spec_prefill.draft import Draft
+from snapstream.spec_prefill.protection import Candidate, Span, candidates, check_spans, merged
+from snapstream.spec_prefill.report import CompressedIds, CompressedText, CompressionReport, ScoredChunk, TextReport
+from snapstream.spec_prefill.scorer import Choice, ScoredText, Scorer, keep_ceiling, keep_share
+from snapstream.spec_prefill.settings import CHUNK_LEN, ChunkSettings, Protection, ScoringSettings, check_amount
+from snapstream.types import as_conversation, as_text, check_texts, is_list, named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """A share of the chunks of every text, or a ceiling in target tokens; one of them is None."""
+
+    keep: float | None
+    max_tokens: int | None
+    threshold: int  # prompts of fewer tokens are left alone
+
+    def why_not(self, before: int, has_candidates: bool) -> str:
+        """Why a prompt of ``before`` tokens is left alone, or nothing."""
+        if self.max_tokens is not None and before <= self.max_tokens:
+            return f"{before:,} tokens fit the ceiling of {self.max_tokens:,}"
+        if self.keep is not None and before < self.threshold:
+            return f"{before:,} tokens are below the threshold of {self.threshold:,}"
+        if self.keep == 1:
+            return "keep is 1"
+        if not has_candidates and self.max_tokens is None:
+            return "everything is protected"
+        return ""
+
+
+MESSAGE_TOKENS = 8  # role marks of a message where the template is not known
+
+
+class TokenCounter:
+    """Counts with one tokenizer, as ``LLM.generate`` and ``LLM.chat`` would feed the prompt: template, tools and
+    generation prompt included. Where there is no template, or it refuses the conversation, ``MESSAGE_TOKENS`` stand for
+    its marks.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, text: str) -> int:
+        """Tokens of a plain prompt, special tokens included."""
+        return len(self._tokenizer(text, verbose=False)["input_ids"])
+
+    def messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+        """Tokens of a conversation, ready for the answer."""
+        rendered = self._render(messages, tools)
+        if rendered is not None:
+            return self._plain(rendered)
+        total = self._plain(json.dumps(tools)) if tools else 0
+        for message in messages:
+            content = message.get("content")
+            words = content if isinstance(content, str) else json.dumps(content) if content else ""
+            calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+            total += self._plain(words) + self._plain(calls) + MESSAGE_TOKENS
+        return total
+
+    def _plain(self, text: str) -> int:
+        return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
+        if self._tokenizer.chat_template is None:
+            return None
+        conversation = _as_fed(messages, has_developer="developer" in str(self._tokenizer.chat_template))
+        try:
+            return render_chat(self._tokenizer, conversation, tools=list(tools) if tools else None)
+        except ValueError:
+            return None
+
+
+def _as_fed(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> list[dict[str, Any]]:
+    """The messages as the engine's template gets them. An upstream may take messages that those rules refuse."""
+    try:
+        return as_conversation(messages, has_developer=has_developer)
+    except ValueError:
+        return [
+            {**message, "content": "" if message.get("content") is None else message["content"]} for message in messages
+        ]
+
+
+# A compressed text is made of verbatim pieces of its source; messages that were given are never changed.
+
+Spans = Sequence[Span] | Mapping[int, Sequence[Span]]
+
+
+def kept_tokens(scored: Sequence[ScoredText], choice: Choice) -> list[int]:
+    """Draft tokens of the chosen chunks of each text."""
+    return [sum(own.chunk_tokens[i] for i in chosen) for own, chosen in zip(scored, choice, strict=True)]
+
+
+def kept_spans(candidate: Candidate, own: ScoredText, kept: set[int], forced: list[Span]) -> list[Span]:
+    """Characters of the candidate's text that stay: kept chunks, what was never a candidate, forced spans."""
+    always = [(0, candidate.start), (candidate.end, len(candidate.text)), *forced]
+    return own.cutter.spans(candidate.text, [own.chunks[i] for i in kept], always)
+
+
+def shorter_text(candidate: Candidate, spans: list[Span], own: ScoredText) -> str:
+    if not spans and candidate.message is not None:
+        return own.cutter.delimiter.strip()  # a message may not be empty
+    return own.cutter.join([candidate.text[a:b] for a, b in spans])
+
+
+def with_texts(
+    messages: list[dict[str, Any]], found: Sequence[Candidate], texts: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The conversation with new texts in the places of the candidates; the messages given are not changed."""
+    out = list(messages)
+    for candidate, text in zip(found, texts, strict=True):
+        assert candidate.message is not None
+        message = out[candidate.message]
+        content: Any = text
+        if candidate.part is not None:
+            content = list(message["content"])
+            content[candidate.part] = {**content[candidate.part], "text": text}
+        out[candidate.message] = {**message, "content": content}
+    return out
+
+
+def forced_in(messages: Sequence[Mapping[str, Any]], found: Sequence[Candidate], spans: Spans) -> list[list[Span]]:
+    """``keep_spans`` per candidate; those of messages that are not cut are kept anyway."""
+    if not spans:
+        return [[] for _ in found]
+    if not isinstance(spans, Mapping):
+        raise ValueError("keep_spans is a list; for messages it must map the index of a message to its spans")
+    for index in spans:
+        if index not in range(len(messages)):
+            raise ValueError(f"keep_spans names message {index!r}; there are {len(messages)}, from 0")
+        if not isinstance(messages[index].get("content"), str):
+            raise ValueError(f"keep_spans names message {index}, whose content is not one text")
+    return [check_spans(spans.get(c.message, ()) if c.message is not None else (), len(c.text)) for c in found]
+
+
+def text_report(candidate: Candidate, own: ScoredText, kept: set[int], forced: list[Span]) -> TextReport:
+    return TextReport(
+        message=candidate.message,
+        part=candidate.part,
+        text=candidate.text,
+        spans=tuple(kept_spans(candidate, own, kept, forced)),
+        chunks=tuple(
+            ScoredChunk(start=a, end=b, score=score, is_kept=i in kept)
+            for i, ((a, b), score) in enumerate(zip(own.chunks, own.scores, strict=True))
+        ),
+        num_draft_tokens=own.num_tokens,
+        num_passages=own.num_passages,
+        is_code=own.cutter.is_code,
+    )
+
+
+def make_report(
+    reason: str,
+    counted_with: str,
+    before: int,
+    after: int,
+    scored: Sequence[ScoredText] = (),
+    choice: Choice | None = None,
+    texts: tuple[TextReport, ...] = (),
+) -> CompressionReport:
+    return CompressionReport(
+        reason=reason,
+        counted_with=counted_with,
+        tokens_before=before,
+        tokens_after=after,
+        draft_tokens_before=sum(own.num_tokens for own in scored),
+        draft_tokens_after=sum(kept_tokens(scored, choice or [])),
+        draft_ms=sum(own.draft_ms for own in scored),
+        num_cached=sum(own.num_passages == 0 for own in scored),
+        texts=texts,
+    )
+
+
+P = TypeVar("P")
+
+
+class PromptCompressor:
+    """A draft that shortens prompts.
+
+    ``draft``: a Hugging Face checkpoint folder, or a loaded ``Draft``. ``scoring``, ``chunks`` and ``protection``
+    default to the published method. ``cache_size``: texts whose scores are remembered, by content.
+    """
+
+    def __init__(
+        self,
+        draft: Draft | str | Path,
+        *,
+        scoring: ScoringSettings | None = None,
+        chunks: ChunkSettings | None = None,
+        protection: Protection | None = None,
+        dtype: DType = "float32",
+        device: str = "cpu",
+        cache_size: int = 256,
+    ) -> None:
+        self.draft = draft if isinstance(draft, Draft) else Draft.load(draft, dtype=dtype, device=device)
+        self.scoring = as_kind("scoring", ScoringSettings() if scoring is None else scoring, ScoringSettings)
+        self.chunks = as_kind("chunks", ChunkSettings() if chunks is None else chunks, ChunkSettings)
+        self.protection = as_kind("protection", Protection() if protection is None else protection, Protection)
+        self.draft.context_of(self.scoring)  # refuses at once settings that would fail for every text
+        self._scorer = Scorer(self.draft, self.scoring, self.chunks, as_count("cache_size", cache_size, 0))
+        self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}  # of targets that were given as folders
+        self._lock = Lock()
+
+    def compress(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        keep: float | None = None,
+        max_tokens: int | None = None,
+        target_tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        query: str | None = None,
+        keep_spans: Spans = (),
+        threshold: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> CompressedText:
+        """Shorten a text, or the contents of OpenAI messages.
+
+        ``keep``: share of the chunks of each text that stays, in (0, 1]; or ``max_tokens``: a ceiling in target tokens
+        for the whole prompt - delimiters, protected text, template and ``tools`` included - that the result never
+        exceeds. Exactly one of them. ``target_tokenizer``: the target's, or its folder; without it the draft's own
+        tokens are counted. ``query``: what will be asked about a plain text, or overrides what the conversation asks;
+        the draft reads it, the result does not contain it. ``keep_spans``: character ranges that stay verbatim; for
+        messages a mapping from their index. ``threshold`` overrides ``Protection.threshold``.
+
+        Raises ValueError for wrong arguments, for a ceiling that the protected text alone exceeds, and for a text
+        beyond the draft's context if such texts are refused.
+        """
+        check_amount(keep, max_tokens)
+        if query is not None:
+            as_text("query", query)
+        least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
+        amount = Amount(keep=keep, max_tokens=max_tokens, threshold=least)
+        counter = TokenCounter(self._target(target_tokenizer))
+        counted_with = "draft" if target_tokenizer is None else "target"
+        _check_prompt(prompt)
+        if isinstance(prompt, str):
+            if isinstance(keep_spans, Mapping):
+                raise ValueError("keep_spans is a mapping; a plain text takes a list of (start, end)")
+            after = f"\n\n{query}" if query else ""
+            whole = Candidate(text=prompt, start=0, end=len(prompt), after=after, as_chat=bool(query))
+            forced = [check_spans(keep_spans, len(prompt))]
+            text, report = self._shorten(
+                prompt, [whole], forced, lambda texts: texts[0], counter.text, amount, counted_with
+            )
+            return CompressedText(text=text, report=report)
+        messages = [dict(message) for message in prompt]
+        found = candidates(messages, self.protection, self.draft.count_tokens)
+        if query:
+            found = [replace(candidate, after=f"\n\n{query}") for candidate in found]
+        shorter, report = self._shorten(
+            messages,
+            found,
+            forced_in(messages, found, keep_spans),
+            lambda texts: with_texts(messages, found, texts),
+            lambda built: counter.messages(built, tools),
+            amount,
+            counted_with,
+        )
+        return CompressedText(messages=tuple(shorter), report=report)
+
+    def compress_turn(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        done: Sequence[Mapping[str, Any]],
+        *,
+        keep: float | None = None,
+        max_tokens: int | None = None,
+        target_tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        threshold: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> CompressedText:
+        """Shorten a conversation that goes on from one that was shortened before: ``done``, the first messages now.
+
+        They stay as they are, but for tool outputs that were whole because they were recent. For the rest and what is
+        raised, see ``compress``; a ceiling that ``done`` leaves no room for is a ValueError.
+        """
+        check_amount(keep, max_tokens)
+        _check_prompt(messages)
+        least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
+        counter = TokenCounter(self._target(target_tokenizer))
+        whole, begun = [dict(message) for message in messages], [dict(message) for message in done]
+        built = begun + whole[len(begun) :]
+        found = [
+            one
+            for one in candidates(whole, self.protection, self.draft.count_tokens)
+            if (index := one.message or 0) >= len(begun)
+            or (whole[index].get("role") == "tool" and begun[index] == whole[index])
+        ]
+        counted_with = "draft" if target_tokenizer is None else "target"
+        before, num_now = counter.messages(whole, tools), counter.messages(built, tools)
+        if not found and (max_tokens is None or num_now <= max_tokens):
+            return CompressedText(messages=tuple(built), report=make_report("", counted_with, before, num_now))
+        shorter, report = self._shorten(
+            whole,
+            found,
+            [[] for _ in found],
+            lambda texts: with_texts(built, found, texts),
+            lambda some: counter.messages(some, tools),
+            Amount(keep=keep, max_tokens=max_tokens, threshold=least),
+            counted_with,
+        )
+        return CompressedText(messages=tuple(shorter), report=report)
+
+    def compress_ids(
+        self,
+        token_ids: Sequence[int],
+        *,
+        keep: float | None = None,
+        max_tokens: int | None = None,
+        candidates: Sequence[Span] | None = None,
+        threshold: int | None = None,
+    ) -> CompressedIds:
+        """Leave tokens out of a prompt in the draft's own vocabulary; the others keep their positions.
+
+        SpecPrefill's hand-over (arXiv 2502.02789), for a target of the draft's family. ``candidates``: ranges of
+        tokens that may be left out, all by default; each is cut into chunks of its own. The last token always stays,
+        because the answer begins with it. Amounts as in ``compress``.
+        """
+        check_amount(keep, max_tokens)
+        ids = tuple(as_token_ids("token_ids", token_ids))
+        if ids and max(ids) >= (limit := self.draft.decoder.config.vocab_size):
+            raise ValueError(f"token id {max(ids)} is outside the draft's vocabulary (0 to {limit - 1})")
+        size = self.chunks.chunk_len or CHUNK_LEN["code" if self.chunks.mode == "code" else "text"]
+        ranges = merged(
+            (max(a, 0), min(b, len(ids) - 1)) for a, b in ([(0, len(ids))] if candidates is None else candidates)
+        )
+        least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
+        reason = Amount(keep=keep, max_tokens=max_tokens, threshold=least).why_not(len(ids), bool(ranges))
+        if reason:
+            report = make_report(reason, "target", len(ids), len(ids))
+            return CompressedIds(token_ids=ids, positions=tuple(range(len(ids))), report=report)
+        scored = self._scorer.score_ids(ids, ranges, size)
+        num_protected = len(ids) - sum(own.num_tokens for own in scored)
+        scores = [own.scores for own in scored]
+        if max_tokens is not None:
+            choice = keep_ceiling(scores, max_tokens, lambda some: num_protected + sum(kept_tokens(scored, some)))
+        else:
+            assert keep is not None
+            choice = keep_share(scores, keep)
+        left_out = {
+            token
+            for own, chosen in zip(scored, choice, strict=True)
+            for i, (a, b) in enumerate(own.chunks)
+            if i not in chosen
+            for token in range(a, b)
+        }
+        positions = tuple(i for i in range(len(ids)) if i not in left_out)
+        return CompressedIds(
+            token_ids=tuple(ids[i] for i in positions),
+            positions=positions,
+            report=make_report("", "target", len(ids), len(positions), scored, choice),
+        )
+
+    def _shorten(
+        self,
+        prompt: P,
+        found: list[Candidate],
+        forced: list[list[Span]],
+        build: Callable[[list[str]], P],
+        count: Callable[[P], int],
+        amount: Amount,
+        counted_with: str,
+    ) -> tuple[P, CompressionReport]:
+        """``build`` makes a prompt of new texts, one per candidate; ``count`` counts its tokens."""
+        before = count(prompt)
+
+        reason = amount.why_not(before, bool(found))
+        if reason:
+            return prompt, make_report(reason, counted_with, before, before)
+        scored = [self._scorer.score(candidate) for candidate in found]
+
+        def texts(choice: Choice) -> list[str]:
+            return [
+                shorter_text(candidate, kept_spans(candidate, own, kept, spans), own)
+                for candidate, own, kept, spans in zip(found, scored, choice, forced, strict=True)
+            ]
+
+        scores = [own.scores for own in scored]
+        if amount.max_tokens is not None:
+            choice = keep_ceiling(scores, amount.max_tokens, lambda some: count(build(texts(some))))
+        else:
+            assert amount.keep is not None
+            choice = keep_share(scores, amount.keep)
+        shorter = build(texts(choice))
+        after = count(shorter)
+        if after >= before:
+            reason = f"what would be kept takes {after:,} tokens, no fewer than the {before:,} of the prompt"
+            return prompt, make_report(reason, counted_with, before, before)
+        parts = tuple(
+            text_report(candidate, own, kept, spans)
+            for candidate, own, kept, spans in zip(found, scored, choice, forced, strict=True)
+        )
+        return shorter, make_report("", counted_with, before, after, scored, choice, parts)
+
+    def _target(self, target: PreTrainedTokenizerBase | str | Path | None) -> PreTrainedTokenizerBase:
+        if target is None:
+            return self.draft.tokenizer
+        if not isinstance(target, (str, Path)):
+            if not callable(target):
+                raise TypeError(f"target_tokenizer is {named(target)}; it must be a tokenizer, or a folder with one")
+            return target
+        with self._lock:
+            if str(target) not in self._tokenizers:
+                self._tokenizers[str(target)] = load_tokenizer(Path(target))
+            return self._tokenizers[str(target)]
+
+
+def _check_prompt(prompt: Any) -> None:
+    """TypeError for what is neither a text nor a list of messages; ValueError for texts that are no Unicode."""
+    if isinstance(prompt, str):
+        as_text("prompt", prompt)
+        return
+    if not is_list(prompt) or not all(isinstance(message, Mapping) for message in prompt):
+        raise TypeError(f"prompt is {named(prompt)}; it must be a text, or a list of messages with role and content")
+    check_texts("messages", prompt)

@@ -1,0 +1,236 @@
+"""Prompts on their way into the engine, shortened by a draft: as text that is tokenized anew, or as kept token ids.
+
+Invariant: the result is the prompt that the same call without a draft would have fed the engine, less the parts left
+out; its report counts both. ``llm.py`` uses this; ``compressor.py`` does the work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from snapstream.spec_prefill.compressor import PromptCompressor, with_texts
+from snapstream.spec_prefill.protection import Candidate, Span, candidates
+from snapstream.spec_prefill.report import CompressedText
+from snapstream.spec_prefill.settings import PromptCompression, why_uncompressed
+from snapstream.types import CompressionSummary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+Messages = Sequence[Mapping[str, Any]]
+MAX_CONVERSATIONS = 256  # the least recently used goes first
+
+
+class StickyCompressor:
+    """Compresses each message of a conversation once, so that a later turn is found in a prefix store.
+
+    What a conversation was compressed to is remembered by its messages so far; one that goes on from there keeps that,
+    and only new messages are compressed. What a later question would have needed of an older message stays lost. A
+    result depends on the conversation, the settings and earlier turns within the same scope (callers of one key), and
+    on nothing else. Threads may share it.
+    """
+
+    def __init__(self, compressor: PromptCompressor, max_conversations: int = MAX_CONVERSATIONS) -> None:
+        self._compressor, self._most = compressor, max_conversations
+        self._cut: OrderedDict[bytes, tuple[Mapping[str, Any], ...]] = OrderedDict()  # by digest of the conversation
+        self._lock = Lock()
+
+    def compress(
+        self,
+        messages: Messages,
+        how: PromptCompression,
+        target_tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        scope: str = "",
+    ) -> CompressedText:
+        """As ``PromptCompressor.compress`` of a conversation; its earlier cuts stay where they were.
+
+        A ceiling that they do not leave room for cuts all messages anew. Raises what ``PromptCompressor.compress``
+        does.
+        """
+        digests = _digests(messages, f"{scope}\0{how.keep} {how.max_tokens} {how.threshold}")
+        done = self._find(digests)
+        result = None
+        if done:
+            try:
+                result = self._compressor.compress_turn(
+                    messages, done, keep=how.keep, max_tokens=how.max_tokens, target_tokenizer=target_tokenizer,
+                    threshold=how.threshold, tools=tools,
+                )  # fmt: skip
+            except ValueError:  # no room for them below the ceiling; whatever else is wrong is wrong below, too
+                result = None
+        if result is None:
+            result = self._compressor.compress(
+                messages, keep=how.keep, max_tokens=how.max_tokens, target_tokenizer=target_tokenizer,
+                threshold=how.threshold, tools=tools,
+            )  # fmt: skip
+        if result.report.is_applied:
+            assert result.messages is not None
+            self._put(digests[-1], result.messages)
+        return result
+
+    def _find(self, digests: Sequence[bytes]) -> tuple[Mapping[str, Any], ...]:
+        """What the longest known beginning of a conversation was cut to; empty where none is known."""
+        with self._lock:
+            for digest in reversed(digests):
+                if digest in self._cut:
+                    self._cut.move_to_end(digest)
+                    return self._cut[digest]
+        return ()
+
+    def _put(self, digest: bytes, messages: Messages) -> None:
+        with self._lock:
+            self._cut[digest] = tuple(messages)
+            self._cut.move_to_end(digest)
+            while len(self._cut) > self._most:
+                self._cut.popitem(last=False)
+
+
+def _digests(messages: Messages, settings: str) -> list[bytes]:
+    """Of every beginning of a conversation, the whole last."""
+    digest = hashlib.sha256(settings.encode("utf-8", "surrogatepass")).digest()
+    found = []
+    for message in messages:
+        text = json.dumps(message, sort_keys=True, default=repr)
+        digest = hashlib.sha256(digest + text.encode()).digest()
+        found.append(digest)
+    return found
+
+
+Render = Callable[[Messages], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedPrompt:
+    """Token ids for the engine, where they stood, and what was left out."""
+
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...] | None  # None: contiguous
+    report: CompressionSummary
+    text: str | None = None
+
+
+class RequestCompressor:
+    """A ``PromptCompressor`` and the tokenizer of the model that answers."""
+
+    def __init__(
+        self,
+        compressor: PromptCompressor,
+        tokenizer: PreTrainedTokenizerBase,
+        num_stored: Callable[[tuple[int, ...]], int] = lambda ids: 0,
+    ) -> None:
+        """``num_stored``: tokens of a prompt that the engine's prefix store would give back."""
+        self._compressor, self._tokenizer, self._num_stored = compressor, tokenizer, num_stored
+        self._sticky = StickyCompressor(compressor)
+
+    @property
+    def compressor(self) -> PromptCompressor:
+        """The one it was made with."""
+        return self._compressor
+
+    def prompt(self, prompt: str | Sequence[int], how: PromptCompression) -> CompressedPrompt:
+        """A plain prompt, as text or as token ids."""
+        if how.sticky:
+            raise ValueError("sticky is for conversations; this prompt is none")
+        if how.hand_over == "ids":
+            ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            return self._ids(ids, None, how)
+        if not isinstance(prompt, str):
+            raise ValueError("the prompt is token ids; compression it as text needs the text, or hand_over='ids'")
+        if (whole := self._stored(self._tokenizer(prompt)["input_ids"], how, prompt)) is not None:
+            return whole
+        result = self._as_text(prompt, how)
+        assert result.text is not None
+        ids = self._tokenizer(result.text)["input_ids"]
+        return CompressedPrompt(token_ids=tuple(ids), positions=None, report=result.report.summary(), text=result.text)
+
+    def chat(self, messages: Messages, how: PromptCompression, render: Render) -> CompressedPrompt:
+        """A conversation; ``render`` applies the target's chat template."""
+        text = render(messages)
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if (whole := self._stored(ids, how)) is not None:
+            return whole
+        if how.hand_over == "ids":
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            found = candidates(messages, self._compressor.protection, self._compressor.draft.count_tokens)
+            spans = body_places(text, messages, found, render)
+            return self._ids(encoded["input_ids"], token_ranges(encoded["offset_mapping"], spans), how)
+        result = self._sticky.compress(messages, how, self._tokenizer) if how.sticky else self._as_text(messages, how)
+        assert result.messages is not None
+        ids = self._tokenizer(render(result.messages), add_special_tokens=False)["input_ids"]
+        return CompressedPrompt(token_ids=tuple(ids), positions=None, report=result.report.summary())
+
+    def _stored(self, ids: Sequence[int], how: PromptCompression, text: str | None = None) -> CompressedPrompt | None:
+        """A prompt as it is, where ``why_uncompressed`` says so."""
+        if how.keep is None:
+            return None
+        num_stored, threshold = self._num_stored(tuple(ids)), self._compressor.protection.threshold
+        reason = why_uncompressed(len(ids), num_stored, how, threshold)
+        if not reason:
+            return None
+        report = CompressionSummary(tokens_before=len(ids), tokens_after=len(ids), reason=reason)
+        return CompressedPrompt(token_ids=tuple(ids), positions=None, report=report, text=text)
+
+    def _as_text(self, prompt: str | Messages, how: PromptCompression) -> CompressedText:
+        return self._compressor.compress(
+            prompt,
+            keep=how.keep,
+            max_tokens=how.max_tokens,
+            target_tokenizer=self._tokenizer,
+            query=how.query,
+            threshold=how.threshold,
+        )
+
+    def _ids(self, ids: Sequence[int], ranges: list[Span] | None, how: PromptCompression) -> CompressedPrompt:
+        if self._compressor.draft.tokenizer.get_vocab() != self._tokenizer.get_vocab():
+            raise ValueError("hand_over='ids' needs a draft with the target's tokenizer; theirs differ, use 'text'")
+        result = self._compressor.compress_ids(
+            ids, keep=how.keep, max_tokens=how.max_tokens, candidates=ranges, threshold=how.threshold
+        )
+        return CompressedPrompt(token_ids=result.token_ids, positions=result.positions, report=result.report.summary())
+
+
+def body_places(rendered: str, messages: Messages, found: Sequence[Candidate], render: Render) -> list[Span]:
+    """Where the bodies stand in a rendered conversation, in order: where marks stand that are rendered instead of them.
+
+    The same words elsewhere, in a system message say, are not theirs. A template that does more than put texts in their
+    places, so that the marks do not tell, leaves all of it protected.
+    """
+    mark = sha256(rendered.encode(errors="surrogatepass")).hexdigest()  # a text cannot contain its own digest
+    bodies = [candidate.body.strip() for candidate in found]
+    marked = render(with_texts([dict(m) for m in messages], found, [_with_body(one, mark) for one in found]))
+    around = marked.split(mark)
+    if len(around) != len(bodies) + 1:
+        return []
+    places: list[Span] = []
+    text = around[0]
+    for body, after in zip(bodies, around[1:], strict=True):
+        places.append((len(text), len(text) + len(body)))
+        text += body + after
+    return places if text == rendered else []
+
+
+def _with_body(candidate: Candidate, body: str) -> str:
+    """The candidate's text with another body between the same white space."""
+    own, bare = candidate.body, candidate.body.strip()
+    start = candidate.start + len(own) - len(own.lstrip())
+    return candidate.text[:start] + body + candidate.text[start + len(bare) :]
+
+
+def token_ranges(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[Span]:
+    """Tokens that lie wholly inside each span of characters."""
+    ranges: list[Span] = []
+    for start, stop in spans:
+        inside = [i for i, (a, b) in enumerate(offsets) if start <= a < b <= stop]
+        if inside:
+            ranges.append((inside[0], inside[-1] + 1))
+    return ranges

@@ -1,0 +1,227 @@
+"""From a checkpoint folder and an engine's config to its parts: grammars, draft, runner, KV transfer.
+
+torch and transformers are imported by the functions that need them. Two engines whose rows differ in any way have
+different fingerprints, entry by entry, so that a refusal names the entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from snapstream.config import DType, EngineConfig, EngineOptions, ModelConfig
+from snapstream.config.kv import HeadSlots
+from snapstream.disaggregation.connector import TcpConnector
+from snapstream.disaggregation.protocol import TransferSettings
+from snapstream.grammar import GrammarCompiler
+from snapstream.models.config_json import fingerprint
+from snapstream.plan.memory import DraftMemory, draft_memory, row_sizes
+from snapstream.startup.measure import latent_attention
+from snapstream.step import Runner
+from snapstream.version import __version__
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from snapstream.distributed.group import Group
+    from snapstream.exec.eager import MakeDecode
+    from snapstream.exec.runner import MakeTier, ModelRunner
+    from snapstream.kernels.interface import Kernels
+    from snapstream.models.matrix import MakeMatrix
+    from snapstream.spec_prefill.compressor import PromptCompressor
+
+
+# From a checkpoint folder, its model and the engine's config, the compiler of grammars, and whether progress is shown.
+MakeRunner = Callable[[Path, ModelConfig, EngineConfig, GrammarCompiler | None, bool], Runner]
+
+
+def grammar_compiler(tokenizer: PreTrainedTokenizerBase | None, model: ModelConfig) -> GrammarCompiler | None:
+    """For grammars over this model's vocabulary; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return GrammarCompiler(lambda: tokenizer_json(tokenizer), model.vocab_size, model.eos_token_ids)
+
+
+def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the tokenizer's tokenizer.json would be; ValueError for one that is written in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"grammar: it needs a fast tokenizer, and this checkpoint has {type(tokenizer).__name__}")
+    return str(backend.to_str())
+
+
+def load_compressor(draft: PromptCompressor | str | Path, options: EngineOptions) -> PromptCompressor:
+    """A draft that is loaded already, or one from its folder, in the engine's numbers and on its device."""
+    from snapstream.spec_prefill.compressor import PromptCompressor
+
+    if isinstance(draft, PromptCompressor):
+        return draft
+    return PromptCompressor(draft, dtype=options.dtype, device=options.device)
+
+
+def memory_of(compressor: PromptCompressor, device: str) -> DraftMemory | None:
+    """Bytes of a draft that is loaded; None where it is on another device."""
+    decoder = compressor.draft.decoder
+    if decoder.device.type != device.split(":")[0]:
+        return None
+    dtype = cast(DType, str(decoder.dtype).removeprefix("torch."))
+    return draft_memory(decoder.config, compressor.scoring, dtype=dtype, device=decoder.device.type)
+
+
+def build_runner(
+    folder: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    grammars: GrammarCompiler | None,
+    progress: bool,
+    *,
+    kernels: Kernels | None = None,
+    make_decode: MakeDecode | None = None,
+    on_unit: Callable[[], None] = lambda: None,
+) -> ModelRunner:
+    """Load the weights and put a runner around them; a ``MakeRunner``.
+
+    ``kernels`` are the device's unless given; for ``make_decode`` and ``on_unit`` see
+    ``ModelRunner``.
+    """
+    from snapstream.exec.runner import ModelRunner
+    from snapstream.kernels.backends.latents import with_latents
+    from snapstream.models.decoder import Decoder
+
+    if config.parallel.size > 1:
+        raise ValueError(f"this runner is made for one device, and tensor_parallel is {config.parallel.size}")
+    _check_heads(folder, config)
+    make_tier = _disk_tier(folder, config, 0)
+    decoder = Decoder.load(
+        folder,
+        model,
+        config.dtype,
+        config.device,
+        progress=progress,
+        formats=config.weights,
+        make=_make_weight(config, make_decode),
+    )
+    if kernels is not None:
+        decoder = decoder.with_kernels(kernels)
+    elif (latents := latent_attention(model, config)) is not None and not latents.is_ours:
+        decoder = decoder.with_kernels(with_latents(decoder.kernels, latents))
+    return ModelRunner(
+        decoder,
+        config,
+        grammars,
+        make_decode=make_decode,
+        make_tier=make_tier,
+        on_unit=on_unit,
+        progress=progress,
+    )
+
+
+def build_rank(
+    folder: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    grammars: GrammarCompiler | None,
+    progress: bool,
+    group: Group,
+    on_unit: Callable[[], None] = lambda: None,
+) -> ModelRunner:
+    """Load one rank's share of the weights and put a runner around it, at the same time as all other ranks."""
+    import torch
+
+    from snapstream.exec.runner import ModelRunner
+    from snapstream.kernels.backends.latents import with_latents
+    from snapstream.kernels.interface import bind
+    from snapstream.models.checkpoint import load_weights
+    from snapstream.models.decoder import Decoder
+    from snapstream.models.sharding import Share
+
+    make_tier = _disk_tier(folder, config, group.rank)
+    share = Share.of(model, config.parallel, group.rank, config.weights)
+    dtype = getattr(torch, config.dtype)
+    make = _make_weight(config, None)
+    weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make, share)
+    latents = latent_attention(model, config)
+    kernels = None if latents is None or latents.is_ours else with_latents(bind(config.device), latents)
+    decoder = Decoder(model, weights, kernels, group)
+    return ModelRunner(decoder, config, grammars, make_tier=make_tier, on_unit=on_unit, progress=progress)
+
+
+def _check_heads(folder: Path, config: EngineConfig) -> None:
+    """ValueError if the profile of heads is of another checkpoint, before anything large is read."""
+    if config.heads is not None and config.heads.model != (own := fingerprint(folder)):
+        raise ValueError(
+            f"heads: the profile is of another checkpoint ({config.heads.model}); {folder} is {own}. Make one with "
+            "snapstream calibrate"
+        )
+
+
+def _disk_tier(folder: Path, config: EngineConfig, rank: int) -> MakeTier | None:
+    """Opens the folder of a rank's prefix store, before anything large is read; ValueError if it cannot be used."""
+    if not config.prefix_dir:
+        return None
+    from snapstream.kv.prefix_folder import PrefixFolder, rank_part
+    from snapstream.kv.prefix_store import PrefixFiles
+
+    facts = f"{fingerprint(folder, with_mtime=True)} {config.dtype} {config.weights}"
+    model = sha256(facts.encode()).digest()
+    opened = PrefixFolder(Path(config.prefix_dir), rank_part(config.parallel, rank))
+    max_bytes = config.prefix_disk // config.parallel.size
+    return lambda blocks: PrefixFiles(blocks, opened, model, max_bytes, _settle(config.device, rank))
+
+
+def _settle(device: str, rank: int) -> Callable[[], None]:
+    """What a worker rank's files wait for: its device may be behind rank 0's, whose results are read."""
+    if rank == 0 or not device.startswith("cuda"):
+        return lambda: None
+    import torch
+
+    return lambda: torch.cuda.synchronize(device)
+
+
+def _make_weight(config: EngineConfig, make_decode: MakeDecode | None) -> MakeMatrix:
+    """Makes the storage that the executor reads; one from outside reads the plain one."""
+    from snapstream.models.matrix import make_matrix
+
+    if config.executor != "looped" or config.device.startswith("cuda") or make_decode is not None:
+        return make_matrix
+    from snapstream.kernels.cpu.looped.library import load
+    from snapstream.models.panels import make_panels
+
+    rounds_prefill = config.weights is not None and config.weights.rounds_prefill
+    return make_panels(load(), rounds_prefill=rounds_prefill)
+
+
+def make_connector(
+    folder: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    settings: TransferSettings,
+    wake: Callable[[], None] = lambda: None,
+) -> TcpConnector:
+    """ValueError for an engine whose rows cannot travel, or cannot arrive at the address."""
+    if config.heads is not None and config.parallel.size > 1:
+        raise ValueError(
+            f"heads: rows whose kv heads have slots of their own travel between engines of one device; this one has "
+            f"{config.parallel.size}"
+        )
+    return TcpConnector(settings, row_sizes(model, config), engine_fingerprint(folder, config), wake)
+
+
+def engine_fingerprint(folder: Path, config: EngineConfig) -> dict[str, str]:
+    """Facts that rows, and what is computed from them, depend on."""
+    return {
+        "version": __version__,
+        "checkpoint": fingerprint(folder),
+        "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
+        "width of the weights": "dtype" if config.weights is None else config.weights.describe(),
+        "reselection": "none" if config.reselection is None else repr(config.reselection),
+        "heads": "none" if config.heads is None else _digest(config.heads),
+    }
+
+
+def _digest(heads: HeadSlots) -> str:
+    """Of the slots of every kv head: profiles of one model that share out a budget alike may speak to each other."""
+    return sha256(repr((heads.topk, heads.budget)).encode()).hexdigest()[:16]

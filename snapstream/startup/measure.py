@@ -1,0 +1,203 @@
+"""Measures the facts about a machine that ``resolve.py`` decides by, and refuses a device that cannot be used.
+
+torch is imported only where a GPU is asked for, so that a plan on a CPU starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from snapstream.config import EngineConfig, EngineOptions, ModelConfig
+from snapstream.models.sharding import rank_config
+from snapstream.plan.memory import DraftMemory
+from snapstream.startup.resolve import Machine, resolve
+
+if TYPE_CHECKING:
+    from snapstream.kernels.backends.latents import LatentAttention
+
+
+# How much memory this machine, or the container around this process, has.
+#
+# Invariant: memory that the kernel would refuse, or kill for, is not counted: the smallest limit of the process's
+# cgroups bounds both figures. Page cache counts as available, because the kernel gives it back. ``startup/measure.py``
+# measures by it.
+
+
+class HostMemory(NamedTuple):
+    """Bytes."""
+
+    total: int
+    available: int
+
+
+class _Kind(NamedTuple):
+    """Names of one version of cgroups: folder under /sys/fs/cgroup, files, and the count of reclaimable pages."""
+
+    folder: str
+    limit: str
+    usage: str
+    reclaimable: str
+
+
+UNIFIED = _Kind("", "memory.max", "memory.current", "inactive_file")
+LEGACY = _Kind("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """``root``: where proc and sys are."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    meminfo = _table(root / "proc/meminfo")
+    total = meminfo["MemTotal"] * 1024 if "MemTotal" in meminfo else page * os.sysconf("SC_PHYS_PAGES")
+    available = meminfo["MemAvailable"] * 1024 if "MemAvailable" in meminfo else page * os.sysconf("SC_AVPHYS_PAGES")
+    for kind, folder in _cgroups(root):
+        limit = _number(folder / kind.limit)
+        if limit is not None:
+            used = (_number(folder / kind.usage) or 0) - _table(folder / "memory.stat").get(kind.reclaimable, 0)
+            total, available = min(total, limit), min(available, max(limit - used, 0))
+    return HostMemory(total, available)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[_Kind, Path]]:
+    """This process's cgroups with memory, and all above them; a container sees its own as the topmost."""
+    for line in _lines(root / "proc/self/cgroup"):
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        kind = LEGACY if controllers else UNIFIED
+        top = root / "sys/fs/cgroup" / kind.folder
+        own = top / path.strip("/")
+        yield from ((kind, folder) for folder in (own, *own.parents) if folder.is_relative_to(top))
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    pairs = [line.replace(":", " ").split() for line in _lines(path)]
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
+
+
+def _number(path: Path) -> int | None:
+    """None where there is no such file, or it says ``max``."""
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this engine does not know, cannot choose or that this machine does not have."""
+    if not isinstance(device, str) or device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
+    if device == "cpu":
+        return
+    import torch
+
+    _, _, index = device.partition(":")
+    if index not in ("", "0"):  # streams, captures and kernels are made on the current GPU, which is the first
+        raise ValueError(
+            f"device is {device!r}; the engine runs on the first GPU that it sees: "
+            f"set CUDA_VISIBLE_DEVICES={index} and use 'cuda'"
+        )
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # which of the two depends on how torch was built
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def device_memory(device: str) -> tuple[int, int]:
+    """Bytes of a device that are free now, and all that it has."""
+    if not device.startswith("cuda"):
+        memory = host_memory()
+        return memory.available, memory.total
+    import torch
+
+    return torch.cuda.mem_get_info(device)
+
+
+def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks: int = 1) -> Machine:
+    """The facts of this machine; ValueError for a device that cannot be used.
+
+    Of ``num_ranks`` ranks on this machine each has a GPU of its own, and a part of the host's memory.
+    """
+    check_device(device)
+    free, total = device_memory(device)
+    if not device.startswith("cuda"):
+        return Machine(
+            device=device,
+            free_bytes=free // num_ranks,
+            total_bytes=total // num_ranks,
+            looped_problem=(problem := looped_problem(num_ranks)),
+            gains_by_bf16=problem is None and gains_by_bf16(),
+            draft=draft,
+            num_gpus=0,
+        )
+    import torch
+
+    from snapstream.kernels.interface import has_triton
+
+    return Machine(
+        device=device,
+        free_bytes=free,
+        total_bytes=total,
+        looped_problem=None if has_triton() else "Triton is not installed for this PyTorch",
+        name=torch.cuda.get_device_name(device),
+        host_free_bytes=host_memory().available // num_ranks,
+        capability=None if torch.version.hip is not None else torch.cuda.get_device_capability(device),
+        draft=draft,
+        num_gpus=torch.cuda.device_count(),
+    )
+
+
+def decide(model: ModelConfig, options: EngineOptions, beside: DraftMemory | None = None) -> EngineConfig:
+    """``resolve`` for this machine as it is now; ``beside``: a draft that is loaded on the same device."""
+    return resolve(model, options, measure_machine(options.device, beside, num_ranks=options.parallel.ranks_here))
+
+
+def looped_problem(num_ranks: int = 1) -> str | None:
+    """Why this machine cannot run looped steps of so many ranks; the first call that finds no library compiles it."""
+    from snapstream.distributed.group import memory_problem
+    from snapstream.kernels.cpu.looped.library import library_problem
+
+    if num_ranks > 1 and (problem := memory_problem()) is not None:
+        return problem
+    return library_problem()
+
+
+def gains_by_bf16() -> bool:
+    """Whether looped products with inputs in bf16 are faster here; the first call tries them."""
+    from snapstream.kernels.cpu.looped.library import load
+
+    return bool(load().gains_by_bf16())
+
+
+def latent_attention(model: ModelConfig, config: EngineConfig) -> LatentAttention | None:
+    """The kernel that will attend over rows of latents, on this rank of several; None where there is nothing to choose.
+
+    Ranks may have different ones: what attention gives is summed or gathered before any of them reads it.
+    """
+    import torch
+
+    from snapstream.kernels.backends.latents import Case, choose
+
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    case = Case.of(device, dtype, rank_config(model, config.parallel), config.budget.capacity)
+    return None if case is None else choose(case)
+
+
+def describe_prefill(model: ModelConfig, config: EngineConfig) -> str:
+    """The line that says which kernel will attend prompts, and why. ValueError for one that cannot serve here."""
+    import torch
+
+    from snapstream.kernels.backends.autotune import choose
+    from snapstream.kernels.backends.prefill import Case
+
+    own = rank_config(model, config.parallel)
+    case = Case.of_model(torch.device(config.device), getattr(torch, config.dtype), own)
+    return choose(config.prefill_attention, case).describe()

@@ -1,0 +1,86 @@
+"""What an engine says at its start: choices that were made for its user, a line each.
+
+``resolve.py`` makes them; the command line prints these lines, and the server logs them.
+"""
+
+from __future__ import annotations
+
+from snapstream.config import EngineConfig, EngineOptions, ModelConfig
+from snapstream.config.values import format_bytes
+from snapstream.exec.requirements import preferred_executor, why_not
+from snapstream.plan.memory import prefix_store_bytes
+from snapstream.startup.measure import describe_prefill, latent_attention, looped_problem
+from snapstream.startup.ranks import threads_of_rank
+
+
+def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> tuple[str, ...]:
+    """All lines that have something to say. ValueError for a prefill kernel that cannot serve here."""
+    lines = (
+        describe_budget(options, config),
+        describe_ranks(config),
+        describe_prefill(model, config),
+        describe_latents(model, config),
+        describe_inputs(config),
+        describe_decode(model, options, config),
+        describe_store(model, options, config),
+    )
+    return tuple(line for line in lines if line)
+
+
+def describe_budget(options: EngineOptions, config: EngineConfig) -> str:
+    """That a row is smaller than the budget asked for, because no sequence is longer."""
+    given, most = options.budget, config.budget.capacity
+    if not isinstance(given, int) or given in (EngineOptions.budget, most) or given < config.max_model_len:
+        return ""
+    return f"budget: {given:,} slots were asked for; a row has {most:,}, because no sequence is longer (max_model_len)"
+
+
+def describe_latents(model: ModelConfig, config: EngineConfig) -> str:
+    """Which kernel attends over rows of latents, where there is a choice."""
+    chosen = latent_attention(model, config)
+    return "" if chosen is None else chosen.describe()
+
+
+def describe_ranks(config: EngineConfig) -> str:
+    """How many ranks there are and what each has; nothing for one."""
+    size, here, device = config.parallel.size, config.parallel.ranks_here, config.device.split(":")[0]
+    if size == 1:
+        return ""
+    num_threads = threads_of_rank(here)
+    where = "a GPU each" if device == "cuda" else f"{device}, {num_threads} thread{'s' * (num_threads > 1)} each"
+    if here < size:
+        where += f"; {here} here, {size - here} come to {config.parallel.address}"
+    return f"ranks: {size} ({where})"
+
+
+def describe_inputs(config: EngineConfig) -> str:
+    """Whether prefill, and decode beside weights of bf16, round what they multiply with to bf16."""
+    if config.weights is None or not config.weights.rounds_prefill:
+        return ""
+    layers = config.weights.layers
+    who = "prefill and decode" if layers.rounds_inputs and not layers.is_quantized else "prefill"
+    return f"{who}: products of bfloat16, faster here (activations 'dtype': of float32)"
+
+
+def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:
+    """Why decode is eager, where the options did not ask for that."""
+    if options.executor is not None or config.executor != "eager":
+        return ""
+    preferred = preferred_executor(config.device)
+    problem = why_not(preferred, model, config)
+    if problem is None and not config.device.startswith("cuda"):
+        problem = looped_problem(config.parallel.ranks_here)
+    return f"decode: eager, because {problem}"
+
+
+def describe_store(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:
+    """How large the prefix store is; nothing where none was asked for."""
+    if options.prefix_store is None:
+        return ""
+    how, store = " (auto)" if options.prefix_store == "auto" else "", config.prefix_store
+    if store is None:
+        needs_queries = config.selector.needs_all_queries
+        why = "the selector needs the queries of whole prompts" if needs_queries else "too little memory is free"
+        return f"prefix store: none{how}, because {why}"
+    size = format_bytes(config.parallel.size * prefix_store_bytes(model, config))
+    return f"prefix store: {size}{how}, {config.prefix_blocks * store.block_len:,} tokens"

@@ -1,0 +1,119 @@
+"""Engines over four ranks answer as one device does, and rows of several ranks are transferred whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from snapstream import LLM, KVBudget, SamplingParams
+from snapstream.config import KVDType, SplitAttention
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.types import Request
+from tests.disaggregation.pair import joined
+from tests.disaggregation.test_rows_between_engines import PARAMS, SETTINGS, TEXTS, check, requests_of
+from tests.distributed.pairs import assert_same, ids
+from tests.distributed.pool import Pool
+from tests.distributed.travelling import Carried, carried
+from tests.llm.conftest import write_checkpoint
+from tests.parity.checkpoints import VOCAB, make_model, save
+
+# Whole engines over four ranks answer as one device does: heads split, experts dealt out, rows dealt out.
+# Processes over gloo, which compare their drawn tokens after every step. Most of the time is their start, so there are
+# two engines; what else engines can do is tested with two ranks, and other splits over four without an engine
+# (``test_tensor_parallel.py``). Here two ranks share a kv head, and neither of the model's sizes is a rank's own.
+
+FOUR_RANKS_SETTINGS: dict[str, Any] = {
+    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "selector": SnapKV(observation_len=8),
+    "max_model_len": 128, "chunk_len": 32, "progress": False, "max_rows": 5, "executor": "eager",
+}  # fmt: skip
+PROMPTS = [ids(length, seed=length, vocab=VOCAB) for length in (70, 5, 40)]  # above and below the budget
+REQUESTS = [
+    SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, return_kept=True, logprobs=2),
+    SamplingParams(max_tokens=8, temperature=0.8, seed=5, top_p=0.9, ignore_eos=True),
+    SamplingParams(max_tokens=6, temperature=0.9, seed=1, n=2, ignore_eos=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("llama-gqa-tied", {}), ("deepseek-v3", {"experts": "ep", "attention": "dp"})],
+    ids=["llama", "latents, experts and rows dealt out"],
+)
+def test_answers_are_those_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, split: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("SNAPSTREAM_CHECK_RANKS", "1")
+    folder = save(make_model(name), tmp_path)
+    with LLM(folder, **FOUR_RANKS_SETTINGS) as one:
+        wanted = one.generate(PROMPTS, REQUESTS)
+    with LLM(folder, **FOUR_RANKS_SETTINGS, tensor_parallel=4, **split) as four:
+        found = four.generate(PROMPTS, REQUESTS)
+        assert four.engine.rows_free == 5
+    for ours, theirs in zip(wanted, found, strict=True):
+        assert_same(ours, theirs)
+
+
+# Rows of engines of several ranks travel whole: the pieces over two ranks, and engines of unlike numbers of ranks.
+
+RANKS: dict[str, Any] = {"tensor_parallel": 2}
+
+
+def short(params: dict[str, SamplingParams]) -> list[Request]:
+    """Each with a prompt below the budget and one above; a step of several ranks is many waits for each other."""
+    return requests_of({name: replace(own, max_tokens=8) for name, own in params.items()}, (20, 70))
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("letters"))
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("deepseek-v3"), tmp_path_factory.mktemp("latents"))
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "kv_dtype"),
+    [
+        ("letters", "tp", "auto"), ("letters", "tp", "int8"), ("letters", "tp", "fp8"),
+        ("latents", "tp", "auto"), ("latents", "dp", "auto"), ("latents", "dp", "fp8"),
+    ],
+)  # fmt: skip
+def test_a_row_that_ranks_gather_is_that_of_one_device(
+    two: Pool, name: str, attention: SplitAttention, kv_dtype: KVDType, request: pytest.FixtureRequest
+) -> None:
+    """Its bytes come back bit for bit from other rows of another rank; heads of several ranks stand in order."""
+    folder = request.getfixturevalue(name)
+    with torch.inference_mode():
+        wanted = carried(None, Carried(folder, "tp", kv_dtype))
+    first, second = two.run(carried, Carried(folder, attention, kv_dtype))
+    assert first.sent == second.sent, "every rank has the whole row"
+    for own in (wanted, first, second):
+        assert own.again == own.sent
+        assert tuple(map(len, own.sent)) == wanted.layer_bytes
+    if kv_dtype == "auto":  # narrow numbers may round to a neighbour
+        for ours, theirs in zip(wanted.sent, first.sent, strict=True):
+            torch.testing.assert_close(_numbers(theirs), _numbers(ours), atol=1e-4, rtol=1e-4)
+
+
+def _numbers(part: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(part), dtype=torch.float32)
+
+
+def test_an_engine_of_two_ranks_reads_for_one_device(letters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPSTREAM_CHECK_RANKS", "1")
+    with joined(letters, reading=RANKS, **SETTINGS) as pair:
+        wanted = ("seeded, three samples", "logprobs", "kept bitmap")
+        check(pair, short({**{name: PARAMS[name] for name in wanted}, "grammar": TEXTS["grammar"]}))
+
+
+def test_one_device_reads_for_ranks_that_have_whole_rows(latents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one request lie on both ranks."""
+    monkeypatch.setenv("SNAPSTREAM_CHECK_RANKS", "1")
+    with joined(latents, answering={**RANKS, "attention": "dp"}, **SETTINGS) as pair:
+        check(pair, short({name: PARAMS[name] for name in ("greedy", "seeded, three samples")}))

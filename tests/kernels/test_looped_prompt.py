@@ -1,0 +1,351 @@
+"""Attention of prompts in fp32 by our kernel: as the reference, in any chunks and company, and chosen by a trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
+from snapstream.config import PrefixStoreConfig
+from snapstream.config.model import WeightFormat, WeightFormats
+from snapstream.kernels import reference
+from snapstream.kernels.backends import autotune
+from snapstream.kernels.backends.autotune import choose
+from snapstream.kernels.backends.packages import PackedLens
+from snapstream.kernels.backends.prefill import VERSIONS, Case, Version
+from snapstream.kernels.cpu.looped import library
+from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
+from snapstream.kernels.cpu.looped.library import load
+from snapstream.kernels.cpu.looped.prompt import attend, attend_f32, packed_attention, prefill_attention, stage_heads
+from snapstream.kernels.interface import HeadNorm, Pairs, SumNorm, bind
+from snapstream.llm import LLM
+from snapstream.models.matrix import Matrix
+from snapstream.models.panels import make_panels
+from snapstream.types import SamplingParams
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+STORE = PrefixStoreConfig(num_bytes=8 * 2**20, block_len=32, min_tokens=64)
+CASE = Case(torch.device("cpu"), torch.float32, 16, 2)
+
+
+def sample(queries: int, heads: int, kv_heads: int, keys: int, size: int, value_size: int) -> list[Tensor]:
+    """Ranges of larger buffers, as staging is: contiguous in the last dimension only."""
+    generator = torch.Generator().manual_seed(queries + keys)
+    q = torch.randn(queries, heads + 1, size, generator=generator)[:, :heads]
+    k = torch.randn(kv_heads, keys + 3, size, generator=generator)[:, :keys]
+    v = torch.randn(kv_heads, keys + 3, value_size, generator=generator)[:, :keys]
+    return [q, k, v]
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The reference takes values as large as keys: those of other sizes in parts."""
+    size, parts = k.shape[-1], []
+    for start in range(0, v.shape[-1], size):
+        part = v[..., start : start + size]
+        wide = torch.zeros(*v.shape[:2], size)
+        wide[..., : part.shape[-1]] = part
+        parts.append(reference.prefill_attention(q.contiguous().float(), k, wide)[..., : part.shape[-1]])
+    return torch.cat(parts, -1)
+
+
+@settings(max_examples=50)
+@given(
+    queries=st.integers(1, 70), kv_heads=st.integers(1, 3), shared=st.integers(1, 5), before=st.integers(0, 400),
+    size=st.integers(1, 70), value_size=st.integers(1, 70), scale=st.sampled_from([1.0, 30.0]),
+    threads=st.integers(1, 2), instructions=st.sampled_from(instruction_sets()),
+)  # fmt: skip
+def test_as_the_reference(
+    queries: int, kv_heads: int, shared: int, before: int, size: int, value_size: int, scale: float, threads: int,
+    instructions: InstructionSet,
+) -> None:  # fmt: skip
+    q, k, v = sample(queries, kv_heads * shared, kv_heads, before + queries, size, value_size)
+    q = q * scale
+    count = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        got = attend_f32(library.load(instructions), q, k, v, [(queries, before + queries)])
+    finally:
+        torch.set_num_threads(count)
+    torch.testing.assert_close(got, expected(q, k, v), rtol=2e-5 * scale, atol=3e-6 * scale)
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+@pytest.mark.parametrize(("size", "value_size"), [(32, 32), (48, 32), (64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("queries", "heads", "kv_heads", "before"), [(1, 3, 1, 0), (97, 4, 2, 95), (64, 2, 2, 33)])
+def test_sizes_of_real_heads(
+    instructions: InstructionSet, size: int, value_size: int, queries: int, heads: int, kv_heads: int, before: int
+) -> None:
+    q, k, v = sample(queries, heads, kv_heads, before + queries, size, value_size)
+    got = attend_f32(library.load(instructions), q, k, v, [(queries, before + queries)])
+    torch.testing.assert_close(got, expected(q, k, v), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+def test_the_same_bits_in_any_chunks_and_company(instructions: InstructionSet) -> None:
+    def own(q: Tensor, k: Tensor, v: Tensor, *ends: tuple[int, int]) -> Tensor:
+        return attend_f32(library.load(instructions), q, k, v, list(ends) or [(len(q), k.shape[1])])
+
+    q, k, v = sample(500, 6, 2, 500, 40, 24)
+    whole = own(q, k, v)
+    for cut in (1, 95, 96, 97, 300):
+        assert torch.equal(own(q[:cut], k[:, :cut], v[:, :cut]), whole[:cut])
+        assert torch.equal(own(q[cut:], k, v), whole[cut:])
+    # Three prompts of 120, 1 and 379 tokens, of the last of which 30 are in no chunk.
+    packed = own(torch.cat([q[:121], q[151:]]), k, v, (120, 120), (121, 121), (470, 500))
+    assert torch.equal(packed[:120], whole[:120])
+    assert torch.equal(packed[120:121], own(q[120:121], k[:, 120:121], v[:, 120:121]))
+    assert torch.equal(packed[121:], own(q[151:], k[:, 121:], v[:, 121:]))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("instructions", instruction_sets())
+def test_what_is_not_finite_stays_seen(instructions: InstructionSet, wrong: float) -> None:
+    q, k, v = sample(20, 2, 1, 30, 16, 16)
+    q[4, 1, 3] = wrong
+    got = attend_f32(library.load(instructions), q, k, v, [(20, 30)])
+    assert not got[4, 1].isfinite().any()
+    got[4, 1] = 0.0
+    assert got.isfinite().all()
+
+
+def test_the_faster_one_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"cpu": 1.0, "cpu_fp32": 0.95}
+    monkeypatch.setattr(autotune, "seconds_on_a_cpu", lambda version, case: times[version.name])
+    monkeypatch.setattr(autotune, "known", dict)
+    kept = choose("auto", CASE)
+    assert (kept.name, kept.packed_name) == ("cpu", "loop")
+    times["cpu_fp32"] = 0.5
+    chosen = choose("auto", CASE)
+    assert (chosen.name, chosen.packed_name) == ("cpu_fp32", "cpu_fp32")
+    assert "faster one of a trial at this start: cpu 1000.00 ms, cpu_fp32 500.00 ms" in chosen.describe()
+    assert choose("auto", Case(torch.device("cpu"), torch.bfloat16, 16, 2)).name == "cpu"
+    with pytest.raises(ValueError, match="'cpu_fp32' cannot be used: computes in float32, not bfloat16"):
+        choose("cpu_fp32", Case(torch.device("cpu"), torch.bfloat16, 16, 2))
+
+    def fails() -> None:
+        raise ValueError("no C++ compiler")
+
+    monkeypatch.setattr(library, "load", fails)
+    assert choose("auto", CASE).why == "cpu_fp32 cannot serve: no C++ compiler"
+
+
+def test_the_trial_runs_and_is_remembered() -> None:
+    calls = list[str]()
+
+    def counted(version: Version, case: Case) -> float:
+        calls.append(version.name)
+        return autotune.seconds_on_a_cpu(version, case)
+
+    measured: autotune.Known = {}
+    for _ in range(2):
+        times = autotune.race([VERSIONS["cpu"], VERSIONS["cpu_fp32"]], CASE, counted, measured)
+        assert all(0.0 < time < float("inf") for time in times.values())
+    assert calls == ["cpu", "cpu_fp32"]
+
+
+@pytest.mark.parametrize("model", [TINY_MODEL, TINY_LATENT_MODEL])
+def test_tokens_are_those_of_the_reference(model: Path) -> None:
+    """Prompts of one chunk, of several, packed, and begun in the prefix store."""
+    texts = ["The code of the vault is 4821907. " * n for n in (1, 3, 40)]
+    answers = []
+    for name in ("reference", "cpu_fp32"):
+        with LLM(model, prefill_attention=name, max_model_len=1024, chunk_len=128, max_rows=3, weights="float32",
+                 activations="dtype", prefix_store=STORE, progress=False) as llm:  # fmt: skip
+            assert any(f"prefill attention: {name}" in note for note in llm.notes)
+            params = SamplingParams(max_tokens=12, temperature=0.0)
+            outs = [*llm.generate(texts, params), *llm.generate([texts[2] + "What is it?"], params)]
+            answers.append([out.token_ids for out in outs])
+    assert answers[0] == answers[1]
+
+
+# Native calls around the attention of prompts: near the plain ones they replace, and the same bits for a token
+# whatever is beside it.
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+INFO = Path("/proc/cpuinfo")
+needs_bf16 = pytest.mark.skipif(
+    not INFO.exists() or "avx512_bf16" not in INFO.read_text(), reason="this processor does not multiply bf16"
+)
+FORMS = [WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4")]
+
+
+def matrix_of(form: WeightFormat, rows: int, cols: int, rounds: bool, instructions: InstructionSet | None) -> Matrix:
+    make = make_panels(load(instructions), rounds_prefill=rounds)
+    stack = make(form, (1, rows, cols), torch.float32, "cpu")
+    stack.fill(torch.randn(1, rows, cols) / cols**0.5)
+    return stack[0]
+
+
+def given_of(tokens: int, size: int, adds: bool) -> SumNorm:
+    return SumNorm(torch.randn(tokens, size), torch.randn(tokens, size) if adds else None, torch.rand(size) + 0.5, 1e-5)
+
+
+def copy_of(given: SumNorm, own: slice = slice(None)) -> SumNorm:
+    return given._replace(residual=given.residual[own].clone(), x=None if given.x is None else given.x[own].clone())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.dtype))
+@pytest.mark.parametrize("rounds", [False, pytest.param(True, marks=needs_bf16)])
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 96), (31, 96), (31, 88)])
+def test_norm_and_mlp_are_those_of_plain_calls(form: WeightFormat, rounds: bool, tokens: int, inner: int) -> None:
+    torch.manual_seed(tokens)
+    kernels, inner = bind("cpu"), inner if not form.is_quantized else 96
+    gate_up = matrix_of(form, 2 * inner, 64, rounds, None)
+    down = matrix_of(form, 64, inner, rounds, None)
+    given = given_of(tokens, 64, adds=tokens > 1)
+    biases = torch.randn(2 * inner), torch.randn(64)
+    plain, native = copy_of(given), copy_of(given)
+    want = Matrix.multiply_normed(gate_up, plain, biases[0], kernels)
+    got = gate_up.multiply_normed(native, biases[0], kernels)
+    assert torch.equal(native.residual, plain.residual)  # the sum is made
+    # An input that rounding takes to the next number of bf16 is off by its 256th.
+    limit = 0.05 if rounds else 1e-4
+    torch.testing.assert_close(got, want, rtol=0, atol=limit)
+    want = Matrix.swiglu(gate_up, down, copy_of(given), biases, kernels)
+    got = gate_up.swiglu(down, copy_of(given), biases, kernels)
+    torch.testing.assert_close(got, want, rtol=0, atol=limit)
+    for token in range(0, tokens, 7):  # alone
+        own = slice(token, token + 1)
+        assert torch.equal(gate_up.swiglu(down, copy_of(given, own), biases, kernels)[0], got[token])
+
+
+@needs_bf16
+def test_tokens_that_go_in_ranges_have_the_same_bits() -> None:
+    torch.manual_seed(0)
+    form, kernels = WeightFormats.of("bfloat16").layers, bind("cpu")
+    gate_up, down = matrix_of(form, 2048, 1024, True, None), matrix_of(form, 64, 1024, True, None)
+    given = given_of(500, 1024, adds=True)  # a near cache holds 384
+    got = gate_up.swiglu(down, copy_of(given), (None, None), kernels)
+    for own in (slice(0, 1), slice(370, 397), slice(499, 500)):
+        assert torch.equal(gate_up.swiglu(down, copy_of(given, own), (None, None), kernels), got[own])
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+def test_every_instruction_set_passes_tokens(instructions: InstructionSet) -> None:
+    torch.manual_seed(1)
+    gate_up = matrix_of(WeightFormats.of("float32").layers, 64, 20, False, instructions)
+    down = matrix_of(WeightFormats.of("float32").layers, 20, 32, False, instructions)
+    given = given_of(5, 20, adds=True)
+    want = Matrix.swiglu(gate_up, down, copy_of(given), (None, None), bind("cpu"))
+    got = gate_up.swiglu(down, copy_of(given), (None, None), bind("cpu"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "has_norm"), [(64, True), (20, True), (32, False), (2, True)])
+def test_heads_are_staged_as_by_plain_calls(size: int, has_norm: bool) -> None:
+    torch.manual_seed(size)
+    heads = torch.randn(9, 4 + 2 * 2, size)
+    angle = torch.rand(9, 1, size // 2)
+    cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    norm = HeadNorm(torch.rand(6, size) + 0.5 if has_norm else None, 1e-6)
+    keys, values = torch.zeros(2, 30, size), torch.zeros(2, 30, size)
+    queries = stage_heads(heads, norm, (cos, sin), keys, values, [(0, 4, 20), (4, 5, 3)])
+    rotated = bind("cpu", "torch").norm_rope(heads, norm, (cos, sin), 2)  # [T, H+G, E]
+    want_keys, want_values = torch.zeros_like(keys), torch.zeros_like(values)
+    for tokens, places in ((slice(0, 4), slice(20, 24)), (slice(4, 9), slice(3, 8))):
+        want_keys[:, places] = rotated[tokens, 4:].transpose(0, 1)
+        want_values[:, places] = heads[tokens, 6:].transpose(0, 1)
+    torch.testing.assert_close(queries, rotated[:, :4])
+    torch.testing.assert_close(keys, want_keys)
+    assert torch.equal(values, want_values)
+
+
+def pairs_of(tokens: int, top_k: int, stored: int, elsewhere: int) -> Pairs:
+    """Random choices of ``stored + elsewhere`` experts; the first ones are stored, and nobody chooses expert 1."""
+    choices = torch.rand(tokens, stored + elsewhere)
+    choices[:, 1] = -1.0
+    flat = choices.topk(top_k).indices.flatten().clamp(max=stored)
+    order = flat.argsort(stable=True)
+    ends = torch.searchsorted(flat[order], torch.arange(stored), right=True, out_int32=True)
+    return Pairs(order, ends, torch.rand(tokens, top_k), flat == stored if elsewhere else None)
+
+
+def of_tokens(pairs: Pairs, tokens: slice) -> Pairs:
+    """The choices of some tokens alone."""
+    top_k = pairs.weights.shape[1]
+    flat = torch.empty_like(pairs.order)
+    flat[pairs.order] = torch.searchsorted(pairs.ends, torch.arange(len(flat)), right=True)  # X' for others' experts
+    own = flat.view(-1, top_k)[tokens].flatten()
+    order, stored = own.argsort(stable=True), len(pairs.ends)
+    ends = torch.searchsorted(own[order], torch.arange(stored), right=True, out_int32=True)
+    return Pairs(order, ends, pairs.weights[tokens], own == stored if pairs.are_elsewhere is not None else None)
+
+
+def experts_of(form: WeightFormat, rows: int, cols: int, rounds: bool, instructions: InstructionSet | None) -> Matrix:
+    stack = make_panels(load(instructions), rounds_prefill=rounds)(form, (1, 5, rows, cols), torch.float32, "cpu")
+    stack.fill(torch.randn(1, 5, rows, cols) / cols**0.5)
+    return stack[0]
+
+
+@pytest.mark.parametrize("form", [*FORMS, WeightFormat(dtype="fp8")], ids=lambda form: str(form.dtype))
+@pytest.mark.parametrize("rounds", [False, pytest.param(True, marks=needs_bf16)])
+@pytest.mark.parametrize(("tokens", "inner", "elsewhere"), [(1, 64, 0), (50, 96, 0), (31, 64, 3), (9, 48, 0)])
+def test_experts_are_those_of_plain_calls(
+    form: WeightFormat, rounds: bool, tokens: int, inner: int, elsewhere: int
+) -> None:
+    torch.manual_seed(tokens)
+    kernels, inner = bind("cpu"), inner if not form.is_quantized or inner % 32 == 0 else 64
+    gate_up, down = experts_of(form, 2 * inner, 64, rounds, None), experts_of(form, 64, inner, rounds, None)
+    x, pairs = torch.randn(tokens, 64), pairs_of(tokens, 3, 5, elsewhere)
+    want = Matrix.swiglu_grouped(gate_up, down, x, pairs, kernels)
+    got = gate_up.swiglu_grouped(down, x, pairs, kernels)
+    torch.testing.assert_close(got, want, rtol=0, atol=0.05 if rounds else 1e-4)
+    for token in range(0, tokens, 7):  # alone
+        own = slice(token, token + 1)
+        assert torch.equal(gate_up.swiglu_grouped(down, x[own], of_tokens(pairs, own), kernels)[0], got[token])
+
+
+@needs_bf16
+def test_tokens_of_an_expert_that_go_in_ranges_have_the_same_bits() -> None:
+    torch.manual_seed(0)
+    form, kernels = WeightFormats.of("bfloat16").layers, bind("cpu")
+    gate_up, down = experts_of(form, 128, 1024, True, None), experts_of(form, 32, 64, True, None)
+    x, pairs = torch.randn(1000, 1024), pairs_of(1000, 3, 5, 0)  # a near cache holds 384 tokens
+    assert int(pairs.ends[0]) > 384
+    got = gate_up.swiglu_grouped(down, x, pairs, kernels)
+    for own in (slice(0, 1), slice(500, 533), slice(999, 1000)):
+        assert torch.equal(gate_up.swiglu_grouped(down, x[own], of_tokens(pairs, own), kernels), got[own])
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+def test_every_instruction_set_passes_experts(instructions: InstructionSet) -> None:
+    torch.manual_seed(1)
+    form = WeightFormats.of("float32").layers
+    gate_up, down = experts_of(form, 64, 20, False, instructions), experts_of(form, 20, 32, False, instructions)
+    x, pairs = torch.randn(9, 20), pairs_of(9, 2, 5, 2)
+    want = Matrix.swiglu_grouped(gate_up, down, x, pairs, bind("cpu"))
+    torch.testing.assert_close(gate_up.swiglu_grouped(down, x, pairs, bind("cpu")), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu_fp32", pytest.param("cpu_bf16", marks=needs_bf16)])
+def test_values_without_the_zeros_behind_them_are_attended_alike(name: str) -> None:
+    """Of expanded latents, whose values are shorter than their keys."""
+    torch.manual_seed(0)
+    version = VERSIONS[name]
+    assert version.takes_narrow_values and version.attend_packed is not None
+    q, k, v = torch.randn(46, 3, 24), torch.randn(3, 352, 24), torch.randn(3, 352, 24)
+    v[..., 20:] = 0.0
+    assert torch.equal(version.attend(q, k, v[..., :20]), version.attend(q, k, v)[..., :20])
+    ends = [torch.tensor([0, *part]).cumsum(0).int() for part in ([5, 1, 40], [5, 300, 47])]
+    lens = PackedLens(ends[0], ends[1], 40, 300)
+    assert torch.equal(version.attend_packed(q, k, v[..., :20], lens), version.attend_packed(q, k, v, lens)[..., :20])
+
+
+@needs_bf16
+def test_prompts_in_one_call_are_attended_as_in_a_call_each() -> None:
+    torch.manual_seed(0)
+    queries, keys = [5, 1, 40], [5, 300, 47]
+    q, k, v = torch.randn(46, 6, 20), torch.randn(2, 400, 20)[:, :352], torch.randn(2, 400, 20)[:, :352]
+    ends = [torch.tensor([0, *part]).cumsum(0).int() for part in (queries, keys)]
+    got = packed_attention(q, k, v, PackedLens(ends[0], ends[1], 40, 300))
+    parts: list[Tensor] = []
+    for i in range(3):
+        own = slice(int(ends[1][i]), int(ends[1][i + 1]))
+        parts.append(prefill_attention(q[ends[0][i] : ends[0][i + 1]], k[:, own], v[:, own]))
+    assert torch.equal(got, torch.cat(parts))
+    assert torch.equal(got[:5], attend(load(), q, k, v, (0, 5), (0, 5))[:5])

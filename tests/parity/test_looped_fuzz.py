@@ -1,0 +1,218 @@
+"""Looped decode of models whose every dimension is drawn by itself: batches, each row alone, and eager.
+
+``SNAPSTREAM_FUZZ=COUNT[:FIRST]`` draws the configurations FIRST .. FIRST + COUNT - 1 (``make test-all``); the number of
+a failed one runs it again. Sizes that no published model has are the point: they find a buffer sized by the wrong one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from math import gcd
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from snapstream.config import KVBudget, ModelConfig, ReselectionConfig, WeightFormat, WeightFormats
+from snapstream.config.model import MoEConfig
+from snapstream.exec.eager import EagerDecode
+from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.rows import Rows
+from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
+from snapstream.kernels.cpu.looped.library import load, num_cores
+from snapstream.models import layers as router
+from snapstream.models.matrix import make_matrix
+from snapstream.models.panels import make_panels
+from snapstream.models.registry import FAMILIES, model_config_from_dict
+from tests.parity.test_looped import ROPES, WIDTHS, random_runner
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+_COUNT, _, _FIRST = os.environ.get("SNAPSTREAM_FUZZ", "24").partition(":")
+SEEDS = range(int(_FIRST or 0), int(_FIRST or 0) + int(_COUNT))
+STEPS = 2
+
+
+class Sizes:
+    """Draws sizes; those that matrices of codes have as inputs are whole groups."""
+
+    def __init__(self, random: Random, group: int) -> None:
+        self.random, self.group = random, group
+
+    def any(self, low: int, high: int, multiple: int = 1) -> int:
+        return multiple * self.random.randint(-(-low // multiple), max(high // multiple, -(-low // multiple)))
+
+    def inputs(self, high: int, times: int = 1, multiple: int = 1) -> int:
+        """Of which ``times`` are the input of a matrix."""
+        whole = self.group // gcd(self.group, times)
+        return self.any(1, max(high, whole), multiple * whole // gcd(multiple, whole))
+
+
+def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
+    """Of that architecture, by the fields of its config.json."""
+    size, family = Sizes(random, group), FAMILIES.get(architecture)
+    layers, kv_heads, vocab = size.any(1, 3), size.any(1, 4), size.any(3, 300)
+    heads = kv_heads * size.any(1, 5)
+    rope = random.choice(ROPES)
+    found: dict[str, Any] = {
+        "architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "hidden_act": "silu", "rms_norm_eps": 10.0 ** random.randint(-6, -2), "vocab_size": vocab,
+        "hidden_size": size.inputs(200), "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": size.inputs(300), "rope_theta": 10000.0,
+        "rope_scaling": rope, "sliding_window": None, "tie_word_embeddings": random.random() < 0.3,
+        "max_position_embeddings": 64 if rope and rope["rope_type"] == "dynamic" else 8192,
+        "attention_bias": random.random() < 0.5, "mlp_bias": random.random() < 0.5, "no_rope_layers": [1] * layers,
+    }  # fmt: skip
+    if "kv_lora_rank" in family.defaults:
+        heads = found["num_attention_heads"] = found["num_key_value_heads"] = size.any(1, 9)
+        found |= {
+            "q_lora_rank": random.choice([None, size.inputs(100)]), "kv_lora_rank": size.any(2, 100, 2),
+            "qk_nope_head_dim": size.any(1, 70), "qk_rope_head_dim": size.any(4, 40, 2), "attention_bias": False,
+            "v_head_dim": size.inputs(100, times=heads), "topk_method": "noaux_tc",
+        }  # fmt: skip
+        if architecture == "DeepseekV2ForCausalLM":
+            found["topk_method"] = random.choice(["greedy", "group_limited_greedy"])
+    else:
+        found["head_dim"] = size.inputs(160, times=heads, multiple=4)  # half of it, which some rotate, is even
+    if family.has_experts:
+        found |= draw_experts(random, size, architecture, layers)
+    return model_config_from_dict(found)
+
+
+def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) -> dict[str, Any]:
+    groups = random.choice([1, 1, 2, 4]) if "Deepseek" in architecture or "Glm4" in architecture else 1
+    experts, top_groups = groups * size.any(2, 12), size.any(1, groups)
+    inner = size.inputs(120)
+    return {
+        "num_experts": experts, "n_routed_experts": experts, "num_local_experts": experts, "n_group": groups,
+        "topk_group": top_groups, "num_experts_per_tok": size.any(1, min(6, experts // groups * top_groups)),
+        "moe_intermediate_size": inner, "n_shared_experts": size.any(0, 2), "routed_scaling_factor": 1.7,
+        "norm_topk_prob": architecture != "DeepseekV2ForCausalLM" and random.random() < 0.5,
+        "first_k_dense_replace": size.any(0, layers), "num_nextn_predict_layers": 0,
+    } | ({"intermediate_size": inner} if architecture == "MixtralForCausalLM" else {})  # fmt: skip
+
+
+def forms_of(width: str, group: int) -> WeightFormats:
+    if width == "fp8":  # in blocks, as checkpoints have them
+        return WeightFormats(layers=WeightFormat(dtype="fp8"), tables=WeightFormat(dtype="bfloat16"))
+    return WeightFormats.of(width, group)
+
+
+class Drawn:
+    """A model with random weights and rows, a batch of them, and both executors."""
+
+    def __init__(self, seed: int) -> None:
+        random = Random(seed)
+        architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "fp8"])
+        group = random.choice([32, 64, 128]) if width in ("int8", "int4") else 1
+        model, formats = draw_model(random, architecture, group), forms_of(width, group)
+        kv_dtype = random.choice(["auto", "fp8"] if model.latent else ["auto", "bfloat16", "fp8", "int8"])
+        instructions = random.choice(instruction_sets())
+        plain = formats
+        if model.moe is None and model.latent is None and width != "fp8" and random.random() < 0.5:
+            formats = formats.rounding_inputs()
+            if load(instructions).multiplies_bf16():
+                formats = formats.rounding_to_bf16()
+        num_rows, capacity = random.randint(1, 33), random.choice([1, 2, 17, 40, 129, 1100])
+        reselection = None
+        if capacity > 40 and kv_dtype == "auto" and random.random() < 0.6:
+            reselection = ReselectionConfig(every=1, num_queries=random.randint(1, 5))
+        asked = (kv_dtype, make_panels(load(instructions)), capacity, seed, num_rows, reselection)
+        self.model, self.runner = model, random_runner(model, formats, *asked)
+        for row in range(num_rows):
+            self.admit(row, random, capacity)
+        self.rows = torch.tensor(random.sample(range(num_rows), random.randint(1, num_rows)))
+        self.looped = LoopedDecode(self.runner.step_parts, random.randint(1, min(2, num_cores())))
+        parts = self.runner.step_parts
+        if formats != plain:  # products over panels outside of looped steps do not round
+            asked = (kv_dtype, make_matrix, capacity, seed, num_rows, reselection)
+            parts = replace(parts, decoder=random_runner(model, formats, *asked).decoder)
+        self.eager = EagerDecode(parts)
+        self.is_exact = kv_dtype == "auto" and formats == plain
+
+    def admit(self, row: int, random: Random, capacity: int) -> None:
+        """A request with a budget of its own, somewhere in its answer."""
+        kept = random.choice([capacity, random.randint(1, capacity)])
+        sink, topk = sorted(random.randint(0, kept - 1) for _ in range(2))
+        budget = KVBudget(num_sink=sink, num_topk=topk - sink, num_recent=kept - topk)
+        counters = list(Rows.entry(random.randint(0, 3 * capacity), random.randint(0, 8000), budget))
+        counters[0] += random.choice([0, random.randint(0, 3 * capacity)])
+        self.runner.rows.admit(torch.tensor([row]), torch.tensor([counters]))
+
+    def state(self) -> list[Tensor]:
+        """All that a step may write but for the counters."""
+        queries = self.runner.step_parts.queries
+        stored = [tensor for tensor in vars(self.runner.cache).values() if isinstance(tensor, Tensor)]
+        return stored if queries is None else [*stored, queries.buffer]
+
+    def kept(self) -> list[Tensor]:
+        return [tensor.clone() for tensor in self.state()]
+
+    def restore(self, kept: list[Tensor]) -> None:
+        for tensor, own in zip(self.state(), kept, strict=True):
+            tensor.copy_(own)
+
+
+@pytest.fixture
+def margins(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Of each call of the router in eager steps: by how much each token's chosen experts are ahead, ``[T]``."""
+    found: list[Tensor] = []
+    original = router.route
+
+    def route(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+        found.append(margin_of(logits, correction, moe))
+        return original(logits, correction, moe)
+
+    monkeypatch.setattr(router, "route", route)
+    return found
+
+
+def margin_of(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> Tensor:
+    """The last choice, of groups and of experts, ahead of the first that was not chosen, in scores."""
+    scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
+    choice = scores if correction is None else scores + correction
+    margin = torch.full((len(logits),), float("inf"))
+    if moe.top_groups < moe.num_groups:
+        grouped = choice.view(len(logits), moe.num_groups, -1)
+        best = grouped.topk(2 if moe.group_score == "top2" else 1).values.sum(-1).sort(descending=True).values
+        margin = best[:, moe.top_groups - 1] - best[:, moe.top_groups]
+        worst = grouped.topk(2 if moe.group_score == "top2" else 1).values.sum(-1)
+        outside = worst < best[:, moe.top_groups - 1 : moe.top_groups]
+        choice = grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)
+    if moe.top_k < moe.top_groups * moe.group_len:
+        ranked = choice.sort(descending=True).values
+        margin = torch.minimum(margin, ranked[:, moe.top_k - 1] - ranked[:, moe.top_k])
+    return margin
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_are_alike_alone_in_batches_and_in_eager_steps(seed: int, margins: list[Tensor]) -> None:
+    drawn = Drawn(seed)
+    looped, rows = drawn.looped, drawn.rows
+    # Dynamic stretching raises to powers by libm here and by PyTorch there: a last place, times a position. Numbers
+    # that are rounded may become their neighbours.
+    limit, least = (1e-3 if drawn.model.rope.kind == "dynamic" else 1e-4, 1e-4) if drawn.is_exact else (0.15, 2e-2)
+    with torch.inference_mode():
+        for _ in range(STEPS):
+            before = drawn.kept()
+            got = looped.logits(rows).clone()
+            written = drawn.kept()
+            drawn.restore(before)
+            alone = torch.cat([looped.logits(rows[i : i + 1]).clone() for i in range(len(rows))])
+            assert torch.equal(alone, got), "each row alone, and in the batch"
+            for own, stored in zip(drawn.state(), written, strict=True):
+                assert own.view(torch.uint8).equal(stored.view(torch.uint8)), "what rows keep, alone and in the batch"
+            drawn.restore(before)
+            margins.clear()
+            want = drawn.eager.logits(rows)
+            # Where another expert is as likely, rounding decides, and the answer is another one.
+            is_sure = torch.stack([torch.full((len(rows),), 1.0), *margins]).amin(0) > least
+            off = (got - want).abs().amax(1) / want.abs().max()
+            assert (off[is_sure] < limit).all(), f"off by {off.tolist()}, margins {is_sure.tolist()}"
+            drawn.restore(before)
+            looped.step(rows, SamplingNeeds())
+    looped.close()

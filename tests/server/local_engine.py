@@ -1,0 +1,78 @@
+"""The same ``AsyncEngine`` on a thread of this process: for tests, and to measure what the other process costs.
+
+There is nothing to restart: an error in the engine ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+from snapstream.async_llm import LoopChannel
+from snapstream.engine.stats import without_gauges
+from snapstream.engine.validate import QueueFull
+from snapstream.llm import LLM
+from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta
+from snapstream.server.engine.process import read_deltas
+from snapstream.types import Request
+
+log = logging.getLogger(__name__)
+
+
+class LocalEngine:
+    """Make it on the event loop that will use it; nothing else may use the ``llm`` until ``shutdown``."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._channel = LoopChannel(asyncio.get_running_loop())
+        self._llm, self._client = llm, llm.engine_thread.client
+        self._is_closing = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.absence is None
+
+    @property
+    def absence(self) -> EngineDead | None:
+        if self._is_closing:
+            return EngineDead("the engine is shutting down")
+        try:
+            self._client.check()
+        except RuntimeError as error:
+            return EngineDead(str(error), is_final=True)
+        return None
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestDelta, None]:
+        self._check_ready()
+        try:
+            async for delta in read_deltas(self._client, request, self._channel):
+                yield delta
+        except (EngineDead, QueueFull):
+            raise
+        except RuntimeError as error:
+            raise EngineDead(str(error), is_final=True) from error
+
+    def stats(self) -> EngineStats:
+        return self._client.stats if self.is_ready else without_gauges(self._client.stats)
+
+    async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
+        """Tokens at the beginning of a prompt that lie in the prefix store; EngineDead if there is no engine."""
+        self._check_ready()
+        return await asyncio.wrap_future(self._client.num_stored(token_ids, namespace))
+
+    def reset_prefixes(self, namespace: str | None) -> None:
+        """Forget the stored prefixes of a namespace, or all; EngineDead if there is no engine."""
+        self._check_ready()
+        self._client.reset_prefixes(namespace)
+
+    async def shutdown(self, drain_s: float) -> None:
+        self._is_closing = True
+        with suppress(TimeoutError, RuntimeError):  # RuntimeError: it failed
+            await asyncio.wait_for(asyncio.wrap_future(self._client.when_idle()), drain_s)
+        self._client.fail_all(lambda: EngineDead("the server was shut down before the answer was complete"))
+        await asyncio.to_thread(self._llm.engine_thread.stop)
+
+    def _check_ready(self) -> None:
+        if (absence := self.absence) is not None:
+            raise absence

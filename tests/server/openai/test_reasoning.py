@@ -1,0 +1,219 @@
+"""What a model thinks before it answers: read apart from the answer in pieces of every size, counted, made room for."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+from snapstream.grammar import GrammarCompiler
+from snapstream.server.app import make_app
+from snapstream.server.openai.answer_reader import (
+    CLOSING,
+    OPENING,
+    Beginning,
+    ReasoningSplitter,
+    allow_reasoning,
+    choose_reasoning,
+    effort_arguments,
+    find_beginning,
+)
+from snapstream.server.settings import ServerSettings
+from snapstream.startup.build import tokenizer_json
+from snapstream.types import Grammar
+from tests.server.app_client import HI, AppClient, error_of, frames
+from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
+
+INSIDE, LIKELY, OPEN, ANSWER = Beginning.INSIDE, Beginning.LIKELY, Beginning.OPEN, Beginning.ANSWER
+TURNS = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}<|assistant|>"
+# As Qwen 3 does: the model opens the thought, unless the template closes it.
+HYBRID = TURNS + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+OPENED = TURNS + "<think>\n"  # as DeepSeek R1 does
+THOUGHT = "<think>\nLet me see < it </thin.\n\nYes 😀.\n</think>\n\nHello wörld."
+CALL = '<tool_call>\n{"name": "get", "arguments": {"a": "wörld"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {"a": {}}}}}
+
+
+@pytest.mark.parametrize(
+    ("beginning", "text", "thought", "answer"),
+    [
+        (OPEN, THOUGHT, "Let me see < it </thin.\n\nYes 😀.", "Hello wörld."),
+        (INSIDE, THOUGHT, "Let me see < it </thin.\n\nYes 😀.", "Hello wörld."),
+        (LIKELY, THOUGHT, "Let me see < it </thin.\n\nYes 😀.", "Hello wörld."),
+        (ANSWER, THOUGHT, "", THOUGHT),
+        (OPEN, " \n<think>a</think>b", "a", "b"),
+        (OPEN, " no <think>a</think>b", "", " no <think>a</think>b"),
+        (OPEN, "<think>\n\n</think>\n\nb ", "", "b "),
+        (OPEN, "<thin", "", "<thin"),
+        (OPEN, "<think>cut ", "cut", ""),
+        (OPEN, "<think>cut </th", "cut </th", ""),
+        (OPEN, "", "", ""),
+        (INSIDE, "a \n</think> \n b </think> c", "a", "b </think> c"),
+        (INSIDE, " never ends", "never ends", ""),
+        (INSIDE, "</think>b", "", "b"),
+        (LIKELY, "a</think>b", "a", "b"),
+        (LIKELY, "<thi", "<thi", ""),
+    ],
+)
+def test_pieces_of_every_size_read_the_same(beginning: Beginning, text: str, thought: str, answer: str) -> None:
+    for size in range(1, len(text) + 2):
+        parser = ReasoningSplitter(beginning)
+        gains = [parser.push(text[place : place + size]) for place in range(0, len(text), size)]
+        gains.append(parser.finish())
+        assert ("".join(one for one, _ in gains), "".join(one for _, one in gains)) == (thought, answer), size
+
+
+def test_a_thought_streams() -> None:
+    parser = ReasoningSplitter(INSIDE)
+    assert [parser.push(piece) for piece in ("one", " two", " ", "three</thi", "nk>", "four")] == [
+        ("one", ""), (" two", ""), ("", ""), (" three", ""), ("", ""), ("", "four"),
+    ]  # fmt: skip
+
+
+def test_where_an_answer_begins() -> None:
+    assert choose_reasoning("auto", HYBRID) == "qwen3"
+    assert choose_reasoning("auto", TURNS) == "none"
+    assert choose_reasoning("none", HYBRID) == "none"
+    for parser in ("qwen3", "deepseek_r1"):
+        assert find_beginning(parser, "...<|assistant|><think>\n") is INSIDE
+        assert find_beginning(parser, "...<think>\n\n</think>\n\n") is ANSWER
+        assert find_beginning(parser, "...", "<think>so") is INSIDE
+        assert find_beginning(parser, "...<think>so</think>The", "<think>so</think>The") is ANSWER
+    assert find_beginning("qwen3", "...<|assistant|>") is OPEN
+    assert find_beginning("deepseek_r1", "...<|assistant|>") is LIKELY
+    assert find_beginning("none", "...<think>\n") is ANSWER
+
+
+def test_what_templates_hear_of_an_effort() -> None:
+    assert effort_arguments(HYBRID, "none") == {"enable_thinking": False}
+    assert effort_arguments(HYBRID, "low") == {"enable_thinking": True}
+    assert effort_arguments(HYBRID, None) == {}
+    assert effort_arguments("{{ reasoning_effort }}", "none") == {"reasoning_effort": "none"}
+    assert effort_arguments("{% if not thinking is defined %}", "high") == {"thinking": True}
+    assert effort_arguments(TURNS, "high") == {}
+
+
+def ask(template: str, body: dict[str, Any], answer: str = THOUGHT, **settings: Any) -> tuple[FakeEngine, Any]:
+    """The engine, and the response of an application with a model of this template."""
+
+    async def run() -> tuple[FakeEngine, Any]:
+        own = copy.deepcopy(tokenizer())
+        own.chat_template = template
+        engine = FakeEngine(answer=answer)
+        async with AppClient(make_app(engine, own, ServerSettings(**settings), lambda: FACTS)) as http:
+            response = await http.post("/v1/chat/completions", json={"messages": HI, **body})
+        http.server.close()
+        return engine, response
+
+    return asyncio.run(run())
+
+
+def whole(template: str, body: dict[str, Any], answer: str = THOUGHT, **settings: Any) -> tuple[Any, Any]:
+    response = ask(template, body, answer, **settings)[1]
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0], response.json()["usage"]
+
+
+def streamed(template: str, body: dict[str, Any], answer: str = THOUGHT, **settings: Any) -> tuple[str, str, list[str]]:
+    """Thought, content, and which of both each chunk had."""
+    response: httpx.Response = ask(template, {**body, "stream": True}, answer, **settings)[1]
+    deltas = [chunk["choices"][0]["delta"] for chunk in frames(response.text)]
+    assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    thought = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    return thought, content, ["t" if "reasoning_content" in delta else "c" for delta in deltas]
+
+
+def test_chat_whole_and_streamed() -> None:
+    want = ("Let me see < it </thin.\n\nYes 😀.", "Hello wörld.")
+    for template, answer in ((HYBRID, THOUGHT), (OPENED, THOUGHT.removeprefix("<think>\n"))):
+        choice, usage = whole(template, {}, answer)
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"], choice["finish_reason"]) == (*want, "stop")
+        num_thought = len(token_ids(answer[: answer.index(CLOSING) + len(CLOSING)]))
+        details = usage["completion_tokens_details"]
+        assert num_thought - 1 <= details["reasoning_tokens"] <= num_thought + 1 < usage["completion_tokens"]
+        thought, content, order = streamed(template, {}, answer)
+        assert (thought, content) == want
+        assert "".join(order).strip("c").replace("t", "") == "" and order.count("t") > 3, "thoughts come first"
+
+
+def test_a_thought_that_is_cut_is_no_answer() -> None:
+    choice, usage = whole(OPENED, {"max_tokens": 4}, "It goes on and on and on")
+    assert choice["message"]["content"] is None and choice["finish_reason"] == "length"
+    assert choice["message"]["reasoning_content"].startswith("It")
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"] == 4
+
+
+def test_thinking_is_switched_by_effort_and_by_template_arguments() -> None:
+    for body in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        engine, response = ask(HYBRID, body, "Hello.")
+        prompt = tokenizer().decode(list(engine.requests[0].prompt_token_ids))
+        assert prompt.endswith("<think>\n\n</think>\n\n")
+        assert response.json()["choices"][0]["message"] == {"role": "assistant", "content": "Hello.", "refusal": None}
+        assert "completion_tokens_details" not in response.json()["usage"]
+    engine, _ = ask(HYBRID, {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}})
+    assert tokenizer().decode(list(engine.requests[0].prompt_token_ids)).endswith("</think>\n\n"), "kwargs win"
+    engine, _ = ask(HYBRID, {"reasoning_effort": "low"})
+    assert tokenizer().decode(list(engine.requests[0].prompt_token_ids)).endswith("<|assistant|>")
+
+
+def test_what_no_template_hears_is_ignored_and_what_is_no_effort_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        body = {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": True}}
+        assert ask(TURNS, body)[1].status_code == 200
+    assert "chat_template_kwargs.enable_thinking" in caplog.text and "'reasoning_effort'" in caplog.text
+    assert error_of(ask(HYBRID, {"reasoning_effort": "hard"})[1], 400)["param"] == "reasoning_effort"
+
+
+def test_the_parser_can_be_named_or_switched_off() -> None:
+    choice, _ = whole(HYBRID, {}, THOUGHT, reasoning_parser="none")
+    assert choice["message"]["content"] == THOUGHT and "reasoning_content" not in choice["message"]
+    choice, _ = whole(TURNS, {}, "a</think>b", reasoning_parser="deepseek_r1")
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("a", "b")
+    choice, _ = whole(TURNS, {}, "a</think>b", reasoning_parser="qwen3")
+    assert choice["message"]["content"] == "a</think>b"
+
+
+def test_calls_follow_a_thought_and_a_call_in_it_is_a_thought() -> None:
+    answer = f"<think>\nperhaps {CALL}\n</think>\n\n{CALL}"
+    choice, _ = whole(HYBRID, {"tools": [TOOL]}, answer, tool_parser="hermes")
+    message = choice["message"]
+    assert message["reasoning_content"] == f"perhaps {CALL}" and message["content"] is None
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"a": "wörld"}']
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_forced_calls_and_schemas_leave_room_to_think() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    for body in ({"response_format": schema}, {"tools": [TOOL], "tool_choice": "required"}):
+        grammars = [
+            ask(template, {**body, **extra}, tool_parser="hermes")[0].requests[0].sampling.grammar
+            for template, extra in ((HYBRID, {}), (OPENED, {}), (HYBRID, {"reasoning_effort": "none"}), (TURNS, {}))
+        ]
+        assert ["begun" in grammar.preface for grammar in grammars] == [True, False, False, False]
+        assert [bool(grammar.preface) for grammar in grammars] == [True, True, False, False]
+
+
+def test_room_for_names_added_tokens_as_symbols() -> None:
+    own = copy.deepcopy(tokenizer())
+    own.add_tokens([AddedToken(OPENING, special=False), AddedToken(CLOSING, special=False)])
+    app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
+    symbols = app.state.server.texts.symbols
+    app.state.server.close()
+    assert {OPENING, CLOSING} <= symbols
+    compiler = GrammarCompiler(lambda: tokenizer_json(own), len(own), [2])
+    for beginning, begun in ((INSIDE, ""), (LIKELY, OPENING), (LIKELY, ""), (OPEN, OPENING), (OPEN, None)):
+        matcher = compiler.matcher(allow_reasoning(Grammar.regex("a"), beginning, symbols))
+        text = "a" if begun is None else f"{begun}so\n{CLOSING}\n\na"
+        for token in own(text, add_special_tokens=False)["input_ids"]:
+            matcher.take(token)
+        assert not matcher.fill(np.zeros(compiler.num_words, dtype=np.int32)) and matcher.fault == "", beginning
+    assert f'"{CLOSING}"' not in allow_reasoning(Grammar.regex("a"), OPEN, symbols).preface
+    assert f'"{CLOSING}"' in allow_reasoning(Grammar.regex("a"), OPEN, ()).preface
+    assert allow_reasoning(Grammar.regex("a"), ANSWER, ()) == Grammar.regex("a")

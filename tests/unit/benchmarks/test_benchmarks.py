@@ -1,0 +1,301 @@
+"""Two checkouts compared: every number by its place, in turn, and a benchmark that fails says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from benchmarks import pair, prefill_table, tables
+from benchmarks import rank_share as command
+from benchmarks.experts import ARMS, QUICK, forms_of, mixture_folder, step_bytes
+from benchmarks.gpu_suite.device import Device
+from benchmarks.gpu_suite.rank_share import measured, small_share
+from benchmarks.gpu_suite.suite import Bench
+from benchmarks.peers import arms, compare, work
+from benchmarks.peers.__main__ import parse_args
+from benchmarks.peers.arms import Arm, Unavailable, run_arm
+from benchmarks.peers.compare import figures_of
+from benchmarks.peers.gguf_file import gguf_name, gguf_tensors
+from benchmarks.peers.work import Job, prompts_of
+from benchmarks.shapes import QWEN3_TINY, qwen3_checkpoint
+from snapstream.kernels.backends import autotune
+from snapstream.models.registry import read_model_config
+from snapstream.models.sharding import decode_weight_bytes
+from snapstream.models.weights import DecoderWeights
+
+PROGRAM = """
+import json, pathlib, sys
+log = pathlib.Path(__file__).parents[2] / "log"
+log.write_text((log.read_text() if log.exists() else "") + {side!r})
+print("a line before")
+arms = [{{"ms": {ms}, "name": "x"}}]
+print(json.dumps({{"commit": {side!r}, "figures": {{"arms": arms, "same": 5, "size": sys.argv[1]}}}}))
+"""
+
+
+@pytest.fixture
+def checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    for side, ms in (("before", 4.0), ("here", 3.0)):
+        folder = tmp_path / side / "benchmarks"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "steps.py").write_text(PROGRAM.format(side=side[0], ms=ms))
+    monkeypatch.setattr(pair, "HERE", tmp_path / "here")
+    return tmp_path / "before", tmp_path
+
+
+def test_sides_take_turns_and_numbers_that_differ_are_compared(checkouts: tuple[Path, Path]) -> None:
+    before, folder = checkouts
+    found = pair.compare(before, ["steps", "--size"], repeats=3)
+    assert (folder / "log").read_text() == "bhbhbh"
+    assert found["commits"] == {"before": "b", "here": "h"} and found["benchmark"] == "steps --size"
+    assert found["figures"] == [{"figure": "arms[0].ms", "before": 4.0, "here": 3.0, "ratio": 0.75}]
+    json.dumps(found)
+
+
+def test_a_benchmark_that_fails_shows_why(checkouts: tuple[Path, Path]) -> None:
+    with pytest.raises(ValueError, match="benchmarks.other failed in .*before: .*No module named benchmarks.other"):
+        pair.compare(checkouts[0], ["other"], repeats=1)
+
+
+# The benchmark of a mixture of experts: bytes of a step, a GGUF file of experts, the table.
+
+SHAPE = QUICK | {"hidden_size": 64, "num_experts": 4, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+                 "vocab_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
+
+
+def test_bytes_of_a_step() -> None:
+    """With all experts it is everything that is stored, for every format; each expert weighs the same."""
+    with mixture_folder(SHAPE) as folder:
+        model = read_model_config(folder)
+    for arm in ARMS:
+        formats = forms_of(arm)
+        most = step_bytes(model, formats, 4)
+        assert most == decode_weight_bytes(model, "float32", formats, 10_000)
+        if arm.module == "run_snapstream":
+            assert most == DecoderWeights.empty(model, torch.float32, "cpu", formats).num_bytes
+        expert = sum(formats.layers.num_bytes(shape) for shape in ((2 * 32, 64), (64, 32)))  # gate and up in one
+        assert most - step_bytes(model, formats, 3) == pytest.approx(2 * expert)
+
+
+def test_experts_of_a_layer_are_one_tensor() -> None:
+    assert gguf_name("model.layers.3.mlp.experts.17.down_proj.weight") == "blk.3.ffn_down_exps.weight"
+    assert gguf_name("model.layers.3.mlp.gate.weight") == "blk.3.ffn_gate_inp.weight"
+    with mixture_folder(SHAPE) as folder:
+        found = gguf_tensors(Path(folder))
+        assert found["blk.1.ffn_up_exps.weight"].shape == (4, 32, 64)
+        assert found["blk.1.ffn_down_exps.weight"].shape == (4, 64, 32)
+        assert not any("experts" in name for name in found)
+        assert not numpy.array_equal(found["blk.1.ffn_up_exps.weight"][0], found["blk.1.ffn_up_exps.weight"][1])
+
+
+def test_the_table() -> None:
+    lines = [
+        {"engine": "a", "batch": 1, "decode_tokens_per_s": 1234.5, "experts_chosen": 4.0, "share_of_read_rate": 0.5},
+        {"engine": "a", "batch": 8, "decode_tokens_per_s": None, "experts_chosen": 12.25, "share_of_read_rate": None,
+         "same_tokens": 0.75},
+    ]  # fmt: skip
+    figures = {"prompt_len": 64, "new_tokens": 49, "threads": 2, "arms": lines, "left_out": {"c": "not installed"},
+               "versions": {"torch": "2"}}  # fmt: skip
+    text = tables.experts(figures)
+    assert "4.0 experts of each layer at batch 1, 12.2 experts of each layer at batch 8:" in text
+    assert "| a | 1,234 |  | 50% |  |  | 75% |" in text
+    assert text.endswith("Left out: c (not installed).\n\nVersions: torch 2.")
+
+
+# The comparison with other engines: what is asked of them, what their seconds come to, what the table shows.
+
+JOB = Job(folder="", option="", threads=1, vocab_size=1024, prompt_len=9, new_tokens=4, batches=[1, 2], repeats=2)
+
+
+def test_no_call_sees_the_prompts_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
+        assert all(len(prompt) == 9 and min(prompt) >= 3 and max(prompt) < 1024 for prompt in prompts)
+        seen.extend(map(str, prompts))
+        return [[7] * num_new for _ in prompts]
+
+    for batch in JOB.batches:
+        found = work.measure(generate, JOB, batch)
+        assert len(found["first_s"]) == len(found["all_s"]) == 2 and found["tokens"] == [[7] * 4] * batch
+    assert len(set(seen)) == len(seen) == 5 + 10
+    assert prompts_of(JOB, 2, 1) == prompts_of(JOB, 2, 1)
+    with pytest.raises(RuntimeError, match="1 of 1 answers have not 4 tokens but 1"):
+        work.measure(lambda prompts, num_new: [[7]], JOB, 1)
+
+
+def test_decode_is_what_the_other_tokens_take() -> None:
+    tokens = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    found = {"batches": [{"batch": 2, "first_s": [0.5, 0.3], "all_s": [0.9, 1.0], "tokens": tokens},
+                         {"batch": 4, "first_s": [0.5], "all_s": [0.4], "tokens": []}]}  # fmt: skip
+    first, second = figures_of("x", found, 4, {2: [[1, 2, 3, 9], [5, 6, 7, 8]]})
+    assert first == {"engine": "x", "batch": 2, "first_token_s": 0.3, "output_tokens_per_s": round(8 / 0.9, 1),
+                     "decode_tokens_per_s": 10.0, "same_tokens": 0.875}  # fmt: skip
+    assert second["decode_tokens_per_s"] is None and "same_tokens" not in second
+
+
+def test_arms_take_turns_and_what_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(arm: Arm, job: Job) -> dict[str, Any]:
+        if arm.name == "absent":
+            raise Unavailable("not installed")
+        own = {"batch": 1, "first_s": [1.0], "all_s": [2.0], "tokens": [[len(arm.name)] * 4]}
+        return {"versions": {arm.name: "1"}, "batches": [own]}
+
+    monkeypatch.setattr(compare, "run_arm", found)
+    some = [Arm(name, arms.OWN, "", "") for name in ("one", "absent", "other", "three")]
+    all_of_them = compare.compare(some, JOB, ["o", "a"], lambda arm, line: {"twice": 2 * line["batch"], "of": arm.name})
+    assert [(line["engine"], line["twice"], line["of"]) for line in all_of_them["arms"]] == [
+        ("one", 2, "one"), ("other", 2, "other")
+    ]  # fmt: skip
+    assert [line.get("same_tokens") for line in all_of_them["arms"]] == [1.0, 0.0], (
+        "the first is what others are held to"
+    )
+    assert all_of_them["left_out"] == {"absent": "not installed"} and all_of_them["versions"].keys() == {"one", "other"}
+
+
+def test_names_of_tensors() -> None:
+    assert gguf_name("model.layers.11.self_attn.q_norm.weight") == "blk.11.attn_q_norm.weight"
+    assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
+    assert gguf_name("model.norm.weight") == "output_norm.weight"
+
+
+def test_an_arm_of_our_own_runs_in_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qwen3_checkpoint(tmp_path, QWEN3_TINY)
+    job = Job(**{**vars_of(JOB), "folder": str(tmp_path), "batches": [2], "repeats": 1})
+    found = run_arm(Arm("eager", arms.OWN, "run_snapstream", "eager int8"), job)
+    assert [own["batch"] for own in found["batches"]] == [2] and "torch" in found["versions"]
+    with pytest.raises(Unavailable, match="exit code 1: .*executor is 'lazy'"):
+        run_arm(Arm("lazy", arms.OWN, "run_snapstream", "lazy int8"), job)
+    monkeypatch.setitem(arms.ENVIRONMENTS, "vllm", arms.ROOT / ".venv-peers" / "absent" / "bin" / "python")
+    with pytest.raises(Unavailable, match="not installed; `make peers` installs it in .venv-peers/absent"):
+        run_arm(Arm("vLLM", "vllm", "run_vllm", "float32"), job)
+
+
+def vars_of(job: Job) -> dict[str, Any]:
+    return {name: getattr(job, name) for name in Job.__dataclass_fields__}
+
+
+def test_a_job_goes_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    todo, done = tmp_path / "job.json", tmp_path / "done.json"
+    work.write_job(JOB, todo)
+    monkeypatch.setattr(sys, "argv", ["x", str(todo), str(done)])
+    started: list[tuple[Job, int]] = []
+
+    def start(job: Job, most: int) -> work.Generate:
+        started.append((job, most))
+        return lambda prompts, num_new: [[0] * num_new for _ in prompts]
+
+    work.main(start, lambda: {"x": "1"})
+    assert started == [(JOB, 2)]
+    assert [own["batch"] for own in json.loads(done.read_text())["batches"]] == [1, 2]
+
+
+def test_quick_changes_what_is_not_given() -> None:
+    args = parse_args(["--quick", "--batches", "4"])
+    assert (args.batches, args.prompt_len, args.new_tokens, args.repeats) == ([4], 64, 17, 2)
+    assert parse_args([]).batches == [1, 4, 8, 32]
+
+
+def test_the_table_of_peers() -> None:
+    lines = [{"engine": "a", "batch": 1, "decode_tokens_per_s": 1234.5, "output_tokens_per_s": 99.6},
+             {"engine": "a", "batch": 8, "decode_tokens_per_s": None, "output_tokens_per_s": 5.0},
+             {"engine": "b", "batch": 8, "decode_tokens_per_s": 2.0, "output_tokens_per_s": 3.0}]  # fmt: skip
+    figures = {"prompt_len": 128, "new_tokens": 65, "threads": 2, "arms": lines, "left_out": {"c": "not installed"},
+               "versions": {"torch": "2"}}  # fmt: skip
+    text = tables.peers_all(figures)
+    assert "| decode alone | batch 1 | batch 8 |" in text and "| a | 1,234 |  |" in text and "| b |  | 2 |" in text
+    assert text.endswith("Left out: c (not installed).\n\nVersions: torch 2.")
+
+
+# A result of the GPU suite becomes entries of the table; what is not in it stays.
+
+PLACE = {"capability": "9.0", "dtype": "bfloat16", "head_dim": 128}
+
+
+def chunk(way: str, keys: int, ms: float, first_ms: float | None = None) -> dict[str, Any]:
+    return {"way": way, "kind": "chunk", "chunk": 512, "keys": keys, "ms": ms, "first_ms": first_ms or ms, **PLACE}
+
+
+def several(way: str, kind: str, ms: float) -> dict[str, Any]:
+    return {"way": way, "kind": kind, "ms": ms, "first_ms": ms, **PLACE}
+
+
+FIGURES = [
+    {"way": "flash_attn", "error": "needs the package flash_attn, which is not installed", **PLACE},
+    chunk("sdpa_flash", 8192, 1.0), chunk("sdpa_flash", 131_072, 20.0),
+    chunk("sdpa_cudnn", 8192, 0.9, first_ms=33.0), chunk("sdpa_cudnn", 131_072, 18.0),
+    chunk("sdpa_efficient", 8192, 0.5),  # no figure at the other point
+    chunk("reference", 8192, 0.1),
+    several("sdpa_flash", "loop", 3.0), several("sdpa_flash", "packed", 1.0), several("sdpa_cudnn", "loop", 2.0),
+]  # fmt: skip
+RESULT = {"device": "H200", "date": "2026-01-02", "torch": "2.13.0", "sections": {"attention": {"figures": FIGURES}}}
+
+
+def test_orders() -> None:
+    """cuDNN is faster but for its plans: 32 ms more in the first call are 1 ms in each of 32."""
+    assert prefill_table.chunk_order(FIGURES) == ("sdpa_flash", "sdpa_cudnn", "reference")
+    without_plans = [figure | {"first_ms": figure["ms"]} if "ms" in figure else figure for figure in FIGURES]
+    assert prefill_table.chunk_order(without_plans) == ("sdpa_cudnn", "sdpa_flash", "reference")
+    assert prefill_table.packed_order(FIGURES) == ("sdpa_flash",)
+    assert prefill_table.packed_order([*FIGURES, several("sdpa_cudnn", "loop", 0.9)]) == ()
+
+
+def test_the_command_fills_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, result = tmp_path / "table.json", tmp_path / "gpu.json"
+    shutil.copy(autotune.FILE, file)
+    result.write_text(json.dumps(RESULT))
+    monkeypatch.setattr(sys, "argv", ["prefill_table", str(result), "--table", str(file)])
+    before = autotune.read(file)
+    for _ in range(2):  # a second time replaces the entry
+        prefill_table.main()
+        after = autotune.read(file)
+        assert len(after) == len(before) + 1
+    entry = autotune.find(after, "9.0", "bfloat16", 128)
+    assert entry.chunk == ("sdpa_flash", "sdpa_cudnn", "reference")
+    assert entry.measured == "H200, 2026-01-02, PyTorch 2.13.0 (gpu.json)"
+    assert set(before) < set(after)
+
+
+def test_a_result_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"x.json has no figures of the section attention on a GPU"):
+        prefill_table.entries_of(
+            {"sections": {"attention": {"figures": [FIGURES[1] | {"capability": None}]}}}, "x.json"
+        )
+
+
+# One rank's share runs alone from end to end on a tiny shape, and the figures are what they say.
+
+
+@torch.inference_mode()
+def test_steps_and_layers_of_one_rank() -> None:
+    share = small_share()
+    *steps, prompt = measured(Bench(Device("cpu"), True), share)
+    assert [step["batch"] for step in steps] == [1, 4] and [step["own_rows"] for step in steps] == [1, 2]
+    for step in steps:
+        assert 2 <= step["experts_read"] <= min(8, 2 * step["batch"])
+        over = [step[f"node_ms, {name}"] - step["share_ms"] for name in ("one switch", "two nodes")]
+        assert 0 < over[0] < over[1] and step["num_collectives"] == 2 * 3 + 2
+        assert step["tokens_per_s, one switch"] == pytest.approx(1e3 * step["batch"] / step["node_ms, one switch"])
+    assert steps[1]["experts_read"] > 2  # tokens are not all the same
+    assert prompt["layers_measured"] == 1 and prompt["seconds_per_layer"] > 0
+    assert prompt["prompt_s, two nodes"] > prompt["prompt_s, one switch"] > 3 * prompt["seconds_per_layer"]
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a GPU only the tiny shape runs; the last line is the record."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, "argv", ["rank_share"])
+        with pytest.raises(SystemExit, match="--smoke runs a tiny shape"):
+            command.main()
+    monkeypatch.setattr(sys, "argv", ["rank_share", "--smoke"])
+    command.main()
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["name"] == "rank_share" and record["figures"]["is_smoke"] and len(record["figures"]["arms"]) == 3

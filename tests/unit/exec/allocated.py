@@ -1,0 +1,56 @@
+"""Bytes that an engine allocates, or one rank of it alone, on the meta device with the Triton operators' shapes."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from benchmarks.stand_ins import occupy
+from snapstream.config import EngineConfig, ModelConfig
+from snapstream.distributed.group import Alone, Group
+from snapstream.exec import runner as model_runner
+from snapstream.exec.runner import ModelRunner
+from snapstream.kernels.backends.autotune import PrefillAttention
+from snapstream.kernels.interface import bind
+from snapstream.models.decoder import Decoder
+from snapstream.models.sharding import rank_config
+from snapstream.models.weights import DecoderWeights
+from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
+from snapstream.types import SamplingParams
+from tests.live import LiveBytes
+
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=1)
+
+
+def measured(
+    model: ModelConfig, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, group: Group | None = None
+) -> tuple[int, int]:
+    """Bytes held at the start, and the most after a prompt of all tokens, steps of all rows, and a re-selection of
+    one.
+    """
+    monkeypatch.setattr(model_runner, "warm_up_kernels", lambda *_: None)  # the prompt below is all of it
+    group, rows, length = group or Alone(), config.max_rows, config.max_model_len
+    with LiveBytes("meta") as live:
+        share = rank_config(model, config.parallel, group.rank, config.weights)
+        weights = DecoderWeights.empty(share, getattr(torch, config.dtype), "meta", config.weights)
+        runner = ModelRunner(Decoder(model, weights, bind("meta", "triton"), group), config)
+        runner.prefill_attention = PrefillAttention(
+            "none", lambda q, k, v: q.new_empty(q.shape), packed_name="loop", attend_packed=None, why=""
+        )  # a kernel that returns its result and takes nothing else
+        static = live.now
+        entry = PrefillEntry(request_id="r", token_ids=(5,) * length, rows=(0,), seeds=(0,), sampling=SAMPLED,
+                             budget=config.budget, selector=config.selector)  # fmt: skip
+        job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
+        units = UnitRange(0, 0, job.num_units(config.chunking.chunk_len, model.num_layers))
+        runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,)))
+        occupy(runner, range(rows), length, SAMPLED)
+        runner.submit(StepPlan(step_id=1, decode_rows=tuple(range(rows))))
+        if runner.reselector is not None:
+            with torch.inference_mode():
+                runner.reselector.reselect(0)
+        peak = live.peak
+        del runner, weights
+        gc.collect()
+    return static, peak

@@ -1,0 +1,105 @@
+"""Rows and their grammars: whom a mask reaches, what is said of an end, and faults of single rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from snapstream.assets import TINY_MODEL
+from snapstream.config import KVBudget, make_selector
+from snapstream.exec.results import HostCopy, RowGrammars, SubmittedStep
+from snapstream.exec.sampling import Sampled
+from snapstream.exec.sampling_state import SamplingState
+from snapstream.grammar import GrammarCompiler
+from snapstream.step import PrefillEntry
+from snapstream.types import Grammar, SamplingParams
+
+VOCAB, END = 4608, 2
+ALL = -1
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(lambda: (TINY_MODEL / "tokenizer.json").read_text(encoding="utf-8"), VOCAB, (END,))
+
+
+def entry_of(rows: tuple[int, ...], pattern: str | None) -> PrefillEntry:
+    sampling = SamplingParams(grammar=Grammar.regex(pattern) if pattern else None, n=len(rows))
+    return PrefillEntry(
+        request_id=f"r{rows}", token_ids=(9,), rows=rows, seeds=(0,) * len(rows), sampling=sampling,
+        budget=KVBudget.full(8), selector=make_selector(),
+    )  # fmt: skip
+
+
+def draw(grammars: RowGrammars, rows: list[int], tokens: list[int], step_id: int = 0) -> SubmittedStep:
+    step = SubmittedStep(step_id)
+    grammars.follow(rows, HostCopy(Sampled(torch.tensor(tokens))), step)
+    return step
+
+
+def num_allowed(state: SamplingState, row: int) -> int:
+    assert state.allowed is not None
+    return sum(int(word & 0xFFFFFFFF).bit_count() for word in state.allowed[row].tolist())
+
+
+def id_of(compiler: GrammarCompiler, text: str) -> int:
+    (token,) = compiler.load().tokenize_str(text)
+    return token
+
+
+def test_masks_follow_the_tokens_of_their_own_row(compiler: GrammarCompiler) -> None:
+    state = SamplingState(4, VOCAB, "cpu")
+    grammars = RowGrammars(compiler, state)
+    a, b = id_of(compiler, "a"), id_of(compiler, "b")
+    grammars.admit(entry_of((1, 3), "a[bc]|b[ac]"))
+    grammars.admit(entry_of((0,), None))
+    begin = num_allowed(state, 1)
+    assert begin == num_allowed(state, 3) >= 2
+    assert state.allowed is not None and (state.allowed[[0, 2, 4]] == ALL).all()
+    step = draw(grammars, [0, 1, 3], [7, a, b])
+    grammars.catch_up()
+    assert num_allowed(state, 1) == num_allowed(state, 3) == 2
+    assert not torch.equal(state.allowed[1], state.allowed[3]) and (state.allowed[0] == ALL).all()
+    assert step.result().grammar_ends == {}
+    last = draw(grammars, [1, 3], [b, a], 1)
+    assert last.result().grammar_ends == {1: "", 3: ""}  # read before another step came: it catches up itself
+    assert (state.allowed == ALL).all()
+    assert draw(grammars, [1, 3], [5, 5], 2).result().grammar_ends == {}  # surplus tokens
+
+
+def test_a_row_given_away_forgets_its_grammar(compiler: GrammarCompiler) -> None:
+    state = SamplingState(1, VOCAB, "cpu")
+    grammars = RowGrammars(compiler, state)
+    grammars.admit(entry_of((0,), "abc"))
+    state.set_row(0, SamplingParams(), seed=0, prompt_ids=(), stop_ids=())
+    grammars.admit(entry_of((0,), None))
+    assert state.allowed is not None and (state.allowed == ALL).all()
+    assert draw(grammars, [0], [5]).result().grammar_ends == {}
+
+
+def test_a_token_against_the_grammar_ends_its_row_alone(compiler: GrammarCompiler) -> None:
+    grammars = RowGrammars(compiler, SamplingState(2, VOCAB, "cpu"))
+    grammars.admit(entry_of((0, 1), "[ab]{9}"))
+    ends = draw(grammars, [0, 1], [id_of(compiler, "x"), id_of(compiler, "a")]).result().grammar_ends
+    assert set(ends) == {0} and ends[0].startswith("grammar: ")
+
+
+def test_a_grammar_that_does_not_compile_any_more() -> None:
+    def matcher(_: Any) -> None:
+        raise ValueError("grammar: gone")
+
+    broken: Any = SimpleNamespace(matcher=matcher, prepare=lambda grammar: None)
+    grammars = RowGrammars(broken, SamplingState(2, VOCAB, "cpu"))
+    grammars.admit(entry_of((0,), "a"))
+    assert draw(grammars, [0, 1], [5, 5]).result().grammar_ends == {0: "grammar: gone"}
+    assert draw(grammars, [0, 1], [5, 5]).result().grammar_ends == {}
+
+
+def test_without_a_compiler_grammars_must_not_come() -> None:
+    grammars = RowGrammars(None, SamplingState(1, VOCAB, "cpu"))
+    grammars.admit(entry_of((0,), None))
+    with pytest.raises(RuntimeError, match="no compiler"):
+        grammars.admit(entry_of((0,), "a"))

@@ -1,0 +1,86 @@
+"""The workspace of looped decode is what ``plan`` says, in bytes of the tensor that an engine holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from snapstream.config import EngineConfig, KVBudget, WeightFormats
+from snapstream.config.values import num_cores
+from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.runner import ModelRunner
+from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.kernels.cpu.looped.build import find_compiler
+from snapstream.kernels.cpu.looped.library import load
+from snapstream.models.decoder import Decoder
+from snapstream.models.panels import make_panels
+from snapstream.models.registry import model_config_from_dict
+from snapstream.models.weights import DecoderWeights
+from snapstream.plan.memory import NATIVE_SAMPLING_BYTES, engine_memory, looped_workspace
+from tests.live import LiveBytes
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+COMMON: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 64, "intermediate_size": 1024, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "experts": COMMON | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True,
+    },
+    "latents": COMMON | {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": 128,
+        "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 8,
+        "n_routed_experts": None, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+# The values of all heads are the widest input of a product, wider than all queries in the space of the latents.
+MODELS["wide values"] = MODELS["latents"] | {"kv_lora_rank": 64, "v_head_dim": 256}
+ROWS = 32
+
+
+@pytest.mark.parametrize(("name", "width"), [("dense", "float32"), ("dense", "int8"), ("experts", "float32"),
+                                             ("latents", "float32"), ("wide values", "float32")])  # fmt: skip
+def test_plan_and_engine_agree(name: str, width: str) -> None:
+    model, formats = model_config_from_dict(MODELS[name]), WeightFormats.of(width)
+    if width == "int8":
+        formats = formats.rounding_inputs()
+    weights = DecoderWeights.empty(model, torch.float32, "cpu", formats, make_panels(load()))
+    budget = KVBudget(num_sink=4, num_topk=0, num_recent=2044)
+    config = EngineConfig(budget=budget, max_model_len=4096, max_rows=ROWS, weights=formats, executor="looped")
+    runner = ModelRunner(Decoder(model, weights), config)
+    assert isinstance(runner.decode, LoopedDecode)
+    held, num_threads = runner.decode.workspace_bytes, runner.decode.pool.num_threads
+    runner.decode.close()
+    planned = looped_workspace(model, config, num_threads)
+    total = ROWS * planned.entry_bytes + planned.scratch_bytes
+    assert held <= total <= 1.03 * held
+    memory, here = engine_memory(model, config), looped_workspace(model, config, num_cores())
+    assert memory.batch_bytes == here.entry_bytes + model.vocab_size * NATIVE_SAMPLING_BYTES
+    assert memory.framework_bytes == here.scratch_bytes
+
+
+def test_native_draws_take_what_the_plan_says() -> None:
+    """First tokens of all rows, every option of the sampler on, beside the logits of a step."""
+    model = model_config_from_dict(MODELS["dense"] | {"vocab_size": 20_000})
+    weights = DecoderWeights.empty(model, torch.float32, "cpu", None, make_panels(load()))
+    for _, tensor in weights.vectors.items():
+        tensor.fill_(1.0)
+    config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=ROWS, executor="looped")
+    runner = ModelRunner(Decoder(model, weights), config)
+    assert isinstance(runner.decode, LoopedDecode)
+    needs = SamplingNeeds(bias=True, min_tokens=True, penalties=True, grammar=True, random=True, top_k=True, top_p=True,
+                          min_p=True, num_logprobs=20)  # fmt: skip
+    rows = torch.arange(ROWS)
+    with LiveBytes("cpu") as live, torch.inference_mode():
+        logits = runner.decoder.logits(torch.zeros(ROWS, model.hidden_size))[rows]
+        runner.decode.sample(logits, rows, needs)
+    runner.decode.close()
+    of_a_step = 4
+    peak = live.peak / logits.numel() + of_a_step
+    assert 0.95 * NATIVE_SAMPLING_BYTES < peak < 1.05 * NATIVE_SAMPLING_BYTES
