@@ -23,8 +23,9 @@ from evals.prompt_compression import FAMILIES
 from evals.score import mean_and_error
 from evals.tasks.item import TEMPLATE_TOKENS
 from figures.machine import describe
+from recipes.documents import make_document
 from snapstream.assets import TINY_MODEL
-from snapstream.assets.documents import Document, make_document
+from snapstream.assets.documents import Document
 from snapstream.spec_prefill.draft import Draft, Importance, chunk_means, draw_from_row, voting_pass
 from snapstream.spec_prefill.protection import chunk_spans
 from snapstream.spec_prefill.scorer import num_kept, ranked

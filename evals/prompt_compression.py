@@ -27,8 +27,9 @@ from evals.cuts import ARMS, PROTECTION, Cutters
 from evals.score import mean_and_error
 from evals.tasks.item import TEMPLATE_TOKENS
 from figures.machine import describe
+from recipes.documents import make_document
 from snapstream import assets
-from snapstream.assets.documents import Document, make_document
+from snapstream.assets.documents import Document
 from snapstream.llm import LLM
 from snapstream.spec_prefill.protection import Span
 from snapstream.types import SamplingParams

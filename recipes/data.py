@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes.chat import Chat
 from recipes.corpus import Corpus
+from recipes.documents import make_document
 from recipes.planted import CHARS_PER_TOKEN, make_planted
-from snapstream.assets.documents import Style, make_document
+from snapstream.assets.documents import Style
 
 _SYSTEM_PROMPTS = ("Answer from the document.", "Look up the answer and give only the value.", "Be brief.")
 _QUESTION_TOKENS = 16  # allowance for one question with its answer when a document's length is chosen

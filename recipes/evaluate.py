@@ -21,8 +21,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from snapstream.assets.documents import FAMILIES as ALL_FAMILIES
-from snapstream.assets.documents import NUM_ANSWERS, make_document
+from recipes.documents import FAMILIES as ALL_FAMILIES
+from recipes.documents import NUM_ANSWERS, make_document
 from snapstream.models.tokenizer import load_tokenizer
 
 FAMILIES = tuple(family for family in ALL_FAMILIES if family != "mixed")

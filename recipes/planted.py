@@ -12,7 +12,8 @@ from dataclasses import replace
 from random import Random
 
 from recipes.corpus import Corpus
-from snapstream.assets.documents import Document, Style, make_document
+from recipes.documents import make_document
+from snapstream.assets.documents import Document, Style
 
 CHARS_PER_TOKEN = 3.0  # of real text; a window is cut down to the tokens that are left for it
 FACT_TOKENS = 40  # room for a fact with its line

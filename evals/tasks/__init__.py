@@ -1,6 +1,6 @@
 """Questions with known answers, for any tokenizer and length. One small file per group of tasks; ``item.py`` first.
 
-Documents come from ``snapstream.assets.documents`` with held-out keys and values. Prompts are the same for the same
+Documents come from ``recipes.documents`` with held-out keys and values. Prompts are the same for the same
 task, length and seed. One question per document keeps the prompts of a cell independent, which the standard errors
 assume.
 """

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from snapstream.assets.documents import Document, make_document
+from recipes.documents import make_document
+from snapstream.assets.documents import Document
 
 Message = dict[str, str]
 

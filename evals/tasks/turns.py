@@ -13,7 +13,8 @@ prefills. Then its first fact is asked for, or the first question once more. A r
 from __future__ import annotations
 
 from evals.tasks.item import DENSE_FACTS, ChatModel, Item, Message, Task, document_of
-from snapstream.assets.documents import Question, make_document
+from recipes.documents import make_document
+from snapstream.assets.documents import Question
 
 _FAMILY = "multi_number"
 LONG_SESSION = "long session, same row"

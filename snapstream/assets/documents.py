@@ -1,30 +1,12 @@
-"""Generated documents with planted facts and questions about them. Pure Python, deterministic by seed.
+"""Generated documents with planted facts and questions about them: deterministic by seed, of any length, no download.
 
-Why it is here: a cache that forgets can only be judged on text whose answers are known, at any length, without
-downloads. The tiny models that ship with the package were trained on these documents and the demo asks about new
-ones. Nothing here knows a tokenizer or a model: the caller passes `count_tokens` and a target length.
+The shipped tiny models were trained on these documents; the demo asks about new ones, and calibration reads them.
+Nothing here knows a tokenizer or a model: the caller passes ``count_tokens`` and a target length.
+``recipes/documents.py`` has more families, for training and evaluation.
 
-Invariants:
-- The same arguments give the same document, on every machine and Python version (only `random.Random` draws).
-- `Style(split="heldout")` uses keys and values that `Style(split="train")` never produces (see `draw.is_heldout`).
-- `document.text[start:end]` of a question's spans are the sentences that answer it.
-
-Families (one per document), a file for each group:
-    facts.py    single_number, single_words   one fact in prose
-                multi_number, multi_words     many facts of the same wording in prose; one key is asked
-                single_uuid, multi_uuid       the same with an identifier such as 9f3c-a07b-51de
-                kv                            nothing but key-value lines
-                json                          a JSON object of names and numbers, one to a line
-                variable                      chains of assignments in prose; the answer spells the chain out
-                paraphrase                    facts about people in prose, asked in other words
-                mixed                         the above except identifiers and lists, in one document
-    several.py  multi_value                   several values of each key in different places; all of them are wanted
-                multi_query                   several keys are asked at once
-                recite                        many keys are asked at once: a long answer
-    counted.py  common_words, frequent_words  the words that occur most often in a list
-    hidden.py   passkey, number_string        a number of 5 or 10 digits in sentences that repeat
-
-`make.py` composes, `draw.py` draws, `words.py` holds every word, `document.py` holds the result.
+Invariants: the same arguments give the same document on every machine and Python version (only ``random.Random``
+draws); the order of draws, and every word, are part of the format. ``Style(split="heldout")`` uses keys and values that
+``Style(split="train")`` never produces.
 """
 
 from __future__ import annotations
@@ -34,32 +16,127 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from snapstream.assets.words import (
-    ADJECTIVES,
-    COMMON_QUESTIONS,
-    FILLER,
-    FIRST_NAMES,
-    FREQUENT_QUESTIONS,
-    HIDDEN_FACTS,
-    JSON_QUESTIONS,
-    KV_LINES,
-    KV_QUESTIONS,
-    LAST_NAMES,
-    NOUNS,
-    NUMBER_FACTS,
-    NUMBER_NOUNS,
-    PLACES,
-    RELATIONS,
-    SEVERAL_QUESTIONS,
-    SYLLABLES,
-    TIMES,
-    UUID_FACT,
-    VARIABLE_QUESTIONS,
-    VERBS,
-    WORDS_FACTS,
+FAMILIES: dict[str, str] = {
+    "single_number": "one fact in prose",
+    "single_words": "one fact in prose",
+    "single_uuid": "one fact in prose, with an identifier such as 9f3c-a07b-51de",
+    "multi_number": "many facts of the same wording in prose; one key is asked",
+    "multi_words": "the same",
+    "multi_uuid": "the same",
+    "kv": "nothing but key-value lines",
+    "variable": "chains of assignments in prose; the answer spells the chain out",
+    "paraphrase": "facts about people in prose, asked in other words",
+}
+
+LISTS = ("kv", "json")  # one line per fact and nothing else
+
+ADJECTIVES: tuple[str, ...] = tuple(
+    """amber velvet copper silent golden crimson frozen hollow distant gentle bitter ancient silver broken purple
+    narrow hidden marble wooden scarlet rapid mellow dusty rugged lonely polished tangled sunny misty crooked brave
+    humble olive ivory cobalt jade coral violet rusty smoky sandy mossy frosty stormy quiet noisy clever patient
+    eager proud calm fierce nimble sturdy tiny giant northern southern eastern western upper lower inner outer
+    early late wild tame sweet sour salty plain fancy clumsy dainty drowsy earnest faded gleaming hasty icy jolly
+    keen lively modest neat odd pale quaint restless shiny tidy urban vivid weary young zesty bold crisp dim
+    elegant flat grand heavy idle just kind lean mild noble open prime quick round sharp tall vast warm azure
+    bronze chalky dense earthy fluffy glossy harsh inky jagged knotty leafy muddy nutty oaken pearly""".split()
+)
+NOUNS: tuple[str, ...] = tuple(
+    """falcon otter lantern harbor meadow cedar anchor violin compass glacier thimble orchard pepper saddle canyon
+    ribbon beacon walnut turtle castle fiddle marten button candle dragon engine feather garden hammer island jacket
+    kettle ladder magnet needle oyster pillow quiver rocket shovel temple urchin valley window yarrow zipper acorn
+    badger cactus donkey ember ferret goblet heron ingot jasmine kayak lizard mango nectar onion parrot quartz raven
+    salmon tulip umbrella vessel wagon yogurt zebra almond basket cherry dagger elbow fossil gravel hazel insect
+    juniper kitten lemon mirror nutmeg opal panther quilt radish spider teapot uncle velcro willow xylem yak
+    arrow barrel cobra daisy easel fern gecko hinge iris jigsaw knot lotus mural nickel oboe pebble quail
+    robin sparrow trumpet unicorn vulture wallet yacht zither apron biscuit carrot dolphin eagle fountain guitar
+    helmet igloo jewel koala lobster muffin napkin orchid penguin queen rabbit scarf tiger urn violet_ whistle
+    axle bonnet cabin dome emblem flute glove hood ink jug keel loom mast net oar plum quarry reef stone tower
+    vine well yoke amulet bridge clover drum envelope forest gate hill inlet jar key lake moth nest oak path
+    quill river sail tent vase wheel yard""".replace("violet_", "viola").split()
+)
+FIRST_NAMES: tuple[str, ...] = tuple(
+    """Marta Harlan Ilse Tobias Nadia Corin Petra Selwyn Agnes Boris Celia Dorian Edda Felix Greta Hugo Ines Jonas
+    Karla Leo Mina Nils Olga Pavel Quentin Rosa Stefan Tilda Ulric Vera Walter Yara Zeno Alma Bruno Clara Dmitri
+    Elsa Franz Gilda""".split()
+)
+LAST_NAMES: tuple[str, ...] = tuple(
+    """Quill Brandt Moreau Vance Holloway Lindqvist Okoro Santos Petrov Marsh Keller Ivers Dunne Castell Abbott
+    Novak Ferro Gale Hoffman Iyer Jansen Kovac Larsen Mbeki Nolan Orsini Pryce Rossi Sato Tanaka Ueda Vargas Weber
+    Xu Yates Zhou Arden Blum Cole Drake""".split()
+)
+PLACES: tuple[str, ...] = tuple(
+    "mill market bakery station library chapel workshop square cellar kitchen courtyard museum school".split()
+)
+TIMES: tuple[str, ...] = tuple("morning evening winter summer spring autumn night week month year".split())
+VERBS: tuple[str, ...] = tuple(
+    """watched carried painted repaired followed remembered ignored cleaned admired borrowed lost found sold
+    bought described moved counted""".split()
+)
+SYLLABLES: tuple[str, ...] = tuple(
+    """ba be bi bo bu da de di do du fa fe fi fo ga go gu ka ke ki ko ku la le li lo lu ma me mi mo mu na ne ni no
+    nu pa pe pi po ra re ri ro ru sa se si so su ta te ti to tu va ve vi vo za ze zo""".split()
+)
+FILLER: tuple[str, ...] = (
+    "The {a} {n} stood near the {p} for most of the {t}.",
+    "In the {t}, {f} {v} the {a} {n} again.",
+    "Nobody at the {p} had seen a {n} that {t}.",
+    "{f} {v} the {n} and went back to the {p}.",
+    "It rained over the {p} until the {t} was over.",
+    "Some people said that the {n} was too {a} for the {p}.",
+    "Every {t} the {p} smelled of bread and old paper.",
+    "A {a} {n} and a {b} {m} lay on the table.",
+    "They talked about the {n}, the weather and the price of salt.",
+    "{f} asked whether the {p} would open before the {t}.",
+    "The road to the {p} was {a} and nearly empty.",
+    "Later {f} wrote a letter about the {a} {n}.",
+    "There was little to do at the {p} but wait.",
+    "The children {v} the {n} while {f} slept.",
+    "By the end of the {t} the {n} looked rather {a}.",
+    "{f} and {g} {v} the {n} behind the {p}.",
+    "No one could explain why the {n} was so {a}.",
+    "The {p} kept a {n} in a box under the stairs.",
+    "After lunch {f} {v} a {a} {n} near the {p}.",
+    "On the wall hung a picture of a {n} beside a {b} {m}.",
+    "That {t} was long, and the {p} stayed closed.",
+    "The {n} made a sound, and then everything was still.",
+    "{f} had never trusted the {a} {n} from the {p}.",
+    "Most visitors preferred the {n} to the {m}.",
 )
 
-# A generated document: its text, the questions about it, and how hard it should be.
+
+# (sentence, questions). {k} is the key, {v} the value; the value follows the key at once.
+NUMBER_FACTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("The code for {k} is {v}.", ("What is the code for {k}?", "Tell me the code for {k}.")),
+    ("The number of {k} is {v}.", ("What is the number of {k}?", "Give the number of {k}.")),
+    ("The ticket of {k} is {v}.", ("What is the ticket of {k}?", "Which ticket belongs to {k}?")),
+)
+WORDS_FACTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("The phrase for {k} is {v}.", ("What is the phrase for {k}?", "Tell me the phrase for {k}.")),
+    ("The password of {k} is {v}.", ("What is the password of {k}?", "Give the password of {k}.")),
+    ("The motto of {k} is {v}.", ("What is the motto of {k}?", "Which motto belongs to {k}?")),
+)
+UUID_FACT: tuple[str, tuple[str, ...]] = (
+    "The identity card of {k} is {v}.",
+    ("What is the identity card of {k}?", "Give the identity card of {k}."),
+)
+KV_LINES: tuple[str, ...] = ("- {k}: {v}", "* {k} = {v}", "| {k} | {v} |")
+KV_QUESTIONS: tuple[str, ...] = ("What is the value of {k}?", "Look up {k}.", "Which value has {k}?")
+VARIABLE_QUESTIONS: tuple[str, ...] = ("What is the variable {k}?", "Resolve the variable {k}.")
+# relation: (is the value a number, statements, questions in other words)
+RELATIONS: tuple[tuple[bool, tuple[str, ...], tuple[str, ...]], ...] = (
+    (True, ("{k} can be reached at {v}.", "To call {k} dial {v}."),
+     ("What is the telephone number of {k}?", "How do I phone {k}?")),
+    (True, ("{k} wears the badge {v}.", "The guards know {k} by {v}."),
+     ("Which identity card belongs to {k}?", "What is on the name plate of {k}?")),
+    (True, ("{k} earned {v} coins.", "They paid {k} exactly {v} coins."),
+     ("What was the salary of {k}?", "How much money did {k} make?")),
+    (False, ("{k} is fond of {v}.", "Nothing pleases {k} like {v}."),
+     ("What does {k} love most?", "What are the favourite things of {k}?")),
+    (False, ("{k} lives at {v}.", "You will find the house of {k} at {v}."),
+     ("What is the home address of {k}?", "Where should I visit {k}?")),
+    (False, ("{k} hid {v}.", "Out of sight {k} put {v}."),
+     ("What did {k} conceal?", "Which objects are kept secret by {k}?")),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +208,6 @@ class Fact:
     needs: tuple[str, ...] = ()  # sentences of other facts that the answer goes through
 
 
-# Draws keys, values and filler. One generator per document; this module decides what a split may use.
-#
-# Invariant: the order of draws is part of the format. A new kind of draw comes from a family of its own, so that old
-# families keep their documents.
-
-
 def is_heldout(text: str) -> bool:
     """Whether a key or value belongs to the held-out split: one in eight, by checksum."""
     return zlib.crc32(text.encode()) % 8 == 0
@@ -145,14 +216,17 @@ def is_heldout(text: str) -> bool:
 class Draw:
     """Draws keys, values and filler of one document."""
 
-    def __init__(self, rng: Random, style: Style, split: str) -> None:
-        self.rng, self.style, self.heldout = rng, style, split == "heldout"
+    def __init__(self, family: str, seed: int | str, style: Style | None = None) -> None:
+        self.style = style = style or Style()
+        if style.split not in ("train", "heldout"):
+            raise ValueError(f"split must be 'train' or 'heldout', got {style.split!r}")
+        self.rng, self.is_heldout = Random(f"{family}/{style.split}/{seed}"), style.split == "heldout"
         self.adjectives = ADJECTIVES[: style.num_words]
         self.nouns = NOUNS[: style.num_words]
         self.used: set[str] = set()
-        self.number_fact = rng.choice(NUMBER_FACTS)
-        self.words_fact = rng.choice(WORDS_FACTS)
-        self.kv_line = rng.choice(KV_LINES)
+        self.number_fact = self.rng.choice(NUMBER_FACTS)
+        self.words_fact = self.rng.choice(WORDS_FACTS)
+        self.kv_line = self.rng.choice(KV_LINES)
 
     def coin(self) -> str:
         """An invented word."""
@@ -162,7 +236,7 @@ class Draw:
         """The first drawn text that belongs to the split."""
         while True:
             text = draw()
-            if is_heldout(text) == self.heldout:
+            if is_heldout(text) == self.is_heldout:
                 return text
 
     def unused(self, draw: Callable[[], str]) -> str:
@@ -223,15 +297,7 @@ class Draw:
         )  # fmt: skip
 
 
-# Families whose questions have one answer each: a sentence states it, or a chain of sentences.
-
-FACT_FAMILIES = (
-    "single_number", "single_words", "multi_number", "multi_words", "kv", "variable", "paraphrase", "mixed",
-    "single_uuid", "multi_uuid", "json",
-)  # fmt: skip
-
-
-def _ask(draw: Draw, templates: Sequence[str], key: str) -> str:
+def ask(draw: Draw, templates: Sequence[str], key: str) -> str:
     if draw.rng.random() < draw.style.terse:
         return f"And {key}?"
     return draw.rng.choice(templates).format(k=key)
@@ -241,13 +307,13 @@ def needle(draw: Draw, is_number: bool, family: str) -> list[Fact]:
     """One fact in the wording that this document uses throughout."""
     sentence, questions = draw.number_fact if is_number else draw.words_fact
     key, value = draw.key(), draw.number() if is_number else draw.words()
-    return [Fact(sentence.format(k=key, v=value), key, value, value, _ask(draw, questions, key), family)]
+    return [Fact(sentence.format(k=key, v=value), key, value, value, ask(draw, questions, key), family)]
 
 
 def pair(draw: Draw) -> list[Fact]:
     """One key-value line."""
     key, value = draw.key(), draw.number() if draw.rng.random() < 0.7 else draw.words()
-    sentence, question = draw.kv_line.format(k=key, v=value), _ask(draw, KV_QUESTIONS, key)
+    sentence, question = draw.kv_line.format(k=key, v=value), ask(draw, KV_QUESTIONS, key)
     return [Fact(sentence, key, value, value, question, "kv")]
 
 
@@ -255,14 +321,7 @@ def identity(draw: Draw, family: str) -> list[Fact]:
     """One fact with an identifier."""
     sentence, questions = UUID_FACT
     key, value = draw.key(), draw.uuid()
-    return [Fact(sentence.format(k=key, v=value), key, value, value, _ask(draw, questions, key), family)]
-
-
-def member(draw: Draw) -> list[Fact]:
-    """One line of a JSON object."""
-    key, value = draw.key(), draw.number()
-    question = draw.rng.choice(JSON_QUESTIONS).format(k=key)
-    return [Fact(f'  "{key}": {value},', key, value, value, question, "json")]
+    return [Fact(sentence.format(k=key, v=value), key, value, value, ask(draw, questions, key), family)]
 
 
 def chain(draw: Draw) -> list[Fact]:
@@ -277,7 +336,7 @@ def chain(draw: Draw) -> list[Fact]:
     sentences = [f"Let {name} = {target}." for name, target in zip(names, targets, strict=True)]
     facts = []
     for i, name in enumerate(names):
-        question = _ask(draw, VARIABLE_QUESTIONS, name)
+        question = ask(draw, VARIABLE_QUESTIONS, name)
         answer = " = ".join(targets[i:])
         needs = tuple(sentences[i + 1 :])
         facts.append(Fact(sentences[i], name, answer, value, question, "variable", needs))
@@ -295,176 +354,68 @@ def persona(draw: Draw) -> list[Fact]:
     return facts
 
 
-def group(draw: Draw, family: str) -> list[Fact]:
-    """The next group of facts for a document of `family`."""
-    if family == "mixed":
-        family = draw.rng.choice(("multi_number", "multi_words", "variable", "paraphrase"))
+def facts_of(draw: Draw, family: str) -> list[Fact]:
+    """The next facts of a document of ``family`` that belong together."""
     if family == "kv":
         return pair(draw)
     if family == "variable":
         return chain(draw)
     if family == "paraphrase":
         return persona(draw)
-    if family == "json":
-        return member(draw)
     if family.endswith("uuid"):
         return identity(draw, family)
     return needle(draw, family.endswith("number"), family)
 
 
-# One number in text that repeats itself (InfiniteBench's pass key and number string): exact retrieval.
-
-HIDDEN_FAMILIES = tuple(HIDDEN_FACTS)
-REPEATED_SENTENCES = 4  # sentences that the filler repeats
-
-
-def hidden_fact(draw: Draw, family: str) -> Fact:
-    """The sentence that hides the number; the document asks for nothing else."""
-    digits, sentence, question = HIDDEN_FACTS[family]
-    low = 10 ** (digits - 1)
-    value = draw.from_split(lambda: str(draw.rng.randrange(low, 10 * low)))
-    return Fact(sentence.format(v=value), "", value, value, question, family)
-
-
-def repeated_filler(draw: Draw) -> list[str]:
-    """The sentences to repeat."""
-    return [draw.filler() for _ in range(REPEATED_SENTENCES)]
-
-
-# Families whose questions have several answers, each a fact in prose (RULER's multi-value and multi-query).
-#
-# `multi_value` states several values of one key in different places and asks for all of them. `multi_query` and
-# `recite` name several keys in the question; the answer opens with the words before the first of them and says each
-# key again before its value, because that is how a small model finds its place in the list and keeps it. `recite`
-# names many, so that its answer is several times a small ring.
-
-SEVERAL_FAMILIES = ("multi_value", "multi_query", "recite")
-
-
-def several_group(draw: Draw, family: str, num_answers: int) -> list[Fact]:
-    """The next facts of a document: one key with `num_answers` values, or one key with one."""
-    facts = needle(draw, True, family)
-    for _ in range(num_answers - 1 if family == "multi_value" else 0):
-        value = draw.number()
-        sentence = draw.number_fact[0].format(k=facts[0].key, v=value)
-        facts.append(Fact(sentence, facts[0].key, value, value, "", family))
-    return facts
-
-
-def ask(draw: Draw, family: str, facts: Sequence[Fact], num_answers: int) -> list[tuple[str, str, list[Fact]]]:
-    """Questions as (text, answer, facts). `facts` are in the order of the document, and so are a key's values."""
-    if family == "multi_value":
-        by_key: dict[str, list[Fact]] = {}
-        for fact in facts:
-            by_key.setdefault(fact.key, []).append(fact)
-        asked = draw.rng.sample(list(by_key.values()), len(by_key))
-    else:
-        shuffled = draw.rng.sample(facts, len(facts))
-        num_questions = max(1, len(facts) // num_answers)
-        asked = [shuffled[i * num_answers : (i + 1) * num_answers] for i in range(num_questions)]
-    nouns = NUMBER_NOUNS[draw.number_fact[0]]
-    questions = []
-    for wanted in asked:
-        keys = ", ".join(dict.fromkeys(fact.key for fact in wanted))
-        text = draw.rng.choice(SEVERAL_QUESTIONS).format(nouns=nouns, k=keys)
-        if family == "multi_value":
-            answer = ", ".join(fact.value for fact in wanted)
-        else:
-            answer = f"{nouns} " + ", ".join(f"{fact.key} {fact.value}" for fact in wanted)
-        questions.append((text, answer, wanted))
-    return questions
-
-
-# Aggregation (RULER's common and frequent words): a question asks for the commonest words, so every word counts.
-#
-# The words that are asked for belong to the split; the others may be any. No word is part of another one that is asked
-# for, so that containment means the word itself.
-
-COUNTED_FAMILIES = ("common_words", "frequent_words")
-COMMON_SHARE = 0.04  # of the words in a list, per common word
-RARE_RATIO = 10  # a common word occurs so many times as often as another (RULER: 30 and 3)
-ZETA_EXPONENT = 2.0  # of the frequent words' ranks (RULER: 2.0)
-
-
-def _distinct(draw: Draw, word: Callable[[], str], count: int) -> list[str]:
-    """Words of the split, none of them part of another."""
-    found: list[str] = []
-    while len(found) < count:
-        candidate = draw.unused(lambda: draw.from_split(word))
-        if not any(candidate in other or other in candidate for other in found):
-            found.append(candidate)
-    return found
-
-
-def _cut(words: list[str], count_tokens: Callable[[str], int], target_tokens: int) -> list[str]:
-    """As many of the words, from the front, as fit when a space stands before each."""
+def draw_facts(
+    make: Callable[[], list[Fact]], num_facts: int, cost: Callable[[str], int], target_tokens: int
+) -> tuple[list[Fact], int]:
+    """Groups of facts until there are ``num_facts`` or the next group does not fit, and their tokens."""
+    facts: list[Fact] = []
     num_tokens = 0
-    for i, word in enumerate(words):
-        num_tokens += count_tokens(f" {word}")
-        if num_tokens > target_tokens:
-            return words[:i]
-    return words
-
-
-def common_words(
-    draw: Draw, count_tokens: Callable[[str], int], target_tokens: int, num_answers: int
-) -> tuple[list[str], list[str]]:
-    """The list and its common words in the order of their first occurrence, as (words, answers)."""
-    pool = draw.adjectives + draw.nouns
-    common = _distinct(draw, lambda: draw.rng.choice(pool), num_answers)
-    others = [word for word in pool if not any(word in other or other in word for other in common)]
-    others = draw.rng.sample(others, len(others))
-    times = max(4, int(target_tokens * COMMON_SHARE))
-    words = common * times
-    rare = max(1, times // RARE_RATIO)
-    num_tokens = sum(count_tokens(f" {word}") for word in common) * times
-    for word in others:
-        num_tokens += count_tokens(f" {word}") * rare
-        if num_tokens > target_tokens:
+    while len(facts) < num_facts:
+        group = make()
+        group_tokens = sum(cost(fact.sentence) for fact in group)
+        if facts and num_tokens + group_tokens > target_tokens:
             break
-        words += [word] * rare
-    words = _cut(draw.rng.sample(words, len(words)), count_tokens, target_tokens)
-    return words, list(dict.fromkeys(word for word in words if word in common))
+        facts += group
+        num_tokens += group_tokens
+    return facts, num_tokens
 
 
-def frequent_words(
-    draw: Draw, count_tokens: Callable[[str], int], target_tokens: int, num_answers: int
-) -> tuple[list[str], list[str]]:
-    """Invented words whose counts fall with the square of their rank, as (words, the most frequent by rank)."""
-    ranked = _distinct(draw, draw.coin, max(20, 4 * num_answers))
-    weights = [(rank + 1) ** -ZETA_EXPONENT for rank in range(len(ranked))]
-    cost = sum(weight * count_tokens(f" {word}") for weight, word in zip(weights, ranked, strict=True))
-    words = []
-    for weight, word in zip(weights, ranked, strict=True):
-        words += [word] * max(1, round(weight / cost * target_tokens))
-    words = draw.rng.sample(words, len(words))
-    kept = _cut(words, count_tokens, target_tokens)
-    top = sorted(dict.fromkeys(kept), key=lambda word: (-kept.count(word), ranked.index(word)))
-    return kept, top[:num_answers]
+def mix_with_filler(draw: Draw, sentences: list[str], cost: Callable[[str], int], num_tokens: int) -> None:
+    """Add filler of at most ``num_tokens`` tokens, and shuffle."""
+    while (num_tokens := num_tokens - cost(filler := draw.filler())) >= 0:
+        sentences.append(filler)
+    draw.rng.shuffle(sentences)
 
 
-def make(
-    draw: Draw, family: str, count_tokens: Callable[[str], int], target_tokens: int, num_answers: int
-) -> tuple[str, str, tuple[str, ...]]:
-    """A list as (text, question, answers)."""
-    if family == "common_words":
-        words, answers = common_words(draw, count_tokens, target_tokens, num_answers)
-        question = draw.rng.choice(COMMON_QUESTIONS)
-    else:
-        words, answers = frequent_words(draw, count_tokens, target_tokens, num_answers)
-        question = draw.rng.choice(FREQUENT_QUESTIONS)
-    return " ".join(words), question.format(n=len(answers)), tuple(answers)
+def spans_of(sentences: Sequence[str], separator: str) -> dict[str, tuple[int, int]]:
+    """Where each sentence stands in the joined text."""
+    spans, start = {}, 0
+    for sentence in sentences:
+        spans[sentence] = (start, start + len(sentence))
+        start += len(sentence) + len(separator)
+    return spans
 
 
-# Composes a document of a family: facts among filler, spans, questions.
+def about(text: str, answer: str, facts: Sequence[Fact], spans: dict[str, tuple[int, int]]) -> Question:
+    """The question ``text`` whose answer needs these facts."""
+    return Question(
+        text=text,
+        answer=answer,
+        answers=tuple(fact.value for fact in facts),
+        family=facts[0].family,
+        spans=tuple(spans[sentence] for fact in facts for sentence in (fact.sentence, *fact.needs)),
+    )
 
-pass
 
-FAMILIES: tuple[str, ...] = (*FACT_FAMILIES, *SEVERAL_FAMILIES, *COUNTED_FAMILIES, *HIDDEN_FAMILIES)
-NUM_ANSWERS: dict[str, int] = {
-    "multi_value": 4, "multi_query": 4, "recite": 16, "common_words": 5, "frequent_words": 3,
-}  # fmt: skip
-_LISTS = ("kv", "json")
+def single_questions(
+    draw: Draw, facts: Sequence[Fact], spans: dict[str, tuple[int, int]], num_questions: int | None
+) -> tuple[Question, ...]:
+    """Questions about one fact each, in random order."""
+    count = len(facts) if num_questions is None else min(num_questions, len(facts))
+    return tuple(about(fact.question, fact.answer, [fact], spans) for fact in draw.rng.sample(facts, count))
 
 
 def make_document(
@@ -474,107 +425,32 @@ def make_document(
     count_tokens: Callable[[str], int],
     target_tokens: int,
     num_facts: int | None = None,
-    num_answers: int | None = None,
     num_questions: int | None = None,
     style: Style | None = None,
+    make: Callable[[Draw, str], list[Fact]] = facts_of,
 ) -> Document:
-    """A document of at most about `target_tokens` tokens with `num_facts` facts or more, at random depths.
+    """A document of at most about ``target_tokens`` tokens with ``num_facts`` facts or more, at random depths.
 
-    Without `num_facts`, single needles and hidden numbers have one fact, key-value lists fill the document and the
-    other families have 16, or as many as one question asks for if that is more. `num_questions` questions are drawn
-    from the facts (all, in random order, when it is None); only within a chain of assignments do two of them share a
-    fact. Facts come in groups (chains, people, the values of a key), so the last group may go over `num_facts`, never
-    over the target length. `num_answers` is how many answers a question has, in the families of `NUM_ANSWERS`, which
-    holds the defaults; short documents may have fewer.
+    Without ``num_facts``, single needles have one fact, key-value lists fill the document and the other families have
+    16. ``num_questions`` questions are drawn from the facts (all, in random order, when it is None); only within a
+    chain of assignments do two of them share a fact. Facts come in groups (chains, people), so the last group may go
+    over ``num_facts``, never over the target length. ``make`` gives the next group of a family that is not one of
+    ``FAMILIES``.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"family must be one of {FAMILIES}, got {family!r}")
-    style = style or Style()
-    if style.split not in ("train", "heldout"):
-        raise ValueError(f"split must be 'train' or 'heldout', got {style.split!r}")
-    if num_answers is not None and (family not in NUM_ANSWERS or num_answers < 1):
-        raise ValueError(
-            f"num_answers must be at least 1 and is for {tuple(NUM_ANSWERS)}, got {num_answers} for {family!r}"
-        )
-    num_answers = num_answers or NUM_ANSWERS.get(family, 1)
-    draw = Draw(Random(f"{family}/{style.split}/{seed}"), style, style.split)
-    if family in COUNTED_FAMILIES:
-        text, asked, answers = make(draw, family, count_tokens, target_tokens, num_answers)
-        question = Question(text=asked, answer=", ".join(answers), answers=answers, family=family, spans=())
-        return Document(text=text, questions=(question,))
-    separator = "\n" if family in _LISTS else " "
+    if make is facts_of and family not in FAMILIES:
+        raise ValueError(f"family must be one of {tuple(FAMILIES)}, got {family!r}")
+    draw = Draw(family, seed, style)
+    is_list = family in LISTS
+    separator = "\n" if is_list else " "
 
     def cost(sentence: str) -> int:
         return count_tokens(separator + sentence)
 
     if num_facts is None:
-        is_one = family.startswith("single") or family in HIDDEN_FAMILIES
-        num_facts = 1 if is_one else max(1, target_tokens) if family in _LISTS else max(16, num_answers)
-    facts, num_tokens = _draw_facts(draw, family, num_facts, num_answers, cost, target_tokens)
+        num_facts = 1 if family.startswith("single") else max(1, target_tokens) if is_list else 16
+    facts, num_tokens = draw_facts(lambda: make(draw, family), num_facts, cost, target_tokens)
     sentences = [fact.sentence for fact in facts]
-    if family in HIDDEN_FAMILIES:
-        sentences = _hide(draw, sentences, cost, target_tokens - num_tokens)
-    elif family not in _LISTS:
-        while True:
-            sentence = draw.filler()
-            num_tokens += cost(sentence)
-            if num_tokens > target_tokens:
-                break
-            sentences.append(sentence)
-        draw.rng.shuffle(sentences)
-
-    spans: dict[str, tuple[int, int]] = {}
-    start = 0
-    for sentence in sentences:
-        spans[sentence] = (start, start + len(sentence))
-        start += len(sentence) + len(separator)
-    if family in SEVERAL_FAMILIES:
-        facts.sort(key=lambda fact: spans[fact.sentence])
-        found = ask(draw, family, facts, num_answers)[:num_questions]
-    else:
-        chosen = draw.rng.sample(facts, len(facts) if num_questions is None else min(num_questions, len(facts)))
-        found = [(fact.question, fact.answer, [fact]) for fact in chosen]
-    questions = tuple(
-        Question(
-            text=text,
-            answer=answer,
-            answers=tuple(fact.value for fact in wanted),
-            family=wanted[0].family,
-            spans=tuple(spans[sentence] for fact in wanted for sentence in (fact.sentence, *fact.needs)),
-        )
-        for text, answer, wanted in found
-    )
+    if not is_list:
+        mix_with_filler(draw, sentences, cost, target_tokens - num_tokens)
+    questions = single_questions(draw, facts, spans_of(sentences, separator), num_questions)
     return Document(text=separator.join(sentences), questions=questions)
-
-
-def _draw_facts(
-    draw: Draw, family: str, num_facts: int, num_answers: int, cost: Callable[[str], int], target_tokens: int
-) -> tuple[list[Fact], int]:
-    """Groups of facts until there are `num_facts` or the next group does not fit, and their tokens."""
-    facts: list[Fact] = []
-    num_tokens = 0
-    while len(facts) < num_facts:
-        if family in HIDDEN_FAMILIES:
-            more = [hidden_fact(draw, family)]
-        elif family in SEVERAL_FAMILIES:
-            more = several_group(draw, family, num_answers)
-        else:
-            more = group(draw, family)
-        group_tokens = sum(cost(fact.sentence) for fact in more)
-        if facts and num_tokens + group_tokens > target_tokens:
-            break
-        facts += more
-        num_tokens += group_tokens
-    return facts, num_tokens
-
-
-def _hide(draw: Draw, sentences: Sequence[str], cost: Callable[[str], int], room: int) -> list[str]:
-    """Repeated filler of at most `room` tokens with the sentences at random depths."""
-    repeated = repeated_filler(draw)
-    costs = [cost(sentence) for sentence in repeated]
-    filler: list[str] = []
-    while (room := room - costs[len(filler) % len(repeated)]) >= 0:
-        filler.append(repeated[len(filler) % len(repeated)])
-    for sentence in sentences:
-        filler.insert(draw.rng.randint(0, len(filler)), sentence)
-    return filler

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from evals.chat import Chat
 from evals.score import found
 from evals.tasks import Item, make_items
+from recipes.documents import FAMILIES, make_document
 from snapstream import LLM, KVBudget, SamplingParams
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
-from snapstream.assets.documents import FAMILIES, make_document
 from snapstream.cli.demo import FAMILIES as DEMO_FAMILIES
 from snapstream.cli.demo import Arm, run_demo, strip
 

@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from snapstream.assets.documents import FAMILIES, Style, make_document
+from recipes.documents import FAMILIES, make_document
+from snapstream.assets.documents import Style
 
 HIDDEN = ("passkey", "number_string")
 PINNED = 2055984478  # of test_old_families_keep_their_documents

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from recipes.build import build_config, build_model
 from recipes.chat import CHATS
 from recipes.data import Encoder, make_sequence
+from recipes.documents import COMMON_QUESTIONS, FREQUENT_QUESTIONS, SEVERAL_QUESTIONS
 from recipes.export import export
 from recipes.latent_model import Experts, TinyLatentModel
 from recipes.tokenizer import TokenizerConfig, build_tokenizer
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.assets.documents import Style
-from snapstream.assets.words import COMMON_QUESTIONS, FREQUENT_QUESTIONS, SEVERAL_QUESTIONS
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SHIPPED = {"tiny": TINY_MODEL, "tiny_draft": TINY_DRAFT_MODEL}
