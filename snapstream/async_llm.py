@@ -1,8 +1,8 @@
-"""``AsyncLLM``: the methods of ``LLM`` for tasks of event loops.
+"""``AsyncLLM``: the methods of ``LLM`` for asyncio.
 
-Prompts become requests on one thread (tokenizer, draft), off the event loops. An output is touched on its reader's loop
-only. Invariant: a request without a reader is aborted, however the reader left: a closed generator, a cancelled task, a
-closed loop. An exception reaches the task whose request it ended; only that of a failed engine reaches all.
+Prompts are tokenized and compressed on one thread, off the event loops. Only an output's own loop modifies it.
+Invariant: a request without a reader is aborted, whether by a closed generator, a cancelled task or a closed loop. An
+exception reaches the task whose request it ended; only that of a failed engine reaches all.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from snapstream.config import Budget, EngineOptions, Selector
+from snapstream.config import EngineOptions
 from snapstream.engine.client import News, OutputReader
 from snapstream.engine.stats import EngineStats
-from snapstream.llm import LLM, Message, Prompt
-from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.llm import LLM, Message, Prompt, RequestOptions
 from snapstream.types import Request, RequestOutput, SamplingParams, only
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoopChannel:
-    """Brings news to an event loop, which is woken once for all of its readers."""
+    """Delivers to an event loop, which is woken once for all of its readers."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -50,9 +49,9 @@ class _LLM(LLM):
 
 
 class AsyncLLM:
-    """``LLM`` for event loops; arguments and errors are its own.
+    """``LLM`` for event loops, with the same arguments and errors.
 
-    Making it loads the model and takes as long: do it before the loop starts, or in a thread. Tasks share the steps of
+    The constructor loads the model and blocks: call it before the loop starts, or in a thread. Tasks share the steps of
     one engine, also tasks of several loops and threads. ``async with`` closes it; so does ``await close()``.
     """
 
@@ -83,18 +82,16 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        budget: Budget | None = None,
-        selector: str | Selector | None = None,
-        prompt_compression: PromptCompression | None = None,
         priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the same ``RequestOutput`` each time it has grown; a slow reader finds that it has grown by more.
 
-        Nothing happens before it is iterated. Leaving it - closed, cancelled, or broken out of - aborts the request. Of
-        those that wait, requests of a lower ``priority`` come sooner. ValueError for wrong input; QueueFull where
-        ``max_waiting`` requests wait already.
+        Nothing happens before it is iterated. Leaving it - closed, cancelled, or broken out of - aborts the request.
+        Queued requests of a lower ``priority`` come sooner. ValueError for wrong input; QueueFull where ``max_waiting``
+        requests are queued already.
         """
-        requests = await self._prepare(lambda: self._llm.requests(prompt, params, budget, selector, prompt_compression))
+        requests = await self._prepare(lambda: self._llm.requests(prompt, params, **options))
         async with aclosing(self._run(replace(only(requests), priority=priority))) as outputs:
             async for output in outputs:
                 yield output
@@ -104,37 +101,26 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        budget: Budget | None = None,
-        selector: str | Selector | None = None,
-        prompt_compression: PromptCompression | None = None,
         priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Answer every prompt, in their order. Where the queue is full, it waits for a place."""
-        return await self._answer(
-            await self._prepare(lambda: self._llm.requests(prompts, params, budget, selector, prompt_compression)),
-            priority,
-        )
+        return await self._answer(await self._prepare(lambda: self._llm.requests(prompts, params, **options)), priority)
 
     async def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        budget: Budget | None = None,
-        selector: str | Selector | None = None,
-        prompt_compression: PromptCompression | None = None,
         priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template."""
-        return await self._answer(
-            await self._prepare(
-                lambda: self._llm.chat_requests(messages, params, budget, selector, prompt_compression)
-            ),
-            priority,
-        )
+        work = partial(self._llm.chat_requests, messages, params, **options)
+        return await self._answer(await self._prepare(work), priority)
 
     async def chat_token_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer: what ``stream`` takes, too."""
+        """Token ids of a conversation, ready for the assistant's answer; ``stream`` takes them as a prompt."""
         return await self._prepare(lambda: self._llm.chat_token_ids(messages))
 
     async def close(self) -> None:
@@ -149,14 +135,14 @@ class AsyncLLM:
         await self.close()
 
     async def _prepare(self, work: Callable[[], T]) -> T:
-        """Tokenizing takes a while and compression longer: one after the other, on their own thread."""
+        """Run the tokenizer or the draft on their thread."""
         self._llm.engine_thread.check()
         future = asyncio.get_running_loop().run_in_executor(self._preparing, work)
         try:
             return await future
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is None or not task.cancelling():  # it was close() that took the work away, not the task's owner
+            if task is None or not task.cancelling():  # close() cancelled the work
                 self._llm.engine_thread.check()
             raise
 
@@ -176,7 +162,7 @@ class AsyncLLM:
             client.leave([reader])
 
     async def _answer(self, requests: Sequence[Request], priority: int) -> list[RequestOutput]:
-        """All of them, or the first error, and then none goes on."""
+        """All outputs; at the first error the other requests are aborted."""
         if not requests:
             return []
         requests = [replace(request, priority=priority) for request in requests]

@@ -1,4 +1,4 @@
-"""``LLM``: resolves a checkpoint folder and settings into an engine on its own thread, and submits requests to it."""
+"""``LLM``: an engine on its own thread, made from a checkpoint folder and settings, and calls that submit requests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
-from snapstream.config import Budget, EngineOptions, KVBudget, Selector, as_kind, as_number, make_selector
+from snapstream.config import Budget, EngineOptions, Selector, as_kind, as_number, make_selector
 from snapstream.config.engine import STALL_TIMEOUT_S
 from snapstream.engine.client import EngineThread
 from snapstream.engine.core import Engine
@@ -25,7 +25,6 @@ from snapstream.startup.notes import start_notes
 from snapstream.startup.ranks import build_ranks
 from snapstream.startup.resolve import resolve_budget
 from snapstream.types import (
-    CompressionSummary,
     Request,
     RequestOutput,
     SamplingParams,
@@ -44,28 +43,35 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
-class _Row(NamedTuple):
-    """What a call asks of its rows; None means the engine's own."""
+class RequestOptions(TypedDict, total=False):
+    """Keywords of every call of ``LLM`` and ``AsyncLLM`` that makes requests.
 
-    budget: KVBudget | None
-    selector: Selector | None
+    ``budget``: smaller rows than the engine's. ``selector``: another way to fill them, one that needs no more memory
+    than the engine's own. ``prompt_compression``: shorten the prompts with the draft first;
+    ``RequestOutput.prompt_compression`` reports what it did.
+    """
+
+    budget: Budget | None
+    selector: str | Selector | None
+    prompt_compression: PromptCompression | None
 
 
 class LLM:
     """A model behind fixed-size rows.
 
     ``model``: a Hugging Face checkpoint folder. ``options``: settings of the engine; ``fields``: single settings by
-    their names in ``EngineOptions``, in place of those of ``options``. ``notes`` say what was chosen automatically.
-    ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens the prompts of calls that ask for it.
+    their names in ``EngineOptions``, which override those of ``options``. ``notes`` report what was chosen
+    automatically. ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens prompts on request.
     ``beside``: a draft that another process has loaded on this device; its working memory is kept free.
-    ``stall_timeout``: seconds that a step of several ranks may take before the call raises RankLost; 0: any time.
-    ``make_runner`` loads the weights and runs them, for callers that bring kernels, weights or a decode step.
+    ``stall_timeout``: seconds that a step of several ranks may take before the call raises RankLost; 0: no limit.
+    ``make_runner`` loads the weights and runs them, for callers with their own kernels, weights or decode step.
 
-    The engine runs on a thread of its own, which ends with ``close`` or when this object is dropped. Threads may share
-    an LLM; their requests share the steps. Ctrl-C ends the call that waits, and its requests. ValueError for what
-    cannot be supported; TypeError for wrong kinds.
+    The engine thread ends with ``close`` or when this object is dropped. Threads may share an LLM; their requests share
+    the steps. Ctrl-C ends the call that waits, and its requests. ValueError for unsupported settings; TypeError for
+    arguments of the wrong type.
     """
 
     name = "LLM"  # in error messages
@@ -118,7 +124,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for callers that step or read it themselves while none of this object's requests is open.
+        """For callers that step or read it themselves while none of this object's requests is open.
 
         RuntimeError once it is closed or a step has failed.
         """
@@ -128,25 +134,19 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        budget: Budget | None = None,
-        selector: str | Selector | None = None,
-        prompt_compression: PromptCompression | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Answer every prompt (text, or token ids); one ``SamplingParams`` for all or one each.
 
-        ``budget`` gives these requests smaller rows than the engine's, ``selector`` another way to fill them (one that
-        needs no more memory than the engine's own). ``prompt_compression`` lets the draft shorten
-        the prompts first; ``RequestOutput.prompt_compression`` says what it did. Every prompt is checked before any is
-        run: a ValueError names the prompt and the limit, and nothing was started.
+        Every prompt is checked before any is run: a ValueError names the prompt and the limit, and nothing was started.
         """
-        return self._run(self.requests(prompts, params, budget, selector, prompt_compression))
+        return self._run(self.requests(prompts, params, **options))
 
     def answer(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Answer requests that are ready-made, for instance with positions of their own, in their order.
+        """Answer ready-made requests, such as ones with explicit positions, in their order.
 
         Their ids must differ from each other and from those of running requests; the ids that ``generate`` gives are
-        ``request-1``, ``request-2`` ... Every request is checked before any is run, as in ``generate``.
+        ``request-1``, ``request-2`` ... Every request is checked before any is run.
         """
         return self._run(self._checked(requests))
 
@@ -154,70 +154,49 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        budget: Budget | None = None,
-        selector: str | Selector | None = None,
-        prompt_compression: PromptCompression | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template."""
-        return self._run(self.chat_requests(messages, params, budget, selector, prompt_compression))
+        return self._run(self.chat_requests(messages, params, **options))
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        budget: Budget | None = None,
-        selector: str | Selector | None = None,
-        prompt_compression: PromptCompression | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Iterator[RequestOutput]:
         """Yield the same ``RequestOutput`` each time it has grown. Closing the iterator aborts the request.
 
         Wrong input is refused here; the request starts with the first ``next`` and then runs on, however slowly it is
-        read. QueueFull where ``max_waiting`` requests wait already.
+        read. QueueFull where ``max_waiting`` requests are queued already.
         """
-        return self.engine_thread.stream(only(self.requests(prompt, params, budget, selector, prompt_compression)))
+        return self.engine_thread.stream(only(self.requests(prompt, params, **options)))
 
     def requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
         budget: Budget | None = None,
         selector: str | Selector | None = None,
         prompt_compression: PromptCompression | None = None,
     ) -> list[Request]:
-        """The checked requests that ``generate`` would run, for callers that run them another way."""
-        batch, row = as_prompts(prompts), self._row(budget, selector)
-        return self._checked(
-            [
-                self._request(prompt, own, row, prompt_compression)
-                for prompt, own in zip(batch, as_params(params, len(batch)), strict=True)
-            ]
-        )
+        """The checked requests that ``generate`` would run."""
+        encode = partial(self._encode, compression=prompt_compression)
+        return self._requests(as_prompts(prompts), params, encode, budget, selector)
 
     def chat_requests(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
         budget: Budget | None = None,
         selector: str | Selector | None = None,
         prompt_compression: PromptCompression | None = None,
     ) -> list[Request]:
         """The checked requests that ``chat`` would run."""
-        conversations = as_conversations(messages)
-        if prompt_compression is None:
-            prompts = [self.chat_token_ids(some) for some in conversations]
-            return self.requests(prompts, params, budget, selector)
-        compressor, row = self._need_compressor(prompt_compression), self._row(budget, selector)
-        return self._checked(
-            [
-                self._compressed_request(compressor.chat(some, prompt_compression, self._render_chat), own, row)
-                for some, own in zip(conversations, as_params(params, len(conversations)), strict=True)
-            ]
-        )
+        encode = partial(self._encode_chat, compression=prompt_compression)
+        return self._requests(as_conversations(messages), params, encode, budget, selector)
 
     def reset_prefix_store(self, namespace: str | None = None) -> int:
-        """Forget the stored beginnings of prompts, of one ``Request.namespace`` or of all; the number of blocks."""
+        """Clear the prefix store, of one ``Request.namespace`` or all; the number of blocks removed."""
         return self.engine_thread.client.reset_prefixes(namespace).result()
 
     def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -235,11 +214,11 @@ class LLM:
         conversation = as_conversation(given, has_developer="developer" in str(tokenizer.chat_template))
         try:
             return render_chat(tokenizer, conversation)
-        except Exception as error:  # roles that it does not take, or their order; or it is broken, whichever way
+        except Exception as error:  # unsupported roles or their order, or a broken template
             raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
 
     def close(self) -> None:
-        """Drop weights and rows; calls that still wait get a RuntimeError. The object cannot be used afterwards."""
+        """Drop weights and rows; calls in progress raise RuntimeError. The object cannot be used afterwards."""
         self.engine_thread.close()
 
     def __enter__(self) -> Self:
@@ -262,65 +241,53 @@ class LLM:
         compressor, tokenizer = load_compressor(draft, self.options), self._need_tokenizer("prompt compression")
         return RequestCompressor(compressor, tokenizer, lambda ids: self.engine_thread.client.num_stored(ids).result())
 
-    def _need_compressor(self, how: PromptCompression) -> RequestCompressor:
-        as_kind("prompt_compression", how, PromptCompression)
+    def _need_compressor(self, compression: PromptCompression) -> RequestCompressor:
+        as_kind("prompt_compression", compression, PromptCompression)
         if self._compressor is None:
             raise ValueError("prompt_compression needs a draft model; make the LLM with draft=...")
         return self._compressor
 
-    def _row(self, budget: Budget | None, selector: str | Selector | None) -> _Row:
-        own = None if selector is None else make_selector(selector)
-        if budget is None:
-            return _Row(None, own)
-        observation_len = (own or self.config.selector).observation_len
-        return _Row(resolve_budget(budget, self.config.max_model_len, observation_len), own)
-
-    def _compressed_request(self, compressed: CompressedPrompt, params: SamplingParams, row: _Row) -> Request:
-        return self._make_request(
-            compressed.token_ids,
-            params,
-            row,
-            text=compressed.text,
-            positions=compressed.positions,
-            prompt_compression=compressed.report,
-        )
-
-    def _request(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        row: _Row,
-        compression: PromptCompression | None = None,
-    ) -> Request:
+    def _encode(self, prompt: str | list[int], compression: PromptCompression | None) -> dict[str, Any]:
+        """Fields of a ``Request``."""
         if compression is not None:
-            return self._compressed_request(self._need_compressor(compression).prompt(prompt, compression), params, row)
-        text = prompt if isinstance(prompt, str) else None
-        ids: Any = self._need_tokenizer("text")(text)["input_ids"] if text is not None else prompt
-        return self._make_request(ids, params, row, text=text)
+            return _fields(self._need_compressor(compression).prompt(prompt, compression))
+        if not isinstance(prompt, str):
+            return {"prompt_token_ids": tuple(prompt)}
+        return {"prompt_token_ids": tuple(self._need_tokenizer("text")(prompt)["input_ids"]), "prompt": prompt}
 
-    def _make_request(
+    def _encode_chat(self, messages: Sequence[Message], compression: PromptCompression | None) -> dict[str, Any]:
+        if compression is not None:
+            return _fields(self._need_compressor(compression).chat(messages, compression, self._render_chat))
+        return {"prompt_token_ids": tuple(self.chat_token_ids(messages))}
+
+    def _requests(
         self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        row: _Row,
-        *,
-        text: str | None = None,
-        positions: tuple[int, ...] | None = None,
-        prompt_compression: CompressionSummary | None = None,
-    ) -> Request:
-        return Request(
-            request_id=f"request-{next(self._numbers)}",
-            prompt_token_ids=tuple(ids),
-            sampling=params,
-            budget=row.budget,
-            selector=row.selector,
-            prompt=text,
-            positions=positions,
-            prompt_compression=prompt_compression,
+        prompts: Sequence[T],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        encode: Callable[[T], dict[str, Any]],
+        budget: Budget | None,
+        selector: str | Selector | None,
+    ) -> list[Request]:
+        own = None if selector is None else make_selector(selector)
+        row = None
+        if budget is not None:
+            row = resolve_budget(budget, self.config.max_model_len, (own or self.config.selector).observation_len)
+        each = zip(prompts, as_params(params, len(prompts)), strict=True)
+        return self._checked(
+            [
+                Request(
+                    request_id=f"request-{next(self._numbers)}",
+                    sampling=sampling,
+                    budget=row,
+                    selector=own,
+                    **encode(prompt),
+                )
+                for prompt, sampling in each
+            ]
         )
 
     def _checked(self, requests: Sequence[Request]) -> list[Request]:
-        """ValueError if one could never be served, or its grammar does not compile; it names the prompt."""
+        """ValueError, naming the prompt, if one could never be served or its grammar does not compile."""
         validate = self.engine_thread.validate
         for index, request in enumerate(requests):
             as_kind(f"request {index}", request, Request)
@@ -333,8 +300,17 @@ class LLM:
         return list(requests)
 
 
+def _fields(prompt: CompressedPrompt) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": prompt.token_ids,
+        "prompt": prompt.text,
+        "positions": prompt.positions,
+        "prompt_compression": prompt.report,
+    }
+
+
 def _same_device(device: str) -> Callable[[], None]:
-    """Makes the calling thread's CUDA device that of this thread, where the weights are loaded."""
+    """A function that gives the calling thread the current CUDA device of this thread."""
     if not device.startswith("cuda"):
         return lambda: None
     import torch
