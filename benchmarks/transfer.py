@@ -116,7 +116,7 @@ class Answering:
         """Seconds from asking to the first token."""
         engine = self._llm.engine
         began = perf_counter()
-        output = engine.add_request(replace(request, arrives=True))
+        output = engine.add_request(replace(request, is_prefilled_remotely=True))
         while not output.is_finished:
             self._news.clear()
             if engine.has_work:

@@ -1,8 +1,8 @@
-"""The plain data that crosses from the scheduler to the device and back.
+"""The interface between the engine and its runner: plain data in, plain data out.
 
-One ``StepPlan`` in, one ``StepResult`` out. A plan never depends on a token that the device has not yet reported: rows
-carry their own last token, so the next plan can be made, and under tensor parallelism broadcast, before the previous
-result is read. The engine (``engine/``) makes plans, a ``Runner`` (``exec/runner.py``) executes them.
+The engine (``engine/``) makes a ``StepPlan``, a ``Runner`` (``exec/runner.py``) executes it and returns a
+``StepResult``. A plan never depends on a token that the device has not yet reported: rows store their own last token,
+so the next plan can be made, and broadcast to other ranks, before the previous result is read.
 """
 
 from __future__ import annotations
@@ -15,15 +15,29 @@ from typing import Protocol
 from snapstream.config import KVBudget, Selector
 from snapstream.types import Compression, Logprob, PrefixUse, Request, RowTicket, SamplingParams
 
+WORD = 2**64 - 1
+# SplitMix64 (Steele, Lea, Flood 2014): the increment, 2^64 / golden ratio, and the factors of the finalizer.
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
+
+
+def splitmix64(word: int) -> int:
+    """One step of SplitMix64: a bijection of 64-bit words in which an input bit flips half of the output bits."""
+    word = (word + GOLDEN) & WORD
+    word = ((word ^ (word >> 30)) * FIRST) & WORD
+    word = ((word ^ (word >> 27)) * SECOND) & WORD
+    return word ^ (word >> 31)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixMoves:
-    """Blocks of the prefix store that a prompt begins with, and those that its prefill fills."""
+    """Cached blocks of the prefix store that a prompt begins with, and those that its prefill fills."""
 
     block_len: int  # tokens of a block
-    restored: tuple[int, ...] = ()  # numbers of the blocks of its first tokens, which are not computed
+    restored: tuple[int, ...] = ()  # numbers of the cached blocks, whose tokens are not computed
     saved: tuple[int, ...] = ()  # numbers of blocks that it fills
-    first_saved: int = 0  # which of the prompt's blocks is the first of those; never before the restored ones
+    first_saved: int = 0  # index of the first of those in the prompt; never before the cached ones
 
     @property
     def num_restored(self) -> int:
@@ -43,17 +57,17 @@ class PrefillEntry:
     budget: KVBudget
     selector: Selector
     positions: tuple[int, ...] | None = None  # of the tokens in their text; None: 0, 1, 2, ...
-    prefix: PrefixMoves | None = None  # what the prefix store has to do with it
-    is_sent: bool = False  # its row goes to another engine, which draws the tokens; there is one row then
+    prefix: PrefixMoves | None = None
+    is_sent: bool = False  # its one row is sent to another engine, which decodes
 
     @property
     def num_restored(self) -> int:
-        """Tokens at the beginning whose keys and values come out of the prefix store."""
+        """Cached tokens, at the beginning."""
         return 0 if self.prefix is None else self.prefix.num_restored
 
     @property
     def next_position(self) -> int:
-        """Where the answer begins, which is also the length of the logical prompt."""
+        """Position of the first output token."""
         return self.positions[-1] + 1 if self.positions is not None else len(self.token_ids)
 
 
@@ -61,10 +75,10 @@ class PrefillEntry:
 class JobSpec:
     """A prefill job: prompts packed one after the other, run layer by layer, each layer in chunks.
 
-    The packed tokens of all entries, but those that are restored, are cut into ``ceil(num_tokens / chunk_len)`` chunks,
-    of the engine's ``chunk_len`` unless the job has its own. Unit ``u`` is chunk ``u % num_chunks`` of layer
-    ``u // num_chunks``; units run in order. With the last unit the job is over: every entry has its rows written and
-    its first tokens sampled.
+    The packed tokens of all entries, but the cached ones, are cut into ``ceil(num_tokens / chunk_len)`` chunks, of the
+    engine's ``chunk_len`` unless the job has its own. Unit ``u`` is chunk ``u % num_chunks`` of layer
+    ``u // num_chunks``; units run in order. After the last unit every entry has its rows written and its first tokens
+    sampled.
     """
 
     job_id: int
@@ -79,12 +93,12 @@ class JobSpec:
 
     @property
     def num_staged(self) -> int:
-        """Tokens of its range of the staging buffers: all of its prompts."""
+        """Tokens of its range of the staging buffers."""
         return sum(len(entry.token_ids) for entry in self.entries)
 
     @property
     def num_restored(self) -> int:
-        """Tokens whose keys and values come out of the prefix store."""
+        """Cached tokens."""
         return sum(entry.num_restored for entry in self.entries)
 
     def num_chunks(self, chunk_len: int) -> int:
@@ -97,7 +111,7 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReport:
-    """What the engine that read a prompt tells the one that answers it, beside the row."""
+    """What the prefill engine sends with a row."""
 
     compression: Compression
     prompt_logprobs: list[Logprob | None] | None = None
@@ -106,10 +120,10 @@ class PrefillReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedRow:
-    """A prompt that another engine read: its row is copied to ``entry.rows``, and their first tokens are drawn."""
+    """A prompt that another engine prefilled: its row is copied to ``entry.rows``, and first tokens are sampled."""
 
     entry: PrefillEntry
-    row: KVReceived | None  # None: on a follower, whose leader has it
+    row: KVReceived | None  # None on worker ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +137,12 @@ class UnitRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step: drop jobs, open jobs, take rows that came, run units, decode a token for each of ``decode_rows``."""
+    """One step: drop jobs, open jobs, copy received rows, run units, decode a token for each of ``decode_rows``."""
 
     step_id: int
-    dropped_jobs: tuple[int, ...] = ()  # jobs given up before their last unit
+    dropped_jobs: tuple[int, ...] = ()  # aborted before their last unit
     opened_jobs: tuple[JobSpec, ...] = ()
-    prepared: tuple[PrefillEntry, ...] = ()  # their rows will come: grammars may be compiled until then
+    prepared: tuple[PrefillEntry, ...] = ()  # with a remote prefill: their grammars may be compiled now
     received: tuple[ReceivedRow, ...] = ()
     units: tuple[UnitRange, ...] = ()
     decode_rows: tuple[int, ...] = ()
@@ -141,7 +155,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillResult:
-    """First tokens of one prompt, one per row (none where the row is sent), and what compression did."""
+    """First tokens of one prompt, one per row (none if the row was sent), and what compression did."""
 
     tokens: tuple[Logprob, ...]
     compression: Compression
@@ -150,17 +164,14 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step produced. Where no log-probabilities were asked for, ``Logprob.logprob`` is NaN.
-
-    A token id below 0 says that the row's logits were not finite, so that nothing could be drawn.
+    """What a step produced. ``Logprob.logprob`` is NaN unless requested; a token id below 0 means that the row's logits
+    were not finite.
     """
 
     step_id: int
-    prefilled: dict[str, PrefillResult] = field(
-        default_factory=dict
-    )  # by request id; jobs that ended in this step, and rows that came
+    prefilled: dict[str, PrefillResult] = field(default_factory=dict)  # by request id; ended jobs and received rows
     decoded: tuple[Logprob, ...] = ()  # aligned with StepPlan.decode_rows
-    # Rows whose grammar lets nothing follow this step's token: "" where the text is complete, else why it is not.
+    # Rows whose grammar allows no further token: "" if the text is complete, else the reason.
     grammar_ends: dict[int, str] = field(default_factory=dict)
 
 
@@ -172,7 +183,7 @@ class PendingStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block of the prefix store and the file that it is read from or written to."""
+    """A block of the prefix store and its file."""
 
     number: int
     name: str
@@ -180,16 +191,16 @@ class StoredBlock:
 
 
 class PrefixTier(Protocol):
-    """Blocks of the prefix store on a disk (``kv/prefix_store.py``); reads and writes go on beside the engine."""
+    """Prefix store on disk (``kv/prefix_store.py``); reads and writes are asynchronous."""
 
     def names(self, namespace: str, chain: Sequence[bytes]) -> tuple[str, ...]:
-        """Of the files of a chain's blocks, whether they exist or not."""
+        """File names of a chain's blocks, whether they exist or not."""
         ...
 
     def has(self, name: str) -> bool: ...
 
     def load(self, wanted: Sequence[StoredBlock]) -> Future[int]:
-        """Fill blocks; how many of the first ones could be."""
+        """Fill blocks; how many could be read before the first that could not."""
         ...
 
     def save(self, block: StoredBlock) -> Future[int]: ...
@@ -201,17 +212,17 @@ class PrefixTier(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVReceived:
-    """The row of a request that arrives is whole."""
+    """The whole row of a request with a remote prefill."""
 
     request_id: str
-    parts: tuple[bytearray, ...]  # by layer, as ``exec/row_transfer.py`` lays them
-    hidden: bytearray  # of the last token, after the last layer
+    parts: tuple[bytearray, ...]  # by layer, see ``exec/row_transfer.py``
+    hidden: bytearray  # hidden state of the last token, after the last layer
     report: PrefillReport
 
 
 @dataclass(frozen=True, slots=True)
 class KVTransferFailed:
-    """The ticket of a request is void, and its row did not come."""
+    """A transfer failed and its ticket is void; the rows stay reserved for another ticket or until an abort."""
 
     request_id: str
     key: str  # of the ticket
@@ -220,14 +231,14 @@ class KVTransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class KVSent:
-    """A row has gone out, or could not: ``problem`` says why."""
+    """A row was sent; if not, ``problem`` is the reason."""
 
     request_id: str
     problem: str = ""
 
 
 class KVConnector(Protocol):
-    """Sends rows to other engines and receives some (``disaggregation/connector.py``), beside the engine."""
+    """Asynchronous KV transfer to and from other engines (``disaggregation/connector.py``)."""
 
     @property
     def has_news(self) -> bool:
@@ -236,17 +247,17 @@ class KVConnector(Protocol):
 
     @property
     def receives(self) -> bool:
-        """Whether rows arrive at this engine."""
+        """Whether this engine can receive rows."""
         ...
 
     def poll(self) -> list[KVReceived | KVTransferFailed | KVSent]: ...
 
     def expect(self, request: Request, budget: KVBudget) -> RowTicket:
-        """A ticket for the row of a request; one that it had is void."""
+        """A new ticket for the row of a request; an earlier one is void."""
         ...
 
     def void(self, request_id: str) -> None:
-        """Whatever still comes for a request is refused."""
+        """Refuse all further KV for a request."""
         ...
 
     def open(self, request: Request, budget: KVBudget) -> None:
@@ -275,19 +286,19 @@ class Runner(Protocol):
 
     @property
     def prefix_tier(self) -> PrefixTier | None:
-        """The disk of the prefix store, where there is one."""
+        """None without a prefix store on disk."""
         ...
 
     def connect(self, connector: KVConnector) -> None:
-        """Rows of entries with ``is_sent`` go there, layer by layer."""
+        """Send rows of entries with ``is_sent`` to it, layer by layer."""
         ...
 
     def submit(self, plan: StepPlan) -> PendingStep: ...
 
     def is_ready(self, job_id: int) -> bool:
-        """Whether the next layer of an open job can run without waiting for blocks of the prefix store."""
+        """Whether the cached blocks for the next layer of an open job are copied."""
         ...
 
     def close(self) -> None:
-        """End what works beside it, like other ranks; nothing may be submitted afterwards."""
+        """Stop other ranks; nothing may be submitted afterwards."""
         ...

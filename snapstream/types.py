@@ -481,8 +481,8 @@ class Request:
     prompt_compression: CompressionSummary | None = None  # only echoed
     priority: int = 0  # lower is sooner; see ``engine/admission.py``
     namespace: str = ""  # prompts of different namespaces never share a block of the prefix store
-    arrives: bool = False  # another engine reads the prompt: this one reserves a row, and waits for what it holds
-    ticket: RowTicket | None = None  # where the row goes once the prompt is read; the request ends when it has gone
+    is_prefilled_remotely: bool = False  # another engine prefills the prompt and sends its row
+    ticket: RowTicket | None = None  # prefill only: where to send the row; the request ends when it is sent
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -3,16 +3,15 @@
 Rules, in the order in which they bind:
 
 1. A request is admitted when it has a row for each of its samples and its prompt has a staging range.
-2. The queue is first come, first served, shifted by priorities (``waiting.py``) - except that short prompts pass long
-   ones that wait for *staging*. No request passes one that waits for rows: one of many samples would wait for ever.
+2. The queue is first come, first served, shifted by priorities (``WaitingQueue``) - except that short prompts pass long
+   ones that wait for *staging*. No request passes one that waits for rows, or one of many samples might starve.
 3. Short prompts that passed a long one use the reserve only. So the long zone can only get emptier, and as
    every job ends, the long prompt's turn comes.
-4. Short prompts that wait together share a job of at most ``chunk_len`` tokens; a long prompt has its own.
-5. A request whose row arrives from another engine needs rows only; no request passes it while it waits for them.
+4. Short prompts in the queue share a job of at most ``chunk_len`` tokens; a long prompt has its own.
+5. A request with a remote prefill needs rows only; no request passes it while it waits for them.
 6. A prompt whose beginning an open job writes into the prefix store waits for that job; requests behind it do not.
 
-Invariant: a row is free, or owned by exactly one sample. ``scheduler.py`` decides when jobs run and rows come
-back.
+Invariant: a row is free, or owned by exactly one sample.
 """
 
 from __future__ import annotations
@@ -29,16 +28,11 @@ from snapstream.engine.prefix_cache import PrefixLookup
 from snapstream.engine.request_state import LiveRequest
 from snapstream.step import JobSpec, PrefillEntry, PrefixTier
 
-# How long the units of a prompt are, and how much work each of them is. ``plan/fit.py`` has the reasons.
-#
-# Work is counted in query-key pairs: a unit of T tokens that ends behind N keys, restored ones among them, is ``T
-# (token_keys + N)``.
-
-LEAST_TOKENS = 128  # a unit of fewer takes as long: reading the layer's weights bounds it
+LEAST_TOKENS = 128  # a shorter unit takes as long: reading the layer's weights bounds it
 
 
 def job_chunk_len(chunking: Chunking, num_tokens: int) -> int:
-    """Tokens of a unit of a prompt: ``chunk_len``, halved until its last unit fits a step of decoding rows."""
+    """Tokens of a unit of a prompt: ``chunk_len``, halved until its last unit fits a step with decode."""
     size = chunking.chunk_len
     while size > chunking.least_chunk_len > 0 and size * (chunking.token_keys + num_tokens) > chunking.step_work > 0:
         size //= 2
@@ -46,21 +40,17 @@ def job_chunk_len(chunking: Chunking, num_tokens: int) -> int:
 
 
 def unit_work(chunking: Chunking, spec: JobSpec, unit: int) -> int:
-    """Work of unit ``unit`` of a job."""
+    """Query-key pairs of a unit: ``T (token_keys + N)`` for T tokens that end at key N, cached keys included."""
     size = spec.chunk_len or chunking.chunk_len
     start = unit % spec.num_chunks(chunking.chunk_len) * size
     stop = min(start + size, spec.num_tokens)
     return max(stop - start, LEAST_TOKENS) * (chunking.token_keys + spec.num_restored + stop)
 
 
-# Free rows, and which of them is taken next.
-#
-# Low rows first, which keeps rows in use together. Where whole rows are dealt out to ranks (``kv/cache.py``), a row of
-# the rank with fewest in use: a step lasts as long as that of the rank with most. No torch.
-
-
 class FreeRows:
-    """All of ``num_rows`` at first."""
+    """Low rows first, which keeps rows in use together. With data-parallel attention, a row of the rank with the fewest
+    in use: a step lasts as long as that of the busiest rank.
+    """
 
     def __init__(self, num_rows: int, parallel: ParallelConfig) -> None:
         num_ranks = parallel.size if parallel.attention == "dp" else 1
@@ -86,18 +76,15 @@ class FreeRows:
         heappush(self._free[rank], row)
 
 
-# Ranges of the staging buffers, counted in tokens: where each prompt may put its K and V during prefill.
-#
-#     0                                   pool_tokens - short_reserve        pool_tokens
-#     |  long prompts; short ones when they find the reserve full  |  short only  |
-#
-# Invariant: ranges in use never overlap and never leave the pool; a long range never enters the reserve. So a short
-# prompt finds room however many long ones are in prefill. The reverse - a stream of short prompts that keeps a long
-# one out - is prevented by the caller: while a long prompt waits, it asks with ``reserve_only`` (``admission.py``).
-
-
 class StagingPool:
-    """First-fit allocator of contiguous token ranges in two zones."""
+    """First-fit allocator of contiguous ranges of the staging buffers, counted in tokens, in two zones.
+
+        0                                   pool_tokens - short_reserve        pool_tokens
+        |  long prompts; short ones when they find the reserve full  |  short only  |
+
+    Invariant: ranges never overlap, and a long range never enters the reserve, so a short prompt finds room however
+    many long ones are in prefill. The caller asks with ``reserve_only`` while a long prompt waits.
+    """
 
     def __init__(self, num_tokens: int, *, short_reserve: int) -> None:
         if not 0 <= short_reserve <= num_tokens:
@@ -137,7 +124,7 @@ class StagingPool:
             return self._first_fit(num_tokens, 0, self._long_end)
         start = self._first_fit(num_tokens, self._long_end, self.num_tokens)
         if start is None and not reserve_only:
-            start = self._first_fit(num_tokens, 0, self.num_tokens)  # across the border is still one range
+            start = self._first_fit(num_tokens, 0, self.num_tokens)  # may span both zones
         return start
 
     def _first_fit(self, num_tokens: int, low: int, high: int) -> int | None:
@@ -151,19 +138,17 @@ class StagingPool:
         return start if start + num_tokens <= high else None
 
 
-# The waiting queue: who comes next, by arrival and priority.
-#
-# A request of priority p waits as if it had come ``AGE x p`` arrivals later: a lower priority is sooner, equal ones
-# are first come, first served. Invariant: no request starves. Whatever keeps coming, a request is overtaken by at most
-# ``AGE`` later arrivals for each level between them. ``admission.py`` takes from it.
-
-AGE = 128  # the default queue of a server: one level is enough to pass all that wait there
+AGE = 128  # the default queue length of a server: one level passes all of it
 
 _PLACE = itemgetter(0)
 
 
 class WaitingQueue:
-    """Requests without rows, by id and in order."""
+    """Requests without rows, in order of arrival and priority.
+
+    A request of priority p is queued as if it had arrived ``AGE x p`` requests later. Invariant: no request starves; it
+    is overtaken by at most ``AGE`` later arrivals for each level of priority between them.
+    """
 
     def __init__(self) -> None:
         self._order: list[tuple[tuple[int, int], LiveRequest]] = []  # by place, ascending
@@ -174,7 +159,6 @@ class WaitingQueue:
         return len(self._order)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """In the order in which they are to be taken."""
         return (live for _, live in self._order)
 
     def add(self, live: LiveRequest) -> None:
@@ -188,7 +172,6 @@ class WaitingQueue:
         return place is not None and self._order[self._index(place)][1] is live
 
     def remove(self, live: LiveRequest) -> None:
-        """Take a request out that is in it."""
         del self._order[self._index(self._places.pop(live.request_id))]
 
     def _index(self, place: tuple[int, int]) -> int:
@@ -216,7 +199,7 @@ class Job:
 
     @property
     def will_decode(self) -> bool:
-        """Whether any row goes on after the first token."""
+        """Whether any row decodes after the first token."""
         return any(not live.is_over and live.request.sampling.max_tokens > 1 for live in self.requests)
 
 
@@ -247,18 +230,18 @@ class Admission:
 
     @property
     def has_room(self) -> bool:
-        """Whether there are rows for the first that waits."""
+        """Whether there are rows for the first request of the queue."""
         first = next(iter(self._waiting), None)
         return first is not None and len(first.samples) <= len(self._free_rows)
 
     def add(self, live: LiveRequest) -> None:
         self._waiting.add(live)
-        if self.prefixes is not None and not live.request.arrives:
+        if self.prefixes is not None and not live.request.is_prefilled_remotely:
             self.prefixes.arrive(live)
         self._num_short += self._is_short(live)
 
     def remove(self, live: LiveRequest) -> bool:
-        """Take a request out of the queue; False if it is not in it."""
+        """Remove a request from the queue; False if it is not in it."""
         if live not in self._waiting:
             return False
         self._take_out(live)
@@ -274,16 +257,16 @@ class Admission:
         self._free_rows.give(row)
 
     def close(self, job: Job, *, is_done: bool) -> None:
-        """A job has ended, or was given up: what it held but its rows comes back."""
+        """A job has ended or was dropped: free its staging range and prefix blocks."""
         self._pool.give(job.spec.staging_start)
         if self.prefixes is not None:
             for live in job.requests:
                 self.prefixes.close(live, is_done=is_done)
 
-    def next_arriving(self) -> tuple[LiveRequest, PrefillEntry] | None:
-        """The first of the queue, with rows of its own, if another engine reads its prompt and there are rows."""
+    def next_remote(self) -> tuple[LiveRequest, PrefillEntry] | None:
+        """The first request of the queue, if it has a remote prefill and there are rows."""
         first = next(iter(self._waiting), None)
-        if first is None or not first.request.arrives or not self.has_room:
+        if first is None or not first.request.is_prefilled_remotely or not self.has_room:
             return None
         self._take_out(first)
         return first, self._entry(first)
@@ -292,20 +275,20 @@ class Admission:
         """Open one job, if rows and staging allow. Without ``wants_short`` short prompts wait."""
         rows_left = len(self._free_rows)
         pack: list[LiveRequest] = []
-        num_unpassing = 0  # members of the pack that passed no request
+        num_in_order = 0  # members of the pack that passed no request
         long_waits = False
         for live in self._waiting:
             if rows_left == 0 or (long_waits and len(pack) == self._num_short):
                 break  # no request further back could join: the queue may be long, and this runs every step
-            if live.request.arrives:
+            if live.request.is_prefilled_remotely:
                 break  # it waits for rows
             if self._is_short(live):
                 if not wants_short or len(live.samples) > rows_left or not self._joins(pack, live):
                     break
                 pack.append(live)
                 rows_left -= len(live.samples)
-                num_unpassing += not long_waits
-            elif not long_waits:  # the first long prompt of the queue; others wait behind it
+                num_in_order += not long_waits
+            elif not long_waits:  # the first long prompt of the queue
                 if self.prefixes is not None and self.prefixes.must_wait(live):
                     continue
                 if not self._pool.has_room(live.num_tokens, is_short=False):
@@ -314,18 +297,18 @@ class Admission:
                     break  # its turn comes after the pack, or when there are rows
                 else:
                     return self._open([live], reserve_only=False)
-        return self._open_pack(pack, num_unpassing)
+        return self._open_pack(pack, num_in_order)
 
     def _is_short(self, live: LiveRequest) -> bool:
-        return live.num_tokens <= self._config.chunking.short_len and not live.request.arrives
+        return live.num_tokens <= self._config.chunking.short_len and not live.request.is_prefilled_remotely
 
     def _joins(self, pack: list[LiveRequest], live: LiveRequest) -> bool:
         return not pack or sum(other.num_tokens for other in pack) + live.num_tokens <= self._config.chunking.chunk_len
 
-    def _open_pack(self, pack: list[LiveRequest], num_unpassing: int) -> Job | None:
-        """The largest head of the pack for which there is staging."""
+    def _open_pack(self, pack: list[LiveRequest], num_in_order: int) -> Job | None:
+        """The longest beginning of the pack that fits the staging pool."""
         for size in range(len(pack), 0, -1):
-            job = self._open(pack[:size], reserve_only=size > num_unpassing)
+            job = self._open(pack[:size], reserve_only=size > num_in_order)
             if job is not None:
                 return job
         return None
@@ -338,7 +321,7 @@ class Admission:
             return None
         for live in requests:
             self._take_out(live)
-        entries = tuple(self._entry(live) for live in requests)  # cut as without the prefix store
+        entries = tuple(self._entry(live) for live in requests)
         own = job_chunk_len(self._config.chunking, num_tokens)
         spec = JobSpec(
             job_id=next(self._job_ids),

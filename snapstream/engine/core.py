@@ -4,11 +4,10 @@
                        |                       |
                        device runs t  . . . .  host handles t-1
 
-Invariant: a result is handled one step late, so the device never waits for the host. The price is that a row
-whose end can only be seen in its tokens decodes once too often; that surplus token belongs to a sample that
-is over and is discarded.
+Invariant: a result is handled one step late, so the device never waits for the host. The price: a row whose end is only
+visible in its tokens decodes once more; that surplus token is discarded.
 
-Calls must not overlap. Any exception but those that a method documents, and Ctrl-C inside a call, leave the engine
+Calls must not overlap. After an exception that a method does not document, or Ctrl-C inside a call, the engine is
 unusable; ``client.py`` runs it on a thread that Ctrl-C does not reach.
 """
 
@@ -20,11 +19,11 @@ from time import perf_counter
 
 from snapstream.config import EngineConfig
 from snapstream.engine.prefix_cache import PrefixStats
-from snapstream.engine.request_state import LiveRequest, LiveSample, RememberingTokenizer, Tokenizer, live_request
+from snapstream.engine.request_state import CachingTokenizer, LiveRequest, LiveSample, Tokenizer, live_request
 from snapstream.engine.scheduler import PlannedStep, Scheduler
-from snapstream.engine.transfers import RowMissed, TicketIssued, Transfers, TransferStats, travels
+from snapstream.engine.transfers import TicketIssued, Transfers, TransferStats, uses_kv_transfer
 from snapstream.engine.validate import QueueFull, check_request
-from snapstream.step import KVConnector, PendingStep, Runner, StepResult
+from snapstream.step import KVConnector, KVTransferFailed, PendingStep, Runner, StepResult
 from snapstream.types import FinishReason, Logprob, Request, RequestOutput
 
 
@@ -43,22 +42,22 @@ class Engine:
         random: Random | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """``random`` draws the seeds of requests that bring none; by default from the system's entropy."""
+        """``random`` draws the seeds of requests without one; by default from the system's entropy."""
         self.runner = runner
         self._config = config
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._tokenizer = None if tokenizer is None else RememberingTokenizer(tokenizer)
+        self._tokenizer = None if tokenizer is None else CachingTokenizer(tokenizer)
         self._random = random or Random()
         self._clock = clock
         self._scheduler = Scheduler(config, num_layers=num_layers, tier=runner.prefix_tier)
-        self._live: dict[str, LiveRequest] = {}  # until the finished output has been handed out
-        self._changed: dict[str, LiveRequest] = {}  # for this or the next step to return, in order of change
+        self._live: dict[str, LiveRequest] = {}  # until ``step`` has returned the finished output
+        self._changed: dict[str, LiveRequest] = {}  # for ``step`` to return, in order of change
         self._pending: tuple[PlannedStep, PendingStep] | None = None
         self._transfers: Transfers | None = None
 
     def connect(self, connector: KVConnector) -> None:
-        """From here on rows may go to other engines, and come from them."""
+        """Enable KV transfer to and from other engines."""
         self.runner.connect(connector)
         self._transfers = Transfers(connector, self._scheduler)
 
@@ -89,50 +88,47 @@ class Engine:
 
     @property
     def prefix_stats(self) -> PrefixStats | None:
-        """What the prefix store has done so far; None where there is none."""
+        """None without a prefix store."""
         lookup = self._scheduler.prefixes
         return None if lookup is None else lookup.stats()
 
     @property
     def transfer_stats(self) -> TransferStats:
-        """Rows that have gone to other engines, and come from them."""
         return TransferStats() if self._transfers is None else self._transfers.stats
 
-    def take_notices(self) -> list[TicketIssued | RowMissed]:
-        """What callers of requests whose rows arrive must hear, since the last time."""
+    def take_notices(self) -> list[TicketIssued | KVTransferFailed]:
+        """News for the callers of requests with a remote prefill, since the last call."""
         return [] if self._transfers is None else self._transfers.take_notices()
 
     def reissue(self, request_id: str, key: str) -> None:
-        """Void a ticket whose row will not come, and issue another; nothing if the row came."""
+        """Replace the ticket of a failed transfer; does nothing if the KV was received."""
         if self._transfers is not None:
             self._transfers.reissue(request_id, key)
 
     def num_stored(self, token_ids: tuple[int, ...], namespace: str = "") -> int:
-        """Tokens at the beginning of a prompt that lie in the prefix store now."""
+        """Tokens at the beginning of a prompt that are in the prefix store now."""
         lookup = self._scheduler.prefixes
         return 0 if lookup is None else lookup.probe(token_ids, namespace)
 
     def reset_prefix_store(self, namespace: str | None = None) -> int:
-        """Forget what the prefix store holds of a namespace, by default of all; the number of blocks."""
+        """Clear a namespace of the prefix store, by default all; the number of blocks removed."""
         lookup = self._scheduler.prefixes
         return 0 if lookup is None else lookup.reset(namespace)
 
     def close(self) -> None:
-        """Finish what is being written to the disk of the prefix store, and end the runner; nothing may be asked
-        afterwards.
-        """
+        """Finish writing the prefix store's files, and close the runner. The engine cannot be used afterwards."""
         if self._transfers is not None:
             self._transfers.close()
         if self._scheduler.prefixes is not None:
-            self._scheduler.prefixes.shut()
+            self._scheduler.prefixes.close_disk()
         self.runner.close()
 
     def validate(self, request: Request) -> None:
-        """Raise ValueError if the request could never be served, whatever else runs; queues nothing."""
+        """Raise ValueError if the request could never be served; queues nothing."""
         has_tokenizer = self._tokenizer is not None
         check_request(request, self._config, vocab_size=self._vocab_size, has_tokenizer=has_tokenizer)
-        if travels(request) and self._transfers is None:
-            raise ValueError("the row of this request would travel, and this engine is connected to no other")
+        if uses_kv_transfer(request) and self._transfers is None:
+            raise ValueError("KV transfer requested, but no connector is configured")
 
     def add_request(self, request: Request) -> RequestOutput:
         """Queue a request; the output returned is the one that later steps update.
@@ -142,20 +138,20 @@ class Engine:
         self.validate(request)
         if request.request_id in self._live or self._scheduler.holds_id(request.request_id):
             raise ValueError(f"request id {request.request_id!r} is in use; ids of live requests must differ")
-        # Requests that the next step will give a row do not wait; a burst on an idle engine is no queue.
+        # Requests that get a row in the next step do not count as queued.
         limit, num_queued = self._config.max_waiting, self.num_waiting - self.rows_free
-        # A row waits for a request with a ticket elsewhere: that bounds their number.
+        # Rows reserved on the decode engine bound the number of requests with a ticket.
         if limit and num_queued >= limit and request.ticket is None:
             raise QueueFull(f"{num_queued} requests wait for a row; the limit is {limit}")
         live = live_request(request, self._config, self._tokenizer, self._random, self._clock())
-        if self._transfers is not None and travels(request):
+        if self._transfers is not None and uses_kv_transfer(request):
             self._transfers.add(live)
         self._live[request.request_id] = live
         self._scheduler.add(live)
         return live.output
 
     def abort(self, request_id: str) -> bool:
-        """Give a request up, at any moment; the next step returns its output. False if there is none such."""
+        """End a request, at any moment; the next step returns its output. False if it is not running."""
         live = self._live.get(request_id)
         if live is None or live.is_over:
             return False
@@ -163,12 +159,12 @@ class Engine:
         for sample in live.samples:
             if not sample.is_over:
                 sample.end(FinishReason.ABORT)
-        self._let_go(live)
+        self._remove(live)
         return True
 
     def step(self) -> list[RequestOutput]:
         """Plan and submit a step, then handle the result of the one before; the outputs that changed."""
-        self._hear()
+        self._poll_transfers()
         planned = self._scheduler.plan(self.runner.is_ready)
         previous, self._pending = self._pending, None
         if not planned.plan.is_empty:
@@ -177,36 +173,35 @@ class Engine:
                 live.start(now)
             self._pending = planned, self.runner.submit(planned.plan)
         elif previous is None and self._scheduler.prefixes is not None:
-            self._scheduler.prefixes.rest()
-        self._issue(planned)
+            self._scheduler.prefixes.wait_for_disk()
+        self._issue_tickets(planned)
         if previous is not None:
-            self._handle(previous[0], previous[1].result())
-        return self._hand_out()
+            self._handle_result(previous[0], previous[1].result())
+        return self._take_outputs()
 
-    def _hear(self) -> None:
-        """Take rows that came, and end requests whose row has gone out, or could not."""
+    def _poll_transfers(self) -> None:
+        """Take received rows, and end requests whose row was sent or could not be."""
         for live, problem in [] if self._transfers is None else self._transfers.poll():
             self._changed[live.request_id] = live
             for sample in live.samples:
                 sample.end(FinishReason.ERROR if problem else FinishReason.STOP, problem or None)
-            self._let_go(live)
+            self._remove(live)
 
-    def _issue(self, planned: PlannedStep) -> None:
-        """Tickets for requests that have rows now; what they wait for is their prefill."""
+    def _issue_tickets(self, planned: PlannedStep) -> None:
         now = self._clock() if planned.reserved else 0.0
         for live in planned.reserved:
             assert self._transfers is not None
             live.start(now)
             self._transfers.issue(live)
 
-    def _let_go(self, live: LiveRequest) -> None:
-        """All samples of a request have ended at once, wherever it is."""
+    def _remove(self, live: LiveRequest) -> None:
+        """All samples of a request have ended at once, whatever its state."""
         live.mark(self._clock())
         if self._transfers is not None:
             self._transfers.end(live)
         self._scheduler.abort(live)
 
-    def _handle(self, planned: PlannedStep, result: StepResult) -> None:
+    def _handle_result(self, planned: PlannedStep, result: StepResult) -> None:
         if result.step_id != planned.plan.step_id:
             raise RuntimeError(f"the runner answered step {planned.plan.step_id} with step {result.step_id}")
         now = self._clock()
@@ -221,19 +216,19 @@ class Engine:
                 self._transfers.finish(live, prefill)
                 continue
             for sample, token in zip(live.samples, prefill.tokens, strict=True):
-                self._take(sample, token, now, result)
+                self._append(sample, token, now, result)
         for sample, token in zip(planned.decoding, result.decoded, strict=True):
             if not sample.is_over:  # else surplus: decoded once more before its end was seen, or aborted
-                self._take(sample, token, now, result)
+                self._append(sample, token, now, result)
 
-    def _take(self, sample: LiveSample, token: Logprob, now: float, result: StepResult) -> None:
+    def _append(self, sample: LiveSample, token: Logprob, now: float, result: StepResult) -> None:
         self._changed[sample.request.request_id] = sample.request
         sample.take(token, self._eos_token_ids, result.grammar_ends.get(sample.row))
         if sample.is_over:
             self._scheduler.release(sample)
         sample.request.mark(now)
 
-    def _hand_out(self) -> list[RequestOutput]:
+    def _take_outputs(self) -> list[RequestOutput]:
         outputs = [live.output for live in self._changed.values()]
         for request_id, live in self._changed.items():
             if live.is_over:

@@ -1,12 +1,12 @@
-"""The prefix store as admission sees it: what a prompt restores, what it saves, and whether it should wait.
+"""The index of the prefix store: which cached blocks a prompt uses, which it writes, and whether it should wait.
 
-A prompt restores whole blocks, and leaves at least its voting queries to be computed: the row is chosen anew by them,
-from the exact keys of all tokens, so a hit changes no answer. It saves what the store lacks. Blocks are held from the
-job's opening to its end, and plans run in order, so a block is never read before it was written.
+A prompt uses whole cached blocks, and at least its observation queries are computed: they select the row from the exact
+keys of all tokens, so a hit changes no answer. It writes the blocks that the store lacks. Blocks are held from the
+opening of a job to its end, and plans run in order, so a block is never read before it was written.
 
-A prompt whose beginning is being written by an open job waits for that job, if that spares it at least half of its
-work: five agents over one document cost one prefill. Jobs end, and requests behind it do not wait.
-``prefix_index.py`` is the store's index.
+A prompt whose beginning is being written by an open job, or read from disk, waits if that saves at least half of its
+work: five agents over one document cost one prefill. Requests behind it do not wait. Integers and bytes only;
+``kv/prefix_store.py`` holds the data.
 """
 
 from __future__ import annotations
@@ -23,28 +23,16 @@ from snapstream.engine.request_state import LiveRequest
 from snapstream.step import PrefixMoves, PrefixTier, StoredBlock
 from snapstream.types import NAMESPACE_BORDER, PrefixUse
 
-# Which beginnings of prompts lie in the prefix store, and in which blocks. Integers and bytes; no torch, no clock.
-#
-# A prompt is cut into blocks of ``block_len`` token ids. The index is a tree: a node is a block, an edge the ids of
-# its tokens, a root a namespace, so two prompts meet in a node only if all their tokens up to there are equal, and
-# namespaces never meet. Nothing else is part of the key: what is stored precedes every budget, selector and sampling
-# parameter.
-#
-# A node is *written* from its reservation until the job that fills it commits, then *ready*. Eviction is a segmented
-# LRU: new blocks are on probation, a hit protects them. Invariants: a block number has one owner; a parent outlives
-# its children; what is being restored or written is never evicted; at least half of the blocks stay with what was hit.
-# ``prefix_lookup.py`` applies this to requests, ``kv/prefix_store.py`` holds the bytes.
-
-PROTECTED = 0.8  # most of the blocks that hits may protect
-KEPT_PROTECTED = 0.5  # so many of them new prompts cannot push out
-MOST_COMPARED = 64  # stored continuations among which the nearest is looked for
+PROTECTED = 0.8  # share of the blocks that hits may protect, at most
+KEPT_PROTECTED = 0.5  # share that new prompts cannot evict
+MOST_COMPARED = 64  # stored continuations that are compared to find the nearest
 
 Chain = tuple[bytes, ...]  # the token ids of each full block of a prompt
 _TOKEN = "i"  # of array: 4 bytes
 
 
 def chain_of(token_ids: Sequence[int], block_len: int) -> Chain:
-    """The full blocks of a prompt; what is left over is in none."""
+    """The full blocks of a prompt."""
     raw, size = array(_TOKEN, token_ids).tobytes(), block_len * array(_TOKEN).itemsize
     return tuple(raw[start : start + size] for start in range(0, len(raw) - size + 1, size))
 
@@ -58,26 +46,32 @@ class Node:
     parent: Node | None
     children: dict[bytes, Node] = field(default_factory=dict)
     is_ready: bool = False
-    num_users: int = 0  # jobs that restore it
-    is_lost: bool = False  # unreachable; its number is reused when no job holds it
+    num_users: int = 0  # jobs that read it
+    is_lost: bool = False  # removed from the tree; its number is reused when no job holds it
     namespace: str = ""  # of a root
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Nodes that a job fills: blocks ``first``, ``first + 1``, ... of its prompt."""
+    """Nodes that a job writes: blocks ``first``, ``first + 1``, ... of its prompt."""
 
     first: int
     nodes: tuple[Node, ...]
 
 
 class PrefixIndex:
-    """The tree over ``num_blocks`` blocks."""
+    """A tree over ``num_blocks`` blocks: a node is a block of ``block_len`` token ids, a root a namespace.
+
+    Two prompts meet in a node only if all their tokens up to there are equal, and namespaces never meet; budget,
+    selector and sampling are not part of the key. A node is *written* from its reservation to the commit of the job
+    that fills it, then *ready*. Eviction is a segmented LRU: new blocks are on probation, a hit protects them.
+    Invariants: a block has one owner; a parent outlives its children; what is being read or written is never evicted.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._roots: dict[str, Node] = {}
-        self._free = list(range(num_blocks))  # a heap: low numbers first, so that memory is touched as it is needed
+        self._free = list(range(num_blocks))  # a heap: low numbers first, so that memory is touched only when needed
         self._probation: OrderedDict[int, Node] = OrderedDict()  # ready nodes by number, the oldest first
         self._protected: OrderedDict[int, Node] = OrderedDict()
         self.num_written = 0  # nodes that are not ready yet
@@ -89,7 +83,7 @@ class PrefixIndex:
         return self.num_blocks - len(self._free)
 
     def path(self, namespace: str, chain: Chain) -> list[Node]:
-        """Nodes of the longest beginning of a chain that is known, written ones included. Changes nothing."""
+        """Nodes of the longest known beginning of a chain, written ones included."""
         node, found = self._roots.get(namespace), []
         for tokens in chain:
             node = node.children.get(tokens) if node is not None else None
@@ -99,10 +93,10 @@ class PrefixIndex:
         return found
 
     def diverged_at(self, namespace: str, chain: Chain, rest: bytes) -> int | None:
-        """Tokens that a prompt shares with the nearest prompt stored, where it then reads otherwise; else None.
+        """Tokens that a prompt shares with the nearest stored prompt before the two differ; None if they do not.
 
-        ``rest`` are its tokens behind the chain, as the bytes of an array. Where the prompt ends within a stored one,
-        or goes on where all stored ones end, nothing diverges.
+        ``rest`` are its tokens behind the chain, as bytes. A prompt does not diverge if it ends within a stored one, or
+        continues where all stored ones end.
         """
         path = self.path(namespace, chain)
         node = path[-1] if path else self._roots.get(namespace)
@@ -111,12 +105,12 @@ class PrefixIndex:
             return None
         nearest = max(_common(own, tokens) for tokens in list(node.children)[-MOST_COMPARED:])
         size = array(_TOKEN).itemsize
-        if nearest == len(own) // size or (nearest == 0 and not path):  # its end; or another prompt altogether
+        if nearest == len(own) // size or (nearest == 0 and not path):  # its end, or nothing in common
             return None
         return sum(len(each.tokens) for each in path) // size + nearest
 
     def take(self, nodes: Sequence[Node]) -> None:
-        """A job is about to restore these ready nodes, the beginning of a path: protect and hold them."""
+        """Protect and hold these ready nodes, the beginning of a path, for a job."""
         for node in reversed(nodes):  # parents last: they are younger than their children, and leave after them
             node.num_users += 1
             self._probation.pop(node.number, None)
@@ -127,14 +121,14 @@ class PrefixIndex:
             self._probation[number] = node
 
     def release(self, nodes: Iterable[Node]) -> None:
-        """The job does not need them any more."""
+        """A job has finished with them."""
         for node in nodes:
             node.num_users -= 1
             if node.is_lost and node.num_users == 0:
                 heappush(self._free, node.number)
 
     def reserve(self, namespace: str, chain: Chain) -> Reservation:
-        """Blocks for what of the chain is not known yet, as many as can be had; perhaps none."""
+        """Blocks for the unknown part of the chain, as many as are available."""
         path = self.path(namespace, chain)
         first = len(path)
         parent = path[-1] if path else self._root(namespace)
@@ -163,25 +157,25 @@ class PrefixIndex:
                 self._probation[node.number] = node
 
     def drop(self, reservation: Reservation) -> None:
-        """The job was given up: its blocks hold nothing, and what others hung below them is lost."""
+        """The job was dropped: remove its blocks, and all below them."""
         self.num_written -= len(reservation.nodes)
         for node in reservation.nodes:
             node.is_ready = True  # no job writes it any more
         if reservation.nodes and not reservation.nodes[0].is_lost:
-            self._lose(reservation.nodes[0])
-        else:  # a reset has lost them already
+            self._remove(reservation.nodes[0])
+        else:  # removed by a reset
             for node in reservation.nodes:
                 heappush(self._free, node.number)
 
     def reset(self, namespace: str | None = None) -> int:
-        """Forget all of a namespace and of those below it, by default of every one; the number of blocks."""
+        """Clear a namespace and those below it, by default all; the number of blocks removed."""
         below = f"{namespace}{NAMESPACE_BORDER}"
         names = [name for name in self._roots if namespace in (None, name) or name.startswith(below)]
         roots = [self._roots.pop(name) for name in names]
-        return sum(self._lose(child) for root in roots for child in list(root.children.values()))
+        return sum(self._remove(child) for root in roots for child in list(root.children.values()))
 
-    def _lose(self, top: Node) -> int:
-        """Take a node and all below it out of the tree; those in use give their numbers back later."""
+    def _remove(self, top: Node) -> int:
+        """Remove a node and all below it; the numbers of those in use are freed later."""
         if top.parent is not None:
             del top.parent.children[top.tokens]
             self._forget_empty_root(top.parent)
@@ -205,7 +199,7 @@ class PrefixIndex:
             victim = self._oldest_leaf(self._protected)
         if victim is None:
             return None
-        self._lose(victim)
+        self._remove(victim)
         self.num_evicted += 1
         return heappop(self._free)
 
@@ -235,34 +229,28 @@ def _common(first: bytes, second: bytes) -> int:
     return low
 
 
-# What the prefix store reads from a disk and writes to it, as the engine sees it: reservations that threads fill.
-#
-# A prompt whose blocks lie on the disk waits for them as it would for a job that computes them, while others go on;
-# what cannot be read was never there. Blocks go to the disk when the step that filled them has been read, and stay in
-# memory until they are written. ``kv/prefix_store.py`` has the files.
-
-REST_S = 0.05  # longest wait for the disk of an engine that has nothing else to do: messages must still be read
-MOST_PINNED = 0.5  # of all blocks may wait to be written; what is filled meanwhile stays in memory only
+DISK_WAIT_S = 0.05  # longest wait of an idle engine: it must still read messages
+MOST_PINNED = 0.5  # share of the blocks that may wait to be written; others stay in memory only
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """Blocks that come from the disk."""
-
     reservation: Reservation
     done: Future[int]  # the number of blocks that could be read, from the first on
 
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """A block that goes there."""
-
     node: Node
     done: Future[int]
 
 
-class PrefixDisk:
-    """Reads and writes under way."""
+class DiskTransfers:
+    """Reads and writes in progress.
+
+    A prompt whose blocks are on disk waits for them as for a job that computes them. Blocks are written once the result
+    of the step that filled them has been read, and stay in memory until then.
+    """
 
     def __init__(self, index: PrefixIndex, tier: PrefixTier) -> None:
         self._index, self._tier = index, tier
@@ -270,8 +258,8 @@ class PrefixDisk:
         self._writes: list[_Write] = []
 
     def fetch(self, namespace: str, chain: Chain, num_known: int, least: int) -> Node | None:
-        """Begin to read the blocks that follow the ``num_known`` ones in memory, if that makes at least ``least``
-        blocks; the last node that is read, None for nothing.
+        """Start to read the blocks that follow the ``num_known`` ones in memory, if that makes at least ``least``
+        blocks; the last node that is read, or None.
         """
         names, end = self._tier.names(namespace, chain), num_known
         while end < len(chain) and self._tier.has(names[end]):
@@ -289,7 +277,7 @@ class PrefixDisk:
         return reservation.nodes[-1]
 
     def write(self, namespace: str, chain: Chain, reservation: Reservation) -> None:
-        """Begin to write blocks that a job has filled."""
+        """Start to write blocks that a job has filled."""
         names = self._tier.names(namespace, chain[: reservation.first + len(reservation.nodes)])
         for name, node in zip(names[reservation.first :], reservation.nodes, strict=True):
             if node.is_lost or len(self._writes) >= MOST_PINNED * self._index.num_blocks:
@@ -298,7 +286,7 @@ class PrefixDisk:
             self._writes.append(_Write(node, self._tier.save(StoredBlock(node.number, name, node.tokens))))
 
     def poll(self) -> None:
-        """Take note of what has ended."""
+        """Handle what has ended."""
         for read in list(self._reads):
             if read.done.done():
                 self._reads.remove(read)
@@ -310,18 +298,10 @@ class PrefixDisk:
                 self._writes.remove(write)
                 self._index.release([write.node])
 
-    def rest(self) -> None:
-        """Wait a little for a read, if there is one."""
+    def wait(self) -> None:
+        """Wait up to ``DISK_WAIT_S`` for a read, if there is one."""
         if self._reads:
-            wait([read.done for read in self._reads], REST_S, FIRST_COMPLETED)
-
-    def forget(self, namespace: str | None) -> None:
-        """Delete what the disk has of a namespace and those below it, by default all."""
-        self._tier.forget(namespace)
-
-    def close(self) -> None:
-        """Finish what is being written."""
-        self._tier.close()
+            wait([read.done for read in self._reads], DISK_WAIT_S, FIRST_COMPLETED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +309,7 @@ class PrefixStats:
     """Counts of tokens since the start; blocks as they are now."""
 
     queries: int = 0  # prompt tokens that were looked up
-    hits: int = 0  # of those, tokens that were restored
+    hits: int = 0  # of those, tokens that were cached
     saved: int = 0
     evicted_blocks: int = 0
     used_blocks: int = 0
@@ -337,18 +317,18 @@ class PrefixStats:
 
 
 @dataclass(slots=True, eq=False)
-class _Ask:
-    """What is known of one waiting request."""
+class _Lookup:
+    """One queued request."""
 
     chain: Chain
     rest: bytes  # ids behind the last full block
-    awaited: Node | None = None  # the last node that an open job, or the disk, fills for it
-    was_fetched: bool = False  # the disk has been asked
+    awaited: Node | None = None  # the last node that an open job or the disk fills for it
+    was_fetched: bool = False  # looked up on disk
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What an open job uses."""
+    """Blocks of an open job."""
 
     restored: tuple[Node, ...]
     saved: Reservation
@@ -356,79 +336,79 @@ class _Held:
 
 
 class PrefixLookup:
-    """The store of one engine; all of its methods do nothing for prompts that are none of its business."""
+    """The prefix store of one engine; its methods do nothing for prompts that are not looked up."""
 
     def __init__(self, store: PrefixStoreConfig, config: EngineConfig, tier: PrefixTier | None = None) -> None:
         self._block_len, self._longest = store.block_len, config.prefix_max_len or config.max_model_len
-        # Short prompts are packed, and are read in a unit or two: they are not looked up.
+        # Short prompts are packed and take a unit or two: they are not looked up.
         self._least = max(store.min_tokens, config.chunking.short_len + 1)
         self._min_restored = store.min_tokens
         self.index = PrefixIndex(config.prefix_blocks)
-        self._asks: dict[LiveRequest, _Ask] = {}
+        self._queued: dict[LiveRequest, _Lookup] = {}
         self._held: dict[LiveRequest, _Held] = {}
-        self._filled: dict[LiveRequest, _Held] = {}  # jobs whose last unit is planned, until it has been read
-        self._disk = None if tier is None else PrefixDisk(self.index, tier)
+        self._filled: dict[LiveRequest, _Held] = {}  # jobs whose last unit is planned, until its result has been read
+        self._tier = tier
+        self._disk = None if tier is None else DiskTransfers(self.index, tier)
         self._queries = self._hits = self._saved = 0
 
     def stats(self) -> PrefixStats:
-        """What has happened so far."""
         index = self.index
         return PrefixStats(self._queries, self._hits, self._saved, index.num_evicted, index.num_used, index.num_blocks)
 
     def arrive(self, live: LiveRequest) -> None:
         """A request joins the queue."""
-        # Kept ids are another text, and a rotation that depends on the length of a prompt gives its keys to it alone.
+        # Compressed prompts are another text, and rotations that depend on the prompt's length cannot be shared.
         if live.request.positions is None and self._least <= live.num_tokens <= self._longest:
             chain = chain_of(live.request.prompt_token_ids, self._block_len)
             rest = live.request.prompt_token_ids[len(chain) * self._block_len :]
-            self._asks[live] = _Ask(chain, array("i", rest).tobytes())
+            self._queued[live] = _Lookup(chain, array("i", rest).tobytes())
 
     def leave(self, live: LiveRequest) -> None:
         """A request left the queue without a job."""
-        self._asks.pop(live, None)
+        self._queued.pop(live, None)
 
     def probe(self, token_ids: tuple[int, ...], namespace: str) -> int:
-        """Tokens at the beginning of a prompt that are stored now; changes nothing."""
+        """Tokens at the beginning of a prompt that are stored now."""
         path = self.index.path(namespace, chain_of(token_ids, self._block_len))
         return _num_ready(path) * self._block_len
 
     def must_wait(self, live: LiveRequest) -> bool:
         """Whether an open job writes so much of this prompt that it should wait for its end."""
-        if (ask := self._asks.get(live)) is None:
+        if (lookup := self._queued.get(live)) is None:
             return False
-        if ask.awaited is not None and not ask.awaited.is_ready:
+        if lookup.awaited is not None and not lookup.awaited.is_ready:
             return True
-        if self.index.num_written == 0 and (self._disk is None or ask.was_fetched):
+        if self.index.num_written == 0 and (self._disk is None or lookup.was_fetched):
             return False
         most = self._most_restored(live)
-        path = self.index.path(live.request.namespace, ask.chain)[:most]
+        path = self.index.path(live.request.namespace, lookup.chain)[:most]
         ready = _num_ready(path)
-        if self._disk is not None and not ask.was_fetched and ready == len(path):
-            ask.was_fetched = True
+        if self._disk is not None and not lookup.was_fetched and ready == len(path):
+            lookup.was_fetched = True
             least = -(-self._min_restored // self._block_len)
-            ask.awaited = self._disk.fetch(live.request.namespace, ask.chain[:most], ready, least)
-            return ask.awaited is not None
+            lookup.awaited = self._disk.fetch(live.request.namespace, lookup.chain[:most], ready, least)
+            return lookup.awaited is not None
         spared, left = (len(path) - ready) * self._block_len, live.num_tokens - ready * self._block_len
         is_worth_it = 2 * spared >= left and len(path) * self._block_len >= self._min_restored
-        ask.awaited = path[-1] if path and is_worth_it else None
-        return ask.awaited is not None
+        lookup.awaited = path[-1] if path and is_worth_it else None
+        return lookup.awaited is not None
 
     def open(self, live: LiveRequest) -> PrefixMoves | None:
-        """The request's job opens: what is moved for it. None where that is nothing."""
-        ask, namespace = self._asks.pop(live, None), live.request.namespace
-        if ask is None:
+        """The request's job opens: the blocks that it reads and writes; None if there are none."""
+        lookup, namespace = self._queued.pop(live, None), live.request.namespace
+        if lookup is None:
             return None
-        path = self.index.path(namespace, ask.chain)
+        path = self.index.path(namespace, lookup.chain)
         restored = tuple(path[: min(_num_ready(path), self._most_restored(live))])
         if len(restored) * self._block_len < self._min_restored:
             restored = ()
         self._queries += live.num_tokens
         self._hits += len(restored) * self._block_len
-        diverged_at = self.index.diverged_at(namespace, ask.chain, ask.rest)
+        diverged_at = self.index.diverged_at(namespace, lookup.chain, lookup.rest)
         live.output.prefix = PrefixUse(cached_tokens=len(restored) * self._block_len, diverged_at=diverged_at)
         self.index.take(restored)
-        saved = self.index.reserve(namespace, ask.chain)
-        self._held[live] = _Held(restored, saved, ask.chain)
+        saved = self.index.reserve(namespace, lookup.chain)
+        self._held[live] = _Held(restored, saved, lookup.chain)
         if not restored and not saved.nodes:
             return None
         return PrefixMoves(
@@ -439,7 +419,7 @@ class PrefixLookup:
         )
 
     def close(self, live: LiveRequest, *, is_done: bool) -> None:
-        """Its job has ended, or was given up."""
+        """Its job has ended, or was dropped."""
         held = self._held.pop(live, None)
         if held is None:
             return
@@ -453,34 +433,33 @@ class PrefixLookup:
             self.index.drop(held.saved)
 
     def written(self, live: LiveRequest) -> None:
-        """The step that filled the last of its blocks has been read: they may go to the disk."""
+        """The result of the step that filled the last of its blocks was read: write them to disk."""
         held = self._filled.pop(live, None)
         if held is not None and self._disk is not None:
             self._disk.write(live.request.namespace, held.chain, held.saved)
 
     def poll(self) -> None:
-        """Take note of what the disk has done."""
         if self._disk is not None:
             self._disk.poll()
 
-    def rest(self) -> None:
-        """There is nothing to do but, perhaps, to wait for the disk."""
+    def wait_for_disk(self) -> None:
+        """The engine has nothing else to do: wait for a read, if there is one."""
         if self._disk is not None:
-            self._disk.rest()
+            self._disk.wait()
 
     def reset(self, namespace: str | None) -> int:
-        """Forget a namespace and those below it, by default all, on the disk too; the number of blocks in memory."""
-        if self._disk is not None:
-            self._disk.forget(namespace)
+        """Clear a namespace and those below it, by default all, on disk too; the number of blocks in memory."""
+        if self._tier is not None:
+            self._tier.forget(namespace)
         return self.index.reset(namespace)
 
-    def shut(self) -> None:
-        """Finish what is being written to the disk."""
-        if self._disk is not None:
-            self._disk.close()
+    def close_disk(self) -> None:
+        """Finish writing."""
+        if self._tier is not None:
+            self._tier.close()
 
     def _most_restored(self, live: LiveRequest) -> int:
-        """Blocks that a prompt may restore: the tokens whose queries vote are computed, and at least one."""
+        """Cached blocks that a prompt may use: the observation queries are computed, and at least one token."""
         if live.request.sampling.prompt_logprobs is not None:
             return 0  # they need the hidden states of all tokens
         return (live.num_tokens - max(live.selector.num_queries(live.num_tokens), 1)) // self._block_len

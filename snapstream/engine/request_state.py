@@ -1,9 +1,11 @@
-"""A request and its samples on their way through the engine: progress, text and the reasons to end.
+"""State of a request and its samples in the engine: progress, text, finish reasons, deltas.
 
-Two counts run apart and must not be mixed up: ``num_planned`` (tokens that plans have asked of the device;
-the scheduler's) and ``len(output.token_ids)`` (tokens that the host has read; one step behind).
+Two counts differ by a step: ``num_planned`` (tokens that plans have requested of the device; the scheduler's) and
+``len(output.token_ids)`` (tokens that the host has read).
 
-Invariant: once ``is_over``, a sample's output does not change: results that still arrive for it are surplus.
+Invariants: once ``is_over``, a sample's output does not change. Text that was shown is never taken back, and no part of
+the stop string that ends a sample is shown (unless ``include_stop``). The deltas of a request add up to its
+``RequestOutput``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from random import Random
 from typing import Protocol
 
 from snapstream.config import EngineConfig, KVBudget, Selector
-from snapstream.step import PrefillResult
+from snapstream.step import PrefillResult, splitmix64
 from snapstream.types import (
     NOT_FINITE,
     Compression,
@@ -29,49 +31,20 @@ from snapstream.types import (
     Timings,
 )
 
-# One random seed per sample, so that a sample never depends on its neighbours or on its place in the batch.
-#
-# Invariant: the seed is a function of (request seed, sample index) alone. The sampler on the device mixes it with the
-# count of tokens drawn so far.
-
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the increment of SplitMix64
-
-
-def _mix(value: int) -> int:
-    """One step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that mixes every bit."""
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
 
 def sample_seed(seed: int, index: int) -> int:
-    """Seed of sample ``index``, 63 bits, so that it fits a signed device integer.
+    """Seed of sample ``index``, 63 bits, so that it fits a signed device integer; a function of these two alone.
 
-    The request's seed is mixed before the index is added: otherwise sample 1 of seed 7 would repeat sample 0
-    of seed 8.
+    The request's seed is mixed before the index is added: otherwise sample 1 of seed 7 would repeat sample 0 of seed 8.
     """
-    return _mix((_mix(seed & _MASK) + index) & _MASK) >> 1
+    return splitmix64(splitmix64(seed) + index) >> 1
 
-
-# Token ids to text, one token at a time: whole characters only, stop strings over token borders.
-#
-# Two small machines, one behind the other:
-#
-# - ``Detokenizer`` turns ids into pieces of text. A character may be spread over several tokens; until its last
-#   one has come nothing of it is shown.
-# - ``StopMatcher`` holds back the end of the text while it may still become a stop string.
-#
-# Invariant: what was shown is never taken back, whatever comes next, and no part of the stop string that ends a sample
-# is shown (unless it was asked for). ``TextStream`` joins the two; ``live.py`` uses it.
 
 REPLACEMENT = "\ufffd"  # what decoders put where bytes are not (yet) a character
-# A character is 4 bytes at most, so honest text waits for 3 tokens. A longer run is broken output, or special
-# tokens without text; giving up on it bounds both the silence and the cost of decoding the run again at each
-# token.
+# A character is 4 bytes at most, so valid text waits for 3 tokens. A longer run is broken output, or special tokens
+# without text; the limit bounds the delay and the cost of decoding the run again at each token.
 MAX_HELD_TOKENS = 16
-MOST_REMEMBERED = 2**14  # runs of tokens whose text an engine keeps: some megabytes
+MAX_CACHED_RUNS = 2**14  # of tokens: some megabytes of text
 
 
 class Tokenizer(Protocol):
@@ -80,14 +53,11 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
 
-class RememberingTokenizer:
-    """A tokenizer that is asked once for the text of a run of tokens, as long as the run is among the last ones.
-
-    Most runs are of one token or two, and text repeats itself.
-    """
+class CachingTokenizer:
+    """A tokenizer with an LRU cache of decoded runs; most runs have one token or two."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._texts = lru_cache(MOST_REMEMBERED)(
+        self._texts = lru_cache(MAX_CACHED_RUNS)(
             lambda ids, skips: tokenizer.decode(list(ids), skip_special_tokens=skips)
         )
 
@@ -96,11 +66,11 @@ class RememberingTokenizer:
 
 
 class Detokenizer:
-    """Incremental decode by the prefix-offset method.
+    """Incremental decode, whole characters only, by the prefix-offset method.
 
-    ``decode`` of a list is not the sum of ``decode`` of its parts (spaces, byte tokens), so each new piece is
-    found as the difference between the text of the last few tokens with and without the new ones. These few
-    always start with the tokens of the previous piece, which give the new ones their context.
+    ``decode`` of a list is not the sum of ``decode`` of its parts (spaces, byte tokens), so each new piece is the
+    difference between the text of the last tokens with and without the new ones. The tokens of the previous piece give
+    the new ones their context.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -124,7 +94,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The whole characters among what is held; a character cut short is dropped."""
+        """The whole characters among what is held; an incomplete one is dropped."""
         text = self._decode() if self._num_shown < len(self._ids) else self._shown
         piece = text[len(self._shown) :].rstrip(REPLACEMENT)
         self._ids, self._num_shown, self._shown = [], 0, ""
@@ -135,9 +105,8 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first; of two complete at the same character, the longer one.
-
-    That choice does not depend on how the text was cut into pieces.
+    """Holds back text that may become a stop string, and finds the one that is complete first; of two complete at the
+    same character, the longer one. The result does not depend on how the text is split into pieces.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
@@ -161,13 +130,13 @@ class StopMatcher:
         return shown, None
 
     def flush(self) -> str:
-        """What is held, now that it cannot become a stop string any more."""
+        """The text that is held."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of ``text`` with which ``stop`` begins."""
+        """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
         for length in range(min(len(stop) - 1, len(text)), 0, -1):
             if text.endswith(stop[:length]):
                 return length
@@ -188,20 +157,12 @@ class TextStream:
         return self._matcher.push(self._detokenizer.push(token_id))
 
     def finish(self) -> tuple[str, str | None]:
-        """The rest of the text. It may hold a stop string too, in a token that also began a character."""
+        """The rest of the text, which may contain a stop string."""
         text, stop = self._matcher.push(self._detokenizer.flush())
         return text + self._matcher.flush(), stop
 
 
-# From answers that grow to what is new in them: remembers, per sample, how much was already sent.
-#
-# Invariant: the deltas of a request, put together, are its ``RequestOutput``, and nothing is sent twice. Compression,
-# the use of the prefix store and prompt log-probabilities go with the first token, timings with the last delta.
-# ``grow`` puts them together again, where another thread or process must not see an output while the engine changes
-# it.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SampleDelta:
     """What one sample gained since the last delta."""
 
@@ -213,7 +174,7 @@ class SampleDelta:
     stop_reason: int | str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RequestDelta:
     """What one request gained since the last delta."""
 
@@ -227,7 +188,7 @@ class RequestDelta:
 
 
 def grow(output: RequestOutput, delta: RequestDelta) -> None:
-    """Add a delta to the output that the deltas before it made."""
+    """Add a delta to the output that the earlier deltas made."""
     for part in delta.samples:
         sample = output.samples[part.index]
         sample.add_text(part.text)
@@ -245,7 +206,7 @@ def grow(output: RequestOutput, delta: RequestDelta) -> None:
 
 @dataclass(slots=True)
 class _SampleSent:
-    """How much of one sample has gone out."""
+    """How much of one sample was sent."""
 
     num_pieces: int = 0  # of its text
     num_tokens: int = 0
@@ -255,7 +216,7 @@ class _SampleSent:
 @dataclass(slots=True)
 class _RequestSent:
     samples: list[_SampleSent]
-    has_facts: bool = False  # compression and prompt log-probabilities
+    has_prompt_fields: bool = False  # compression, prompt log-probabilities, prefix use
 
 
 class DeltaTracker:
@@ -265,7 +226,7 @@ class DeltaTracker:
         self._sent: dict[str, _RequestSent] = {}
 
     def take(self, output: RequestOutput) -> RequestDelta:
-        """What ``output`` gained since it was last given."""
+        """What ``output`` gained since the last call."""
         request_id, is_finished = output.request_id, output.is_finished
         sent = self._sent.get(request_id)
         if sent is None:
@@ -274,12 +235,12 @@ class DeltaTracker:
         samples = tuple([gain for gain in gains if gain is not None])
         if is_finished:
             del self._sent[request_id]
-        if sent.has_facts and not is_finished:
-            return RequestDelta(request_id=request_id, samples=samples)
-        # A request whose row was sent ends without a token, and has facts to tell.
-        has_facts = any(one.num_tokens for one in sent.samples) or (is_finished and output.compression is not None)
-        is_first = not sent.has_facts and has_facts
-        sent.has_facts = sent.has_facts or is_first
+        if sent.has_prompt_fields and not is_finished:
+            return RequestDelta(request_id, samples)
+        # A request whose row was sent to another engine ends without a token.
+        is_prefilled = any(one.num_tokens for one in sent.samples) or (is_finished and output.compression is not None)
+        is_first = is_prefilled and not sent.has_prompt_fields
+        sent.has_prompt_fields = sent.has_prompt_fields or is_first
         prompt_logprobs = output.prompt_logprobs if is_first else None
         return RequestDelta(
             request_id=request_id,
@@ -321,7 +282,7 @@ class LiveSample:
     output: SampleOutput
     text: TextStream | None  # None: no tokenizer, ids only
     request: LiveRequest = field(init=False)
-    row: int = -1  # last row owned; the scheduler knows whether it still is
+    row: int = -1  # the last one that it owned
     num_planned: int = 0
 
     @property
@@ -330,14 +291,14 @@ class LiveSample:
 
     @property
     def is_fully_planned(self) -> bool:
-        """True when the last token that max_tokens allows is on its way."""
+        """Whether the last token that max_tokens allows is planned."""
         return self.num_planned >= self.sampling.max_tokens
 
     def take(self, token: Logprob, eos_token_ids: frozenset[int], grammar_end: str | None = None) -> None:
-        """Append a token that the device reported, and decide whether the sample ends with it.
+        """Append a token, and decide whether the sample ends with it.
 
-        ``grammar_end``: the grammar lets nothing follow; empty where the text is complete, else the reason. A token
-        below 0 is none: the model's logits were not finite, and the sample ends with that.
+        ``grammar_end``: the grammar allows no further token; empty if the text is complete, else the reason. A token
+        below 0 means that the model's logits were not finite, which ends the sample.
         """
         if token.token_id < 0:
             self.end(FinishReason.ERROR, NOT_FINITE)
@@ -358,7 +319,7 @@ class LiveSample:
             self.end(FinishReason.LENGTH)
 
     def end(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Show what is held back and close the sample; a stop string in the rest is what came first."""
+        """Show the text that is held back, and end the sample; a stop string in it takes precedence."""
         self.output.finish_reason, self.output.stop_reason = reason, stop_reason
         if self.text is None:
             return
@@ -387,14 +348,14 @@ class LiveSample:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LiveRequest:
-    """One request; its output is the object that the caller sees."""
+    """One request."""
 
     request: Request
     budget: KVBudget
     selector: Selector
     samples: tuple[LiveSample, ...]
     output: RequestOutput
-    arrived: float  # seconds of the engine's clock, as the two below
+    arrived: float  # time in seconds
     first_unit: float | None = None
     first_token: float | None = None
 
@@ -416,12 +377,12 @@ class LiveRequest:
         return self.output.is_finished
 
     def start(self, now: float) -> None:
-        """The first prefill unit is about to run."""
+        """The first prefill unit is planned."""
         self.first_unit = now
         self.output.timings.queue_ms = (now - self.arrived) * 1e3
 
     def take_prefill(self, result: PrefillResult, now: float) -> None:
-        """The prompt is done; its first tokens are taken by the samples."""
+        """The prompt is prefilled."""
         assert self.first_unit is not None
         self.first_token = now
         self.output.timings.prefill_ms = (now - self.first_unit) * 1e3
@@ -431,7 +392,7 @@ class LiveRequest:
             self.output.prompt_logprobs = result.prompt_logprobs
 
     def mark(self, now: float) -> None:
-        """Bring the timings up to date after a token, or at the end."""
+        """Update the timings."""
         timings = self.output.timings
         timings.total_ms = (now - self.arrived) * 1e3
         if self.first_token is not None:
@@ -443,7 +404,7 @@ class LiveRequest:
 def live_request(
     request: Request, config: EngineConfig, tokenizer: Tokenizer | None, random: Random, now: float
 ) -> LiveRequest:
-    """A request that has arrived, with its samples; ``random`` draws its seed where it brings none."""
+    """``random`` draws the seed of a request without one."""
     sampling = request.sampling
     seed = sampling.seed if sampling.seed is not None else random.getrandbits(63)
     samples = tuple(_sample(sampling, tokenizer, seed, index) for index in range(sampling.n))

@@ -1,23 +1,22 @@
 """Decides each step: which prefill units run, which rows decode. It never looks at a token.
 
-Order of prefill. The job with the fewest units left runs first, which gives the least mean time to first
-token and lets a short prompt overtake a long one. Left at that, a stream of short prompts would starve the
-long one, so a job that was passed over ages:
+Order of prefill. The job with the fewest units left runs first, which minimizes the mean time to first token and lets a
+short prompt overtake a long one. A job that was passed over ages, so that short prompts cannot starve a long one:
 
     rank = remaining x (1 - steps_waited / PATIENCE_STEPS)          the lowest rank runs
 
-``steps_waited`` counts the steps since the job last ran. After PATIENCE_STEPS of them its rank is <= 0, below
-every job that is not overdue; then it runs for one step and its wait starts again. So a long job under a full
-load of short ones gets every (PATIENCE_STEPS + 1)-th step and ends after a number of steps linear in its
-length, and a short prompt waits for one step of a long one, never for its end. (Ageing since *arrival* would
-hand an old long job every step until it ends: exactly the stall that layer-major prefill is there to avoid.)
+``steps_waited`` counts the steps since the job last ran. After PATIENCE_STEPS its rank is <= 0, below every job that is
+not overdue; it runs for one step and its wait starts again. So under a full load of short prompts a long job gets every
+(PATIENCE_STEPS + 1)-th step, and a short prompt waits for one step of a long one, never for its end. (Aging since
+*arrival* would give an old long job every step until it ends.)
 
-While rows decode, a step holds ``prefill_quantum`` units, or with ``step_work`` units of so much work together
-(``pace.py``): units of long prompts are few, those of short ones many.
+While rows decode, a step holds ``prefill_quantum`` units, or as many as fit ``step_work`` (``admission.unit_work``).
 
-Invariants: a plan asks no sample for more than max_tokens; rows and staging ranges come back only after the
-plan that used them last is complete, so within one plan nothing has two owners. Plans run in order: a row
-freed while a plan that holds it is in flight may be given away by the next one.
+Rows with a remote prefill: reserved -> ``_awaiting_kv`` -> received -> ``_kv_received`` -> a plan -> decode.
+
+Invariants: a plan asks no sample for more than max_tokens; rows and staging ranges are freed only once the plan that
+used them last is complete, so within one plan nothing has two owners. Plans run in order: a row that is freed while a
+plan that holds it is in flight may be reassigned by the next one.
 """
 
 from __future__ import annotations
@@ -31,66 +30,16 @@ from snapstream.engine.prefix_cache import PrefixLookup
 from snapstream.engine.request_state import LiveRequest, LiveSample
 from snapstream.step import JobSpec, KVReceived, PrefillEntry, PrefixTier, ReceivedRow, StepPlan, UnitRange
 
-# A plan with whom it concerns, from the scheduler that made it to the engine that reads its result a step later.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """A plan and whom it concerns. Results are matched to these samples, never to rows: rows change hands."""
+    """A ``StepPlan`` and the requests it covers. Results are matched to samples, because rows are reassigned."""
 
     plan: StepPlan
     started: tuple[LiveRequest, ...] = ()  # their first unit is in this plan
-    prefilled: tuple[LiveRequest, ...] = ()  # their last unit is in this plan, or their row came with it
-    reserved: tuple[LiveRequest, ...] = ()  # have rows now, and wait for what these hold
+    prefilled: tuple[LiveRequest, ...] = ()  # their last unit, or their received row, is in this plan
+    reserved: tuple[LiveRequest, ...] = ()  # have rows now, and wait for a remote prefill
     decoding: tuple[LiveSample, ...]  # aligned with plan.decode_rows
-
-
-# Requests whose prompts other engines read: they own rows, and wait for what these hold.
-#
-#             rows reserved            the row is whole             a plan takes it
-#     (queue) -------------> waiting -----------------> whole ---------------------> decode
-#
-# Invariant: a request is in one of the two, and its rows are its own. ``scheduler.py`` decides when.
-
-
-class ArrivingRows:
-    """In the order in which rows were reserved, and came."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[LiveRequest, PrefillEntry] = {}
-        self._whole: dict[LiveRequest, ReceivedRow] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests whose rows are not whole."""
-        return len(self._waiting)
-
-    @property
-    def has_whole(self) -> bool:
-        """Whether ``take`` would return anything."""
-        return bool(self._whole)
-
-    def reserve(self, live: LiveRequest, entry: PrefillEntry) -> None:
-        self._waiting[live] = entry
-
-    def is_waiting(self, live: LiveRequest) -> bool:
-        return live in self._waiting
-
-    def arrive(self, live: LiveRequest, row: KVReceived) -> None:
-        """What a waiting request's rows will hold is here."""
-        self._whole[live] = ReceivedRow(entry=self._waiting.pop(live), row=row)
-
-    def take(self) -> dict[LiveRequest, ReceivedRow]:
-        """All that are whole; they are gone from here."""
-        whole, self._whole = self._whole, {}
-        return whole
-
-    def remove(self, live: LiveRequest) -> bool:
-        """Forget a request, whose rows are free then; False if it is not here."""
-        was_here = live in self._waiting or live in self._whole
-        self._waiting.pop(live, None)
-        self._whole.pop(live, None)
-        return was_here
 
 
 PATIENCE_STEPS = 4
@@ -109,10 +58,11 @@ class Scheduler:
         self._jobs: dict[int, Job] = {}
         self._decoding: dict[int, LiveSample] = {}  # by row
         self._batch: tuple[tuple[int, ...], tuple[LiveSample, ...]] | None = None  # these in order; None: they changed
-        self._sending: dict[int, LiveSample] = {}  # by row: read, and not yet with the engine that answers
-        self._arriving = ArrivingRows()
+        self._sending: dict[int, LiveSample] = {}  # by row: prefilled, and not yet sent to the decode engine
+        self._awaiting_kv: dict[LiveRequest, PrefillEntry] = {}  # in order of reservation
+        self._kv_received: dict[LiveRequest, ReceivedRow] = {}
         self._dropped: list[int] = []
-        # On a GPU restored blocks come over a link, a layer ahead of the computation.
+        # On a GPU cached blocks are copied from the host, a layer ahead of the computation.
         self._streams_prefixes = config.prefix_store is not None and config.device.startswith("cuda")
         self._next_step_id = 0
 
@@ -137,12 +87,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a plan would hold anything; rows on their way to or from other engines are no work."""
-        is_busy = self._jobs or self._decoding or self._dropped or self._arriving.has_whole
+        """Whether a plan would hold anything; KV transfers in progress do not count."""
+        is_busy = self._jobs or self._decoding or self._dropped or self._kv_received
         return bool(is_busy or self._admission.has_room)
 
     def holds_id(self, request_id: str) -> bool:
-        """Whether an open job still carries the id; an aborted prompt stays in a job that others need."""
+        """Whether an open job still has the id; an aborted prompt stays in a job that others share."""
         return any(live.request_id == request_id for job in self._jobs.values() for live in job.requests)
 
     def add(self, live: LiveRequest) -> None:
@@ -150,29 +100,27 @@ class Scheduler:
         self._admission.add(live)
 
     def release(self, sample: LiveSample) -> None:
-        """The sample has ended: free its row, unless that happened when its last token was planned."""
+        """The sample has ended: free its row, unless it was freed when its last token was planned."""
         for owners in (self._decoding, self._sending):
             if owners.get(sample.row) is sample:
                 del owners[sample.row]
                 self._batch = None
                 self._admission.free_row(sample.row)
 
-    def arrive(self, live: LiveRequest, row: KVReceived) -> bool:
-        """The row of a request that waits for it is here; False if the request does not wait."""
-        if not self._arriving.is_waiting(live):
-            return False
-        self._arriving.arrive(live, row)
-        return True
+    def receive_kv(self, live: LiveRequest, row: KVReceived) -> None:
+        """The KV of a request is here; ignored if the request does not wait for it."""
+        if live in self._awaiting_kv:
+            self._kv_received[live] = ReceivedRow(entry=self._awaiting_kv.pop(live), row=row)
 
-    def awaits_row(self, live: LiveRequest) -> bool:
-        """Whether its rows are reserved, and nothing has come for them."""
-        return self._arriving.is_waiting(live)
+    def awaits_kv(self, live: LiveRequest) -> bool:
+        """Whether its rows are reserved, and its KV has not been received."""
+        return live in self._awaiting_kv
 
     def abort(self, live: LiveRequest) -> None:
-        """Forget a request whose samples are over, wherever it is."""
+        """Remove a request whose samples are over, whatever its state."""
         if self._admission.remove(live):
             return
-        if self._arriving.remove(live):
+        if self._awaiting_kv.pop(live, None) or self._kv_received.pop(live, None):
             for sample in live.samples:
                 self._admission.free_row(sample.row)
             return
@@ -192,14 +140,14 @@ class Scheduler:
         decode_rows, decoding = self._batch
         if self.prefixes is not None:
             self.prefixes.poll()
-        if not (self._jobs or self._dropped or self.num_waiting or self._arriving.has_whole):  # most steps: rows go on
+        if not (self._jobs or self._dropped or self.num_waiting or self._kv_received):  # most steps: decode only
             self._count_decoded(decoding)
             plan = StepPlan(step_id=self._next_step_id, decode_rows=decode_rows)
             self._next_step_id += not plan.is_empty
             return PlannedStep(plan=plan, decoding=decoding)
         dropped, self._dropped = tuple(self._dropped), []
         reserved = self._reserve()
-        received = self._arriving.take()
+        received, self._kv_received = self._kv_received, {}
         opened, units = self._plan_units(is_ready, is_decoding=bool(decoding))
         jobs = [self._jobs[unit.job_id] for unit in units]
         ended = [job for job in jobs if job.remaining == 0]
@@ -229,11 +177,11 @@ class Scheduler:
         )
 
     def _reserve(self) -> dict[LiveRequest, PrefillEntry]:
-        """Give rows to requests whose prompts other engines read, as far as their turn has come."""
+        """Give rows to the requests with a remote prefill at the head of the queue."""
         reserved: dict[LiveRequest, PrefillEntry] = {}
-        while (found := self._admission.next_arriving()) is not None:
-            self._arriving.reserve(*found)
+        while (found := self._admission.next_remote()) is not None:
             reserved[found[0]] = found[1]
+        self._awaiting_kv |= reserved
         return reserved
 
     def _plan_units(
@@ -248,52 +196,51 @@ class Scheduler:
         while num_planned < limit:
             opened += self._open_jobs()
             planned = {unit.job_id for unit in units}
-            able = (job for job in self._jobs.values() if job.remaining and self._can_run(job, planned, is_ready))
-            job = min(able, key=self._rank, default=None)
+            runnable = (job for job in self._jobs.values() if job.remaining and self._can_run(job, planned, is_ready))
+            job = min(runnable, key=self._rank, default=None)
             if job is None:
                 break
-            count = min(limit - num_planned, self._rest_of(job))
+            count = min(limit - num_planned, self._units_at_once(job))
             if by_work:
-                count, work = self._count_by_work(job, count, work, is_waited_for=is_decoding)
+                count, work = self._count_by_work(job, count, work, is_decoding=is_decoding)
                 if count == 0:
                     break
             units.append(UnitRange(job.job_id, job.next_unit, count))
             job.next_unit += count
             num_planned += count
-            if job.remaining == 0 and job.will_decode:  # from here on somebody waits for the next decode
+            if job.remaining == 0 and job.will_decode:
                 is_decoding = True
                 limit = self._quantum if not by_work else limit
         return opened, units
 
     def _streams(self, job: Job) -> bool:
+        """Whether cached blocks are copied to the device: such a job runs a layer at a time, once it is copied."""
         return self._streams_prefixes and job.spec.num_restored > 0
 
     def _can_run(self, job: Job, planned: set[int], is_ready: Callable[[int], bool]) -> bool:
-        """A job whose blocks come over a link runs a layer at a time, when it is there: others do not wait with it."""
         return not self._streams(job) or (job.job_id not in planned and is_ready(job.job_id))
 
-    def _rest_of(self, job: Job) -> int:
-        """Units that a job may run before it is looked at again."""
+    def _units_at_once(self, job: Job) -> int:
         if not self._streams(job):
             return job.remaining
         num_chunks = job.num_units // self._num_layers
         return num_chunks - job.next_unit % num_chunks
 
-    def _count_by_work(self, job: Job, most: int, work: int, *, is_waited_for: bool) -> tuple[int, int]:
-        """How many units of a job, ``most`` at most, still fit a step that has so much work already; and its new sum.
+    def _count_by_work(self, job: Job, most: int, work: int, *, is_decoding: bool) -> tuple[int, int]:
+        """How many units of a job, at most ``most``, fit a step of ``work`` so far; and the new sum.
 
-        The first unit of a step always fits, or a prompt whose units are too large would never be read.
+        The first unit of a step always fits, or a prompt whose units are too large would never run.
         """
         count = 0
         while count < most:
             more = work + unit_work(self._chunking, job.spec, job.next_unit + count)
-            if is_waited_for and work > 0 and more > self._chunking.step_work:
+            if is_decoding and work > 0 and more > self._chunking.step_work:
                 break
             count, work = count + 1, more
         return count, work
 
     def _open_jobs(self) -> list[JobSpec]:
-        """Open all jobs that fit, but no second short one before the first has run: prompts that wait are packed."""
+        """Open all jobs that fit, but no second short one before the first has run: queued prompts are packed."""
         opened: list[JobSpec] = []
         while True:
             wants_short = not any(job.is_short and job.next_unit == 0 for job in self._jobs.values())

@@ -1,7 +1,7 @@
-"""Gauges and totals, counted with the engine and kept over its restarts by the process that restarts it.
+"""Gauges and totals of an engine; the process that restarts it adds up the totals.
 
-Invariant: totals never shrink. The counts of an engine since its last report are lost when it is killed; that is at
-most ``worker.STATS_INTERVAL_S`` of work.
+Invariant: totals never shrink. What an engine counted since its last report (``worker.STATS_INTERVAL_S``) is lost when
+it is killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from snapstream.engine.request_state import RequestDelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Gauges and totals for /metrics; totals only ever grow, also over a restart of the engine."""
+    """Gauges and totals for /metrics."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -31,13 +31,13 @@ class EngineStats:
     prefix_blocks_used: int = 0  # of the prefix store; all 0 where there is none
     prefix_blocks_total: int = 0
     prefix_queries_total: int = 0  # prompt tokens that were looked up
-    prefix_hits_total: int = 0  # of those, tokens that were restored
+    prefix_hits_total: int = 0  # of those, tokens that were cached
     prefix_saved_total: int = 0  # tokens
     prefix_evicted_blocks_total: int = 0
-    stalls_total: int = 0  # engines that were ended because they no longer answered
+    stalls_total: int = 0  # engines that were killed because they did not respond
     rows_sent_total: int = 0  # to other engines
     rows_received_total: int = 0  # from them
-    rows_lost_total: int = 0  # on their way, either way
+    rows_lost_total: int = 0  # failed transfers, in either direction
     row_bytes_received_total: int = 0
 
 
@@ -45,7 +45,7 @@ _GAUGES = ("num_running", "num_waiting", "rows_free", "rows_total", "prefix_bloc
 
 
 class StatsCounter:
-    """Totals of one engine since its start. Counted at every step, so plain numbers until somebody asks."""
+    """Totals of one engine since its start; plain numbers, because every step counts."""
 
     def __init__(self) -> None:
         self._num_output = self._num_prompt = self._num_evicted = self._num_compressed = 0
@@ -60,7 +60,7 @@ class StatsCounter:
                 continue
             self._num_prompt += done.prompt_tokens
             self._num_evicted += done.evicted_tokens
-            if done.evicted_tokens:  # else the row holds the whole prompt: nothing was chosen
+            if done.evicted_tokens:  # else the row holds the whole prompt
                 self._num_compressed += 1
                 self._compress_ms += done.compress_ms
 
@@ -90,11 +90,11 @@ class StatsCounter:
 
 
 def without_gauges(stats: EngineStats) -> EngineStats:
-    """The figures of an engine that is gone: totals, but no rows and no requests."""
+    """The totals of an engine that has ended."""
     return replace(stats, **dict.fromkeys(_GAUGES, 0))
 
 
 def add_totals(stats: EngineStats, earlier: EngineStats) -> EngineStats:
-    """``stats`` with the totals of ``earlier`` on top; gauges are those of ``stats``."""
+    """``stats`` plus the totals of ``earlier``."""
     totals = [field.name for field in fields(EngineStats) if field.name not in _GAUGES]
     return replace(stats, **{name: getattr(stats, name) + getattr(earlier, name) for name in totals})

@@ -1,10 +1,10 @@
-"""The engine's half of rows that travel: tickets for requests whose rows arrive, and rows that are sent.
+"""The engine's side of KV transfer: tickets for requests with a remote prefill, and rows that are sent.
 
-    decode side    rows reserved -> ticket -> notice to the caller, who has a prompt read elsewhere -> the row -> decode
-                                     ^---- reissue ----- notice that the row was lost <-'
-    prefill side   queued -> connected to the ticket -> layer by layer -> report -> gone
+    decode side    rows reserved -> ticket -> notice to the caller, who requests a prefill -> KV received -> decode
+                                     ^---- reissue ----- notice that the transfer failed <-'
+    prefill side   queued -> connected to the ticket -> layer by layer -> report -> sent
 
-Invariant: a request that ends, however it does, leaves neither a ticket nor a connection behind.
+Invariant: a request that has ended leaves neither a ticket nor a connection behind.
 """
 
 from __future__ import annotations
@@ -19,19 +19,10 @@ from snapstream.types import Request, RowTicket
 
 @dataclass(frozen=True, slots=True)
 class TicketIssued:
-    """A request whose row arrives has rows: its prompt may be read elsewhere, with this ticket."""
+    """A request with a remote prefill has rows: another engine may prefill its prompt, with this ticket."""
 
     request_id: str
     ticket: RowTicket
-
-
-@dataclass(frozen=True, slots=True)
-class RowMissed:
-    """The ticket of a request is void and its row lost; its rows stay reserved until ``Reissue`` or ``Abort``."""
-
-    request_id: str
-    key: str
-    reason: str
 
 
 @dataclass(slots=True)
@@ -40,18 +31,18 @@ class TransferStats:
 
     num_sent: int = 0
     num_received: int = 0
-    num_failed: int = 0  # either way
-    num_bytes: int = 0  # of those received
+    num_failed: int = 0  # in either direction
+    num_bytes: int = 0  # received
 
 
 class Transfers:
-    """Used by the engine alone."""
+    """Requests of one engine that send or receive KV."""
 
     def __init__(self, connector: KVConnector, scheduler: Scheduler) -> None:
         self._connector, self._scheduler = connector, scheduler
-        self._lives: dict[str, LiveRequest] = {}  # those that send a row, or wait for one
+        self._lives: dict[str, LiveRequest] = {}
         self._keys: dict[str, str] = {}  # of the last ticket, by request
-        self._notices: list[TicketIssued | RowMissed] = []
+        self._notices: list[TicketIssued | KVTransferFailed] = []
         self.stats = TransferStats()
 
     @property
@@ -59,9 +50,9 @@ class Transfers:
         return self._connector.has_news
 
     def add(self, live: LiveRequest) -> None:
-        """A request joins the queue. ValueError for a ticket, or a row, that this engine cannot serve."""
-        if live.request.arrives and not self._connector.receives:
-            raise ValueError("no rows arrive at this engine: it has no transfer address")
+        """A request joins the queue. ValueError for a transfer that this engine does not support."""
+        if live.request.is_prefilled_remotely and not self._connector.receives:
+            raise ValueError("a remote prefill was requested, and this engine has no transfer address to receive KV")
         if live.request.ticket is not None:
             self._connector.open(live.request, live.budget)
         self._lives[live.request_id] = live
@@ -73,17 +64,17 @@ class Transfers:
         self._notices.append(TicketIssued(live.request_id, ticket))
 
     def reissue(self, request_id: str, key: str) -> None:
-        """Another ticket in place of the one named, unless that has been used or the request is over."""
+        """Replace a ticket, unless it has been used or the request is over."""
         live = self._lives.get(request_id)
-        if live is not None and self._keys.get(request_id) == key and self._scheduler.awaits_row(live):
+        if live is not None and self._keys.get(request_id) == key and self._scheduler.awaits_kv(live):
             self.issue(live)
 
-    def take_notices(self) -> list[TicketIssued | RowMissed]:
+    def take_notices(self) -> list[TicketIssued | KVTransferFailed]:
         notices, self._notices = self._notices, []
         return notices
 
     def poll(self) -> list[tuple[LiveRequest, str]]:
-        """Hand over rows that came; requests whose row has gone out, with why it could not."""
+        """Pass received rows to the scheduler; requests whose row was sent, or with the reason why it was not."""
         ended: list[tuple[LiveRequest, str]] = []
         for news in self._connector.poll():
             live = self._lives.get(news.request_id)
@@ -94,10 +85,10 @@ class Transfers:
                     self.stats.num_received += 1
                     self.stats.num_bytes += sum(map(len, news.parts))
                     live.output.prefix = news.report.prefix
-                    self._scheduler.arrive(live, news)
-                case KVTransferFailed(request_id, key, reason):
+                    self._scheduler.receive_kv(live, news)
+                case KVTransferFailed():
                     self.stats.num_failed += 1
-                    self._notices.append(RowMissed(request_id, key, reason))
+                    self._notices.append(news)
                 case _:
                     self.stats.num_failed += bool(news.problem)
                     self.stats.num_sent += not news.problem
@@ -105,14 +96,13 @@ class Transfers:
         return ended
 
     def finish(self, live: LiveRequest, result: PrefillResult) -> None:
-        """Its prompt is read, and all of its row handed to the sender."""
+        """Its prompt is prefilled, and all layers have been passed to the connector."""
         report = PrefillReport(
             compression=result.compression, prompt_logprobs=result.prompt_logprobs, prefix=live.output.prefix
         )
         self._connector.finish(live.request_id, report)
 
     def end(self, live: LiveRequest) -> None:
-        """The request is over."""
         if self._lives.pop(live.request_id, None) is None:
             return
         if live.request.ticket is not None:
@@ -125,6 +115,5 @@ class Transfers:
         self._connector.close()
 
 
-def travels(request: Request) -> bool:
-    """Whether its row is sent, or arrives."""
-    return request.arrives or request.ticket is not None
+def uses_kv_transfer(request: Request) -> bool:
+    return request.is_prefilled_remotely or request.ticket is not None

@@ -1,8 +1,7 @@
 """The limits of this model and this engine on a request: everything that ``SamplingParams`` alone cannot know.
 
-Invariant: a request that passes can be served, however loaded the engine is: it fits max_model_len, a row, the
-rows and the staging pool. So the scheduler never meets one that waits for ever. A refusal names the value and
-the limit, and its ``field`` is the field of ``Request`` or ``SamplingParams`` at fault.
+Invariant: a request that passes can be served: it fits max_model_len, the rows and the staging pool, so none waits
+forever. A refusal names the value and the limit; its ``field`` is that of ``Request`` or ``SamplingParams``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from snapstream.types import MAX_PRIORITY, Request
 
 
 class QueueFull(RuntimeError):
-    """Too many requests wait; the caller may try again later. Nothing is wrong with the request itself."""
+    """Too many requests are queued; the caller may try again later."""
 
 
 def check_request(request: Request, config: EngineConfig, *, vocab_size: int, has_tokenizer: bool) -> None:
@@ -66,11 +65,11 @@ def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> No
 
 
 def _check_selector(selector: Selector, config: EngineConfig) -> None:
-    """Refuse a selector that needs memory which this engine has not set aside, or cannot do what its rows do."""
+    """Refuse a selector that needs memory or features that this engine was started without."""
     name, own = selector.name, config.selector
     if config.parallel.size > 1 and not is_shipped(selector):
         raise InvalidValue(
-            f"selector {name!r} is not one of the package's own, and the other ranks of this engine know only those",
+            f"selector {name!r} is not shipped with the package, and worker ranks support shipped selectors only",
             "selector",
         )
     if selector.needs_all_queries and config.prefix_store is not None:
@@ -81,13 +80,13 @@ def _check_selector(selector: Selector, config: EngineConfig) -> None:
         )
     if selector.needs_all_queries and not own.needs_all_queries:
         raise InvalidValue(
-            f"selector {name!r} needs the queries of a whole prompt, for which this engine has set no memory aside; "
+            f"selector {name!r} needs the queries of a whole prompt, and this engine has no memory reserved for them; "
             f"start the engine with selector {name!r}",
             "selector",
         )
     if selector.observation_len > own.observation_len:
         raise InvalidValue(
-            f"selector {name!r} lets {selector.observation_len} queries vote; this engine has memory for "
+            f"selector {name!r} has an observation window of {selector.observation_len}; this engine has memory for "
             f"{own.observation_len}; start the engine with this selector",
             "selector",
         )

@@ -1,14 +1,14 @@
-"""The engine loop, and the messages between it and its clients: read messages, step, send what is new.
+"""The engine loop, and the messages between it and its clients: read messages, step, send deltas.
 
-One loop for an engine on a thread of its own (``client.py``) and for one in a process of its own (the server).
-Invariant: while there is work the loop never waits for a message; without work it does nothing else. Rows that come
-from other engines wake the port.
+The loop runs on a thread (``client.py``) or in the server's engine process. Messages are frozen data and keep their
+order, each way. Invariant: while there is work the loop never waits for a message; without work it does nothing else.
+Received KV wakes the port.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from time import monotonic
 from typing import Any, Literal, Protocol
@@ -16,23 +16,24 @@ from typing import Any, Literal, Protocol
 from snapstream.engine.core import Engine
 from snapstream.engine.request_state import DeltaTracker, RequestDelta, SampleDelta
 from snapstream.engine.stats import EngineStats, StatsCounter
-from snapstream.engine.transfers import RowMissed, TicketIssued
+from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.validate import QueueFull
-from snapstream.types import FinishReason, Logprob, Request
+from snapstream.step import KVTransferFailed
+from snapstream.types import Request
 
-# Messages to the engine. They and those from it are frozen data and keep their order, each way.
+# to the engine
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Run a request; refused if too many wait."""
+    """Run a request; refused if the queue is full."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitBatch:
-    """Run requests from the same step on. They wait while the queue is full; each is answered once, at its end."""
+    """Run requests from the same step on. They wait while the queue is full; each gets one delta, at its end."""
 
     requests: tuple[Request, ...]
 
@@ -46,7 +47,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Reissue:
-    """No row will come for this ticket: void it and issue another, unless the row is there by now."""
+    """The transfer of this ticket failed: issue another, unless the KV was received meanwhile."""
 
     request_id: str
     key: str
@@ -54,7 +55,7 @@ class Reissue:
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixes:
-    """Forget the stored prefixes of a namespace and those below it, or all; the reply is the number of blocks."""
+    """Clear a namespace of the prefix store and those below it, or all; the reply is the number of blocks."""
 
     number: int  # of the reply
     namespace: str | None = None
@@ -62,7 +63,7 @@ class ResetPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Reply with the tokens of a prompt that lie in the prefix store now."""
+    """Reply with the tokens of a prompt that are in the prefix store now."""
 
     number: int
     token_ids: tuple[int, ...]
@@ -83,7 +84,7 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End now, whatever still runs."""
+    """End now."""
 
 
 # from the engine
@@ -91,20 +92,18 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """The output of one step. Pickled as bare tuples, because every step pays for it."""
+    """The output of one step; pickled as bare tuples, which is faster."""
 
     deltas: tuple[RequestDelta, ...]
 
     def __reduce__(self) -> tuple[Callable[..., Deltas], tuple[object, ...]]:
-        packed = [
-            (*_REQUEST_VALUES(delta), [_SAMPLE_VALUES(sample) for sample in delta.samples]) for delta in self.deltas
-        ]
+        packed = [(*_REQUEST_VALUES(delta), [*map(_SAMPLE_VALUES, delta.samples)]) for delta in self.deltas]
         return _unpack, (packed,)
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request was not taken: it can never be served ("value"), or not now ("queue_full")."""
+    """The request can never be served ("value"), or not now ("queue_full")."""
 
     request_id: str
     kind: Literal["value", "queue_full"]
@@ -126,52 +125,26 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Totals count from the start of this engine."""
+    """Totals since the start of this engine."""
 
     stats: EngineStats
 
 
 ToEngine = Submit | SubmitBatch | Abort | Reissue | ResetPrefixes | Probe | WhenIdle | Ping | Stop
-FromEngine = Deltas | Refused | TicketIssued | RowMissed | Reply | Beat | Stats
+FromEngine = Deltas | Refused | TicketIssued | KVTransferFailed | Reply | Beat | Stats
 
 
-# the order in which _unpack takes them
-_REQUEST_VALUES = attrgetter("request_id", "is_finished", "prompt_logprobs", "compression", "timings", "prefix")
-_SAMPLE_VALUES = attrgetter("index", "text", "token_ids", "logprobs", "finish_reason", "stop_reason")
+# in the order of the fields, but for the samples
+_REQUEST_VALUES = attrgetter(*(field.name for field in fields(RequestDelta) if field.name != "samples"))
+_SAMPLE_VALUES = attrgetter(*(field.name for field in fields(SampleDelta)))
 
 
 def _unpack(packed: list[tuple[Any, ...]]) -> Deltas:
     return Deltas(
         tuple(
-            RequestDelta(
-                request_id=request_id,
-                is_finished=is_finished,
-                prompt_logprobs=prompt_logprobs,
-                compression=compression,
-                timings=timings,
-                prefix=prefix,
-                samples=tuple(_unpack_sample(*values) for values in samples),
-            )
-            for request_id, is_finished, prompt_logprobs, compression, timings, prefix, samples in packed
+            RequestDelta(request_id, tuple(SampleDelta(*values) for values in samples), *rest)
+            for request_id, *rest, samples in packed
         )
-    )
-
-
-def _unpack_sample(
-    index: int,
-    text: str,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[Logprob, ...] | None,
-    finish_reason: FinishReason | None,
-    stop_reason: int | str | None,
-) -> SampleDelta:
-    return SampleDelta(
-        index=index,
-        text=text,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
     )
 
 
@@ -202,10 +175,10 @@ class EngineWorker:
         self._reported: EngineStats | None = None
         self._reported_at = -STATS_INTERVAL_S
         self._was_at_rest = False
-        self._backlog: dict[str, Request] = {}  # of batches, for which the queue has no place yet
-        self._batched: set[str] = set()  # of open requests, those that are answered at their end
-        self._waiting: list[int] = []  # numbers of ``WhenIdle``
-        self._is_lent = False  # from the answer to ``WhenIdle`` to the next request, others may step the engine
+        self._backlog: dict[str, Request] = {}  # of batches, waiting for a place in the queue
+        self._batched: set[str] = set()  # open requests that get one delta, at their end
+        self._idle_waiters: list[int] = []  # numbers of ``WhenIdle``
+        self._is_lent = False  # from the reply to ``WhenIdle`` to the next request, others may step the engine
 
     def run(self) -> None:
         """Until ``Stop``; errors of the engine and of the port end it too."""
@@ -222,11 +195,11 @@ class EngineWorker:
             self._report()
 
     def _read(self) -> bool:
-        """Handle what has come; without work, wait for something to come. False: stop."""
+        """Handle messages; without work, wait for one. False: stop."""
         block = self._is_lent or not self._engine.has_work
-        while block and self._waiting:
+        while block and self._idle_waiters:
             self._is_lent = True
-            self._port.send(Reply(self._waiting.pop(), 0))
+            self._port.send(Reply(self._idle_waiters.pop(), 0))
         for _ in range(MAX_MESSAGES):
             message = self._port.receive(block=block)
             block = False
@@ -242,7 +215,7 @@ class EngineWorker:
                     self._is_lent = False
                     self._batched.update([request.request_id for request in requests])
                     self._backlog.update((request.request_id, request) for request in requests)
-                    self._feed()  # before whatever was submitted after them
+                    self._feed()  # before later submissions
                 case Abort(request_ids):
                     self._abort(request_ids)
                 case Reissue(request_id, key):
@@ -252,7 +225,7 @@ class EngineWorker:
                 case Probe(number, token_ids, namespace):
                     self._port.send(Reply(number, self._engine.num_stored(token_ids, namespace)))
                 case WhenIdle(number):
-                    self._waiting.append(number)
+                    self._idle_waiters.append(number)
                 case Ping():
                     self._port.send(Beat())
         return True
@@ -266,7 +239,7 @@ class EngineWorker:
             self._port.send(Refused(request.request_id, "queue_full", str(error)))
 
     def _feed(self) -> None:
-        """Queue what waits for a place, in order. An idle engine always has one."""
+        """Queue the backlog, in order, as far as there is room. An idle engine always has some."""
         while self._backlog:
             request_id, request = next(iter(self._backlog.items()))
             try:
@@ -279,12 +252,10 @@ class EngineWorker:
             del self._backlog[request_id]
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        waiting = [request_id for request_id in request_ids if self._backlog.pop(request_id, None) is not None]
-        if waiting:
-            self._batched.difference_update(waiting)
-            self._port.send(
-                Deltas(tuple(RequestDelta(request_id=name, samples=(), is_finished=True) for name in waiting))
-            )
+        removed = [request_id for request_id in request_ids if self._backlog.pop(request_id, None) is not None]
+        if removed:
+            self._batched.difference_update(removed)
+            self._port.send(Deltas(tuple(RequestDelta(name, (), is_finished=True) for name in removed)))
         for request_id in request_ids:
             self._engine.abort(request_id)
 
@@ -299,7 +270,7 @@ class EngineWorker:
             self._port.send(Deltas(deltas))
 
     def _report(self) -> None:
-        """Send statistics that changed: at once when work begins or ends, otherwise every ``STATS_INTERVAL_S``."""
+        """Send stats that changed: at once when work begins or ends, otherwise every ``STATS_INTERVAL_S``."""
         now, is_at_rest = self._clock(), not self._engine.has_work
         if is_at_rest == self._was_at_rest and now - self._reported_at < STATS_INTERVAL_S:
             return

@@ -11,14 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from snapstream.step import splitmix64
 from snapstream.types import MAX_LOGIT_BIAS, NUM_STOP_IDS, SamplingParams
 
-# SplitMix64's finalizer (Steele, Lea, Flood 2014) in plain integers; ``sampling.py`` does the same on tensors.
-
-WORD = 2**64 - 1
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of the counter are spread over all bits
-FIRST = 0xBF58476D1CE4E5B9
-SECOND = 0x94D049BB133111EB
 UNIFORM_BITS = 53  # a float64 holds 53 bits exactly
 
 
@@ -27,17 +22,9 @@ def signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-def mix64(word: int) -> int:
-    """SplitMix64's finalizer over unsigned 64-bit words: an input bit flips half of the output bits."""
-    word &= WORD
-    word = ((word ^ (word >> 30)) * FIRST) & WORD
-    word = ((word ^ (word >> 27)) * SECOND) & WORD
-    return word ^ (word >> 31)
-
-
 def stream_of(seed: int) -> int:
     """The random stream of a seed, as an int64. Mixed, so that neighboring seeds give unrelated streams."""
-    return signed(mix64((seed + GOLDEN) & WORD))
+    return signed(splitmix64(seed))
 
 
 Kind = Literal["bool", "int32", "int64", "float32", "float64"]

@@ -25,8 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, float64
 
-from snapstream.exec.row_state import FIRST, GOLDEN, SECOND, UNIFORM_BITS, signed
+from snapstream.exec.row_state import UNIFORM_BITS, signed
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.step import FIRST, GOLDEN, SECOND
 
 # Order of logits in integers: exact thresholds and stable top-n, without a sort or a host synchronisation.
 #

@@ -12,9 +12,10 @@ from typing import Any
 from snapstream.disaggregation.protocol import TransferSettings
 from snapstream.disaggregation.requests import prefill_request, prefill_request_id, request_from_bytes, request_to_bytes
 from snapstream.engine.core import Engine
-from snapstream.engine.transfers import RowMissed, TicketIssued
+from snapstream.engine.transfers import TicketIssued
 from snapstream.llm import LLM
 from snapstream.startup.build import make_connector
+from snapstream.step import KVTransferFailed
 from snapstream.types import Request, RequestOutput
 from tests.disaggregation.rows import SECRET
 from tests.waiting import HANG_S, until
@@ -29,7 +30,7 @@ class Pair:
     reader: LLM
     answerer: LLM
     news: Event
-    missed: list[RowMissed] = field(default_factory=list)  # rows that were lost, and asked for again
+    missed: list[KVTransferFailed] = field(default_factory=list)  # rows that were lost, and asked for again
 
     def turn(self) -> list[RequestOutput]:
         self.news.clear()
@@ -54,7 +55,9 @@ class Pair:
     def run(self, requests: Sequence[Request], num_lost: int = 0) -> list[RequestOutput]:
         """The answers, in their order; every row is free again afterwards."""
         self.requests = {request.request_id: request for request in requests}
-        outputs = [self.answerer.engine.add_request(replace(request, arrives=True)) for request in requests]
+        outputs = [
+            self.answerer.engine.add_request(replace(request, is_prefilled_remotely=True)) for request in requests
+        ]
         self.until(lambda: all(output.is_finished for output in outputs))
         assert len(self.missed) == num_lost, self.missed
         self.until(lambda: all(llm.engine.rows_free == llm.config.max_rows for llm in (self.reader, self.answerer)))

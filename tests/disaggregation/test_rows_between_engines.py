@@ -11,10 +11,10 @@ import pytest
 
 from snapstream.config import KVBudget, PrefixStoreConfig, ReselectionConfig
 from snapstream.config.kv import HeadProfile
-from snapstream.engine.transfers import RowMissed
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.config_json import fingerprint as checkpoint_fingerprint
 from snapstream.plan.memory import row_sizes
+from snapstream.step import KVTransferFailed
 from snapstream.types import FinishReason, Grammar, Request, RequestOutput, SamplingParams
 from snapstream.wire import HEAD, Connection, Kind
 from tests.disaggregation.pair import Pair, joined
@@ -192,7 +192,7 @@ def test_an_abort_while_the_row_is_on_its_way_frees_both_engines(letters: Path) 
     with joined(letters, **SETTINGS) as pair:
         request = Request(request_id="a", prompt_token_ids=prompt(200), sampling=GREEDY)
         pair.requests = {"a": request}
-        output = pair.answerer.engine.add_request(replace(request, arrives=True))
+        output = pair.answerer.engine.add_request(replace(request, is_prefilled_remotely=True))
         pair.until(lambda: pair.reader.engine.rows_free < SETTINGS["max_rows"])
         pair.answerer.engine.abort("a")
         pair.until(lambda: output.is_finished and pair.reader.engine.rows_free == SETTINGS["max_rows"])
@@ -237,7 +237,7 @@ def refusal(pair: Pair) -> str:
     request = Request(request_id="a", prompt_token_ids=prompt(9), sampling=GREEDY)
     pair.requests = {"a": request}
     engine = pair.answerer.engine
-    engine.add_request(replace(request, arrives=True))
+    engine.add_request(replace(request, is_prefilled_remotely=True))
     while not (notices := engine.take_notices()):
         engine.step()
     pair.ask(notices[0])  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ def refusal(pair: Pair) -> str:
             read = next(iter(pair.reader.engine.step()), read)
     pair.until_news(engine)
     missed = engine.take_notices()
-    assert [type(one) for one in missed] == [RowMissed]
+    assert [type(one) for one in missed] == [KVTransferFailed]
     reason = missed[0].reason  # type: ignore[union-attr]
     assert read.finish_reason is FinishReason.ERROR and reason in str(read.samples[0].stop_reason)
     engine.abort("a")

@@ -133,7 +133,7 @@ def test_a_selector_from_outside_is_refused(pair: Pair) -> None:
     class Mine(SnapKV):
         """Not known to other processes."""
 
-    with pytest.raises(ValueError, match="'snapkv' is not one of the package's own"):
+    with pytest.raises(ValueError, match="'snapkv' is not shipped with the package"):
         pair.two.generate([ids(50)], GREEDY, selector=Mine(observation_len=8))
 
 

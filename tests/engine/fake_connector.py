@@ -37,7 +37,7 @@ class FakeConnector:
         return news
 
     def expect(self, request: Request, budget: KVBudget) -> RowTicket:
-        assert request.arrives
+        assert request.is_prefilled_remotely
         self.void(request.request_id)
         ticket = RowTicket(host="127.0.0.1", port=1, key=f"{next(self.numbers):032x}")
         self.tickets[request.request_id] = ticket

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.engine.core import Engine
-from snapstream.engine.transfers import RowMissed, TicketIssued
+from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.validate import QueueFull
-from snapstream.step import PrefillEntry
+from snapstream.step import KVTransferFailed, PrefillEntry
 from snapstream.types import FinishReason, Grammar, Request, RowTicket, SamplingParams
 from tests.engine.alone import EOS, VOCAB_SIZE, LetterTokenizer, run_alone
 from tests.engine.build import abort, config_of, drain, engine_of, request_of
@@ -32,7 +32,7 @@ def connected(**fields: Any) -> tuple[Engine, FakeRunner, FakeConnector]:
 
 
 def arriving(request_id: str, **sampling: Any) -> Request:
-    return replace(request_of(request_id, **sampling), arrives=True)
+    return replace(request_of(request_id, **sampling), is_prefilled_remotely=True)
 
 
 def to_send(request_id: str, size: int = 3) -> Request:
@@ -88,7 +88,7 @@ def test_a_lost_row_gets_another_ticket_once_per_loss() -> None:
     first = connector.tickets["a"].key
     connector.lose("a")
     drain(engine)
-    missed = [notice for notice in engine.take_notices() if isinstance(notice, RowMissed)]
+    missed = [notice for notice in engine.take_notices() if isinstance(notice, KVTransferFailed)]
     assert [(one.request_id, one.key, one.reason) for one in missed] == [("a", first, "cut")]
     engine.reissue("a", first)
     engine.reissue("a", first)  # the caller heard of the loss twice: from the engine, and from who was to send
@@ -143,7 +143,7 @@ def test_a_row_that_cannot_be_sent_ends_its_request_wherever_it_is(num_steps: in
 def test_an_engine_that_is_not_connected_takes_no_travellers() -> None:
     engine, _ = engine_of()
     for request in (arriving("a"), to_send("b")):
-        with pytest.raises(ValueError, match="connected to no other"):
+        with pytest.raises(ValueError, match="no connector is configured"):
             engine.add_request(request)
     engine.connect(FakeConnector(receives=False))
     with pytest.raises(ValueError, match="no transfer address"):
@@ -181,7 +181,7 @@ def scripts(draw: st.DrawFn) -> tuple[EngineConfig, list[tuple[Request, Event]]]
         )
         prompt = tuple((number + place) % VOCAB_SIZE for place in range(size))
         request = Request(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling)
-        request = replace(request, arrives=kind == "arrives", ticket=TICKET if kind == "sent" else None)
+        request = replace(request, is_prefilled_remotely=kind == "arrives", ticket=TICKET if kind == "sent" else None)
         script += [(request, event) for event in draw(st.lists(events, min_size=1, max_size=6))]
     return config, script
 
@@ -214,7 +214,7 @@ def play(session: Session, connector: FakeConnector, event: Event) -> None:
                 session.runner.sending.pop(name, None)
                 session.abort(name)
     for notice in session.engine.take_notices():
-        if isinstance(notice, RowMissed):
+        if isinstance(notice, KVTransferFailed):
             session.engine.reissue(notice.request_id, notice.key)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from snapstream.config.engine import STALL_TIMEOUT_S
 from snapstream.engine.client import Channel, EngineClient, Item, News, Reader
 from snapstream.engine.stats import add_totals, without_gauges
-from snapstream.engine.transfers import RowMissed, TicketIssued
+from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.worker import (
     Deltas,
     Ping,
@@ -49,6 +49,7 @@ from snapstream.server.engine.api import (
 )
 from snapstream.server.engine.process_main import child_main
 from snapstream.server.engine.remote_prefill import Elsewhere, PromptReaders
+from snapstream.step import KVTransferFailed
 from snapstream.types import Request
 
 
@@ -309,7 +310,7 @@ class EngineProcess:
         self._elsewhere.begin(request)
         has_row = False
         try:
-            async with aclosing(self._run(replace(request, arrives=True))) as deltas:
+            async with aclosing(self._run(replace(request, is_prefilled_remotely=True))) as deltas:
                 async for delta in deltas:
                     has_row = has_row or any(sample.token_ids for sample in delta.samples)
                     yield delta
@@ -461,7 +462,7 @@ class EngineProcess:
                 self._now = stats
             case Deltas() | Refused() | Reply():
                 self._client.deliver(message)
-            case TicketIssued() | RowMissed() if self._elsewhere is not None and self._child is not None:
+            case TicketIssued() | KVTransferFailed() if self._elsewhere is not None and self._child is not None:
                 self._elsewhere.deliver(message, self._child.send)
             case Failed(_, why):  # its process ends; requests need not wait until it has
                 self._lose(why)

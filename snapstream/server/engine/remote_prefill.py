@@ -22,16 +22,17 @@ from snapstream.config import EngineConfig
 from snapstream.config.values import is_loopback
 from snapstream.disaggregation.protocol import TransferSettings, check_fingerprints
 from snapstream.disaggregation.requests import HEADER, prefill_request, proof_of, request_to_bytes
-from snapstream.engine.transfers import RowMissed, TicketIssued
+from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.worker import Reissue, ToEngine
 from snapstream.server.engine.api import EngineDead, RequestDelta
+from snapstream.step import KVTransferFailed
 from snapstream.types import FinishReason, Request, RowTicket
 
 # Has the prompts of requests read by other engines, and asks again elsewhere when a row does not come.
 #
 #     TicketIssued -> ask a reader ----> it says that the row has gone: nothing to do, the engine has it or says
-#     RowMissed
-#          ^             '-> it fails, or RowMissed ->-+
+#     KVTransferFailed
+#          ^             '-> it fails, or KVTransferFailed ->-+
 #          '------------- Reissue <--------------------'       the engine forgets the old ticket, unless the row came
 #
 # Invariant: each ticket is asked for once, and ends in a row, in ``Reissue`` or with its request; a request whose row
@@ -126,13 +127,13 @@ class Elsewhere:
     async def check(self) -> None:
         await self._readers.check()
 
-    def deliver(self, message: TicketIssued | RowMissed, send: Callable[[ToEngine], None]) -> None:
+    def deliver(self, message: TicketIssued | KVTransferFailed, send: Callable[[ToEngine], None]) -> None:
         """What the engine says; ``send`` is the way back to it."""
         errand = self._errands.get(message.request_id)
         if errand is None:
             return
         match message:
-            case RowMissed(_, key, reason):
+            case KVTransferFailed(_, key, reason):
                 self._lose(errand, key, reason, send)
             case TicketIssued(request_id, ticket) if errand.num_lost > MAX_RETRIES:
                 self._fail(request_id, EngineDead(f"the prompt could not be read elsewhere: {errand.reason}"))

@@ -15,12 +15,13 @@ import pytest
 from snapstream.config import KVBudget
 from snapstream.disaggregation.protocol import TransferSettings
 from snapstream.disaggregation.requests import digest_of, has_digest, proof_of
-from snapstream.engine.transfers import RowMissed, TicketIssued
+from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.worker import Reissue, ToEngine
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead
 from snapstream.server.engine.remote_prefill import MAX_RETRIES, Elsewhere, PrefillServers, ReadFailed, check_urls
 from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.step import KVTransferFailed
 from snapstream.types import Request, RowTicket, SamplingParams
 from tests.disaggregation.rows import SECRET
 from tests.server.app_server import running_server
@@ -76,7 +77,7 @@ class Desk:
         await settle()
 
     async def miss(self, number: int, name: str = "a") -> None:
-        self.elsewhere.deliver(RowMissed(name, ticket(number).key, "cut"), self.sent.append)
+        self.elsewhere.deliver(KVTransferFailed(name, ticket(number).key, "cut"), self.sent.append)
         await settle()
 
     async def fail(self, number: int) -> None:

@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from snapstream.engine.request_state import (
+    MAX_CACHED_RUNS,
     MAX_HELD_TOKENS,
-    MOST_REMEMBERED,
+    CachingTokenizer,
     DeltaTracker,
     Detokenizer,
-    RememberingTokenizer,
     RequestDelta,
     SampleDelta,
     StopMatcher,
@@ -362,7 +362,7 @@ class Asked(PieceTokenizer):
 
 def test_text_that_repeats_itself_is_decoded_once() -> None:
     tokenizer = Asked([b"a", b"b"])
-    remembering = RememberingTokenizer(tokenizer)
+    remembering = CachingTokenizer(tokenizer)
     first, second = (TextStream(remembering, stop=(), include_stop=False, skip_special_tokens=True) for _ in range(2))
     assert "".join(first.push(token)[0] for token in [1, 2] * 8) == "ab" * 8
     asked = tokenizer.num_asked
@@ -373,13 +373,13 @@ def test_text_that_repeats_itself_is_decoded_once() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    tokenizer = Asked([b"a"] * (MOST_REMEMBERED + 1))
-    remembering = RememberingTokenizer(tokenizer)
-    for token in range(1, MOST_REMEMBERED + 2):
+    tokenizer = Asked([b"a"] * (MAX_CACHED_RUNS + 1))
+    remembering = CachingTokenizer(tokenizer)
+    for token in range(1, MAX_CACHED_RUNS + 2):
         remembering.decode([token], skip_special_tokens=True)
-    for token in (MOST_REMEMBERED + 1, 1):  # the last is there, the first has left
+    for token in (MAX_CACHED_RUNS + 1, 1):  # the last is there, the first has left
         remembering.decode([token], skip_special_tokens=True)
-    assert tokenizer.num_asked == MOST_REMEMBERED + 2
+    assert tokenizer.num_asked == MAX_CACHED_RUNS + 2
 
 
 # Seeds of samples: stable, 63 bits, and no two the same by construction.

@@ -83,7 +83,7 @@ def test_good_requests_pass_up_to_every_limit() -> None:
         ),
         (
             {"selector": SnapKV(observation_len=33)},
-            "selector 'snapkv' lets 33 queries vote.*memory for 32",
+            "selector 'snapkv' has an observation window of 33.*memory for 32",
             "selector",
         ),
         ({"prompt": (1,) * 51, "config": TIGHT}, r"51 tokens can never be staged.*50", "prompt_token_ids"),

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from snapstream.exec import sampling
-from snapstream.exec.row_state import GOLDEN, UNIFORM_BITS, WORD, mix64, stream_of
+from snapstream.exec.row_state import UNIFORM_BITS, stream_of
 from snapstream.exec.sampling import (
     WEIGHT_ONE,
     adjusted,
@@ -26,6 +26,7 @@ from snapstream.exec.sampling import (
     weights,
 )
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.step import GOLDEN, WORD, splitmix64
 from snapstream.types import Grammar, SamplingParams
 
 VAGUE = 1e-9  # closer than this to a threshold, float64 programs may differ
@@ -418,7 +419,7 @@ def test_prompt_logprobs_do_not_notice_their_slices(num_tokens: int, num_top: in
 
 def uniform_scalar(stream: int, counter: int) -> float:
     """``random.uniform`` for one pair of integers."""
-    word = mix64((stream + (counter + 1) * GOLDEN) & WORD)
+    word = splitmix64((stream + counter * GOLDEN) & WORD)
     return (word >> (64 - UNIFORM_BITS)) * 2.0**-UNIFORM_BITS
 
 
@@ -445,10 +446,10 @@ def draws(kind: str) -> torch.Tensor:
     return uniform(streams, torch.full((NUM_DRAWS,), 3))
 
 
-def test_mix64_matches_published_splitmix64_outputs() -> None:
+def test_splitmix64_matches_published_splitmix64_outputs() -> None:
     # The first outputs of SplitMix64 started at 0, as printed in its reference implementations.
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [mix64(step * GOLDEN) for step in (1, 2, 3)] == published
+    assert [splitmix64(step * GOLDEN) for step in (0, 1, 2)] == published
 
 
 @settings(max_examples=200, deadline=None)
