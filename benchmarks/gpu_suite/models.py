@@ -7,8 +7,9 @@ from typing import Any
 from benchmarks.gpu_suite.suite import Bench
 from benchmarks.published import DEEPSEEK_V2_LITE
 from benchmarks.stand_ins import occupy
-from snapstream.config import EXECUTORS, Chunking, EngineConfig, KVBudget, KVDType, ModelConfig
+from snapstream.config import Chunking, EngineConfig, KVBudget, KVDType, ModelConfig
 from snapstream.exec.cuda_graph import SAMPLERS, Capturer, GraphDecode, Programs
+from snapstream.exec.eager import EagerDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import model_config_from_dict
@@ -94,7 +95,7 @@ class _AsItIs:
 def use_executor(bench: Bench, runner: ModelRunner, executor: str, batch: int) -> None:
     """Give a runner eager decode, or programs for this one batch size."""
     if executor == "eager":
-        runner.use_decode(EXECUTORS.get("eager"))
+        runner.use_decode(EagerDecode)
         return
     maker: Any = Capturer() if bench.device.is_cuda else _AsItIs()
     runner.use_decode(lambda parts: GraphDecode(parts, Programs(maker, (batch,), SAMPLERS, executor)))

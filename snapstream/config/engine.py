@@ -236,13 +236,12 @@ class Settings:
 
 STALL_TIMEOUT_S = 60.0  # a prefill chunk, or a decode step, takes far less; 0: an engine may be silent for ever
 SHORT_RESERVE = 4096  # tokens of the staging pool that only short prompts may use
-# Functions from an executor's parts to its decode step, by name.
-EXECUTORS: Registry[Any] = Registry(
+EXECUTORS: Registry[Any] = Registry(  # an ``Executor``, or one by type of device
     "executor",
     {
-        "eager": "snapstream.exec.executors:make_eager",
-        "graph": "snapstream.exec.executors:make_graph",
-        "looped": "snapstream.exec.executors:make_looped",
+        "eager": "snapstream.exec.executors:EAGER",
+        "graph": "snapstream.exec.executors:GRAPH",
+        "looped": "snapstream.exec.looped:LOOPED",
     },
 )
 

@@ -173,15 +173,20 @@ def format_bytes(size: float) -> str:
     return f"{size:.{digits}f}".removesuffix(".00").removesuffix(".0") + f" {_BINARY[unit]}"
 
 
-# Named things that a user chooses from: selectors, executors, model families.
-#
-# A registry maps a name to a class, or to the text ``"module:attribute"`` of one that is imported when it is first
-# asked for: so settings can check a name without importing torch. Anyone may add an entry; nothing in the package
-# enumerates the names anywhere else.
+def imported(entry: Any) -> Any:
+    """What the text ``"module:attribute"`` names; anything but text is returned as it is."""
+    if not isinstance(entry, str):
+        return entry
+    module, _, attribute = entry.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 class Registry(Generic[T]):
-    """Entries of one kind by name, in the order in which they were added."""
+    """Entries by name, in the order in which they were added: selectors, executors, model families.
+
+    An entry may be the text ``"module:attribute"``, imported on first use, so that settings can check a name without
+    importing torch. Anyone may add an entry; nothing in the package lists the names anywhere else.
+    """
 
     def __init__(self, kind: str, entries: dict[str, T | str]) -> None:
         """``kind`` names the entries in errors: the setting that holds their names."""
@@ -208,11 +213,8 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """The entry of that name; ValueError where there is none."""
-        entry = self._entries[self.check(name)]
-        if isinstance(entry, str):
-            module, _, attribute = entry.partition(":")
-            entry = self._entries[name] = cast(T, getattr(import_module(module), attribute))
-        return entry
+        entry = self._entries[name] = imported(self._entries[self.check(name)])
+        return cast(T, entry)
 
     def add(self, name: str, entry: T | str) -> None:
         """Register an entry; ValueError for a name that is taken."""

@@ -1,10 +1,10 @@
 """The decode step as captured CUDA graphs, one per batch size.
 
 A batch of n rows runs in the smallest bucket that holds it; unused entries point at the padding row. A step is two
-programs, the halves of ``decode_eager.py``: forward (rows to logits), and one of a few samplers (logits to tokens,
-state advanced), which cover all that a request can ask for.
+programs, the halves of ``eager.py``: forward (rows to logits), and one of a few samplers (logits to tokens, state
+advanced), which cover all that a request can ask for.
 
-Invariant: equal to eager, and after ``warm_up`` nothing is captured any more. ``programs.py`` captures.
+Invariant: equal to eager, and after ``warm_up`` nothing is captured any more.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from snapstream.exec.eager import EagerDecode, StepParts
+from snapstream.exec.eager import DecodeStep, EagerDecode, StepParts
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import LOGPROB_SIZES, SamplingNeeds
-
-# CUDA graphs of functions: called with the tensors they were captured with, same shapes and same addresses.
-#
-# ``decode_graph.py`` decides what is captured.
+from snapstream.kernels.interface import has_triton
 
 Out = TypeVar("Out")  # a tensor, or a named tuple of tensors
-Program = Callable[..., Out]
+Program = Callable[..., Out]  # called with the tensors that it was captured with: same shapes, same addresses
 _WARM_UPS = 2  # runs before a capture: libraries and autotuners settle
 
 
@@ -194,3 +191,19 @@ class _Sampler:
 
     def run(self, logits: Tensor, rows: Tensor) -> Sampled:
         return self._eager.draw(logits, rows, self._needs)
+
+
+def triton_problem(num_ranks: int) -> str | None:
+    """Why this machine cannot capture Triton kernels."""
+    return None if has_triton() else "Triton is not installed for this PyTorch"
+
+
+def make_graph(
+    parts: StepParts,
+    maker: ProgramMaker | None = None,
+    buckets: tuple[int, ...] | None = None,
+    samplers: tuple[SamplingNeeds, ...] = SAMPLERS,
+) -> DecodeStep:
+    """CUDA graphs for every batch size; what no sampler covers is sampled eagerly. ``maker``: for tests on a CPU."""
+    buckets = buckets or bucket_sizes(parts.config.max_rows)
+    return GraphDecode(parts, Programs(maker or Capturer(), buckets, samplers, "Capturing decode"))

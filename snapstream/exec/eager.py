@@ -1,7 +1,7 @@
-"""Eager decode: the reference for the other executors.
+"""Eager decode, the reference for the other executors, and their interface (``StepParts -> DecodeStep``).
 
 One token for each row of a batch: embed, layers against the rows view, logits, sample, advance. Everything between the
-row indices and the sampled ids stays on the device. ``decode_graph.py`` captures the same two halves.
+row indices and the sampled ids stays on the device. ``cuda_graph.py`` captures the same two halves.
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ from snapstream.models.decoder import Decoder
 from snapstream.models.latent import DealtRowsView
 from snapstream.models.layers import KVView
 from snapstream.models.views import RowsView
-
-# The interface between the runner and an executor of the decode step.
-#
-# An executor is a function from ``StepParts`` to a ``DecodeStep``; ``config.EXECUTORS`` names them.
-# ``decode_eager.py`` is the definition that every other one equals.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +68,6 @@ class OwnSampler(Protocol):
 
 
 MakeDecode = Callable[[StepParts], DecodeStep]
-
-
-# One token per row through the model: from row indices to the scores of the next tokens.
-#
-# Everything in between stays on the device. A decode step (``decode_eager.py``) draws from the scores; a draft that
-# looks ahead takes the best.
 
 
 class RowsForward:

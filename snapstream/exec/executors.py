@@ -1,49 +1,113 @@
-"""The executors of the decode step, by the names of ``config.EXECUTORS``.
+"""The executors of the decode step: what each one supports, takes and is made by. No torch.
 
-``decode_eager.py`` runs plain PyTorch, ``decode_looped.py`` one native call on a CPU, ``looped_kernel.py`` one Triton
-kernel on a GPU, ``decode_graph.py`` captured CUDA graphs.
+An ``Executor`` states its own requirements; ``plan/`` and ``startup/`` ask it and name none. ``config.EXECUTORS`` lists
+the entries: ``eager`` and ``graph`` are here, ``looped`` is in ``looped.py``. A new executor is a ``DecodeStep``
+(``eager.py``), an entry, and a line in ``EXECUTORS``; from outside the package, ``EXECUTORS.add(name, Executor(...))``.
 """
 
 from __future__ import annotations
 
-from snapstream.exec.cuda_graph import SAMPLERS, Capturer, GraphDecode, ProgramMaker, Programs, bucket_sizes
-from snapstream.exec.eager import DecodeStep, EagerDecode, StepParts
-from snapstream.exec.sampling_state import SamplingNeeds
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from snapstream.config import DTYPE_BYTES, EXECUTORS, EngineConfig, ModelConfig
+from snapstream.config.values import imported
+from snapstream.models.registry import kv_spec_of
+
+FALLBACK = EngineConfig.executor  # supports every model on every device
+PREFERRED = {"cpu": "looped", "cuda": "graph"}  # by type of device
+# Per batch entry and token of the vocabulary, with top-p: fp32 logits and scores, keys, integer weights, histogram.
+SAMPLING_BYTES = 52
 
 
-def make_eager(parts: StepParts) -> DecodeStep:
-    """Plain PyTorch."""
-    return EagerDecode(parts)
+def eager_batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """One entry of an eager batch: logits, the sampler's work, activations; on a GPU twice: graphs keep a copy."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    activations = (4 * model.hidden_size + 3 * heads + mlp_size(model)) * DTYPE_BYTES[config.dtype]
+    batch = model.vocab_size * SAMPLING_BYTES + activations
+    if config.device.startswith("cuda"):
+        return 2 * batch
+    if config.kv_dtype != "auto":  # the visible slots of one layer are dequantized, with per-head budgets head by head
+        dequantized = kv_spec_of(model, "float32").layer_bytes(config.row_budget.capacity)
+        batch += dequantized if config.heads is None else dequantized // model.num_kv_heads
+    return batch
 
 
-def make_looped(parts: StepParts) -> DecodeStep:
-    """One native call on a CPU, one kernel on a GPU."""
-    if parts.decoder.device.type == "cuda":
-        return make_looped_kernel(parts, Capturer(), SAMPLERS)
-    from snapstream.exec.looped_cpu import LoopedDecode
-
-    return LoopedDecode(parts)
-
-
-def make_looped_kernel(parts: StepParts, maker: ProgramMaker, samplers: tuple[SamplingNeeds, ...]) -> DecodeStep:
-    """Programs of one kernel and a sampler; batches are padded to powers of two, each a kernel of its own."""
-    from snapstream.exec.looped_gpu import LoopedHalves
-
-    most = parts.config.max_rows
-    buckets = (*(size for size in (1, 2, 4, 8) if size < most), most)
-    programs = Programs(maker, buckets, samplers, "Compiling and capturing looped decode")
-    return GraphDecode(parts, programs, LoopedHalves(parts, most))
+def mlp_size(model: ModelConfig) -> int:
+    """Numbers that the MLP of a layer holds at a time per token, in the largest of the model's layers."""
+    moe = model.moe
+    sizes = [0 if moe is not None and moe.first_dense == 0 else 3 * model.intermediate_size]  # gate and up, product
+    if moe is not None:
+        hidden, inner = model.hidden_size, moe.inner
+        # Of every pair: its token with gate and up; these with their product; that with the output; the output twice.
+        pairs = moe.top_k * max(hidden + 2 * inner, 3 * inner, inner + hidden, 2 * hidden)
+        sizes.append(pairs + 2 * moe.num_experts + 16 * moe.top_k)  # with fp32 scores, and the order of the pairs
+        sizes.append(hidden + 3 * moe.shared_inner)  # with the sum of the chosen
+    return max(sizes)
 
 
-def make_graph(
-    parts: StepParts,
-    maker: ProgramMaker | None = None,
-    buckets: tuple[int, ...] | None = None,
-    samplers: tuple[SamplingNeeds, ...] = SAMPLERS,
-) -> DecodeStep:
-    """CUDA graphs for every batch size. What no sampler covers is drawn eagerly.
+@dataclass(frozen=True, kw_only=True)
+class Executor:
+    """One executor on one type of device. A function that needs torch is named by text, ``"module:function"``."""
 
-    ``maker`` is for tests without a GPU.
-    """
-    buckets = buckets or bucket_sizes(parts.config.max_rows)
-    return GraphDecode(parts, Programs(maker or Capturer(), buckets, samplers, "Capturing decode"))
+    make: str | Callable[[Any], Any]  # StepParts -> DecodeStep
+    # Why it does not support an engine of this config; None where it does.
+    why_not: Callable[[ModelConfig, EngineConfig], str | None] = lambda model, config: None
+    machine_problem: str | Callable[[int], str | None] | None = None  # the same for a machine and its number of ranks
+    make_matrix: str | Callable[[EngineConfig], Any] | None = None  # MakeMatrix of its weights; None: row-major
+    supports_ranks: bool = False  # whether steps stop for the collectives of several ranks
+    reads_row_formats: bool = False  # whether rows may have another dtype than the computation without being asked for
+    dequantizes: bool = True  # whether products dequantize weights to a buffer of their own
+    max_rows: int | None = None  # of a step; None: any number
+    batch_bytes: Callable[[ModelConfig, EngineConfig], int] = eager_batch_bytes  # of one entry of a decode batch
+    scratch_bytes: Callable[[ModelConfig, EngineConfig], int] = lambda model, config: 0  # whatever the batch
+
+    def decode_step(self, parts: Any) -> Any:
+        """The ``DecodeStep`` over ``StepParts``; ValueError for what it does not support."""
+        return imported(self.make)(parts)
+
+    def storage(self, config: EngineConfig) -> Any:
+        """The ``MakeMatrix`` of the weights that it reads."""
+        make: Any = imported(self.make_matrix or "snapstream.models.matrix:make_matrix")
+        return make if self.make_matrix is None else make(config)
+
+    def problem_here(self, num_ranks: int = 1) -> str | None:
+        """Why this machine cannot run it; the first call may compile a library."""
+        return None if self.machine_problem is None else imported(self.machine_problem)(num_ranks)
+
+
+def executor_of(name: str, device: str) -> Executor:
+    """The entry of an executor on a device; ValueError for an unknown name."""
+    entry = EXECUTORS.get(name)
+    return entry if isinstance(entry, Executor) else entry[device.partition(":")[0]]
+
+
+def preferred_executor(device: str) -> str:
+    """The default on a device, where neither model nor machine prevents it; otherwise ``FALLBACK``."""
+    return PREFERRED[device.partition(":")[0]]
+
+
+def alternatives(name: str, device: str) -> str:
+    """What an error recommends in place of an executor."""
+    names = dict.fromkeys((preferred_executor(device), FALLBACK))
+    return " or ".join(repr(other) for other in names if other != name)
+
+
+def problems_here(device: str, num_ranks: int) -> dict[str, str]:
+    """Executors that this machine cannot run, and why."""
+    found = ((name, executor_of(name, device).problem_here(num_ranks)) for name in EXECUTORS.names)
+    return {name: problem for name, problem in found if problem is not None}
+
+
+def _why_not_graph(model: ModelConfig, config: EngineConfig) -> str | None:
+    if not config.device.startswith("cuda"):
+        return f"it captures CUDA graphs, and device is {config.device!r}"
+    weights = config.weights
+    if model.moe is None or weights is None or not weights.layers.is_quantized or weights.layers.is_fp8:
+        return None
+    return f"weights are {weights.describe()}, and quantized experts are counted on the host, which a graph cannot do"
+
+
+EAGER = Executor(make="snapstream.exec.eager:EagerDecode", supports_ranks=True, reads_row_formats=True)
+GRAPH = Executor(make="snapstream.exec.cuda_graph:make_graph", why_not=_why_not_graph, supports_ranks=True)

@@ -1,9 +1,10 @@
 """The decode step as one native call: from row indices to logits, and for greedy rows to the next tokens.
 
-The library (``kernels/cpu/looped``) gets the addresses of weights, rows and state once. A step hands it row indices;
-where sampling needs more than the likeliest token, a second call draws from the logits (``looped_draw.py``). Ranks of
-one machine call it together, each over its share, and meet within it in memory that all of them see. Invariant: a row's
-logits are the same bits alone and in any batch and on every rank, and equal to eager's but for rounding.
+The library (``kernels/cpu/looped``, whose ``abi.h`` says what the structs mean) gets the addresses of weights, rows and
+state once; nothing is copied, so the decoder must outlive them. A step hands it row indices; where sampling needs more
+than the likeliest token, a second call samples from the logits. Ranks of one machine call it together, each over its
+shard, and all-reduce in shared memory. Invariant: logits are batch-invariant, the same bits on every rank, and equal to
+eager's but for rounding.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from snapstream.distributed.group import Group
+from snapstream.config import EngineConfig
+from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import StepParts
-from snapstream.exec.requirements import why_not_looped_cpu, why_not_looped_ranks
+from snapstream.exec.looped import why_not_looped_cpu, why_not_looped_ranks
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
@@ -34,21 +36,29 @@ from snapstream.kernels.cpu.looped.library import (
     Step,
     ThreadPool,
     address,
+    library_problem,
+    load,
     shared_bytes,
     workspace_floats,
 )
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import bias_of_sum
-from snapstream.models.panels import PanelMatrix
+from snapstream.models.matrix import MakeMatrix
+from snapstream.models.panels import PanelMatrix, make_panels
 from snapstream.models.rope import Rope
-
-# The weights of a decoder as the library of looped steps is handed them: structs of addresses and sizes.
-#
-# Of a rank they are its share. Invariant: nothing is copied, so the decoder must outlive the structs.
-# ``decode_looped.py`` makes an engine of them; ``kernels/cpu/looped/abi.h`` says what the fields mean.
 
 _STACKS = ("embed", "qkv", "o", "gate_up", "down")
 _NORMS = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm")
+
+
+def machine_problem(num_ranks: int) -> str | None:
+    """Why this machine cannot run steps of so many ranks; the first call that finds no library compiles it."""
+    return (memory_problem() if num_ranks > 1 else None) or library_problem()
+
+
+def panels_for(config: EngineConfig) -> MakeMatrix:
+    """Makes the weights' storage."""
+    return make_panels(load(), rounds_prefill=config.weights is not None and config.weights.rounds_prefill)
 
 
 def panels_of(decoder: Decoder, role: str) -> PanelMatrix:
@@ -118,14 +128,11 @@ def _latent(decoder: Decoder) -> Latent:
     )  # fmt: skip
 
 
-# The draw of a looped step: a token for each row from its logits, by the engine's own pool (``looped/sampling.h``).
-#
-# ``exec/sampling.py`` is its definition, and says what a token depends on; this is the same in C++, row by row, over
-# the same state; log-probabilities equal the definition's to rounding. Next: ``decode_looped.py``.
-
-
 class NativeDraw:
-    """``sampler.sample``, and with it ``Rows.advance``, in one call. Rows of a call are distinct."""
+    """``sampling.sample``, and with it ``Rows.advance``, in one call of the library (``looped/sampling.h``).
+
+    Rows of a call are distinct. ``exec/sampling.py`` is the reference; log-probabilities equal its to rounding.
+    """
 
     def __init__(self, pool: ThreadPool, state: SamplingState, rows: Rows, max_batch: int) -> None:
         """``state`` and ``rows`` lie on the CPU and keep their addresses."""

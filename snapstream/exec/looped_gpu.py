@@ -1,6 +1,6 @@
 """Looped decode on a GPU: the first half of a step, rows to logits, as one launch of the persistent Triton kernel.
 
-``LoopedHalves`` takes the place of eager's halves in the programs of ``decode_graph.py``: batches are padded and steps
+``LoopedHalves`` takes the place of eager's halves in the programs of ``cuda_graph.py``: batches are padded and steps
 captured as those of ``graph`` are, and the second half, sampling, is the same code. Invariant: equal to eager but for
 rounding, since the kernel carries the residual stream in fp32. ``kernels/triton/looped`` is the kernel.
 """
@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from snapstream.exec.eager import EagerDecode, StepParts
-from snapstream.exec.requirements import why_not_looped_gpu
+from snapstream.exec.cuda_graph import SAMPLERS, Capturer, GraphDecode, ProgramMaker, Programs
+from snapstream.exec.eager import DecodeStep, EagerDecode, StepParts
+from snapstream.exec.looped import why_not_looped_gpu
+from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.rows import RowPlaces
 from snapstream.kernels.triton.looped.launch import ROLES, Codes, Looped, LoopedModel, Stored
 from snapstream.models.decoder import Decoder
@@ -62,3 +64,13 @@ def looped_model(decoder: Decoder) -> LoopedModel:
         eps=config.rms_norm_eps, **{name: vectors[name] for name in ("input_norm", "post_norm", "final_norm")},
         **stored,
     )  # fmt: skip
+
+
+def make_looped(
+    parts: StepParts, maker: ProgramMaker | None = None, samplers: tuple[SamplingNeeds, ...] = SAMPLERS
+) -> DecodeStep:
+    """Programs of one kernel and a sampler; batches are padded to powers of two, each with a kernel of its own."""
+    most = parts.config.max_rows
+    buckets = (*(size for size in (1, 2, 4, 8) if size < most), most)
+    programs = Programs(maker or Capturer(), buckets, samplers, "Compiling and capturing looped decode")
+    return GraphDecode(parts, programs, LoopedHalves(parts, most))

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snapstream.config import EXECUTORS, EngineConfig, KVBudget
+from snapstream.config import EngineConfig, KVBudget
 from snapstream.exec.eager import MakeDecode, StepParts
+from snapstream.exec.executors import executor_of
 from snapstream.exec.prefill import FirstTokens, PrefillJob, PromptProgress, RowWriter
 from snapstream.exec.prefix_store import make_mover
 from snapstream.exec.reselection import RecentQueries, Reselector
@@ -182,7 +183,7 @@ class ModelRunner:
         self._parts = RowParts(self.cache, self.reselector, decoder)
         self._connector: KVConnector | None = None
         self._jobs: dict[int, PrefillJob] = {}
-        self.use_decode(make_decode or EXECUTORS.get(config.executor), progress=progress)
+        self.use_decode(make_decode or executor_of(config.executor, config.device).decode_step, progress=progress)
         if decoder.kernels.version == "triton":
             warm_up_kernels(decoder, self.cache, self.buffers, config, self.prefill_attention)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import cast
 
@@ -26,7 +27,8 @@ from snapstream.config import (
     make_selector,
 )
 from snapstream.config.kv import HeadProfile, HeadSlots
-from snapstream.exec.requirements import preferred_executor, requirements_of, why_not, why_not_rounded_inputs
+from snapstream.exec.executors import FALLBACK, alternatives, executor_of, preferred_executor
+from snapstream.exec.looped import why_not_rounded_inputs
 from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import check_groups, decode_weight_bytes, layer_parameters, rank_config
 from snapstream.plan.memory import EngineMemory, chunk_bytes, engine_memory, split_heads, store_token_bytes
@@ -147,11 +149,11 @@ def engine_config(
     device: str,
     max_rows: int = 1,
     reserved_bytes: int = 0,
-    native_problem: str | None = None,
+    executor_problems: Mapping[str, str] | None = None,
 ) -> EngineConfig:
     """All that follows from the options once budget and max_model_len are known. ValueError where they contradict.
 
-    ``native_problem``: see ``exec.requirements.why_not``.
+    ``executor_problems``: see ``Machine``.
 
     A prefix store that is "auto" is none here: who has measured the machine decides (``startup/resolve.py``).
     """
@@ -192,12 +194,12 @@ def engine_config(
         prefix_max_len=model.rope.original_max_position if model.rope.kind == "dynamic" else 0,
         **kept,
     )
-    problem = why_not(executor, model, config, native_problem)
+    problem = executor_of(executor, device).why_not(model, config) or (executor_problems or {}).get(executor)
     if problem is None:
         return config
     if options.executor is None:
-        return replace(config, executor="eager")
-    raise ValueError(f"executor {executor!r}: {problem}; use {requirements_of(executor, device).instead}")
+        return replace(config, executor=FALLBACK)
+    raise ValueError(f"executor {executor!r}: {problem}; use {alternatives(executor, device)}")
 
 
 def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:
@@ -224,7 +226,8 @@ def widths(model: ModelConfig, options: EngineOptions, *, device: str) -> tuple[
     if options.kv_dtype != "auto":
         return formats, "auto" if options.kv_dtype == options.dtype else options.kv_dtype
     follows = device == "cpu" and options.dtype == "float32" and formats.layers.dtype == "bfloat16"
-    reads = options.executor in (None, "eager", "looped") and model.latent is None and options.reselection is None
+    executor = executor_of(options.executor or preferred_executor(device), device)
+    reads = executor.reads_row_formats and model.latent is None and options.reselection is None
     return formats, "bfloat16" if follows and reads else "auto"
 
 

@@ -19,9 +19,9 @@ from snapstream.config import (
     ParallelConfig,
     Selector,
 )
-from snapstream.config.values import format_bytes, num_cores
+from snapstream.config.values import format_bytes
 from snapstream.disaggregation.protocol import RowSizes
-from snapstream.exec.requirements import why_not_looped_cpu
+from snapstream.exec.executors import executor_of, mlp_size
 from snapstream.exec.row_state import row_state_bytes
 from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import kv_spec_of
@@ -45,101 +45,6 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
     )
 
 
-# Bytes that looped decode sets aside between its stages, by the rule of ``kernels/cpu/looped``. No torch.
-#
-# A batch entry has the numbers of every stage, and each thread some more for a mixture of experts; beside them each
-# thread has a scratch of its own, whatever the batch, and room to draw a token in. Invariant: never less than
-# ``library.cpp`` and ``sample.cpp`` ask for, and a few percent more at most (a thread's scratch serves one stage at a
-# time, here the largest and a panel's sums are added).
-
-_NUMBER = 4  # bytes: fp32
-_PANEL, _ALIGN, _LANES, _DOTS = 32, 4, 16, 4  # the widest that a CPU has
-_PART_SLOTS = 1024  # of a row, that one task attends
-_TARGET_SPLITS, _MAX_SPLITS, _LEAST_SPLIT = 132, 64, 128  # of a row, and slots of one, by the kernel of a GPU
-_DRAWN_BYTES, _TOKENS_OF_MAXIMUM = 20, 64  # of a token of the vocabulary: its score, a candidate, its weight
-_LATENTS_AT_ONCE = 32  # of a row, that a thread reads at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workspace:
-    """Of one engine."""
-
-    entry_bytes: int  # of one row of the batch, for all threads together
-    scratch_bytes: int  # of the threads, whatever the batch
-
-
-def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int) -> Workspace:
-    """``model``: as the device stores it."""
-    slots = config.budget.capacity if config.heads is None else config.heads.widest.capacity
-    entry = _dense_entry(model, slots) + _latent_entry(model) + _mixture_entry(model, num_threads)
-    around = config.weights and (config.weights.attention or config.weights.layers)
-    if around and around.is_quantized and around.rounds_inputs:
-        entry += model.num_heads * model.head_dim  # what was attended, to be rounded
-    entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
-    scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
-    drawing = min(num_threads, config.max_rows) * _drawing_bytes(model.vocab_size)
-    return Workspace(entry_bytes=_NUMBER * entry, scratch_bytes=_NUMBER * scratch + drawing)
-
-
-def looped_kernel_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Of an entry of a looped step on a GPU: what its stages hand each other, and the logits."""
-    wide, heads = model.num_heads * model.head_dim, model.num_heads + 2 * model.num_kv_heads
-    splits = min(-(-_TARGET_SPLITS // model.num_kv_heads), _MAX_SPLITS, -(-config.budget.capacity // _LEAST_SPLIT))
-    attention = model.num_heads * splits * (model.head_dim + 1) + model.num_kv_heads + 2  # sums, shares, counters
-    stored = heads * model.head_dim + wide + model.intermediate_size  # in the dtype of the weights
-    return _NUMBER * (model.hidden_size + attention + model.vocab_size) + DTYPE_BYTES[config.dtype] * stored
-
-
-def _dense_entry(model: ModelConfig, slots: int) -> int:
-    heads, latent = model.num_heads, model.latent
-    attended = heads * (model.head_dim if latent is None else max(model.head_dim, latent.value_dim))
-    q_rank = 0 if latent is None else latent.q_rank or 0
-    widest = max(model.hidden_size, model.intermediate_size, attended, q_rank) + _ALIGN
-    projected = (heads + 2 * model.num_kv_heads) * model.head_dim
-    parts = heads * -(-slots // _PART_SLOTS) * (2 + model.head_dim)
-    return model.hidden_size + projected + 2 * model.intermediate_size + widest + model.head_dim + parts
-
-
-def _latent_entry(model: ModelConfig) -> int:
-    latent, heads = model.latent, model.num_heads
-    if latent is None:
-        return 0
-    kept = latent.kv_rank + latent.rope_dim
-    return (latent.q_rank or 0) + heads * (latent.nope_dim + latent.rope_dim + kept + latent.kv_rank) + kept
-
-
-def _mixture_entry(model: ModelConfig, num_threads: int) -> int:
-    moe = model.moe
-    if moe is None:
-        return 0
-    wide, pairs = _padded(model.hidden_size), moe.top_k
-    chosen = 2 * wide + moe.num_experts + _LANES + pairs * (1 + 2 * moe.inner + _padded(moe.inner))
-    shared = 2 * moe.shared_inner + _padded(moe.shared_inner)
-    return chosen + shared + num_threads * (wide + 2 * (pairs + 1) * _PANEL)
-
-
-def _scratch(model: ModelConfig) -> int:
-    """Of one thread: the largest of its stages."""
-    latent, moe = model.latent, model.moe
-    if latent is None:
-        shared = model.num_heads // model.num_kv_heads
-        group = shared * model.head_dim
-        attention = group + max(group, shared * (_PART_SLOTS + 2 * _LANES))
-    else:
-        attention = max(_LATENTS_AT_ONCE * (latent.kv_rank + latent.rope_dim + _DOTS), _DOTS * latent.nope_dim)
-    return max(attention, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)
-
-
-def _drawing_bytes(vocab_size: int) -> int:
-    """Of a thread that draws tokens: five arrays that begin on lines of a cache, three of them with a vector more."""
-    maxima = _NUMBER * (vocab_size // _TOKENS_OF_MAXIMUM + _LANES)
-    return _DRAWN_BYTES * vocab_size + maxima + (_DRAWN_BYTES - _NUMBER) * _LANES + 5 * _NUMBER * _LANES
-
-
-def _padded(columns: int) -> int:
-    return -(-columns // _ALIGN) * _ALIGN
-
-
 # The bytes that an engine allocates, from the integers of its config: ``plan`` prints them, the start checks them.
 #
 # Bytes that do not depend on the number of rows: weights, where they are narrow one layer of them as they are computed
@@ -154,13 +59,6 @@ def _padded(columns: int) -> int:
 # attention is ``dp``, dealt out whole.
 
 SCORING_KEYS = 4096  # keys that are scored at a time
-# Of one batch entry and token of the vocabulary, where top-p looks for its threshold: fp32 logits and scores, keys,
-# integer weights, and the buckets of a histogram.
-SAMPLING_BYTES = 52
-# The same where looped decode draws natively: logits of the step, and those of first tokens, once as computed and once
-# by row. Several ranks also hold a part of them before it is gathered.
-NATIVE_SAMPLING_BYTES = 12
-GATHERED_BYTES = 4
 _COUNTER_BYTES = 8  # int64
 FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: workspaces of the matrix library, kernels, what the allocator cannot fill
 
@@ -179,19 +77,6 @@ def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     attention = hidden + projected + 6 * query_size
     mlp = query_size + 4 * hidden + mlp_size(model)  # attended heads, residual, norm and its parts
     return num_tokens * max(attention, mlp) * DTYPE_BYTES[dtype]
-
-
-def mlp_size(model: ModelConfig) -> int:
-    """Numbers that the MLP of a layer holds at a time per token, in the largest of the model's layers."""
-    moe = model.moe
-    sizes = [0 if moe is not None and moe.first_dense == 0 else 3 * model.intermediate_size]  # gate and up, product
-    if moe is not None:
-        hidden, inner = model.hidden_size, moe.inner
-        # Of every pair: its token with gate and up; these with their product; that with the output; the output twice.
-        pairs = moe.top_k * max(hidden + 2 * inner, 3 * inner, inner + hidden, 2 * hidden)
-        sizes.append(pairs + 2 * moe.num_experts + 16 * moe.top_k)  # beside fp32 scores, and the order of the pairs
-        sizes.append(hidden + 3 * moe.shared_inner)  # beside the sum of the chosen
-    return max(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,22 +175,6 @@ def prefill_memory(
     )
 
 
-def batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """What one entry of a decode batch takes: logits, the sampler's work, activations."""
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    activations = (4 * model.hidden_size + 3 * heads + mlp_size(model)) * DTYPE_BYTES[config.dtype]
-    batch = model.vocab_size * SAMPLING_BYTES + activations
-    if config.device.startswith("cuda"):
-        return 2 * batch + (looped_kernel_bytes(model, config) if config.executor == "looped" else 0)
-    if config.executor == "looped":  # which reads rows as they are stored
-        sampling = NATIVE_SAMPLING_BYTES + (GATHERED_BYTES if config.parallel.size > 1 else 0)
-        return model.vocab_size * sampling + looped_workspace(model, config, num_cores()).entry_bytes
-    if config.kv_dtype != "auto":  # plain PyTorch widens the visible slots of one layer, of unlike heads one by one
-        widened = kv_spec_of(model, "float32").layer_bytes(config.row_budget.capacity)
-        batch += widened if config.heads is None else widened // model.num_kv_heads
-    return batch
-
-
 def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     """Bytes of an engine of this ``config``; of several ranks, those of each. ``model`` is the whole one."""
     whole = model
@@ -325,29 +194,26 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     prefill = prefill_memory(
         model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector
     )
-    is_looped = config.executor == "looped" and config.device == "cpu"  # whose products widen as they go
+    executor = executor_of(config.executor, config.device)
+    kind = config.device.partition(":")[0]
     return EngineMemory(
         weight_bytes=weight_bytes(stored, config.dtype, config.weights),
-        dequantized_bytes=0 if is_looped else dequantized_bytes(stored, config.dtype, config.weights),
+        dequantized_bytes=dequantized_bytes(stored, config.dtype, config.weights) if executor.dequantizes else 0,
         staging_bytes=prefill.hidden_bytes + prefill.staging_bytes,
         transient_bytes=max(
             prefill.transient_bytes,
             reselected,
-            0 if is_looped else dequantizing_bytes(stored, config.dtype, config.weights, config.device.split(":")[0]),
+            dequantizing_bytes(stored, config.dtype, config.weights, kind) if executor.dequantizes else 0,
         ),
-        framework_bytes=FRAMEWORK_BYTES
-        if config.device.startswith("cuda")
-        else looped_workspace(model, config, num_cores()).scratch_bytes
-        if is_looped
-        else 0,
+        framework_bytes=executor.scratch_bytes(model, config) + (FRAMEWORK_BYTES if kind == "cuda" else 0),
         row_bytes=spec.row_bytes(slots) + spec.reselection_bytes(config.reselection, capacity) + counted,
         state_bytes=row_state_bytes(model.vocab_size),
-        batch_bytes=batch_bytes(model, config),
+        batch_bytes=executor.batch_bytes(model, config),
         max_rows=config.max_rows,
         query_bytes=prefill.query_bytes,
         reserved_bytes=config.reserved_bytes,
-        bounce_bytes=bounce_bytes(model, config) if config.device.startswith("cuda") else 0,
-        store_bytes=0 if config.device.startswith("cuda") else prefix_store_bytes(whole, config),
+        bounce_bytes=bounce_bytes(model, config) if kind == "cuda" else 0,
+        store_bytes=0 if kind == "cuda" else prefix_store_bytes(whole, config),
         dealt_to=config.parallel.size if is_dealt else 1,
     )
 
@@ -416,12 +282,13 @@ def draft_memory(model: ModelConfig, settings: ScoringSettings, *, dtype: DType,
 
 
 def _step_bytes(model: ModelConfig, budget: KVBudget, num_rows: int, dtype: DType, kind: str) -> int:
-    """Buffers of looped decode, where the draft decodes so; the activations of eager decode are those of a chunk."""
-    if why_not_looped_cpu(model, dtype=dtype, device=kind) is not None:
+    """Buffers of the draft's executor; the activations of eager decode are those of a chunk."""
+    config = step_config(model, budget, num_rows, dtype=dtype, device=kind)
+    if config is None:
         return 0
-    config = step_config(budget, num_rows)
-    scratch = looped_workspace(model, config, num_cores()).scratch_bytes
-    return num_rows * batch_bytes(model, config) + (num_rows + 1) * row_state_bytes(model.vocab_size) + scratch
+    executor = executor_of(config.executor, config.device)
+    rows = num_rows * executor.batch_bytes(model, config) + (num_rows + 1) * row_state_bytes(model.vocab_size)
+    return rows + executor.scratch_bytes(model, config)
 
 
 def _scoring_bytes(spec: KVSpec, num_queries: int, context_len: int) -> int:

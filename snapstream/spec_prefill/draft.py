@@ -19,23 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from snapstream.config import DTYPE_BYTES, DType, KVBudget, ModelConfig, as_path
+from snapstream.config import DTYPE_BYTES, DType, KVBudget, as_path
 from snapstream.exec.eager import RowsForward, StepParts
-from snapstream.exec.looped_cpu import LoopedDecode
-from snapstream.exec.requirements import why_not_looped_cpu
+from snapstream.exec.looped_cpu import LoopedDecode, panels_for
 from snapstream.exec.reselection import RecentQueries
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.backends.autotune import automatic
 from snapstream.kernels.backends.prefill import Case
-from snapstream.kernels.cpu.looped.library import library_problem, load
+from snapstream.kernels.cpu.looped.library import library_problem
 from snapstream.kv.cache import KVCache
 from snapstream.kv.compress import write_rows
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.chat_template import render_chat
 from snapstream.models.decoder import Decoder
-from snapstream.models.matrix import MakeMatrix, make_matrix
-from snapstream.models.panels import PanelMatrix, make_panels
+from snapstream.models.matrix import make_matrix
+from snapstream.models.panels import PanelMatrix
 from snapstream.models.prefill import LayerDone, LayerPass, Outputs, PassTokens
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import load_tokenizer
@@ -223,11 +222,13 @@ class _Drawing:
         self.queries = RecentQueries(spec, num_rows - 1, num_queries, decoder.dtype, device)
         self._rows = Rows(num_rows - 1, device)
         self._forward: RowsForward | LoopedDecode
-        if isinstance(decoder.weights.lm_head, PanelMatrix):
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        config = step_config(decoder.config, budget, num_rows, dtype=dtype, device=device.type)
+        if config is not None and isinstance(decoder.weights.lm_head, PanelMatrix):
             sampling = SamplingState(num_rows, decoder.config.vocab_size, device)
             parts = StepParts(
-                decoder=decoder, cache=self.cache, rows=self._rows, sampling=sampling,
-                config=step_config(budget, num_rows), queries=self.queries,
+                decoder=decoder, cache=self.cache, rows=self._rows, sampling=sampling, config=config,
+                queries=self.queries,
             )  # fmt: skip
             self._forward = LoopedDecode(parts)
         else:
@@ -345,9 +346,9 @@ class Draft:
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             raise ValueError(f"{folder} has no tokenizer; a draft needs a tokenizer.json")
         tokenizer = load_tokenizer(folder)
-        decoder = Decoder.load(
-            folder, config, dtype, device, progress=progress, make=_make_weight(config, dtype, device)
-        )
+        looped = step_config(config, ROW, 1, dtype=dtype, device=device)
+        make = make_matrix if looped is None or library_problem() else panels_for(looped)
+        decoder = Decoder.load(folder, config, dtype, device, progress=progress, make=make)
         return cls(decoder, tokenizer, f"{_digest_of(folder)}/{dtype}")
 
     def count_tokens(self, text: str) -> int:
@@ -427,13 +428,6 @@ class Draft:
             return_special_tokens_mask=True,
             verbose=False,  # a text longer than the context is no surprise here
         )
-
-
-def _make_weight(config: ModelConfig, dtype: DType, device: str) -> MakeMatrix:
-    """Panels where the library of the looped executor can run the draft; ``lookahead.py`` then decodes by it too."""
-    if why_not_looped_cpu(config, dtype=dtype, device=device) or library_problem():
-        return make_matrix
-    return make_panels(load())
 
 
 def check_torch_device(device: str) -> None:

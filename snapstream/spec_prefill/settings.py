@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from snapstream.config import EngineConfig, KVBudget, as_count, as_number
+from snapstream.config import EngineConfig, KVBudget, ModelConfig, as_count, as_number
 from snapstream.config.engine import setting
+from snapstream.exec.looped import why_not_looped_cpu
 
 Mode = Literal["text", "code", "auto"]
 KeyStore = Literal["all_layers", "one_layer"]
@@ -26,8 +27,10 @@ DEVICE_PREFILL_LEN, DEVICE_PASSAGES = 4096, 4
 ROW_SLOTS = 2048  # keys="one_layer": of the row that the greedy tokens are decoded from
 
 
-def step_config(budget: KVBudget, num_rows: int) -> EngineConfig:
-    """What a looped decode step over ``num_rows`` of the draft's rows must know."""
+def step_config(model: ModelConfig, budget: KVBudget, num_rows: int, *, dtype: str, device: str) -> EngineConfig | None:
+    """Of the draft's looped decode steps over ``num_rows`` rows; None where the draft decodes eagerly."""
+    if why_not_looped_cpu(model, dtype=dtype, device=device) is not None:
+        return None
     return EngineConfig(budget=budget, max_model_len=budget.capacity, max_rows=num_rows, executor="looped")
 
 

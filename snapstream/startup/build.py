@@ -15,6 +15,7 @@ from snapstream.config import DType, EngineConfig, EngineOptions, ModelConfig
 from snapstream.config.kv import HeadSlots
 from snapstream.disaggregation.connector import TcpConnector
 from snapstream.disaggregation.protocol import TransferSettings
+from snapstream.exec.executors import Executor, executor_of
 from snapstream.grammar import GrammarCompiler
 from snapstream.models.config_json import fingerprint
 from snapstream.plan.memory import DraftMemory, draft_memory, row_sizes
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from snapstream.exec.eager import MakeDecode
     from snapstream.exec.runner import MakeTier, ModelRunner
     from snapstream.kernels.interface import Kernels
-    from snapstream.models.matrix import MakeMatrix
     from snapstream.spec_prefill.compressor import PromptCompressor
 
 
@@ -94,6 +94,7 @@ def build_runner(
         raise ValueError(f"this runner is made for one device, and tensor_parallel is {config.parallel.size}")
     _check_heads(folder, config)
     make_tier = _disk_tier(folder, config, 0)
+    executor = executor_of(config.executor, config.device) if make_decode is None else Executor(make=make_decode)
     decoder = Decoder.load(
         folder,
         model,
@@ -101,7 +102,7 @@ def build_runner(
         config.device,
         progress=progress,
         formats=config.weights,
-        make=_make_weight(config, make_decode),
+        make=executor.storage(config),
     )
     if kernels is not None:
         decoder = decoder.with_kernels(kernels)
@@ -140,7 +141,7 @@ def build_rank(
     make_tier = _disk_tier(folder, config, group.rank)
     share = Share.of(model, config.parallel, group.rank, config.weights)
     dtype = getattr(torch, config.dtype)
-    make = _make_weight(config, None)
+    make = executor_of(config.executor, config.device).storage(config)
     weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make, share)
     latents = latent_attention(model, config)
     kernels = None if latents is None or latents.is_ours else with_latents(bind(config.device), latents)
@@ -178,19 +179,6 @@ def _settle(device: str, rank: int) -> Callable[[], None]:
     import torch
 
     return lambda: torch.cuda.synchronize(device)
-
-
-def _make_weight(config: EngineConfig, make_decode: MakeDecode | None) -> MakeMatrix:
-    """Makes the storage that the executor reads; one from outside reads the plain one."""
-    from snapstream.models.matrix import make_matrix
-
-    if config.executor != "looped" or config.device.startswith("cuda") or make_decode is not None:
-        return make_matrix
-    from snapstream.kernels.cpu.looped.library import load
-    from snapstream.models.panels import make_panels
-
-    rounds_prefill = config.weights is not None and config.weights.rounds_prefill
-    return make_panels(load(), rounds_prefill=rounds_prefill)
 
 
 def make_connector(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
+from snapstream.exec.executors import problems_here
 from snapstream.models.sharding import rank_config
 from snapstream.plan.memory import DraftMemory
 from snapstream.startup.resolve import Machine, resolve
@@ -133,20 +134,18 @@ def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks:
             device=device,
             free_bytes=free // num_ranks,
             total_bytes=total // num_ranks,
-            looped_problem=(problem := looped_problem(num_ranks)),
-            gains_by_bf16=problem is None and gains_by_bf16(),
+            executor_problems=problems_here(device, num_ranks),
+            gains_by_bf16=gains_by_bf16(),
             draft=draft,
             num_gpus=0,
         )
     import torch
 
-    from snapstream.kernels.interface import has_triton
-
     return Machine(
         device=device,
         free_bytes=free,
         total_bytes=total,
-        looped_problem=None if has_triton() else "Triton is not installed for this PyTorch",
+        executor_problems=problems_here(device, num_ranks),
         name=torch.cuda.get_device_name(device),
         host_free_bytes=host_memory().available // num_ranks,
         capability=None if torch.version.hip is not None else torch.cuda.get_device_capability(device),
@@ -160,21 +159,11 @@ def decide(model: ModelConfig, options: EngineOptions, beside: DraftMemory | Non
     return resolve(model, options, measure_machine(options.device, beside, num_ranks=options.parallel.ranks_here))
 
 
-def looped_problem(num_ranks: int = 1) -> str | None:
-    """Why this machine cannot run looped steps of so many ranks; the first call that finds no library compiles it."""
-    from snapstream.distributed.group import memory_problem
-    from snapstream.kernels.cpu.looped.library import library_problem
-
-    if num_ranks > 1 and (problem := memory_problem()) is not None:
-        return problem
-    return library_problem()
-
-
 def gains_by_bf16() -> bool:
-    """Whether looped products with inputs in bf16 are faster here; the first call tries them."""
-    from snapstream.kernels.cpu.looped.library import load
+    """Whether the native library's products are faster here with inputs in bf16; the first call measures them."""
+    from snapstream.kernels.cpu.looped.library import library_problem, load
 
-    return bool(load().gains_by_bf16())
+    return library_problem() is None and bool(load().gains_by_bf16())
 
 
 def latent_attention(model: ModelConfig, config: EngineConfig) -> LatentAttention | None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.config.values import format_bytes
-from snapstream.exec.requirements import preferred_executor, why_not
+from snapstream.exec.executors import FALLBACK, executor_of, preferred_executor
 from snapstream.plan.memory import prefix_store_bytes
-from snapstream.startup.measure import describe_prefill, latent_attention, looped_problem
+from snapstream.startup.measure import describe_prefill, latent_attention
 from snapstream.startup.ranks import threads_of_rank
 
 
@@ -64,13 +64,11 @@ def describe_inputs(config: EngineConfig) -> str:
 
 def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:
     """Why decode is eager, where the options did not ask for that."""
-    if options.executor is not None or config.executor != "eager":
+    if options.executor is not None or config.executor != FALLBACK:
         return ""
-    preferred = preferred_executor(config.device)
-    problem = why_not(preferred, model, config)
-    if problem is None and not config.device.startswith("cuda"):
-        problem = looped_problem(config.parallel.ranks_here)
-    return f"decode: eager, because {problem}"
+    preferred = executor_of(preferred_executor(config.device), config.device)
+    problem = preferred.why_not(model, config) or preferred.problem_here(config.parallel.ranks_here)
+    return f"decode: {FALLBACK}, because {problem}"
 
 
 def describe_store(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:

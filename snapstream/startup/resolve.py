@@ -7,7 +7,8 @@ and not in the middle of an answer. The formulas are those of ``plan/``, which `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from snapstream.config import (
     Budget,
@@ -21,7 +22,8 @@ from snapstream.config import (
 from snapstream.config.engine import check_budget
 from snapstream.config.kv import is_shipped
 from snapstream.config.values import FP8_CAPABILITY, format_bytes, row_format
-from snapstream.exec.requirements import max_looped_rows, why_not_bf16_inputs
+from snapstream.exec.executors import alternatives, executor_of
+from snapstream.exec.looped import why_not_bf16_inputs
 from snapstream.plan.fit import engine_config, num_rows
 from snapstream.plan.memory import DraftMemory, engine_memory, prefix_store_bytes, store_token_bytes
 
@@ -40,7 +42,7 @@ class Machine:
     total_bytes: int  # of that device
     name: str = ""  # of the GPU
     capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
-    looped_problem: str | None = None  # why a CPU lacks the library of looped steps, or a GPU Triton
+    executor_problems: Mapping[str, str] = field(default_factory=dict)  # executors that it cannot run, and why
     gains_by_bf16: bool = False  # whether products of prefill in that library are faster with inputs in bf16
     host_free_bytes: int | None = None  # of the host, now; None where the device is the host
     draft: DraftMemory | None = None  # of a draft that is loaded on this device, perhaps by another process
@@ -71,7 +73,7 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
             device=machine.device,
             max_rows=max_rows,
             reserved_bytes=reserved_bytes,
-            native_problem=machine.looped_problem,
+            executor_problems=machine.executor_problems,
         )
 
     if options.prefix_store == "auto":
@@ -86,7 +88,7 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
     one_row = config_of(1, options)
     _check_machine(model, one_row, machine)
     max_rows = num_rows(model, one_row, options.max_rows, machine.free_bytes)
-    if options.max_rows == "auto" and (limit := max_looped_rows(one_row.executor, machine.device)) is not None:
+    if options.max_rows == "auto" and (limit := executor_of(one_row.executor, machine.device).max_rows):
         max_rows = min(max_rows, limit)
     config = config_of(max_rows, options)
     config = _with_bf16_inputs(model, config, options, machine)
@@ -146,10 +148,10 @@ def _check_ranks(options: EngineOptions, machine: Machine) -> None:
             f"{'local_ranks' if options.local_ranks else 'tensor_parallel'} is {here}; this process sees "
             f"{machine.num_gpus} GPUs, and each rank needs one"
         )
-    if options.executor not in (None, "eager", "graph", *(() if machine.is_gpu else ("looped",))):
+    if options.executor is not None and not executor_of(options.executor, machine.device).supports_ranks:
         raise ValueError(
-            f"executor is {options.executor!r}, which runs a whole step without a stop, and ranks must meet in every "
-            f"layer of it; use {'graph' if machine.is_gpu else 'looped'!r} or 'eager'"
+            f"executor is {options.executor!r}, which does not support several ranks (tensor_parallel {size}); use "
+            f"{alternatives(options.executor, machine.device)}"
         )
     if not is_shipped(make_selector(options.selector)):
         raise ValueError(

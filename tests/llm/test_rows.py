@@ -17,8 +17,8 @@ from evals.shared import Rule, generate_shared
 from evals.tasks import TASKS, make_items
 from snapstream.assets import TINY_MODEL
 from snapstream.config import KVBudget, ReselectionConfig
-from snapstream.exec.eager import MakeDecode
-from snapstream.exec.executors import make_eager, make_graph
+from snapstream.exec.cuda_graph import make_graph
+from snapstream.exec.eager import EagerDecode, MakeDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.kv.selectors.hops import Hops
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -34,7 +34,7 @@ FORCED = {BAD: 100.0}
 
 
 DECODE: dict[str, MakeDecode] = {
-    "eager": make_eager,
+    "eager": EagerDecode,
     "graph": partial(make_graph, maker=PlainMaker(), buckets=(4,)),
 }
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from snapstream.config import EXECUTORS, KVBudget
-from snapstream.exec.cuda_graph import SAMPLERS, bucket_sizes, covers
-from snapstream.exec.executors import make_graph
+from snapstream.config import KVBudget
+from snapstream.config.values import imported
+from snapstream.exec.cuda_graph import SAMPLERS, bucket_sizes, covers, make_graph
+from snapstream.exec.executors import GRAPH, executor_of
 from snapstream.exec.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
@@ -97,7 +98,7 @@ def test_a_batch_runs_in_the_smallest_bucket_and_padding_harms_nobody(
 
 
 def test_the_executor_of_that_name_makes_it() -> None:
-    assert EXECUTORS.get("graph") is make_graph
+    assert executor_of("graph", "cuda") is GRAPH and imported(GRAPH.make) is make_graph
 
 
 def test_buckets_hold_every_batch() -> None:

@@ -378,7 +378,7 @@ def test_slots_past_the_length_are_never_read(runner: ModelRunner) -> None:
 
 def test_what_it_cannot_run_is_refused(runner: ModelRunner, tmp_path: Path) -> None:
     folder = save(make_model("qwen3"), tmp_path)
-    message = "executor 'looped': dtype is 'bfloat16'; looped steps compute in float32.*use 'eager'"
+    message = "executor 'looped': dtype is 'bfloat16'; the native library computes in float32.*use 'eager'"
     with pytest.raises(ValueError, match=message):
         LLM(folder, executor="looped", **SETTINGS | {"dtype": "bfloat16"})
     plain = Decoder(runner.decoder.config, random_weights(runner.decoder.config, torch.float32, "cpu", 0))

@@ -14,7 +14,7 @@ import pytest
 
 from snapstream.config import KVBudget
 from snapstream.exec.eager import DecodeStep, StepParts
-from snapstream.exec.executors import make_looped_kernel
+from snapstream.exec.looped_gpu import make_looped
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.interface import bind
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -41,7 +41,7 @@ class _AsItIs:
 
 
 def looped(maker: _AsItIs, parts: StepParts) -> DecodeStep:
-    return make_looped_kernel(parts, maker, (SamplingNeeds(),))
+    return make_looped(parts, maker, (SamplingNeeds(),))
 
 
 @pytest.mark.parametrize("weights", ["auto", "int4"])
@@ -72,8 +72,6 @@ def test_answers_are_those_of_eager(weights: Any, tmp_path: Path) -> None:
 
 def test_what_the_kernel_cannot_run_is_refused(tmp_path: Path) -> None:
     folder = save(make_model("qwen3", head_dim=16), tmp_path)
-    with pytest.raises(
-        ValueError, match="executor 'looped': max_rows is 17; the looped kernel of a GPU takes up to 16"
-    ):
+    with pytest.raises(ValueError, match="executor 'looped': max_rows is 17; the GPU kernel takes up to 16"):
         LLM(folder, budget=64, max_rows=17, executor="eager", progress=False,
             make_runner=partial(build_runner, make_decode=partial(looped, _AsItIs())))  # fmt: skip

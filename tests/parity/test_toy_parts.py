@@ -21,6 +21,7 @@ from benchmarks.stand_ins import checkpoint_of, random_weights
 from snapstream.config import EXECUTORS, EngineConfig, KVBudget, ModelConfig
 from snapstream.distributed.group import Group
 from snapstream.exec.eager import EagerDecode, StepParts
+from snapstream.exec.executors import Executor
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds
@@ -63,7 +64,7 @@ class OneAtATime:
 
 @pytest.fixture
 def one_at_a_time() -> Iterator[str]:
-    EXECUTORS.add("one-at-a-time", OneAtATime)
+    EXECUTORS.add("one-at-a-time", Executor(make=OneAtATime))
     yield "one-at-a-time"
     EXECUTORS.remove("one-at-a-time")
 

@@ -9,11 +9,12 @@ import torch
 
 from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.distributed.group import Alone
+from snapstream.exec.executors import mlp_size
 from snapstream.kernels.interface import bind, has_triton
 from snapstream.models.layers import mlp_of
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.weights import DecoderWeights
-from snapstream.plan.memory import FRAMEWORK_BYTES, engine_memory, mlp_size
+from snapstream.plan.memory import FRAMEWORK_BYTES, engine_memory
 from tests.live import LiveBytes
 from tests.unit.exec.allocated import measured
 from tests.unit.exec.test_memory import CHUNK, LENGTH, ROWS, SLOTS

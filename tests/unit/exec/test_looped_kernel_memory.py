@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from snapstream.config import EngineConfig, KVBudget
+from snapstream.exec.executors import executor_of
+from snapstream.exec.looped import looped_kernel_bytes
 from snapstream.exec.runner import ModelRunner
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.weights import DecoderWeights
-from snapstream.plan.memory import batch_bytes, looped_kernel_bytes
 from tests.live import LiveBytes
 
 pytest.importorskip("triton")
@@ -43,5 +44,6 @@ def test_plan_and_buffers_agree(dtype: Any, capacity: int, num_kv_heads: int, ma
     planned = looped_kernel_bytes(model, config)
     assert held <= max_rows * planned <= 1.03 * held
     on_gpu = replace(config, device="cuda", executor="looped")
-    assert batch_bytes(model, on_gpu) - batch_bytes(model, replace(on_gpu, executor="graph")) == planned
+    looped, graph = (executor_of(name, "cuda").batch_bytes(model, on_gpu) for name in ("looped", "graph"))
+    assert looped - graph == planned
     del halves

@@ -9,6 +9,7 @@ import torch
 
 from snapstream.config import EngineConfig, KVBudget, WeightFormats
 from snapstream.config.values import num_cores
+from snapstream.exec.looped import NATIVE_SAMPLING_BYTES, looped_workspace
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling_state import SamplingNeeds
@@ -18,7 +19,7 @@ from snapstream.models.decoder import Decoder
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.weights import DecoderWeights
-from snapstream.plan.memory import NATIVE_SAMPLING_BYTES, engine_memory, looped_workspace
+from snapstream.plan.memory import engine_memory
 from tests.live import LiveBytes
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

@@ -14,7 +14,7 @@ import pytest
 
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, RopeConfig
 from snapstream.config.model import LatentConfig
-from snapstream.exec.requirements import why_not
+from snapstream.exec.executors import executor_of
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
 
 LLAMA: dict[str, Any] = {
@@ -79,9 +79,10 @@ def test_layers_without_rope() -> None:
     assert listed.rotated_layers == (False, True, True, True, False)
     for executor, device, dtype in (("looped", "cpu", "float32"), ("looped", "cuda", "bfloat16")):
         config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device=device, dtype=dtype)
-        assert "has layers without rotary embedding" in str(why_not(executor, listed, config))
+        why_not = executor_of(executor, device).why_not
+        assert "has layers without rotary embedding" in str(why_not(listed, config))
         whole = replace(listed, rotated_layers=None)
-        assert why_not(executor, whole, config) is None
+        assert why_not(whole, config) is None
 
 
 def test_absent_and_null_keys() -> None:

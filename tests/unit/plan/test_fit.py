@@ -172,9 +172,12 @@ def test_inputs_are_rounded_where_looped_steps_could_run() -> None:
         ({"activations": "int4"}, "activations is 'int4'; it must be one of auto, dtype, int8"),
         (
             {"activations": "int8"},
-            "activations is 'int8': weights are bfloat16; products of whole numbers need int8 or",
+            "activations is 'int8': weights are bfloat16; integer products need int8 or",
         ),
-        ({"activations": "int8", "weights": "int8", "device": "cuda"}, "activations is 'int8': device is 'cuda'; loop"),
+        (
+            {"activations": "int8", "weights": "int8", "device": "cuda"},
+            "activations is 'int8': device is 'cuda'; the",
+        ),
         ({"weights": "int2"}, "weights is 'int2'; it must be one of auto, float32, bfloat16, float16, int8, int4"),
         ({"weights": 8}, "weights is 8; it must be one of auto"),
         ({"weights": "float32", "dtype": "bfloat16"}, "weights is 'float32' and dtype 'bfloat16'; weights must be bf"),

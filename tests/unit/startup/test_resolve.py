@@ -101,7 +101,7 @@ def test_executor_by_default_is_the_devices() -> None:
 
 def test_a_cpu_loops_where_it_can_and_says_why_not() -> None:
     """By default; who asks for looped steps gets them or an error."""
-    bare = replace(LAPTOP, looped_problem="no C++ compiler")
+    bare = replace(LAPTOP, executor_problems={"looped": "no C++ compiler"})
     assert decided(LAPTOP, executor=None, dtype="float32", max_rows=1).executor == "looped"
     assert decided(LAPTOP, executor=None, dtype="float32", weights="int4", max_rows=1).executor == "looped"
     for machine, dtype in ((bare, "float32"), (LAPTOP, "bfloat16")):
@@ -251,7 +251,7 @@ def test_an_llm_takes_options_and_single_fields_in_their_place() -> None:
 def test_ranks_of_one_machine_loop_and_others_say_why_not() -> None:
     said: dict[str, Any] = {"executor": None, "dtype": "float32", "max_rows": 1, "tensor_parallel": 2}
     apart = said | {"local_ranks": 1, "leader_address": "host:7690"}
-    bare = replace(LAPTOP, looped_problem="no memfd_create")
+    bare = replace(LAPTOP, executor_problems={"looped": "no memfd_create"})
     assert decided(LAPTOP, **said).executor == "looped"
     assert decided(LAPTOP, **apart).executor == decided(bare, **said).executor == "eager"
     for machine, given, why in ((LAPTOP, apart, "these are on several machines"), (bare, said, "no memfd_create")):
@@ -272,8 +272,8 @@ def test_a_gpu_captures_no_choice_among_experts_in_codes() -> None:
     assert resolved("bfloat16", None).executor == "graph"
     config = resolved("int4", None)
     assert config.executor == "eager"
-    assert "experts in codes" in describe_decode(model, EngineOptions(device=H100.device, weights="int4"), config)
-    with pytest.raises(ValueError, match="executor 'graph': weights are int4 .* experts in codes; use 'eager'"):
+    assert "quantized experts" in describe_decode(model, EngineOptions(device=H100.device, weights="int4"), config)
+    with pytest.raises(ValueError, match="executor 'graph': weights are int4 .* quantized experts .*; use 'eager'"):
         resolved("int4", "graph")
 
 
@@ -291,7 +291,7 @@ def test_a_gpu_loops_where_its_kernel_can() -> None:
         with pytest.raises(ValueError, match=rf"executor 'looped': .*{why}.*; use 'graph'"):
             decided(executor="looped", **said)
     with pytest.raises(ValueError, match="executor 'looped': no Triton; use 'graph'"):
-        decided(replace(H100, looped_problem="no Triton"), executor="looped")
+        decided(replace(H100, executor_problems={"looped": "no Triton"}), executor="looped")
 
 
 TWO_H100 = replace(H100, num_gpus=2)
@@ -303,7 +303,11 @@ TWO_H100 = replace(H100, num_gpus=2)
         ({"tensor_parallel": 2, "attention": "dp"}, TWO_H100, "attention is 'dp', which deals out rows of latents"),
         ({"tensor_parallel": 3}, replace(H100, num_gpus=3), "cannot be split over 3 ranks"),
         ({"tensor_parallel": 2}, H100, "tensor_parallel is 2; this process sees 1 GPUs, and each rank needs one"),
-        ({"tensor_parallel": 2, "executor": "looped"}, TWO_H100, "executor is 'looped', which runs a whole step"),
+        (
+            {"tensor_parallel": 2, "executor": "looped"},
+            TWO_H100,
+            "executor is 'looped', which does not support several",
+        ),
         ({"tensor_parallel": 2, "executor": "graph"}, LAPTOP, "executor 'graph': it captures CUDA graphs"),
     ],
 )

@@ -1,0 +1,237 @@
+"""Kernel looping (a megakernel): what the ``looped`` executor supports and takes, on a CPU and on a GPU. No torch.
+
+On a CPU a step is one call of the native library (``looped_cpu.py``, ``kernels/cpu/looped``), on a GPU one persistent
+Triton kernel (``looped_gpu.py``, ``kernels/triton/looped``). Invariant: the workspace counted here is never less than
+what the library allocates, and at most a few percent more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig, ParallelConfig, WeightFormats
+from snapstream.config.values import num_cores
+from snapstream.exec.executors import Executor, eager_batch_bytes
+from snapstream.models.registry import FAMILIES, tensor_specs
+
+# The tensors of layers that are supported; on a GPU without the second line.
+_DENSE_TENSORS = frozenset(
+    "embed lm_head input_norm post_norm final_norm qkv qkv_bias o o_bias q_norm k_norm gate_up down gate_up_bias "
+    "down_bias".split()
+)
+_LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
+    "q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up experts_down shared_gate_up "
+    "shared_down".split()
+)
+_MAX_HEAD_DIM = 256
+MAX_ROWS_GPU = 16  # of a step
+
+
+def why_not_looped_cpu(model: ModelConfig, *, dtype: str, device: str) -> str | None:
+    """Why the native library cannot run such a model; None where it can."""
+    if device != "cpu":
+        return f"device is {device!r}; the native library runs on a CPU"
+    if dtype != "float32":
+        return f"dtype is {dtype!r}; the native library computes in float32, over weights of any format"
+    if (problem := _unsupported_layers(model, _LOOPED_TENSORS)) is not None or model.latent is not None:
+        return problem
+    return _unsupported_heads(model)
+
+
+def why_not_looped_ranks(parallel: ParallelConfig) -> str | None:
+    """Why the ranks of an engine cannot run the native library together; None where they can, or where there is one."""
+    if parallel.size == 1:
+        return None
+    if parallel.address:
+        return "its ranks all-reduce through shared memory, and these are on several machines"
+    if parallel.attention == "dp":
+        return "attention is 'dp'; its all-reduces are those of 'tp'"
+    return None
+
+
+def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
+    """Why the GPU kernel cannot run an engine's steps; None where it can."""
+    problem = _unsupported_layers(model, _DENSE_TENSORS) or _unsupported_heads(model)
+    if problem is not None:
+        return problem
+    if config.weights is not None and not _reads(config.weights, config.dtype):
+        return (
+            f"weights are {config.weights.describe()}; the GPU kernel reads {config.dtype}, int8 and int4, and inputs "
+            f"in {config.dtype}"
+        )
+    if config.kv_dtype != "auto":
+        return f"kv_dtype is {config.kv_dtype!r}; the GPU kernel reads rows in {config.dtype}"
+    if config.heads is not None or config.reselection is not None:
+        return "the GPU kernel supports neither per-head KV budgets nor KV re-selection"
+    if config.parallel.size > 1:
+        return f"there are {config.parallel.size} ranks, and the GPU kernel runs no collectives"
+    if config.max_rows > MAX_ROWS_GPU:
+        return f"max_rows is {config.max_rows}; the GPU kernel takes up to {MAX_ROWS_GPU}"
+    return None
+
+
+def _unsupported_layers(model: ModelConfig, supported: frozenset[str]) -> str | None:
+    if FAMILIES.get(model.architecture).layer is not None or not supported.issuperset(tensor_specs(model)):
+        return f"{model.architecture} has layers that it does not support"
+    if model.rotated_layers is not None:
+        return f"{model.architecture} has layers without rotary embedding, and it rotates the heads of all layers"
+    return None
+
+
+def _unsupported_heads(model: ModelConfig) -> str | None:
+    if model.head_dim % 2 or model.head_dim > _MAX_HEAD_DIM:
+        return f"head_dim is {model.head_dim}; it supports even ones up to {_MAX_HEAD_DIM}"
+    return None
+
+
+def _reads(formats: WeightFormats, dtype: str) -> bool:
+    """Whether the GPU kernel reads such weights."""
+    of_matrices = [form for form in (formats.layers, formats.tables, formats.attention) if form is not None]
+    known = all(form.dtype == dtype or (form.is_quantized and not form.is_fp8) for form in of_matrices)
+    return known and not any(form.rounds_inputs for form in of_matrices)
+
+
+def why_not_rounded_inputs(model: ModelConfig, formats: WeightFormats, *, dtype: str, device: str) -> str | None:
+    """Why decode does not round the inputs of products with such weights; None where it does.
+
+    Only the native library gains by it; eager decode rounds wherever the library could, so that both give the same
+    tokens.
+    """
+    if not formats.layers.is_quantized or formats.layers.is_fp8:
+        return f"weights are {formats.describe()}; integer products need int8 or int4"
+    return why_not_bf16_inputs(model, dtype=dtype, device=device)
+
+
+def why_not_bf16_inputs(model: ModelConfig, *, dtype: str, device: str) -> str | None:
+    """The same for bf16 weights."""
+    if model.moe is not None:
+        return f"{model.architecture} has experts, whose products take inputs in dtype"
+    if model.latent is not None:
+        return f"{model.architecture} keeps latents, whose products take inputs in dtype"
+    return why_not_looped_cpu(model, dtype=dtype, device=device)
+
+
+# Workspace of the native library, by the rule of library.cpp and sample.cpp: per batch entry the numbers of every
+# stage, per thread some scratch (one stage at a time: the largest) and room to sample in.
+
+_NUMBER = 4  # bytes: fp32
+_PANEL, _ALIGN, _LANES, _DOTS = 32, 4, 16, 4  # the widest that a CPU has
+_PART_SLOTS = 1024  # of a row, that one task attends
+_TARGET_SPLITS, _MAX_SPLITS, _LEAST_SPLIT = 132, 64, 128  # of a row, and slots of one, by the kernel of a GPU
+_SAMPLE_BYTES, _TOKENS_OF_MAXIMUM = 20, 64  # of a token of the vocabulary: its score, a candidate, its weight
+_LATENTS_AT_ONCE = 32  # of a row, that a thread reads at a time
+# Per batch entry and token of the vocabulary where the library samples: logits of the step, and those of first tokens,
+# as computed and by row. Several ranks also hold a part of them before it is gathered.
+NATIVE_SAMPLING_BYTES, GATHERED_BYTES = 12, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """Of one engine."""
+
+    entry_bytes: int  # of one row of the batch, for all threads together
+    scratch_bytes: int  # of the threads, whatever the batch
+
+
+def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int) -> Workspace:
+    """``model``: as the device stores it."""
+    slots = config.budget.capacity if config.heads is None else config.heads.widest.capacity
+    entry = _dense_entry(model, slots) + _latent_entry(model) + _mixture_entry(model, num_threads)
+    around = config.weights and (config.weights.attention or config.weights.layers)
+    if around and around.is_quantized and around.rounds_inputs:
+        entry += model.num_heads * model.head_dim  # attention's output, to be rounded
+    entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
+    scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
+    sampling = min(num_threads, config.max_rows) * _sampling_bytes(model.vocab_size)
+    return Workspace(entry_bytes=_NUMBER * entry, scratch_bytes=_NUMBER * scratch + sampling)
+
+
+def looped_kernel_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Of an entry of a step on a GPU: what its stages hand each other, and the logits."""
+    wide, heads = model.num_heads * model.head_dim, model.num_heads + 2 * model.num_kv_heads
+    splits = min(-(-_TARGET_SPLITS // model.num_kv_heads), _MAX_SPLITS, -(-config.budget.capacity // _LEAST_SPLIT))
+    attention = model.num_heads * splits * (model.head_dim + 1) + model.num_kv_heads + 2  # sums, shares, counters
+    stored = heads * model.head_dim + wide + model.intermediate_size  # in the dtype of the weights
+    return _NUMBER * (model.hidden_size + attention + model.vocab_size) + DTYPE_BYTES[config.dtype] * stored
+
+
+def _dense_entry(model: ModelConfig, slots: int) -> int:
+    heads, latent = model.num_heads, model.latent
+    attended = heads * (model.head_dim if latent is None else max(model.head_dim, latent.value_dim))
+    q_rank = 0 if latent is None else latent.q_rank or 0
+    widest = max(model.hidden_size, model.intermediate_size, attended, q_rank) + _ALIGN
+    projected = (heads + 2 * model.num_kv_heads) * model.head_dim
+    parts = heads * -(-slots // _PART_SLOTS) * (2 + model.head_dim)
+    return model.hidden_size + projected + 2 * model.intermediate_size + widest + model.head_dim + parts
+
+
+def _latent_entry(model: ModelConfig) -> int:
+    latent, heads = model.latent, model.num_heads
+    if latent is None:
+        return 0
+    kept = latent.kv_rank + latent.rope_dim
+    return (latent.q_rank or 0) + heads * (latent.nope_dim + latent.rope_dim + kept + latent.kv_rank) + kept
+
+
+def _mixture_entry(model: ModelConfig, num_threads: int) -> int:
+    moe = model.moe
+    if moe is None:
+        return 0
+    wide, pairs = _padded(model.hidden_size), moe.top_k
+    chosen = 2 * wide + moe.num_experts + _LANES + pairs * (1 + 2 * moe.inner + _padded(moe.inner))
+    shared = 2 * moe.shared_inner + _padded(moe.shared_inner)
+    return chosen + shared + num_threads * (wide + 2 * (pairs + 1) * _PANEL)
+
+
+def _scratch(model: ModelConfig) -> int:
+    """Of one thread: the largest of its stages."""
+    latent, moe = model.latent, model.moe
+    if latent is None:
+        shared = model.num_heads // model.num_kv_heads
+        group = shared * model.head_dim
+        attention = group + max(group, shared * (_PART_SLOTS + 2 * _LANES))
+    else:
+        attention = max(_LATENTS_AT_ONCE * (latent.kv_rank + latent.rope_dim + _DOTS), _DOTS * latent.nope_dim)
+    return max(attention, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)
+
+
+def _sampling_bytes(vocab_size: int) -> int:
+    """Of a thread that samples: five arrays aligned to cache lines, three of them a vector longer."""
+    maxima = _NUMBER * (vocab_size // _TOKENS_OF_MAXIMUM + _LANES)
+    return _SAMPLE_BYTES * vocab_size + maxima + (_SAMPLE_BYTES - _NUMBER) * _LANES + 5 * _NUMBER * _LANES
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // _ALIGN) * _ALIGN
+
+
+def _why_not_cpu(model: ModelConfig, config: EngineConfig) -> str | None:
+    problem = why_not_looped_cpu(model, dtype=config.dtype, device=config.device)
+    return problem or why_not_looped_ranks(config.parallel)
+
+
+def _batch_bytes_cpu(model: ModelConfig, config: EngineConfig) -> int:
+    sampling = NATIVE_SAMPLING_BYTES + (GATHERED_BYTES if config.parallel.size > 1 else 0)
+    return model.vocab_size * sampling + looped_workspace(model, config, num_cores()).entry_bytes
+
+
+LOOPED = {
+    "cpu": Executor(
+        make="snapstream.exec.looped_cpu:LoopedDecode",
+        why_not=_why_not_cpu,
+        machine_problem="snapstream.exec.looped_cpu:machine_problem",
+        make_matrix="snapstream.exec.looped_cpu:panels_for",
+        supports_ranks=True,
+        reads_row_formats=True,
+        dequantizes=False,
+        batch_bytes=_batch_bytes_cpu,
+        scratch_bytes=lambda model, config: looped_workspace(model, config, num_cores()).scratch_bytes,
+    ),
+    "cuda": Executor(
+        make="snapstream.exec.looped_gpu:make_looped",
+        why_not=why_not_looped_gpu,
+        machine_problem="snapstream.exec.cuda_graph:triton_problem",
+        max_rows=MAX_ROWS_GPU,
+        batch_bytes=lambda model, config: eager_batch_bytes(model, config) + looped_kernel_bytes(model, config),
+    ),
+}
