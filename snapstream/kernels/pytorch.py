@@ -27,12 +27,16 @@ Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 efficient_operator: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 cudnn_operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+window_operator: Any = torch.ops.aten._flash_attention_forward
+WINDOW_QUERIES = 256  # in one masked call; a query is multiplied with up to as many keys outside of its window
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``."""
     num_queries, num_heads, _ = q.shape
     num_kv_heads, num_keys, _ = k.shape
+    if window is not None and window < num_keys:
+        return flash_window(q, k, v, window) if q.is_cuda else window_attention(q, k, v, window)
     grouped = num_heads != num_kv_heads
     queries, keys, values = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)  # [1, H, T, E], [1, G, N, E]
     if q.is_cuda:
@@ -45,6 +49,39 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril_(num_keys - num_queries)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
     return out.squeeze(0).transpose(0, 1)
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """``prefill_attention`` with a sliding window on any device: some queries at a time, over the keys they see.
+
+    The query heads of a group are folded into the query length, so that keys are neither repeated nor copied.
+    """
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, num_keys, _ = k.shape
+    group, offset = num_heads // num_kv_heads, num_keys - num_queries
+    parts = []
+    for first in range(0, num_queries, WINDOW_QUERIES):
+        own = q[first : first + WINDOW_QUERIES]
+        stop = offset + first + len(own)
+        seen = slice(max(offset + first + 1 - window, 0), stop)
+        position = torch.arange(offset + first, stop, device=q.device)
+        behind = position[:, None] - torch.arange(seen.start, stop, device=q.device)  # [t, n]
+        mask = ((behind >= 0) & (behind < window)).repeat(group, 1)  # [r*t, n]
+        folded = own.reshape(len(own), num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)  # [G, r*t, E]
+        out = F.scaled_dot_product_attention(folded[None], k[None, :, seen], v[None, :, seen], attn_mask=mask)
+        parts.append(out[0].unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2))
+    return torch.cat(parts)
+
+
+def flash_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """``prefill_attention`` with a sliding window by the flash kernel; half precision on an NVIDIA GPU."""
+    queries, keys, values = q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, T, H, E], [1, N, G, E]
+    found: Any = window_operator(
+        queries, keys, values, None, None, q.shape[0], k.shape[1], 0.0, True, False,
+        window_size_left=window - 1, window_size_right=0,
+    )  # fmt: skip
+    out: Tensor = found[0][0]
+    return out
 
 
 def one_query_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -71,13 +108,17 @@ def split(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
     return torch.lerp(own, before, share)[0].transpose(0, 1)
 
 
-def by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """See ``reference.prefill_attention``; through cuDNN. Every new pair of lengths costs it a plan on the host."""
+    if window is not None and window < k.shape[1]:
+        return window_attention(q, k, v, window)
     return split(q, k, v, cudnn)
 
 
-def by_efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_efficient(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """See ``reference.prefill_attention``; through the memory-efficient kernel, which also takes fp32."""
+    if window is not None and window < k.shape[1]:
+        return window_attention(q, k, v, window)
     return split(q, k, v, efficient)
 
 

@@ -20,17 +20,19 @@ from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 BLOCK = 128  # rows and columns of an FP8 weight that share a scale
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """Causal attention of the last T of N tokens: ``q [T, H, E]``, ``k [G, N, E], v [G, N, E']`` -> ``[T, H, E']``.
 
-    Query ``i`` sits at position ``N - T + i`` and sees the keys up to its own position (bottom-right causal).
+    Query ``i`` is at position ``N - T + i`` and sees the keys up to its own position (bottom-right causal), or with a
+    sliding ``window`` >= 1 only the last ``window`` of those, its own included.
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, _ = k.shape
     grouped = q.float().view(num_queries, num_kv_heads, -1, head_dim)
     logits = torch.einsum("tgre,gne->grtn", grouped, k.float()) * head_dim**-0.5
     query_position = torch.arange(num_keys - num_queries, num_keys, device=q.device)
-    hidden = torch.arange(num_keys, device=q.device) > query_position[:, None]  # [T, N]
+    behind = query_position[:, None] - torch.arange(num_keys, device=q.device)  # [T, N]: key to query, in tokens
+    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
     weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
     out = torch.einsum("grtn,gne->tgre", weights, v.float())
     return out.reshape(num_queries, num_heads, -1).to(q.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -145,34 +146,41 @@ def test_replays_follow_rows_that_change() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("chunk", "keys"), [(1, 700), (256, 256), (256, 700), (64, 4000)])
-def test_fused_prefill_attention_equals_the_reference(dtype: torch.dtype, chunk: int, keys: int) -> None:
+@pytest.mark.parametrize("window", [None, 1, 130, 600])
+def test_fused_prefill_attention_equals_the_reference(
+    dtype: torch.dtype, chunk: int, keys: int, window: int | None
+) -> None:
     torch.manual_seed(0)
     q = torch.randn(chunk, 8, 128, device="cuda", dtype=dtype)
     k, v = torch.randn(2, 2, keys, 128, device="cuda", dtype=dtype)
-    expected = reference.prefill_attention(q, k, v)
-    case = Case.of(q.device, dtype, 128, 4)
+    expected = reference.prefill_attention(q, k, v, window=window)
+    case = replace(Case.of(q.device, dtype, 128, 4), window=window)
     usable = [version for version in VERSIONS.values() if not problem_of(version, case)]
     assert {"sdpa_flash", "sdpa_efficient"} <= {version.name for version in usable}
     for version in usable:
-        torch.testing.assert_close(version.attend(q, k, v), expected, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(pytorch.split(q, k, v, pytorch.flash), expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(version.attend(q, k, v, window=window), expected, rtol=2e-2, atol=2e-2)
+    if window is None:
+        torch.testing.assert_close(pytorch.split(q, k, v, pytorch.flash), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_packed_prompts_equal_the_reference(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, 1, 130, 600])
+def test_packed_prompts_equal_the_reference(dtype: torch.dtype, window: int | None) -> None:
     """Three prompts in one call; of the first only the last 100 tokens are queries."""
     torch.manual_seed(0)
     q = torch.randn(800, 8, 128, device="cuda", dtype=dtype)
     k, v = torch.randn(2, 2, 1300, 128, device="cuda", dtype=dtype)
     spans = [(0, 100, 0, 600), (100, 101, 600, 601), (101, 800, 601, 1300)]
-    expected = torch.cat([reference.prefill_attention(q[a:b], k[:, c:d], v[:, c:d]) for a, b, c, d in spans])
+    parts = [reference.prefill_attention(q[a:b], k[:, c:d], v[:, c:d], window=window) for a, b, c, d in spans]
+    expected = torch.cat(parts)
     ends = torch.tensor([[0, 100, 101, 800], [0, 600, 601, 1300]], dtype=torch.int32, device="cuda")
     lens, num_tried = PackedLens(ends[0], ends[1], 699, 699), 0
     for version in VERSIONS.values():
         if version.attend_packed is None or version.why_not(Case.of(q.device, dtype, 128, 4)):
             continue
         if not version.why_not_packed():
-            torch.testing.assert_close(version.attend_packed(q, k, v, lens), expected, rtol=2e-2, atol=2e-2)
+            got = version.attend_packed(q, k, v, lens, window=window)
+            torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
             num_tried += 1
     assert num_tried, "PyTorch's own kernel for packed prompts should be here"
 

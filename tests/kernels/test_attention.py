@@ -179,6 +179,32 @@ def test_cudnn_never_gets_a_single_key(
     torch.testing.assert_close(pytorch.by_cudnn(q, k, v), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 40), (7, 40), (40, 40), (300, 700)])
+@pytest.mark.parametrize("window", [1, 2, 13, 39, 40, 41, 260])
+def test_a_sliding_window_equals_the_reference(num_queries: int, num_keys: int, window: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(num_queries, 6, 16)
+    pool = torch.randn(2, 2, num_keys + 9, 16)
+    k, v = pool[:, :, 5 : 5 + num_keys]  # as a range of the staging buffers
+    expected = reference.prefill_attention(q, k, v, window=window)
+    assert torch.equal(expected, reference.prefill_attention(q, k, v)) == (window >= num_keys)
+    for attend in (cpu.prefill_attention, pytorch.prefill_attention):
+        torch.testing.assert_close(attend(q, k, v, window=window), expected, rtol=1e-5, atol=1e-5)
+    if window < num_keys:  # else those of a GPU attend without
+        for attend in (pytorch.by_cudnn, pytorch.by_efficient):
+            torch.testing.assert_close(attend(q, k, v, window=window), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_a_sliding_window_is_the_one_of_transformers(window: int) -> None:
+    masks = pytest.importorskip("transformers.masking_utils")
+    sees = masks.sliding_window_causal_mask_function(window)
+    q, k = torch.zeros(5, 1, 4), torch.zeros(1, 8, 4)
+    got = reference.prefill_attention(q, k, torch.eye(8)[None], window=window)[:, 0] > 0
+    expected = [[bool(sees(0, 0, torch.tensor(query), torch.tensor(key))) for key in range(8)] for query in range(3, 8)]
+    assert got.tolist() == expected
+
+
 class Called(TorchDispatchMode):
     """Names of the operators."""
 
@@ -201,6 +227,24 @@ def test_on_a_gpu_the_flash_kernel_is_called_by_name(num_queries: int, num_keys:
     assert out.shape == q.shape and out.is_contiguous()
     assert sum("attention" in name for name in called.names) == 1
     assert "_scaled_dot_product_flash_attention.default" in called.names
+
+
+@pytest.mark.parametrize("num_queries", [1, 7, 40])
+def test_the_flash_kernel_is_handed_the_window(num_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in takes tokens before heads, as the operator does, and how many keys are seen before a query's own."""
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, ends_q: None, ends_k: None, max_q: int, max_k: int, dropout: float,
+        is_causal: bool, debugs: bool, *, window_size_left: int, window_size_right: int,
+    ) -> Any:  # fmt: skip
+        assert ends_q is ends_k is None and is_causal and not debugs and window_size_right == dropout == 0
+        assert q.shape == (1, max_q, 6, 16) and k.shape == v.shape == (1, max_k, 2, 16)
+        keys, values = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        return (reference.prefill_attention(q[0], keys, values, window=window_size_left + 1)[None],)
+
+    monkeypatch.setattr(pytorch, "window_operator", kernel)
+    q, (k, v) = torch.randn(num_queries, 6, 16), torch.randn(2, 2, 40, 16)
+    assert torch.equal(pytorch.flash_window(q, k, v, 5), reference.prefill_attention(q, k, v, window=5))
 
 
 # RMSNorm of every version against the formula in double precision, of whole tokens and of heads.

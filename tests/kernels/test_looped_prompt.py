@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.backends.prefill import VERSIONS, Case, Version
 from snapstream.kernels.cpu.looped import library
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
-from snapstream.kernels.cpu.looped.library import load
+from snapstream.kernels.cpu.looped.library import Library, load
 from snapstream.kernels.cpu.looped.prompt import attend, attend_f32, packed_attention, prefill_attention, stage_heads
 from snapstream.kernels.interface import HeadNorm, Pairs, SumNorm, bind
 from snapstream.llm import LLM
@@ -30,6 +32,10 @@ from snapstream.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 STORE = PrefixStoreConfig(num_bytes=8 * 2**20, block_len=32, min_tokens=64)
+INFO = Path("/proc/cpuinfo")
+needs_bf16 = pytest.mark.skipif(
+    not INFO.exists() or "avx512_bf16" not in INFO.read_text(), reason="this processor does not multiply bf16"
+)
 CASE = Case(torch.device("cpu"), torch.float32, 16, 2)
 
 
@@ -113,6 +119,81 @@ def test_what_is_not_finite_stays_seen(instructions: InstructionSet, wrong: floa
     assert got.isfinite().all()
 
 
+def natives(name: str) -> Iterator[Callable[..., Tensor]]:
+    """The kernel of that name, for every set of instructions that has it."""
+
+    def in_fp32(own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        return attend_f32(own, q, k, v, [(len(q), k.shape[1])], window=window)
+
+    def in_bf16(own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        return attend(own, q, k, v, (0, len(q)), (0, k.shape[1]), window=window)
+
+    for instructions in instruction_sets():
+        own = library.load(instructions)
+        if name == "cpu_fp32" or own.multiplies_bf16():
+            yield partial(in_fp32 if name == "cpu_fp32" else in_bf16, own)
+
+
+NATIVE = pytest.mark.parametrize("name", ["cpu_fp32", pytest.param("cpu_bf16", marks=needs_bf16)])
+
+
+@NATIVE
+@pytest.mark.parametrize("window", [1, 2, 31, 64, 96, 100, 257, 700, 1000, 2000])
+@pytest.mark.parametrize(
+    ("queries", "before", "heads", "kv_heads", "size"),
+    [(1, 0, 2, 1, 64), (1, 999, 3, 3, 80), (33, 5, 4, 2, 48), (150, 700, 8, 1, 64), (301, 400, 6, 2, 128)],
+)
+def test_a_sliding_window(
+    name: str, window: int, queries: int, before: int, heads: int, kv_heads: int, size: int
+) -> None:
+    q, k, v = sample(queries, heads, kv_heads, before + queries, size, size)
+    if name == "cpu_bf16":
+        q, k, v = (x.bfloat16().float() for x in (q, k, v))
+    want = reference.prefill_attention(q, k, v, window=window)
+    atol = 2e-6 if name == "cpu_fp32" else float(v.abs().max()) / 256  # the shares are rounded
+    for native in natives(name):
+        got = native(q, k, v, window)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
+        assert window < before + queries or torch.equal(got, native(q, k, v))
+
+
+@NATIVE
+def test_a_sliding_window_has_the_same_bits_in_any_chunks(name: str) -> None:
+    q, k, v = sample(700, 6, 2, 700, 40, 40)
+    for native in natives(name):
+        for window in (1, 50, 96, 300):
+            whole = native(q, k, v, window)
+            for cut in (1, 95, 96, 256, 300, 611):
+                assert torch.equal(native(q[:cut], k[:, :cut], v[:, :cut], window), whole[:cut])
+                assert torch.equal(native(q[cut:], k, v, window), whole[cut:])
+
+
+@NATIVE
+def test_keys_before_a_sliding_window_are_not_multiplied(name: str) -> None:
+    """Zero times NaN would be NaN: a share of zero is not how they are left out."""
+    q, k, v = sample(1500, 4, 2, 1600, 16, 16)
+    k[:, :600] = v[:, :600] = float("nan")
+    for native in natives(name):
+        got = native(q, k, v, 70)
+        assert got[: 600 - 100].isnan().all()
+        later = 600 - 100 + 70 + 320  # behind the last block and the last queries that are computed together with one
+        want = reference.prefill_attention(q[later:], k[:, 600:], v[:, 600:], window=70)
+        torch.testing.assert_close(got[later:], want, rtol=0, atol=3e-6 if name == "cpu_fp32" else 0.03)
+
+
+@NATIVE
+def test_packed_prompts_with_a_sliding_window(name: str) -> None:
+    q, k, v = sample(46, 6, 2, 352, 20, 20)
+    version, queries, keys = VERSIONS[name], [0, 5, 6, 46], [0, 5, 305, 352]
+    assert version.attend_packed is not None
+    lens = PackedLens(torch.tensor(queries, dtype=torch.int32), torch.tensor(keys, dtype=torch.int32), 40, 300)
+    parts = [
+        version.attend(q[a:b], k[:, c:d], v[:, c:d], window=7)
+        for a, b, c, d in zip(queries, queries[1:], keys, keys[1:], strict=False)
+    ]
+    assert torch.equal(version.attend_packed(q, k, v, lens, window=7), torch.cat(parts))
+
+
 def test_the_faster_one_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"cpu": 1.0, "cpu_fp32": 0.95}
     monkeypatch.setattr(autotune, "seconds_on_a_cpu", lambda version, case: times[version.name])
@@ -167,10 +248,6 @@ def test_tokens_are_those_of_the_reference(model: Path) -> None:
 # whatever is beside it.
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-INFO = Path("/proc/cpuinfo")
-needs_bf16 = pytest.mark.skipif(
-    not INFO.exists() or "avx512_bf16" not in INFO.read_text(), reason="this processor does not multiply bf16"
-)
 FORMS = [WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4")]
 
 

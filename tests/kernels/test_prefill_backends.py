@@ -26,20 +26,24 @@ ENTRY = Entry(capability="9.0", dtype="bfloat16", head_dim=None, chunk=("a", "b"
               measured=None, reason="")  # fmt: skip
 
 
-def packed_by_reference(q: Tensor, k: Tensor, v: Tensor, lens: Any) -> Tensor:
+def packed_by_reference(q: Tensor, k: Tensor, v: Tensor, lens: Any, *, window: int | None = None) -> Tensor:
     queries, keys = lens.queries.tolist(), lens.keys.tolist()
     return torch.cat([
-        reference.prefill_attention(q[a:b], k[:, c:d], v[:, c:d])
+        reference.prefill_attention(q[a:b], k[:, c:d], v[:, c:d], window=window)
         for a, b, c, d in zip(queries, queries[1:], keys, keys[1:], strict=False)
     ])  # fmt: skip
 
 
-def top_left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def top_left(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """Aligns the mask with the first key: the mistake that old flash kernels make."""
-    return reference.prefill_attention(q, k[:, : len(q)], v[:, : len(q)])
+    return reference.prefill_attention(q, k[:, : len(q)], v[:, : len(q)], window=window)
 
 
-def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def windowless(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+    return reference.prefill_attention(q, k, v)
+
+
+def broken(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     raise RuntimeError("no kernel image is available")
 
 
@@ -201,8 +205,21 @@ def test_the_reference_runs_no_race(gpu: dict[str, Version], monkeypatch: pytest
     assert choose("auto", HOPPER).name == "reference"
 
 
+def test_only_a_model_with_windows_asks_a_kernel_for_them(gpu: dict[str, Version]) -> None:
+    def whole(q: Tensor, k: Tensor, v: Tensor, lens: Any, *, window: int | None = None) -> Tensor:
+        return packed_by_reference(q, k, v, lens)
+
+    gpu["a"] = gpu["c"] = Version("a", windowless, lambda case: "", whole)
+    gpu["b"] = Version("b", reference.prefill_attention, lambda case: "", packed_by_reference)
+    assert (choose("auto", HOPPER).name, choose("a", HOPPER).packed_name) == ("a", "a")
+    windowed = replace(HOPPER, window=4096)
+    assert (choose("auto", windowed).name, choose("auto", windowed).packed_name) == ("b", "b")
+    with pytest.raises(ValueError, match="'a' cannot be used: failed its trial .wrong by"):
+        choose("a", windowed)
+
+
 def test_a_packed_kernel_that_fails_its_trial_is_not_used(gpu: dict[str, Version]) -> None:
-    def mixes(q: Tensor, k: Tensor, v: Tensor, lens: Any) -> Tensor:
+    def mixes(q: Tensor, k: Tensor, v: Tensor, lens: Any, *, window: int | None = None) -> Tensor:
         return reference.prefill_attention(q, k, v)  # one prompt sees the other
 
     for name in ("a", "b", "c"):
@@ -263,13 +280,20 @@ def is_same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.stride(-1) == 1
 
 
-def attend_parts(q: Tensor, k: Tensor, v: Tensor, ends_q: list[int], ends_k: list[int]) -> Tensor:
+def attend_parts(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: list[int], ends_k: list[int], window: int | None = None
+) -> Tensor:
     """Packed attention by the reference; ``k, v [N, G, E]`` as the packages take them."""
     parts = [
-        reference.prefill_attention(q[a:b], k[c:d].transpose(0, 1), v[c:d].transpose(0, 1))
+        reference.prefill_attention(q[a:b], k[c:d].transpose(0, 1), v[c:d].transpose(0, 1), window=window)
         for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
     ]
     return torch.cat(parts)
+
+
+def window_of(left: int) -> int | None:
+    """Of what packages take: how many keys are seen before a query's own, or -1."""
+    return None if left == -1 else left + 1
 
 
 class Stand:
@@ -278,20 +302,24 @@ class Stand:
     def __init__(self, pool: Tensor, *, is_third: bool = False) -> None:
         self.pool, self.is_third, self.calls = pool, is_third, 0
 
-    def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Any:
+    def flash_attn_func(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int] = (-1, -1)
+    ) -> Any:
         self.calls += 1
+        window = window_of(window_size[0])
+        assert window_size[1] == (-1 if window is None else 0)
         assert causal and q.shape[0] == k.shape[0] == 1
         assert q.shape[2:] == (HEADS, SIZE) and k.shape[2:] == v.shape[2:] == (KV_HEADS, SIZE)
         assert is_same_memory(k, self.pool) and is_same_memory(v, self.pool)
-        out = reference.prefill_attention(q[0], k[0].transpose(0, 1), v[0].transpose(0, 1))[None]
+        out = reference.prefill_attention(q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), window=window)[None]
         return (out, None) if self.is_third else out
 
     def flash_attn_varlen_func(
         self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, causal: bool,
+        max_seqlen_k: int, causal: bool, window_size: tuple[int, int] = (-1, -1),
     ) -> Any:  # fmt: skip
         out = self.varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                               window_size=(-1, 0) if causal else (-1, -1), enable_gqa=True)  # fmt: skip
+                               window_size=(window_size[0], 0 if causal else -1), enable_gqa=True)  # fmt: skip
         return (out, None) if self.is_third else out
 
     def varlen_attn(
@@ -299,7 +327,7 @@ class Stand:
         window_size: tuple[int, int], enable_gqa: bool,
     ) -> Tensor:  # fmt: skip
         self.calls += 1
-        assert window_size == (-1, 0) and enable_gqa
+        assert window_size[1] == 0 and enable_gqa
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
         assert query.shape[1:] == (HEADS, SIZE) and key.shape[1:] == (KV_HEADS, SIZE)
         assert is_same_memory(key, self.pool) and is_same_memory(value, self.pool)
@@ -307,14 +335,16 @@ class Stand:
         assert (ends_q[-1], ends_k[-1]) == (len(query), len(key))
         assert max_q == max(b - a for a, b in zip(ends_q, ends_q[1:], strict=False))
         assert max_k == max(b - a for a, b in zip(ends_k, ends_k[1:], strict=False))
-        return attend_parts(query, key, value, ends_q, ends_k)
+        return attend_parts(query, key, value, ends_q, ends_k, window_of(window_size[0]))
 
-    def single_prefill_with_kv_cache(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kv_layout: str) -> Tensor:
+    def single_prefill_with_kv_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kv_layout: str, window_left: int
+    ) -> Tensor:
         self.calls += 1
         assert causal and kv_layout == "HND"
         assert q.shape[1:] == (HEADS, SIZE) and (k.shape[0], k.shape[2]) == (KV_HEADS, SIZE)
         assert is_same_memory(k, self.pool) and is_same_memory(v, self.pool)
-        return reference.prefill_attention(q, k, v)
+        return reference.prefill_attention(q, k, v, window=window_of(window_left))
 
     def install(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         module: Any = ModuleType(name)
@@ -328,13 +358,16 @@ class Stand:
     [("flash_attn", "flash_attn"), ("flash_attn_3", "flash_attn_interface"), ("flashinfer", "flashinfer")],
 )
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 40), (7, 40), (40, 40)])
-def test_one_prompt(name: str, module: str, num_queries: int, num_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 1, 9, 50])
+def test_one_prompt(
+    name: str, module: str, num_queries: int, num_keys: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = inputs(num_queries, num_keys)
     stand = Stand(k, is_third=name == "flash_attn_3")
     stand.install(monkeypatch, module)
-    got = getattr(packages, name)(q, k, v)
+    got = getattr(packages, name)(q, k, v, window=window)
     assert stand.calls == 1
-    assert torch.equal(got, reference.prefill_attention(q, k, v))
+    assert torch.equal(got, reference.prefill_attention(q, k, v, window=window))
 
 
 @pytest.mark.parametrize(
@@ -345,7 +378,8 @@ def test_one_prompt(name: str, module: str, num_queries: int, num_keys: int, mon
         ("torch_varlen", "torch.nn.attention.varlen"),
     ],
 )
-def test_packed_prompts(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 1, 9, 50])
+def test_packed_prompts(name: str, module: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three prompts; of the first, only the last 3 tokens are queries."""
     q, k, v = inputs(20, 29)
     stand = Stand(k, is_third=name == "flash_attn_3_packed")
@@ -353,9 +387,9 @@ def test_packed_prompts(name: str, module: str, monkeypatch: pytest.MonkeyPatch)
     lens = PackedLens(
         torch.tensor([0, 3, 8, 20], dtype=torch.int32), torch.tensor([0, 12, 17, 29], dtype=torch.int32), 12, 12
     )
-    got = getattr(packages, name)(q, k, v, lens)
+    got = getattr(packages, name)(q, k, v, lens, window=window)
     assert stand.calls == 1
-    expected = attend_parts(q, k.transpose(0, 1), v.transpose(0, 1), [0, 3, 8, 20], [0, 12, 17, 29])
+    expected = attend_parts(q, k.transpose(0, 1), v.transpose(0, 1), [0, 3, 8, 20], [0, 12, 17, 29], window)
     assert torch.equal(got, expected)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from time import perf_counter
 
@@ -295,18 +295,25 @@ def _first_packed(order: tuple[str, ...], case: Case) -> tuple[Version | None, l
 
 def _trial(attend: Attend, case: Case) -> str:
     q, k, v = random_chunk(case, 40, 200)
-    return _compare(lambda: attend(q, k, v), reference.prefill_attention(q, k, v))
+    problem = ""
+    for window in {None, case.window and min(case.window, 50)}:
+        expected = reference.prefill_attention(q, k, v, window=window)
+        problem = problem or _compare(partial(attend, q, k, v, window=window), expected)
+    return problem
 
 
 def _packed_trial(attend_packed: AttendPacked, case: Case) -> str:
     """Two prompts of 24 and 40 tokens; of the first, the last 8 are in the chunk."""
     q, k, v = random_chunk(case, 48, 64)
-    expected = torch.cat([
-        reference.prefill_attention(q[:8], k[:, :24], v[:, :24]),
-        reference.prefill_attention(q[8:], k[:, 24:], v[:, 24:]),
-    ])  # fmt: skip
     ends = torch.tensor([[0, 8, 48], [0, 24, 64]], dtype=torch.int32, device=q.device)
-    return _compare(lambda: attend_packed(q, k, v, PackedLens(ends[0], ends[1], 40, 40)), expected)
+    lens, problem = PackedLens(ends[0], ends[1], 40, 40), ""
+    for window in {None, case.window and min(case.window, 20)}:
+        expected = torch.cat([
+            reference.prefill_attention(q[:8], k[:, :24], v[:, :24], window=window),
+            reference.prefill_attention(q[8:], k[:, 24:], v[:, 24:], window=window),
+        ])  # fmt: skip
+        problem = problem or _compare(partial(attend_packed, q, k, v, lens, window=window), expected)
+    return problem
 
 
 def _compare(run: Callable[[], Tensor], expected: Tensor) -> str:

@@ -34,33 +34,34 @@ class PackedLens:
     max_keys: int
 
 
-def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flash_attn(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """``flash_attn`` (FlashAttention-2, 2.1 or newer): ``q [1, T, H, E]``, ``k, v [1, N, G, E]``."""
-    return _flash_single("flash_attn", q, k, v)
+    return _flash_single("flash_attn", q, k, v, window)
 
 
-def flash_attn_packed(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+def flash_attn_packed(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None) -> Tensor:
     """The same for packed prompts: ``q [T, H, E]``, ``k, v [N, G, E]``."""
-    return _flash_packed("flash_attn", q, k, v, lens)
+    return _flash_packed("flash_attn", q, k, v, lens, window)
 
 
-def flash_attn_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flash_attn_3(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """``flash_attn_interface`` (FlashAttention-3, for Hopper); layouts as FlashAttention-2."""
-    return _flash_single("flash_attn_interface", q, k, v)
+    return _flash_single("flash_attn_interface", q, k, v, window)
 
 
-def flash_attn_3_packed(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+def flash_attn_3_packed(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None) -> Tensor:
     """The same for packed prompts."""
-    return _flash_packed("flash_attn_interface", q, k, v, lens)
+    return _flash_packed("flash_attn_interface", q, k, v, lens, window)
 
 
-def _flash_single(package: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    found = import_module(package).flash_attn_func(q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None],
-                                                   causal=True)  # fmt: skip
+def _flash_single(package: str, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    found = import_module(package).flash_attn_func(
+        q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], causal=True, **_window_size(window)
+    )
     return _output(found)[0]
 
 
-def _flash_packed(package: str, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+def _flash_packed(package: str, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, window: int | None) -> Tensor:
     found = import_module(package).flash_attn_varlen_func(
         q,
         k.transpose(0, 1),
@@ -70,8 +71,14 @@ def _flash_packed(package: str, q: Tensor, k: Tensor, v: Tensor, lens: PackedLen
         max_seqlen_q=lens.max_queries,
         max_seqlen_k=lens.max_keys,
         causal=True,
+        **_window_size(window),
     )
     return _output(found)
+
+
+def _window_size(window: int | None) -> dict[str, tuple[int, int]]:
+    """For flash-attn, 2.3 or newer: how many keys are seen before a query's own, and after it."""
+    return {} if window is None else {"window_size": (window - 1, 0)}
 
 
 def _output(found: Any) -> Tensor:
@@ -80,14 +87,16 @@ def _output(found: Any) -> Tensor:
     return out
 
 
-def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """FlashInfer's kernel for one prompt; K and V are given heads first, as they lie in the pool."""
-    out: Tensor = import_module("flashinfer").single_prefill_with_kv_cache(q, k, v, causal=True, kv_layout="HND")
+    out: Tensor = import_module("flashinfer").single_prefill_with_kv_cache(
+        q, k, v, causal=True, kv_layout="HND", window_left=-1 if window is None else window - 1
+    )
     return out
 
 
-def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
-    """PyTorch's flash kernel for packed prompts; a window of (-1, 0) is its word for causal.
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None) -> Tensor:
+    """PyTorch's flash kernel for packed prompts; a window of (-1, 0) is causal.
 
     Since 2.12 grouped heads must be announced; before, the kernel takes them as they come.
     """
@@ -101,7 +110,7 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
         lens.keys,
         lens.max_queries,
         lens.max_keys,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         **announced,
     )
     return out

@@ -2,9 +2,10 @@
 
 Two calls, the same for all of them:
 
-* ``attend(q [T, H, E], k [G, N, E], v [G, N, E]) -> [T, H, E]``: ``reference.prefill_attention``, for one prompt;
-* ``attend_packed(q, k, v, lens) -> [T, H, E]``: the same for several prompts that lie one after the other, without
-  padding. Only kernels that take a length per prompt have it; the others are called once per prompt.
+* ``attend(q [T, H, E], k [G, N, E], v [G, N, E], window=None) -> [T, H, E]``: ``reference.prefill_attention``, for one
+  prompt;
+* ``attend_packed(q, k, v, lens, window=None) -> [T, H, E]``: the same for several prompts that lie one after the other,
+  without padding. Only kernels that take a length per prompt have it; the others are called once per prompt.
 
 K and V are ranges of the staging buffers and therefore views, contiguous in E only; every kernel here takes strides.
 ``packages.py`` holds what comes from outside PyTorch; ``choice.py`` decides.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,12 +29,20 @@ from snapstream.kernels.cpu import attention as cpu_attention
 from snapstream.kernels.cpu.looped import library, prompt
 from snapstream.kernels.rows import CosSin, HeadNorm
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-AttendPacked = Callable[[Tensor, Tensor, Tensor, PackedLens], Tensor]
 # heads [T, H+2G, E] as projected, keys and values [G, P, E] of staging, runs of tokens and where they go -> queries
 StageHeads = Callable[[Tensor, HeadNorm, CosSin, Tensor, Tensor, Sequence[tuple[int, int, int]]], Tensor]
 
 HALF = (torch.bfloat16, torch.float16)
+
+
+class Attend(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /, *, window: int | None = None) -> Tensor: ...
+
+
+class AttendPacked(Protocol):
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, /, *, window: int | None = None
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class Case:
     head_dim: int
     group_size: int = 1  # query heads per kv head
     capability: tuple[int, int] | None = None  # of an NVIDIA GPU
+    window: int | None = None  # of the layers that have a sliding window
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, head_dim: int, group_size: int) -> Case:
@@ -118,9 +129,9 @@ def _on_cpu_in_bf16(case: Case) -> str:
     return "" if library.load().multiplies_bf16() else "this processor does not multiply bf16"
 
 
-def _packed_in_fp32(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens) -> Tensor:
+def _packed_in_fp32(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None) -> Tensor:
     ends = list(zip(lens.queries.tolist()[1:], lens.keys.tolist()[1:], strict=True))
-    return prompt.attend_f32(library.load(), q, k, v, ends)
+    return prompt.attend_f32(library.load(), q, k, v, ends, window=window)
 
 
 VERSIONS: dict[str, Version] = {

@@ -18,16 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snapstream.kernels.formats import Scales, encoding_of, spread
+from snapstream.kernels.pytorch import window_attention
 from snapstream.kernels.rows import LayerRows
 
 MAX_WASTE = 1.25  # slots read over slots visible, up to which unequal rows share a call
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, _ = k.shape
+    if window is not None and window < num_keys:
+        return window_attention(q, k, v, window)
     group = num_heads // num_kv_heads
     prefix = num_keys - num_queries
     own_k = k[:, prefix:].repeat_interleave(group, 0)[None]  # [1, H, T, E]: only the chunk is repeated

@@ -107,12 +107,13 @@ struct Draw {  // one call; bias, min_tokens, penalties, grammar: whether any ro
 };
 
 // q [T, H, E], k [G, N, E] and v [G, N, U] fp32, contiguous in E and U, strides in numbers; out [T, H, U] contiguous.
-// Query t sees the keys up to N - T + t.
+// Query t sees the keys up to N - T + t; with a window only the last `window` of those.
 struct Prompt {
     const float *q, *k, *v;
     float* out;
     int64_t queries, heads, kv_heads, keys, size, value_size;
     int64_t q_token, q_head, k_head, k_token, v_head, v_token;
+    int64_t window;  // 0: none
     float scale;
 };
 

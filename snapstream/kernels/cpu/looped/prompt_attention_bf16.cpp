@@ -98,18 +98,19 @@ class Task {
                 packed += units * size;
                 state += size * (2 + value_panels * PANEL);
             }
-        last_ = seen_by(end - 1);
+        first_ = seen_from(begin), last_ = seen_by(end - 1);
     }
 
     void run() {
-        for (int64_t first = 0; first < last_; first += BLOCK_KEYS) {
+        for (int64_t first = first_ / BLOCK_KEYS * BLOCK_KEYS; first < last_; first += BLOCK_KEYS) {
             const int64_t count = std::min(BLOCK_KEYS, p_.keys - first);
             pack_keys(p_.k + kv_head_ * p_.k_head + first * p_.k_token, p_.k_token, count, p_.size, keys_.data());
             pack_values(p_.v + kv_head_ * p_.v_head + first * p_.v_token, p_.v_token, count, p_.value_size,
                         values_.data());
             for (const Some& some : some_) {
                 const int64_t seen = seen_by(some.first + some.count - 1) - first;  // by the last of them
-                if (seen > 0) attend(some, first, std::min(seen, count), even(count) / 2);
+                if (seen > 0 && seen_from(some.first) < first + count)
+                    attend(some, first, std::min(seen, count), even(count) / 2);
             }
         }
         const int64_t shared = p_.heads / p_.kv_heads, per_head = some_.size() / shared;
@@ -118,12 +119,14 @@ class Task {
 
   private:
     int64_t seen_by(int64_t query) const { return p_.keys - p_.queries + query + 1; }
+    int64_t seen_from(int64_t query) const { return p_.window ? std::max<int64_t>(seen_by(query) - p_.window, 0) : 0; }
 
     // Of a block that begins at key `first` the `count` keys that some of the queries see; `pairs` of them are packed.
     void attend(const Some& some, int64_t first, int64_t count, int64_t pairs) {
         const int64_t T = some.count, units = even(p_.size) / 2, panels = panels_of(count);
         const PairTile score = pair_tile_of<NEW>(T, UpToMost{}), mix = pair_tile_of<ON, SHARES>(T, UpToMost{});
-        for (int64_t panel = 0; panel < panels; ++panel) {
+        const int64_t hidden = std::max<int64_t>(seen_from(some.first) - first, 0) / PANEL;  // panels before the windows
+        for (int64_t panel = hidden; panel < panels; ++panel) {
             const char* own = reinterpret_cast<const char*>(keys_.data() + panel * units * PANEL);
             score(own, some.packed, 2 * units, scores_ + panel * T * PANEL, {own, 0});
         }
@@ -136,10 +139,12 @@ class Task {
 
     // Scores of one query to shares of its largest score; what was found before is corrected to that.
     void soften(const Some& some, int64_t t, int64_t first, int64_t count, int64_t panels) {
-        const int64_t T = some.count, seen = seen_by(some.first + t) - first;
+        const int64_t T = some.count, query = some.first + t, seen = seen_by(query) - first;
+        const int64_t hidden = std::clamp<int64_t>(seen_from(query) - first, 0, count);
         const float none = -std::numeric_limits<float>::infinity();
         const auto place = [&](int64_t at) { return scores_ + (at / PANEL * T + t) * PANEL + at % PANEL; };
         for (int64_t at = std::clamp<int64_t>(seen, 0, count); at < panels * PANEL; ++at) *place(at) = none;
+        for (int64_t at = 0; at < hidden; ++at) *place(at) = none;
         vec largest = all(none);
         for (int64_t at = 0; at < even(count); at += W) {
             const vec own = load(place(at));
@@ -176,7 +181,7 @@ class Task {
 
     const Prompt& p_;
     const int64_t kv_head_;
-    int64_t last_;  // keys that the last query sees
+    int64_t first_, last_;  // keys that some query sees
     std::vector<uint32_t> packed_, keys_, values_;
     std::vector<float> state_;
     std::vector<Some> some_;

@@ -155,7 +155,9 @@ struct Task {
     const Prompt* prompt;
     int64_t kv_head, begin, end;  // lanes of that kv head: lane i is head i % shared of query i / shared
     int64_t work() const {
-        return (end - begin) * (prompt->keys - prompt->queries + end * prompt->kv_heads / prompt->heads);
+        const int64_t shared = prompt->heads / prompt->kv_heads, seen = prompt->keys - prompt->queries + end / shared;
+        const int64_t in_windows = prompt->window ? prompt->window + (end - begin) / shared : seen;
+        return (end - begin) * std::min(seen, in_windows);
     }
 };
 
@@ -163,7 +165,8 @@ struct Task {
 struct Pack {
     int64_t begin, lanes;
     int vecs;
-    int64_t all_see, some_see;                // keys: every lane the first ones, some lane no more
+    int64_t all_see, some_see;                // where the keys end that every lane sees, that some lane sees
+    int64_t all_from, some_from;              // where they begin, as windows have it
     float *queries, *mixed, *peaks, *totals;  // [E][V W], [U][V W], [V W], [V W]
 };
 
@@ -176,14 +179,16 @@ class Worker {
     void run(const Task& task) {
         task_ = &task, p_ = task.prompt, shared_ = p_->heads / p_->kv_heads;
         make_packs();
-        for (int64_t first = 0; first < packs_.back().some_see; first += BLOCK_KEYS)
+        const int64_t begin = packs_.front().some_from / BLOCK_KEYS * BLOCK_KEYS;
+        for (int64_t first = begin; first < packs_.back().some_see; first += BLOCK_KEYS)
             for (const Pack& pack : packs_)
-                if (pack.some_see > first) attend(pack, first);
+                if (pack.some_see > first && pack.some_from < first + BLOCK_KEYS) attend(pack, first);
         for (const Pack& pack : packs_) write(pack);
     }
 
   private:
     int64_t seen_by(int64_t lane) const { return p_->keys - p_->queries + lane / shared_ + 1; }
+    int64_t seen_from(int64_t lane) const { return p_->window ? std::max<int64_t>(seen_by(lane) - p_->window, 0) : 0; }
 
     void make_packs() {
         packs_.clear();
@@ -193,8 +198,9 @@ class Worker {
             const int64_t lanes = std::min<int64_t>(MOST_LANES, task_->end - begin);
             const int vecs = static_cast<int>(divided_up(lanes, W)), width = vecs * W;
             const auto take = [&](int64_t rows) { return std::exchange(memory, memory + rows * width); };
-            packs_.push_back({begin, lanes, vecs, seen_by(begin), seen_by(begin + lanes - 1), take(p_->size),
-                              take(p_->value_size), take(1), take(1)});
+            const int64_t last = begin + lanes - 1;
+            packs_.push_back({begin, lanes, vecs, seen_by(begin), seen_by(last), seen_from(last), seen_from(begin),
+                              take(p_->size), take(p_->value_size), take(1), take(1)});
             const Pack& pack = packs_.back();
             for (int lane = 0; lane < width; ++lane) {
                 const int64_t own = begin + std::min<int64_t>(lane, lanes - 1);
@@ -220,8 +226,9 @@ class Worker {
 
     // The first pack asks for the values of the block, the last for the keys of the next one.
     template <int V>
-    void attend(const Pack& pack, int64_t first) {
-        const int64_t count = std::min(BLOCK_KEYS, pack.some_see - first), after = first + BLOCK_KEYS;
+    void attend(const Pack& pack, int64_t block) {
+        const int64_t after = block + BLOCK_KEYS, first = std::max(block, pack.some_from);
+        const int64_t count = std::min(after, pack.some_see) - first;
         const bool is_first = &pack == &packs_.front(), is_last = &pack == &packs_.back();
         alignas(64) float factors[V * W];
         lane_product<KEYS, V>(keys(first, count), values(first, is_first ? count : 0), pack.queries, nullptr, scores_);
@@ -244,14 +251,20 @@ class Worker {
         UNROLL for (int v = 0; v < V; ++v) most[v] = all(NONE);
         const auto score = [&](int64_t key, int v) { return scores_ + (key * V + v) * W; };
         const int64_t whole = std::clamp<int64_t>(pack.all_see - first, 0, count);
-        for (int64_t key = 0; key < whole; ++key)
+        const int64_t early = std::clamp<int64_t>(pack.all_from - first, 0, whole);
+        const auto hide = [&](int64_t begin, int64_t end) {
+            for (int64_t key = begin; key < end; ++key) {
+                // Lanes before `unseen` come before the key; from `left` on it is outside of their windows.
+                const int64_t unseen = (first + key - (p_->keys - p_->queries)) * shared_ - pack.begin;
+                const int64_t left = p_->window ? unseen + p_->window * shared_ : V * W;
+                std::fill(score(key, 0), score(key, 0) + std::clamp<int64_t>(unseen, 0, V * W), NONE);
+                std::fill(score(key, 0) + std::clamp<int64_t>(left, 0, V * W), score(key, V), NONE);
+            }
+        };
+        hide(0, early);
+        hide(whole, count);
+        for (int64_t key = 0; key < count; ++key)
             UNROLL for (int v = 0; v < V; ++v) most[v] = larger(load(score(key, v)), most[v]);
-        for (int64_t key = whole; key < count; ++key) {
-            // Lanes before this one do not see the key.
-            const int64_t unseen = (first + key - (p_->keys - p_->queries)) * shared_ - pack.begin;
-            std::fill_n(score(key, 0), std::clamp<int64_t>(unseen, 0, V * W), NONE);
-            UNROLL for (int v = 0; v < V; ++v) most[v] = larger(load(score(key, v)), most[v]);
-        }
         const vec scale = all(p_->scale * 1.44269504088896341f);
         UNROLL for (int v = 0; v < V; ++v) {
             // Peaks are kept times the scale: of one that stays, the factor is 1 to the bit.
