@@ -48,8 +48,8 @@ def random_share(
     weights = DecoderWeights.empty(share.own, dtype, device, formats)
     whole, generator = tensor_specs(share.whole), torch.Generator(device=device)
     for name, cut in cuts_of(share).items():
-        role = cut.part.role
-        numbers = torch.empty(cut.own, dtype=torch.float32, device=device)
+        role = cut.part.target
+        numbers = torch.empty(cut.part.shape, dtype=torch.float32, device=device)
         if role.endswith("norm"):
             numbers.fill_(1.0)
         elif role.endswith("bias"):
@@ -66,7 +66,7 @@ def checkpoint_of(weights: DecoderWeights) -> dict[str, Tensor]:
     """The numbers by the names they have in a checkpoint of transformers."""
     stored, found = weights.stored(), {}
     for part in checkpoint_parts(tensor_specs(weights.config), weights.config.num_layers):
-        numbers = stored[part.role][part.place] if part.place else stored[part.role]
+        numbers = stored[part.target][part.place] if part.place else stored[part.target]
         if part.row_order is not None:
             order = torch.tensor(part.row_order, device=numbers.device)
             numbers = torch.empty_like(numbers).index_copy_(0, order, numbers)

@@ -1,15 +1,18 @@
-"""Fills the stacked weights from a checkpoint folder, tensor by tensor.
+"""Loads the weights of a checkpoint folder, tensor by tensor.
 
-Invariants: the checkpoint's tensors are compared with those that the model needs before anything is allocated; each
-tensor goes from the mapped file straight to its place in a stack, so host memory never exceeds the model plus
-one shard. A rank reads only its part of each. Next: ``checkpoint.py`` (files and headers), ``cuts.py`` (parts),
-``packed.py`` (matrices in codes), ``weights.py`` (the stacks).
+Invariants: before anything is allocated, every shard is whole, every tensor has one place, and the tensors are those
+that the model needs. Each tensor is read from the mapped file into its place in a stack (``weights.py``), so host
+memory never exceeds the model plus one shard. A rank reads only its slice of each.
+
+A quantized matrix ``X.weight [out, in]`` is stored as (``pack-quantized``) ``X.weight_packed [out, in * bits / 32]``
+int32, whose bytes are the values of ``kernels/groups.py``, ``X.weight_scale [out, in / group]`` and ``X.weight_shape``;
+or as (FP8 blocks) ``X.weight [out, in]`` in e4m3 and ``X.weight_scale_inv [ceil(out / 128), ceil(in / 128)]``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,22 +30,17 @@ from snapstream.models.config_json import read_object
 from snapstream.models.matrix import MakeMatrix, decode, make_matrix
 from snapstream.models.quantization import FP8_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
 from snapstream.models.registry import tensor_specs
-from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of, needed_shapes
+from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
 from snapstream.models.tensors import Part, TensorSpec, checkpoint_parts
 from snapstream.models.weights import DecoderWeights
 from snapstream.types import named
 
-# The contents of a checkpoint folder: its shards and the shape of every tensor in them, read from headers alone.
-#
-# Invariant: after ``read_manifest`` every shard exists, is whole, and every tensor has one place. ``loader.py``
-# compares the manifest with what the model needs before a byte of weights is read.
-
-FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names of what converts to a weight as it is
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies and how it looks."""
+    """A tensor in a file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -50,7 +48,7 @@ class StoredTensor:
 
 
 def read_manifest(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint by name. Raises ValueError for absent, cut or contradictory shards."""
+    """Every tensor of the checkpoint by name. ValueError for missing, truncated or contradictory shards."""
     manifest: dict[str, StoredTensor] = {}
     for file in _shards(folder):
         for name, tensor in _read_header(file).items():
@@ -62,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def open_shard(file: Path) -> Iterator[safe_open]:
-    """Memory-map a shard; pages that were read belong to the mapping and go when it closes."""
+    """Memory-map a shard."""
     try:
         with safe_open(file, framework="pt", device="cpu") as shard:
             yield shard
@@ -71,7 +69,7 @@ def open_shard(file: Path) -> Iterator[safe_open]:
 
 
 def read_part(shard: safe_open, name: str, place: tuple[slice, ...]) -> Tensor:
-    """The part ``place`` of a tensor; no other page of the file is read."""
+    """A slice of a tensor; no other page of the file is read."""
     stored = shard.get_slice(name)
     if all(cut == slice(0, size) for cut, size in zip(place, stored.get_shape(), strict=True)):
         whole: Tensor = shard.get_tensor(name)
@@ -112,7 +110,7 @@ def _indexed_shards(index: Path) -> list[Path]:
 
 
 def _check_name(index: Path, tensor: str, name: Any) -> None:
-    """A shard lies in the folder of its index. It may be a link to elsewhere, as in the caches of model hubs."""
+    """A shard is in the folder of its index; it may be a link, as in the caches of model hubs."""
     if not isinstance(name, str):
         raise ValueError(f"{index}: weight_map names {named(name)} for {tensor}; it must be the name of a file")
     if name in ("", ".", "..") or any(sign in name for sign in ("/", "\\", "\0")):
@@ -125,25 +123,18 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         return {name: StoredTensor(file, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
 
 
-# The tensors of a quantized matrix in a checkpoint, and their bytes.
-#
-# In the form ``pack-quantized`` a matrix ``X.weight [out, in]`` is three tensors: ``X.weight_packed [out, in * bits /
-# 32]`` int32, whose bytes are the codes of ``kernels/groups.py``; ``X.weight_scale [out, in / group]`` in a float
-# dtype; ``X.weight_shape``, which holds out and in. In FP8 blocks it is ``X.weight [out, in]`` itself, e4m3, and
-# ``X.weight_scale_inv [ceil(out / 128), ceil(in / 128)]``.
-
-Wanted = tuple[Shape, tuple[str, ...]]  # of a tensor in a file: shape, and the dtypes that it may have
-CODES, SHAPE = "_packed", "_shape"
+Expected = tuple[Shape, tuple[str, ...]]  # shape of a tensor, and the dtypes that it may have
+PACKED, SHAPE = "_packed", "_shape"
 FP8_STORED = "F8_E4M3"  # safetensors' name
 
 
 def plain_name(name: str) -> str:
     """``X.weight`` of ``X.weight_packed``, and of itself."""
-    return name.removesuffix(CODES)
+    return name.removesuffix(PACKED)
 
 
-def packed_tensors(name: str, shape: Shape, form: WeightFormat) -> dict[str, Wanted]:
-    """The tensors that stand for a matrix ``name`` of that shape."""
+def packed_tensors(name: str, shape: Shape, form: WeightFormat) -> dict[str, Expected]:
+    """The tensors of a quantized matrix ``name``."""
     num_out, num_in = shape
     if form.is_fp8:
         scales = -(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK)
@@ -154,16 +145,14 @@ def packed_tensors(name: str, shape: Shape, form: WeightFormat) -> dict[str, Wan
             f"a multiple of it"
         )
     return {
-        name + CODES: ((num_out, num_in * form.bits // 32), ("I32",)),
+        name + PACKED: ((num_out, num_in * form.bits // 32), ("I32",)),
         name + SCALES: ((num_out, num_in // form.group), FLOAT_DTYPES),
         name + SHAPE: ((2,), ("I64", "I32")),
     }
 
 
 def read_scales(name: str, cut: Cut, group: int, manifest: Mapping[str, StoredTensor]) -> Tensor:
-    """Scales of a part of the matrix ``name`` as stored; ValueError where the checkpoint says that it has another
-    shape.
-    """
+    """Stored scales of a slice of the matrix ``name``; ValueError if the stored shape is another."""
     stored = _tensor(name + SHAPE, (slice(0, 2),), manifest).tolist()
     if stored != list(cut.whole):
         file = manifest[name + SHAPE].file
@@ -172,33 +161,22 @@ def read_scales(name: str, cut: Cut, group: int, manifest: Mapping[str, StoredTe
 
 
 def read_block_scales(name: str, cut: Cut, manifest: Mapping[str, StoredTensor]) -> Tensor:
-    """Scales of a part of the FP8 matrix ``name``, fp32."""
+    """Scales of a slice of the FP8 matrix ``name``, fp32."""
     return _tensor(name + FP8_SCALES, cut.scaled((FP8_BLOCK, FP8_BLOCK)), manifest).to(torch.float32)
 
 
-def codes_of(packed: Tensor) -> Tensor:
-    """Codes ``[out, in * bits / 8]`` uint8 of ``weight_packed``: its bytes."""
-    return packed.view(torch.uint8)
-
-
-def keeps_blocks(order: Sequence[int]) -> bool:
-    """Whether rows in this order stay in the blocks whose scales they have."""
-    return all(at // FP8_BLOCK == row // FP8_BLOCK for at, row in enumerate(order))
-
-
 def pack_matrix(name: str, numbers: Tensor, form: WeightFormat) -> dict[str, Tensor]:
-    """The tensors that stand for a matrix ``[out, in]``, scales in its dtype."""
+    """The tensors of a matrix ``[out, in]`` as ``pack-quantized`` stores it, scales in its dtype."""
     dtype = torch.float32 if numbers.dtype == torch.float64 else numbers.dtype
     codes, scales = quantize(numbers, form.bits, form.group, dtype)
     return {
-        name + CODES: codes.view(torch.int32),
+        name + PACKED: codes.view(torch.int32),
         name + SCALES: scales.to(dtype),
         name + SHAPE: torch.tensor(numbers.shape),
     }
 
 
 def _tensor(name: str, place: tuple[slice, ...], manifest: Mapping[str, StoredTensor]) -> Tensor:
-    """A part of a small tensor, wherever it lies."""
     with open_shard(manifest[name].file) as shard:
         return read_part(shard, name, place)
 
@@ -218,20 +196,21 @@ def load_weights(
     make: MakeMatrix = make_matrix,
     share: Share | None = None,
 ) -> DecoderWeights:
-    """Read a checkpoint into stacks on ``device``, computed with in ``dtype``.
+    """Read a checkpoint into stacks on ``device``, for computation in ``dtype``.
 
-    ``formats``: how the matrices lie in memory, by default in ``dtype``; ``make`` allocates a matrix. ``share``:
-    the part of the model ``config`` that is read, by default all of it. A ValueError names the tensor or file.
+    ``formats``: of the matrices in memory, by default ``dtype``; ``make`` allocates a matrix. ``share``: the part of
+    the model that is read, by default all. A ValueError names the tensor or file.
     """
+    from tqdm import tqdm
+
     manifest = check_checkpoint(Path(folder), config)
     share = Share(whole=config, own=config) if share is None else share
     cuts = cuts_of(share)
     weights = DecoderWeights.empty(share.own, dtype, device, formats, make)
-    name_of_dtype = str(dtype).removeprefix("torch.")
-    roles, whole_roles = tensor_specs(share.own), tensor_specs(share.whole)
-    form = {name: format_of(role, name_of_dtype, formats) for name, role in roles.items()}
+    dtype_name = str(dtype).removeprefix("torch.")
+    specs, whole_specs = tensor_specs(share.own), tensor_specs(share.whole)
     bounds: dict[str, Tensor] = {}
-    with _progress_bar(len(cuts), progress) as bar:
+    with tqdm(total=len(cuts), desc="Loading weights", unit="tensor", disable=not progress) as bar:
         for file in dict.fromkeys(stored.file for name, stored in manifest.items() if plain_name(name) in cuts):
             with open_shard(file) as shard:
                 for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
@@ -239,43 +218,43 @@ def load_weights(
                     if own not in cuts:
                         continue
                     cut, part = cuts[own], cuts[own].part
-                    codes = _codes_of(roles[part.role], config)
-                    if codes is not None:
-                        bounds |= _fill_codes(weights, shard, name, cut, codes, manifest)
+                    spec, quantized = specs[part.target], _stored_format(specs[part.target], config)
+                    if quantized is not None:
+                        bounds |= _fill_quantized(weights, shard, name, cut, quantized, manifest)
                     else:
-                        of_whole = format_of(whole_roles[part.role], name_of_dtype, formats)
-                        stored = _read_floats(shard, name, cut, of_whole if roles[part.role].is_float else None)
-                        bounds[own] = _bounds(stored, form[part.role])
-                        weights.fill(part.role, part.place, _padded(_in_order(stored, part), cut))
+                        whole_format = format_of(whole_specs[part.target], dtype_name, formats)
+                        numbers = _read_floats(shard, name, cut, whole_format if spec.is_float else None)
+                        bounds[own] = _bounds(numbers, format_of(spec, dtype_name, formats))
+                        weights.fill(part.target, part.place, _padded(_in_order(numbers, part), cut))
                     bar.update()
     _check_finite(manifest, bounds)
     return weights
 
 
-def _fill_codes(
+def _fill_quantized(
     weights: DecoderWeights, shard: Any, name: str, cut: Cut, form: WeightFormat, manifest: Mapping[str, StoredTensor]
 ) -> dict[str, Tensor]:
-    """Store a matrix that the file has in codes; by name, the bounds of what was read."""
+    """Store a matrix that is quantized in the file; by name, the bounds of what was read."""
     part, own = cut.part, plain_name(name)
     outer = cut.widened((FP8_BLOCK, FP8_BLOCK) if form.is_fp8 else (1, form.group))
     if form.is_fp8:
         codes, scales = read_part(shard, name, outer.slices), read_block_scales(own, outer, manifest)
         bounds = {own: _block_bounds(codes, scales)}
     else:
-        codes = codes_of(read_part(shard, name, outer.scaled((1, 32 // form.bits))))
+        codes = read_part(shard, name, outer.scaled((1, 32 // form.bits))).view(torch.uint8)
         scales = read_scales(own, outer, form.group, manifest).to(SCALE_DTYPE)
         bounds = {own + SCALES: _minmax(scales)}
     if outer == cut:
-        weights.fill_quantized(part.role, part.place, *_padded_codes(codes, scales, cut, form))
+        weights.fill_quantized(part.target, part.place, *_padded_values(codes, scales, cut, form))
     else:  # the shard cuts through groups: it is stored as floats
         numbers = decode(codes, scales, form)
-        weights.fill(part.role, part.place, _padded(_in_order(numbers[cut.within(outer)], part), cut))
+        weights.fill(part.target, part.place, _padded(_in_order(numbers[cut.within(outer)], part), cut))
     return bounds
 
 
 def _read_floats(shard: Any, name: str, cut: Cut, rounded: WeightFormat | None) -> Tensor:
-    """A part of a matrix of floats. ``rounded``: its form on one rank, where a shard is not quantized because it cuts
-    through groups: its values are those of one rank all the same.
+    """A slice of a matrix of floats. ``rounded``: of a shard that is not quantized because it cuts through groups, the
+    format on a single rank, to which its values are rounded all the same.
     """
     if rounded is None or rounded.is_fp8:
         return read_part(shard, name, cut.slices)
@@ -285,52 +264,52 @@ def _read_floats(shard: Any, name: str, cut: Cut, rounded: WeightFormat | None) 
 
 
 def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """The stored tensors by name; ValueError unless they are exactly this model's, codes where it has codes."""
+    """The stored tensors by name; ValueError unless they are exactly this model's."""
     manifest = read_manifest(folder)
-    roles = tensor_specs(config)
-    plan = {part.name: part for part in checkpoint_parts(roles, config.num_layers)}
-    needed: dict[str, Wanted] = {}
-    for name, shape in needed_shapes(roles, config.num_layers).items():
-        codes = _codes_of(roles[plan[name].role], config)
-        needed |= {name: (shape, FLOAT_DTYPES)} if codes is None else packed_tensors(name, shape, codes)
+    specs = tensor_specs(config)
+    needed: dict[str, Expected] = {}
+    for part in checkpoint_parts(specs, config.num_layers):
+        form = _stored_format(specs[part.target], config)
+        plain = {part.name: (part.shape, FLOAT_DTYPES)}
+        needed |= plain if form is None else packed_tensors(part.name, part.shape, form)
     _check(manifest, needed, config)
     return manifest
 
 
-def _codes_of(role: TensorSpec, config: ModelConfig) -> WeightFormat | None:
-    """How the files have the matrices of a role; None for plain floats."""
-    return config.stored.format_of(is_attention=role.is_attention) if role.is_quantized else None
+def _stored_format(spec: TensorSpec, config: ModelConfig) -> WeightFormat | None:
+    """The format in the files if it is quantized there."""
+    return config.stored.format_of(is_attention=spec.is_attention) if spec.is_quantized else None
 
 
 def _in_order(rows: Tensor, part: Part) -> Tensor:
-    """Rows of a checkpoint tensor in the order in which they are stored."""
+    """Rows of a checkpoint tensor in the order of the storage."""
     return rows if part.row_order is None else rows[list(part.row_order)]
 
 
 def _blocks_in_order(codes: Tensor, part: Part) -> Tensor:
-    """The same of FP8 numbers, whose scales stay where they are."""
+    """The same of FP8 numbers, whose scales keep their order."""
     if part.row_order is None:
         return codes
-    if not keeps_blocks(part.row_order):
+    if any(at // FP8_BLOCK != row // FP8_BLOCK for at, row in enumerate(part.row_order)):
         raise ValueError(f"rows of {part.name} change their order across the blocks that share an FP8 scale")
     return codes.view(torch.uint8)[list(part.row_order)].view(FP8.dtype)
 
 
 def _padded(numbers: Tensor, cut: Cut) -> Tensor:
-    """With zeros where the shard is longer than what the checkpoint has for it."""
+    """Append the zeros of a padded shard."""
     ends = [end for missing in reversed(cut.missing) for end in (0, missing)]
     return torch.nn.functional.pad(numbers, ends) if any(ends) else numbers
 
 
-def _padded_codes(codes: Tensor, scales: Tensor, cut: Cut, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a part in the order of the storage; scales of zero fill up the shard."""
+def _padded_values(codes: Tensor, scales: Tensor, cut: Cut, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Quantized values and scales in the order of the storage, padded with zeros."""
     if form.is_fp8:
         codes, units = _blocks_in_order(codes, cut.part), (FP8_BLOCK, FP8_BLOCK)
     else:
         codes, scales, units = _in_order(codes, cut.part), _in_order(scales, cut.part), (1, form.group)
     if not any(cut.missing):
         return codes, scales
-    rows, columns = cut.own
+    rows, columns = cut.part.shape
     padded = codes.new_zeros(rows, columns * form.bits // 8)
     padded[: codes.shape[0], : codes.shape[1]] = codes
     of_scales = scales.new_zeros(-(-rows // units[0]), -(-columns // units[1]))
@@ -338,14 +317,13 @@ def _padded_codes(codes: Tensor, scales: Tensor, cut: Cut, form: WeightFormat) -
     return padded, of_scales
 
 
-def _check(manifest: Mapping[str, StoredTensor], needed: Mapping[str, Wanted], config: ModelConfig) -> None:
-    """Refuse a checkpoint that is not exactly this model."""
+def _check(manifest: Mapping[str, StoredTensor], needed: Mapping[str, Expected], config: ModelConfig) -> None:
     missing = [name for name in needed if name not in manifest]
     if missing:
         raise ValueError(f"checkpoint lacks {_listed(missing)}; {config.architecture} needs {len(needed)} tensors")
     skipped = sum(_is_mtp(name, config) for name in manifest)
     if skipped:
-        logger.info("%d tensors of multi-token prediction (layers behind the last) are not loaded", skipped)
+        logger.info("%d tensors of multi-token prediction (layers after the last) are not loaded", skipped)
     extra = [name for name in manifest if name not in needed and not _is_redundant(name, config)]
     if extra:
         raise ValueError(f"checkpoint holds {_listed(extra)}, which {config.architecture} does not use")
@@ -360,11 +338,7 @@ def _check(manifest: Mapping[str, StoredTensor], needed: Mapping[str, Wanted], c
 
 
 def _bounds(numbers: Tensor, form: WeightFormat) -> Tensor:
-    """Least and greatest weight ``[2]`` in the dtype of the storage, of codes as scales; both are NaN where one is.
-
-    They cost one more reading of a tensor that is about to be copied: somewhat less than the copy itself, little beside
-    a disk.
-    """
+    """Least and greatest weight ``[2]`` in the dtype of the storage, or as scales; both are NaN if a weight is."""
     bounds = _minmax(numbers)
     if form.is_quantized:
         return (bounds / largest_value(form.bits)).to(SCALE_DTYPE)
@@ -372,19 +346,18 @@ def _bounds(numbers: Tensor, form: WeightFormat) -> Tensor:
 
 
 def _minmax(numbers: Tensor) -> Tensor:
-    """Zeros of a rank's empty shard."""
     return torch.stack(torch.aminmax(numbers)) if numbers.numel() else torch.zeros(2)
 
 
 def _block_bounds(codes: Tensor, scales: Tensor) -> Tensor:
-    """Least and greatest scale of an FP8 matrix; NaN where one of its numbers is. FP8 has no infinity."""
+    """Least and greatest scale of an FP8 matrix; NaN if one of its numbers is. FP8 has no infinity."""
     has_nan = bool((codes.view(torch.uint8) & 127).eq(127).any())
     bounds = _minmax(scales)
     return bounds.fill_(torch.nan) if has_nan else bounds
 
 
 def _check_finite(manifest: Mapping[str, StoredTensor], bounds: Mapping[str, Tensor]) -> None:
-    """Refuse weights that hold NaN or infinity, as stored or in memory: every answer would be noise."""
+    """ValueError for weights with NaN or infinity, in the file or in memory."""
     wrong = [name for name, bound in bounds.items() if not bound.isfinite().all()]
     if wrong:
         bound = bounds[wrong[0]]
@@ -400,7 +373,7 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
 
 
 def _is_mtp(name: str, config: ModelConfig) -> bool:
-    """True for a tensor of the layers behind the last one that predict further tokens (multi-token prediction)."""
+    """Whether it belongs to multi-token prediction, which is stored as layers after the last."""
     last = config.num_layers + config.num_mtp_layers
     return any(name.startswith(f"model.layers.{layer}.") for layer in range(config.num_layers, last))
 
@@ -409,19 +382,3 @@ def _listed(names: list[str], most: int = 3) -> str:
     """A few names and how many more there are."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
-class _NoBar:
-    def update(self) -> None:
-        """Nothing is shown."""
-
-
-@contextmanager
-def _progress_bar(total: int, is_shown: bool) -> Iterator[Any]:
-    if not is_shown:
-        yield _NoBar()
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc="Loading weights", unit="tensor") as bar:
-        yield bar

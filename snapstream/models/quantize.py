@@ -66,15 +66,15 @@ def quantize_checkpoint(
 
 def _matrices(config: ModelConfig, form: WeightFormat, attention: WeightFormat) -> dict[str, WeightFormat]:
     """The checkpoint's tensors that become codes, by name, those that are widened while loading among them."""
-    roles = {name: role for name, role in tensor_specs(config).items() if role.is_quantized}
-    formats = {name: attention if role.is_attention else form for name, role in roles.items()}
+    specs = {name: spec for name, spec in tensor_specs(config).items() if spec.is_quantized}
+    formats = {name: attention if spec.is_attention else form for name, spec in specs.items()}
     for name, own in formats.items():
-        if roles[name].shape[-1] % own.group:
+        if specs[name].shape[-1] % own.group:
             raise ValueError(
-                f"weights are {own.describe()}; the rows of {name} have {roles[name].shape[-1]} numbers, which must be "
+                f"weights are {own.describe()}; the rows of {name} have {specs[name].shape[-1]} numbers, which must be "
                 f"a multiple of {own.group}"
             )
-    return {part.name: formats[part.role] for part in checkpoint_parts(roles, config.num_layers)}
+    return {part.name: formats[part.target] for part in checkpoint_parts(specs, config.num_layers)}
 
 
 def _routers(config: ModelConfig) -> list[str]:

@@ -1,10 +1,11 @@
-"""What one of several ranks stores of a model: its own ``ModelConfig``, and which slice of each checkpoint tensor.
+"""Sizes of a model's weights, and their shards: integer arithmetic from configs, no torch.
 
-``rank_config`` is the whole rule. It gives the model as one rank sees it - its heads, its part of the MLPs, its
-experts, its lines of the vocabulary's tables - and from this config everything follows that follows from any: roles and
-their shapes (``families.py``), bytes (``shapes.py``), what is cached, what ``plan`` counts. ``slice_of`` compares the
-two configs' shapes of a tensor. Invariant: the slices of all ranks together are the tensor, each number once, but for
-kv heads fewer than ranks, which several ranks hold. No torch.
+``rank_config`` gives the ``ModelConfig`` of one rank: its heads, its part of the MLPs, its experts, its lines of the
+embedding tables. Tensor shapes, bytes, cache and ``plan`` follow from it as from any config. ``slice_of`` compares the
+shapes of a tensor in both configs. Invariant: the slices of all ranks cover each number once, except that kv heads
+fewer than ranks are held by several.
+
+``formats`` None means that every matrix is stored in the dtype of the computation.
 """
 
 from __future__ import annotations
@@ -17,72 +18,61 @@ from snapstream.config import DTYPE_BYTES, ModelConfig, WeightFormat, WeightForm
 from snapstream.config.engine import ParallelConfig
 from snapstream.config.model import FP8_BLOCK, MoEConfig
 from snapstream.models.registry import tensor_specs
-from snapstream.models.tensors import Part, TensorSpec, TensorSpecs, checkpoint_parts, stacked_shape
+from snapstream.models.tensors import Part, TensorSpec, checkpoint_parts, part_shape, stacked_shape
 
-# How many numbers a model holds and what they weigh, from its config alone. Integer arithmetic only, no torch.
-#
-# The roles and their shapes are those of the model's family (``families.py``), their forms ``WeightFormats``
-# (``config/model.py``); ``forms`` None means that every matrix lies in the dtype of the computation.
-
-_BLOCK_NUMBERS = {"cpu": 2**19}  # of a matrix that are wide at a time: 2 MiB of fp32 stay in a cache
-_MOST_BLOCK_NUMBERS = 2**24  # elsewhere: few calls
-# Of a block's number, at most: codes one to a byte, in fp32, in the dtype of the computation.
-_BLOCK_BYTES = 10
+_BLOCK_NUMBERS = {"cpu": 2**19}  # of a matrix that are dequantized at a time: 2 MiB of fp32 stay in a cache
+_MOST_BLOCK_NUMBERS = 2**24  # on other devices: few calls
+_BLOCK_BYTES = 10  # per number, at most: a byte of quantized value, fp32, the dtype of the computation
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every stored tensor by role. A tied ``lm_head`` is ``embed`` itself, so it is not listed."""
-    return {name: stacked_shape(role, config.num_layers) for name, role in tensor_specs(config).items()}
+    """Shape of every stored tensor by name. A tied ``lm_head`` is ``embed`` itself and not listed."""
+    return {name: stacked_shape(spec, config.num_layers) for name, spec in tensor_specs(config).items()}
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """With how many numbers of a layer's matrices a token is multiplied, on average over the layers.
-
-    Of the experts that is top_k; those of models without experts are all that the layer holds.
-    """
-    roles = [role for role in tensor_specs(config).values() if role.per_layer and role.is_matrix]
-    total = sum(_share(config, role, 1) * prod(stacked_shape(role, config.num_layers)) for role in roles)
+    """Numbers of a layer's matrices that a token is multiplied with (top_k of the experts), on average over layers."""
+    specs = [spec for spec in tensor_specs(config).values() if spec.per_layer and spec.is_matrix]
+    total = sum(_share(config, spec, 1) * prod(stacked_shape(spec, config.num_layers)) for spec in specs)
     return int(total) // config.num_layers
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """With how many numbers a token is multiplied, the output embedding among them; of the experts top_k count."""
-    matrices = ((name, role) for name, role in tensor_specs(config).items() if role.is_matrix)
+    """Numbers that a token is multiplied with, output embedding included; of the experts top_k count."""
+    matrices = ((name, spec) for name, spec in tensor_specs(config).items() if spec.is_matrix)
     head = "embed" if config.tie_word_embeddings else "lm_head"
-    used = [role for name, role in matrices if role.per_layer or name == head]
-    return round(sum(_share(config, role, 1) * prod(stacked_shape(role, config.num_layers)) for role in used))
+    used = [spec for name, spec in matrices if spec.per_layer or name == head]
+    return round(sum(_share(config, spec, 1) * prod(stacked_shape(spec, config.num_layers)) for spec in used))
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """How many numbers a checkpoint of this config holds; a tied embedding counts once."""
+    """Numbers of a checkpoint with this config; a tied embedding counts once."""
     return sum(prod(shape) for shape in weight_shapes(config).values())
 
 
-def format_of(role: TensorSpec, dtype: str, formats: WeightFormats | None = None) -> WeightFormat:
-    """The form of a role's storage."""
-    plain = WeightFormats.of(role.dtype or dtype).layers
-    if formats is None or not role.is_matrix or role.is_wide or role.is_float:
+def format_of(spec: TensorSpec, dtype: str, formats: WeightFormats | None = None) -> WeightFormat:
+    """The storage format of a tensor."""
+    plain = WeightFormats.of(spec.dtype or dtype).layers
+    if formats is None or not spec.is_matrix or spec.is_dense or spec.is_float:
         return plain
-    if role.is_attention and formats.attention is not None:
+    if spec.is_attention and formats.attention is not None:
         return formats.attention
-    return formats.layers if role.per_layer else formats.tables
+    return formats.layers if spec.per_layer else formats.tables
 
 
-def is_dequantized(role: TensorSpec, dtype: str, formats: WeightFormats | None = None) -> bool:
-    """Whether prefill widens a layer's matrix into the buffer that all layers share. Stacks of experts are too large
-    for one.
-    """
-    is_narrow = format_of(role, dtype, formats).dtype != dtype
-    return role.per_layer and role.is_matrix and len(role.shape) == 2 and is_narrow
+def is_dequantized(spec: TensorSpec, dtype: str, formats: WeightFormats | None = None) -> bool:
+    """Whether prefill dequantizes the matrix into the buffer that layers share, for which experts are too large."""
+    is_low_precision = format_of(spec, dtype, formats).dtype != dtype
+    return spec.per_layer and spec.is_matrix and len(spec.shape) == 2 and is_low_precision
 
 
 def check_groups(config: ModelConfig, formats: WeightFormats) -> None:
     """ValueError where a row of a matrix is not whole groups."""
-    for name, role in tensor_specs(config).items():
-        form = format_of(role, "float32", formats)
-        if form.is_quantized and not form.is_fp8 and role.shape[-1] % form.group:
+    for name, spec in tensor_specs(config).items():
+        form = format_of(spec, "float32", formats)
+        if form.is_quantized and not form.is_fp8 and spec.shape[-1] % form.group:
             raise ValueError(
-                f"weights are {form.describe()}; the rows of {name} have {role.shape[-1]} numbers, which must be a "
+                f"weights are {form.describe()}; the rows of {name} have {spec.shape[-1]} numbers, which must be a "
                 f"multiple of {form.group}"
             )
 
@@ -93,8 +83,8 @@ def weight_bytes(config: ModelConfig, dtype: str, formats: WeightFormats | None 
 
 
 def tensor_bytes(config: ModelConfig, dtype: str, formats: WeightFormats | None = None) -> dict[str, int]:
-    """Bytes of every role, scales included."""
-    return {name: _role_bytes(config, role, dtype, formats) for name, role in tensor_specs(config).items()}
+    """Bytes of every stored tensor, scales included."""
+    return {name: _spec_bytes(config, spec, dtype, formats) for name, spec in tensor_specs(config).items()}
 
 
 def decode_weight_bytes(
@@ -102,56 +92,55 @@ def decode_weight_bytes(
 ) -> int:
     """Bytes of the weights that a decode step of ``num_tokens`` rows must read.
 
-    All but an untied embedding table (a line per row) and the experts that no row chose: of X experts, k per token,
-    B tokens read X (1 - (1 - k / X)^B) on average if they choose evenly and apart. Real routers choose unevenly and
-    read fewer.
+    All but an untied embedding table and the experts that no row chose: of X experts, k per token, B tokens read
+    X (1 - (1 - k / X)^B) on average if choices are uniform and independent. Real routers read fewer.
     """
-    roles = {name: role for name, role in tensor_specs(config).items() if name != "embed" or config.tie_word_embeddings}
-    return sum(_read_bytes(config, role, dtype, formats, num_tokens) for role in roles.values())
+    specs = {name: spec for name, spec in tensor_specs(config).items() if name != "embed" or config.tie_word_embeddings}
+    return sum(_read_bytes(config, spec, dtype, formats, num_tokens) for spec in specs.values())
 
 
 def layers_read_bytes(config: ModelConfig, dtype: str, formats: WeightFormats | None, num_tokens: int) -> int:
-    """As ``decode_weight_bytes``, of the layers alone: what a chunk of a prompt reads on its way through them."""
-    layers = (role for role in tensor_specs(config).values() if role.per_layer)
-    return sum(_read_bytes(config, role, dtype, formats, num_tokens) for role in layers)
+    """As ``decode_weight_bytes``, of the layers alone: what a chunk of a prompt reads."""
+    layers = (spec for spec in tensor_specs(config).values() if spec.per_layer)
+    return sum(_read_bytes(config, spec, dtype, formats, num_tokens) for spec in layers)
 
 
 def dequantized_bytes(config: ModelConfig, dtype: str, formats: WeightFormats | None = None) -> int:
-    """Bytes of the buffer in which prefill holds one layer of narrow weights, widened."""
-    wide = (role for role in tensor_specs(config).values() if is_dequantized(role, dtype, formats))
-    return sum(prod(role.shape) for role in wide) * DTYPE_BYTES[dtype]
+    """Bytes of the buffer for one dequantized layer of prefill."""
+    dequantized = (spec for spec in tensor_specs(config).values() if is_dequantized(spec, dtype, formats))
+    return sum(prod(spec.shape) for spec in dequantized) * DTYPE_BYTES[dtype]
 
 
 def dequantized_block(device_type: str) -> int:
-    """Numbers of a narrow matrix that are widened at a time."""
+    """Numbers of a matrix that are dequantized at a time."""
     return _BLOCK_NUMBERS.get(device_type, _MOST_BLOCK_NUMBERS)
 
 
 def dequantizing_bytes(config: ModelConfig, dtype: str, formats: WeightFormats | None, device_type: str) -> int:
-    """Bytes of the temporaries of widening: of one block of rows."""
+    """Bytes of the temporaries of dequantizing a block of rows."""
     shapes = [
-        role.shape
-        for role in tensor_specs(config).values()
-        if role.is_matrix and format_of(role, dtype, formats).dtype != dtype
+        spec.shape
+        for spec in tensor_specs(config).values()
+        if spec.is_matrix and format_of(spec, dtype, formats).dtype != dtype
     ]
     return max((min(prod(shape), dequantized_block(device_type)) for shape in shapes), default=0) * _BLOCK_BYTES
 
 
-def _share(config: ModelConfig, role: TensorSpec, num_tokens: int) -> float:
-    """How much of a role so many tokens are multiplied with."""
-    if not role.per_expert or config.moe is None:
+def _share(config: ModelConfig, spec: TensorSpec, num_tokens: int) -> float:
+    """The part of a tensor that so many tokens are multiplied with."""
+    if not spec.per_expert or config.moe is None:
         return 1.0
     return config.moe.num_read(num_tokens) / config.moe.num_experts
 
 
 def _read_bytes(
-    config: ModelConfig, role: TensorSpec, dtype: str, formats: WeightFormats | None, num_tokens: int
+    config: ModelConfig, spec: TensorSpec, dtype: str, formats: WeightFormats | None, num_tokens: int
 ) -> int:
-    return round(_share(config, role, num_tokens) * _role_bytes(config, role, dtype, formats))
+    return round(_share(config, spec, num_tokens) * _spec_bytes(config, spec, dtype, formats))
 
 
-def _role_bytes(config: ModelConfig, role: TensorSpec, dtype: str, formats: WeightFormats | None) -> int:
-    return format_of(role, dtype, formats).num_bytes(stacked_shape(role, config.num_layers))
+def _spec_bytes(config: ModelConfig, spec: TensorSpec, dtype: str, formats: WeightFormats | None) -> int:
+    return format_of(spec, dtype, formats).num_bytes(stacked_shape(spec, config.num_layers))
 
 
 def rank_config(
@@ -169,9 +158,7 @@ def rank_config(
     if model.vocab_size <= (size - 1) * -(-model.vocab_size // size):
         raise ValueError(f"a vocabulary of {model.vocab_size} leaves some of {size} ranks without a line")
     if parallel.attention == "dp" and model.latent is None:
-        raise ValueError(
-            "attention is 'dp', which deals out rows of latents; this model keeps keys and values per head"
-        )
+        raise ValueError("attention is 'dp', which needs latent attention; this model keeps keys and values per head")
     num_heads, num_kv_heads = (
         (model.num_heads, model.num_kv_heads) if parallel.attention == "dp" else _own_heads(model, size)
     )
@@ -188,11 +175,11 @@ def rank_config(
         intermediate_size=inner,
         table_lines=-(-model.vocab_size // size),
     )
-    return own if formats is None else replace(own, float_tensors=_cut_roles(model, own, formats))
+    return own if formats is None else replace(own, float_tensors=_float_tensors(model, own, formats))
 
 
 def _own_heads(model: ModelConfig, size: int) -> tuple[int, int]:
-    """Query heads are split; kv heads too, or where they are fewer than ranks each is held by several."""
+    """Query heads are split; kv heads too, unless they are fewer than ranks: then several ranks hold each."""
     kv_heads = model.num_kv_heads
     if max(kv_heads, size) % min(kv_heads, size):
         raise ValueError(f"{kv_heads} kv heads cannot be split over {size} ranks")
@@ -200,7 +187,7 @@ def _own_heads(model: ModelConfig, size: int) -> tuple[int, int]:
 
 
 def _own_experts(moe: MoEConfig, parallel: ParallelConfig, rank: int, unit: int) -> MoEConfig:
-    """A part of every expert, or whole experts; of the shared ones a part in either case."""
+    """A part of every expert, or whole experts; a part of the shared ones in either case."""
     size = parallel.size
     if parallel.experts == "tp":
         return replace(moe, inner=_padded_share(moe.inner, size, unit))
@@ -222,18 +209,18 @@ def _padded_share(whole: int, size: int, unit: int) -> int:
 
 
 def _unit(form: WeightFormat, *, is_row: bool) -> int:
-    """In multiples of what a matrix can be cut along a row, or between rows."""
+    """Along a row, or between rows, a matrix is cut at multiples of this."""
     if form.is_fp8:
         return FP8_BLOCK
     return form.group if form.is_quantized and is_row else 1
 
 
-def _cut_roles(whole: ModelConfig, own: ModelConfig, formats: WeightFormats) -> tuple[str, ...]:
-    """Roles of which a rank's shard cuts through numbers that share a scale: heads are not padded."""
+def _float_tensors(whole: ModelConfig, own: ModelConfig, formats: WeightFormats) -> tuple[str, ...]:
+    """Tensors whose shard cuts through numbers that share a scale, since heads are not padded."""
     of_whole, found = tensor_specs(whole), []
-    for name, role in tensor_specs(own).items():
-        form = format_of(role, "float32", formats)
-        shapes = [(part_shape(of_whole[name], part), part_shape(role, part)) for part in role.parts]
+    for name, spec in tensor_specs(own).items():
+        form = format_of(spec, "float32", formats)
+        shapes = [(part_shape(of_whole[name], part), part_shape(spec, part)) for part in spec.parts]
         if form.is_quantized and any(
             total != size and size % _unit(form, is_row=dim == len(cut) - 1)
             for uncut, cut in shapes
@@ -243,24 +230,13 @@ def _cut_roles(whole: ModelConfig, own: ModelConfig, formats: WeightFormats) -> 
     return tuple(found)
 
 
-def part_shape(role: TensorSpec, part: str) -> tuple[int, ...]:
-    """Shape of the checkpoint tensor that fills ``part`` of a role."""
-    place = role.parts[part]
-    sizes = [size if dim >= len(place) else place[dim] for dim, size in enumerate(role.shape)]
-    return tuple(
-        len(range(*size.indices(role.shape[dim]))) if isinstance(size, slice) else size
-        for dim, size in enumerate(sizes)
-        if dim >= len(place) or isinstance(size, slice)
-    )
-
-
 def slice_of(
     whole: tuple[int, ...], own: tuple[int, ...], rank: int, num_ranks: int, *, is_padded: bool = False
 ) -> tuple[slice, ...]:
-    """Which numbers of a checkpoint tensor of shape ``whole`` fill a rank's tensor of shape ``own``.
+    """The numbers of a checkpoint tensor of shape ``whole`` that fill a rank's tensor of shape ``own``.
 
-    Along a dimension in which they differ the rank takes one of ``whole / own`` shards. Where these are fewer than
-    ranks (kv heads), neighbors take the same; of a padded tensor the last ranks take fewer numbers, or none.
+    Along a dimension in which they differ the rank takes one of ``whole / own`` shards. If these are fewer than ranks
+    (kv heads), adjacent ranks take the same; of a padded tensor the last ranks take fewer numbers, or none.
     """
     cuts = []
     for total, size in zip(whole, own, strict=True):
@@ -270,16 +246,12 @@ def slice_of(
     return tuple(cuts)
 
 
-# Which slice of every checkpoint tensor a rank reads, and where it goes. ``qkv`` and ``gate_up`` are stacks of tensors,
-# each cut on its own, so a rank's stack is again q | k | v and gate | up. ``TensorSpec.row_order`` is that of the
-# rank's own rows, head by head.
-
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A model, and the part of it that is one rank's."""
+    """A model, and one rank's part of it."""
 
     whole: ModelConfig
     own: ModelConfig  # what the rank stores and computes
@@ -295,24 +267,27 @@ class Share:
 
 
 class Cut(NamedTuple):
-    """One checkpoint tensor as a rank sees it."""
+    """The slice of one checkpoint tensor that a rank reads.
 
-    part: Part  # its place in the rank's storage
+    ``qkv`` and ``gate_up`` are stacks of tensors, each cut separately, so a rank's stack is again q | k | v and gate |
+    up.
+    """
+
+    part: Part  # in the rank's storage; its shape exceeds the slice where shards are padded
     whole: Shape  # of the tensor in the checkpoint
-    own: Shape  # of what the rank stores, which is more than it reads where the shards are padded
-    slices: tuple[slice, ...]  # of the tensor
+    slices: tuple[slice, ...]
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Along each dimension, by how much the storage is longer than what the checkpoint has for it."""
-        return tuple(size - (c.stop - c.start) for size, c in zip(self.own, self.slices, strict=True))
+        """The padding of each dimension."""
+        return tuple(size - (c.stop - c.start) for size, c in zip(self.part.shape, self.slices, strict=True))
 
     def scaled(self, units: tuple[int, ...]) -> tuple[slice, ...]:
-        """The same part of a tensor that has one entry for every ``units`` numbers along each dimension."""
+        """The same slice of a tensor that has one entry for every ``units`` numbers along each dimension."""
         return tuple(slice(c.start // unit, -(-c.stop // unit)) for c, unit in zip(self.slices, units, strict=True))
 
     def widened(self, units: tuple[int, ...]) -> Cut:
-        """The least part around this one that is whole ``units`` along each dimension."""
+        """The smallest slice around this one that is whole ``units`` along each dimension."""
         outer = tuple(
             slice(scaled.start * unit, min(scaled.stop * unit, size))
             for scaled, unit, size in zip(self.scaled(units), units, self.whole, strict=True)
@@ -320,43 +295,26 @@ class Cut(NamedTuple):
         return self._replace(slices=outer)
 
     def within(self, outer: Cut) -> tuple[slice, ...]:
-        """The slices of this part in the numbers of a larger one."""
+        """This slice relative to a larger one."""
         return tuple(slice(c.start - o.start, c.stop - o.start) for c, o in zip(self.slices, outer.slices, strict=True))
 
 
 def cuts_of(share: Share) -> dict[str, Cut]:
-    """By checkpoint name, what the rank reads. ValueError for a tensor that cannot be cut so."""
-    whole_roles, own_roles = tensor_specs(share.whole), tensor_specs(share.own)
-    wholes, found = needed_shapes(whole_roles, share.whole.num_layers), dict[str, Cut]()
-    owns = needed_shapes(own_roles, share.own.num_layers)
-    for part in checkpoint_parts(own_roles, share.own.num_layers):
-        whole, own = wholes[part.name], owns[part.name]
-        role = own_roles[part.role]
-        slices = slice_of(whole, own, share.rank, share.num_ranks, is_padded=role.is_padded)
-        cut = Cut(part, whole, own, slices)
-        if whole != own:
-            _check_dim(cut, role, share.num_ranks)
-        found[part.name] = cut
+    """The slices that the rank reads, by checkpoint name. ValueError for a tensor that cannot be split."""
+    own_specs, found = tensor_specs(share.own), dict[str, Cut]()
+    wholes = {part.name: part.shape for part in checkpoint_parts(tensor_specs(share.whole), share.whole.num_layers)}
+    for part in checkpoint_parts(own_specs, share.own.num_layers):
+        whole, spec = wholes[part.name], own_specs[part.target]
+        slices = slice_of(whole, part.shape, share.rank, share.num_ranks, is_padded=spec.is_padded)
+        found[part.name] = cut = Cut(part, whole, slices)
+        if whole != part.shape:
+            _check_dim(cut, spec, share.num_ranks)
     return found
 
 
-def needed_shapes(roles: TensorSpecs, num_layers: int) -> dict[str, Shape]:
-    """Shape of every checkpoint tensor that a model needs."""
-    found = {}
-    for role in roles.values():
-        for name in role.parts:
-            shape = part_shape(role, name)
-            if not role.per_layer:
-                found[name] = shape
-                continue
-            for layer in role.layers_of(num_layers):
-                found[f"model.layers.{layer}.{name}"] = shape
-    return found
-
-
-def _check_dim(cut: Cut, role: TensorSpec, num_ranks: int) -> None:
-    """A role says along which dimension it may be cut."""
-    skipped = len(role.shape) - len(cut.whole)  # dimensions of the role that the tensor lacks, as that of experts
-    for dim, (whole, own) in enumerate(zip(cut.whole, cut.own, strict=True)):
-        if whole != own and dim + skipped != role.shard_dim:
+def _check_dim(cut: Cut, spec: TensorSpec, num_ranks: int) -> None:
+    """ValueError if the tensor is cut along another dimension than ``shard_dim``."""
+    skipped = len(spec.shape) - len(cut.whole)  # dimensions that the checkpoint tensor lacks, such as that of experts
+    for dim, (whole, own) in enumerate(zip(cut.whole, cut.part.shape, strict=True)):
+        if whole != own and dim + skipped != spec.shard_dim:
             raise ValueError(f"{cut.part.name} {list(cut.whole)} cannot be split over {num_ranks} ranks along {dim}")

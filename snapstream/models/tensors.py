@@ -1,8 +1,8 @@
-"""The weights of a mixture of experts by role. No torch.
+"""The stored tensors of a model: the shape of each, and the checkpoint tensors that fill it. No torch.
 
-A checkpoint names every expert's matrices one by one; they are stored as ``[L', X, 2M, D]`` and ``[L', X, D, M]``, so
-that a kernel can read the chosen ones in place. The router stays in fp32: it is small, and a rounded score changes
-which experts a token passes.
+A stored tensor is a stack: ``qkv`` of all layers is ``[L, (H+2G)E, D]``, ``experts_down`` of the layers with experts
+``[L', X, D, M]``. Storage (``weights.py``), reading (``checkpoint.py``), shards and bytes (``sharding.py``) follow from
+this list. The router stays in fp32: it is small, and a rounded score changes the choice of experts.
 """
 
 from __future__ import annotations
@@ -14,48 +14,42 @@ from typing import NamedTuple
 from snapstream.config import DType, ModelConfig
 from snapstream.config.model import LatentConfig
 
-# The stored tensors of a model by role: the shape of each and the checkpoint tensors that fill it. No torch.
-#
-# A role is one stacked tensor: ``qkv`` of all layers is ``[L, (H+2G)E, D]``, ``experts_down`` of the layers that have
-# experts ``[L', X, D, M]``. From this one list follow the storage (``weights.py``), the reading of a checkpoint
-# (``loader.py``) and the bytes that ``plan`` prints (``shapes.py``).
-
-Place = int | slice  # of a checkpoint tensor along the leading dimensions of a role
+Place = int | slice  # of a checkpoint tensor along the leading dimensions of the stored one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One stored tensor of a model; of one layer where ``per_layer``."""
+    """One stored tensor of a model; of one layer if ``per_layer``."""
 
     shape: tuple[int, ...]  # of one layer: [out, in], [experts, out, in], [D] ...
-    # Names in the checkpoint, after the prefix of the layer, and which part each fills; () is all of it.
+    # Names in the checkpoint, after the prefix of the layer, and the part that each fills; () is all of it.
     parts: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
     per_layer: bool = True
-    layers: range | None = None  # those that have it, one after the other; None: all
-    is_matrix: bool = True  # stored as a Weight, which may be narrower; the others are plain tensors
+    layers: range | None = None  # those that have it; None: all
+    is_matrix: bool = True  # a ``Matrix``, possibly in low precision; the others are plain tensors
     dtype: DType | None = None  # of a plain tensor; None: the model's
     per_expert: bool = False  # the first dimension counts experts, of which a token reads top_k
-    # Where rows are stored in another order than the checkpoint's: by name, the checkpoint's row of each stored one.
+    # If rows are stored in another order than the checkpoint's: by name, the checkpoint's row of each stored one.
     row_order: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    # Of one layer: which dimension several devices split, each of the parts on its own; None: each holds all of it.
+    # Of one layer: the dimension that ranks split, each of the parts separately; None: each rank holds all of it.
     shard_dim: int | None = None
-    # Shards along shard_dim are whole quantization groups: the last ranks' may be partly, or all, zeros.
+    # Shards along shard_dim are whole quantization groups: the last ranks' may be partly or all zeros.
     is_padded: bool = False
     is_float: bool = False  # not quantized on this rank, because its shard cuts through quantization groups
-    is_wide: bool = False  # a matrix that lies in the dtype of the computation whatever the forms of the others
+    is_dense: bool = False  # a matrix in the dtype of the computation, whatever the format of the others
 
     def layers_of(self, num_layers: int) -> range:
-        """The layers of a model of ``num_layers`` that have it."""
+        """The layers that have it."""
         return range(num_layers) if self.layers is None else self.layers
 
     @property
     def is_attention(self) -> bool:
-        """Whether it is a part of a layer's attention, as every checkpoint names it."""
+        """Whether it is a part of a layer's attention."""
         return self.per_layer and any(name.startswith("self_attn.") for name in self.parts)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a quantized checkpoint has it as codes: the matrices of the layers."""
+        """Whether a quantized checkpoint has quantized values for it: the matrices of the layers."""
         return self.per_layer and self.is_matrix
 
 
@@ -66,32 +60,38 @@ class Part(NamedTuple):
     """A checkpoint tensor and where it goes."""
 
     name: str  # in the checkpoint
-    role: str
-    place: tuple[Place, ...]  # in the storage of the role
-    row_order: Sequence[int] | None  # the tensor's row of each stored one; None: as they are
+    shape: tuple[int, ...]
+    target: str  # name of the stored tensor
+    place: tuple[Place, ...]  # in the stored tensor
+    row_order: Sequence[int] | None  # the checkpoint's row of each stored one; None: the same order
 
 
-def stacked_shape(role: TensorSpec, num_layers: int) -> tuple[int, ...]:
+def stacked_shape(spec: TensorSpec, num_layers: int) -> tuple[int, ...]:
     """Shape of the storage."""
-    return (len(role.layers_of(num_layers)), *role.shape) if role.per_layer else role.shape
+    return (len(spec.layers_of(num_layers)), *spec.shape) if spec.per_layer else spec.shape
 
 
-def checkpoint_parts(roles: TensorSpecs, num_layers: int) -> Iterator[Part]:
+def checkpoint_parts(specs: TensorSpecs, num_layers: int) -> Iterator[Part]:
     """Every checkpoint tensor of a model."""
-    for name, role in roles.items():
-        for part, place in role.parts.items():
-            order = role.row_order.get(part)
-            if not role.per_layer:
-                yield Part(part, name, place, order)
+    for name, spec in specs.items():
+        for part, place in spec.parts.items():
+            shape, order = part_shape(spec, part), spec.row_order.get(part)
+            if not spec.per_layer:
+                yield Part(part, shape, name, place, order)
                 continue
-            for at, layer in enumerate(role.layers_of(num_layers)):
-                yield Part(f"model.layers.{layer}.{part}", name, (at, *place), order)
+            for at, layer in enumerate(spec.layers_of(num_layers)):
+                yield Part(f"model.layers.{layer}.{part}", shape, name, (at, *place), order)
 
 
-# The weights of Llama and its kin by role: embeddings, grouped-query attention, a SwiGLU. No torch.
-#
-# ``expert_roles.py`` has those of layers with experts. Other attention lists its own roles and takes ``outer_roles``
-# and ``mlp_roles`` as they are.
+def part_shape(spec: TensorSpec, part: str) -> tuple[int, ...]:
+    """Shape of the checkpoint tensor that fills ``part``."""
+    place = spec.parts[part]
+    sizes = [size if dim >= len(place) else place[dim] for dim, size in enumerate(spec.shape)]
+    return tuple(
+        len(range(*size.indices(spec.shape[dim]))) if isinstance(size, slice) else size
+        for dim, size in enumerate(sizes)
+        if dim >= len(place) or isinstance(size, slice)
+    )
 
 
 def vector(size: int, name: str) -> TensorSpec:
@@ -105,26 +105,26 @@ def gate_up_parts(prefix: str, kind: str, inner: int) -> dict[str, tuple[Place, 
 
 
 def outer_tensors(config: ModelConfig) -> TensorSpecs:
-    """What surrounds the layers, and the norms in them. A tied ``lm_head`` is ``embed`` itself."""
+    """Embeddings and norms. A tied ``lm_head`` is ``embed`` itself."""
     hidden = config.hidden_size
 
     def table(name: str) -> TensorSpec:
         shape = (config.own_vocab, hidden)
         return TensorSpec(shape=shape, parts={name: ()}, per_layer=False, shard_dim=0, is_padded=True)
 
-    roles = {
+    specs = {
         "embed": table("model.embed_tokens.weight"),
         "input_norm": vector(hidden, "input_layernorm.weight"),
         "post_norm": vector(hidden, "post_attention_layernorm.weight"),
         "final_norm": TensorSpec(shape=(hidden,), parts={"model.norm.weight": ()}, per_layer=False, is_matrix=False),
     }
     if not config.tie_word_embeddings:
-        roles["lm_head"] = table("lm_head.weight")
-    return roles
+        specs["lm_head"] = table("lm_head.weight")
+    return specs
 
 
 def attention_tensors(config: ModelConfig) -> TensorSpecs:
-    """Grouped-query attention; heads rotated in part are stored so that the two halves of a head form the pairs."""
+    """Grouped-query attention; see ``head_orders`` for partly rotated heads."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
     cuts = {"q": slice(queries), "k": slice(queries, queries + keys), "v": slice(queries + keys, None)}
@@ -137,22 +137,22 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
         return {f"self_attn.{name}_proj.{kind}": order for name, order in orders.items()}
 
     size = queries + 2 * keys
-    roles = {
+    specs = {
         "qkv": TensorSpec(shape=(size, hidden), parts=qkv("weight"), row_order=ordered("weight"), shard_dim=0),
         "o": TensorSpec(shape=(hidden, queries), parts={"self_attn.o_proj.weight": ()}, shard_dim=1),
     }
     if config.qkv_bias:
-        roles["qkv_bias"] = TensorSpec(
+        specs["qkv_bias"] = TensorSpec(
             shape=(size,), parts=qkv("bias"), is_matrix=False, row_order=ordered("bias"), shard_dim=0
         )
     if config.o_bias:
-        roles["o_bias"] = vector(hidden, "self_attn.o_proj.bias")
+        specs["o_bias"] = vector(hidden, "self_attn.o_proj.bias")
     if config.qk_norm:
         for name in ("q", "k"):
             part = f"self_attn.{name}_norm.weight"
             order = {part: orders[name][:head_dim]} if orders else {}
-            roles[f"{name}_norm"] = TensorSpec(shape=(head_dim,), parts={part: ()}, is_matrix=False, row_order=order)
-    return roles
+            specs[f"{name}_norm"] = TensorSpec(shape=(head_dim,), parts={part: ()}, is_matrix=False, row_order=order)
+    return specs
 
 
 def mlp_tensors(config: ModelConfig) -> TensorSpecs:
@@ -161,7 +161,7 @@ def mlp_tensors(config: ModelConfig) -> TensorSpecs:
     layers = None if config.moe is None else range(config.moe.layers(config.num_layers).start)
     if layers is not None and not layers:
         return {}
-    roles = {
+    specs = {
         "gate_up": TensorSpec(
             shape=(2 * inner, hidden),
             parts=gate_up_parts("mlp", "weight", inner),
@@ -175,21 +175,21 @@ def mlp_tensors(config: ModelConfig) -> TensorSpecs:
     }
     if config.mlp_bias:
         parts = gate_up_parts("mlp", "bias", inner)
-        roles["gate_up_bias"] = TensorSpec(
+        specs["gate_up_bias"] = TensorSpec(
             shape=(2 * inner,), parts=parts, layers=layers, is_matrix=False, shard_dim=0, is_padded=True
         )
-        roles["down_bias"] = TensorSpec(
+        specs["down_bias"] = TensorSpec(
             shape=(hidden,), parts={"mlp.down_proj.bias": ()}, layers=layers, is_matrix=False
         )
-    return roles
+    return specs
 
 
 def head_orders(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Order of the rows of the q and the k projection; empty where heads are rotated as a whole.
+    """Order of the rows of the q and k projections; empty if whole heads are rotated.
 
-    The first r numbers of a head are rotated in pairs (i, i + r/2), the kernels turn pairs (i, i + E/2): so the first
-    halves of the rotated pairs are stored at the head's begin, their second halves at its middle. Both q and k are
-    stored so, and their products are sums over a head in any order.
+    The first r numbers of a head are rotated in pairs (i, i + r/2), and the kernels rotate pairs (i, i + E/2): so the
+    first halves of the pairs are stored at the start of the head, the second halves at its middle. Products of q and k
+    do not depend on the order.
     """
     head_dim, rotated = config.head_dim, config.rope.rotary_dim(config.head_dim)
     if rotated == head_dim:
@@ -205,7 +205,7 @@ def head_orders(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """What a family's checkpoints call the parts of a layer's experts."""
+    """Names of the parts of a layer's experts in a family's checkpoints."""
 
     prefix: str = "mlp"
     gate: str = "gate_proj"
@@ -227,7 +227,7 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
         gate_up[f"{prefix}.{names.up}.weight"] = (at, slice(inner, None))
         down[f"{prefix}.{names.down}.weight"] = (at,)
     router, correction = f"{names.prefix}.gate.weight", f"{names.prefix}.gate.e_score_correction_bias"
-    roles = {
+    specs = {
         "router": TensorSpec(
             shape=(moe.num_experts, hidden), parts={router: ()}, layers=layers, is_matrix=False, dtype="float32"
         ),
@@ -244,28 +244,27 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
         ),
     }
     if moe.has_bias:
-        roles["router_bias"] = TensorSpec(
+        specs["router_bias"] = TensorSpec(
             shape=(moe.num_experts,), parts={correction: ()}, layers=layers, is_matrix=False, dtype="float32"
         )
     if moe.num_shared:
         shared, prefix = moe.shared_inner, f"{names.prefix}.shared_experts"
-        roles["shared_gate_up"] = TensorSpec(
+        specs["shared_gate_up"] = TensorSpec(
             shape=(2 * shared, hidden),
             parts=gate_up_parts(prefix, "weight", shared),
             layers=layers,
             shard_dim=0,
             is_padded=True,
         )
-        roles["shared_down"] = TensorSpec(
+        specs["shared_down"] = TensorSpec(
             shape=(hidden, shared), parts={f"{prefix}.down_proj.weight": ()}, layers=layers, shard_dim=1, is_padded=True
         )
-    return roles
+    return specs
 
 
 def latent_attention_tensors(config: ModelConfig, latent: LatentConfig) -> TensorSpecs:
-    """The attention; ``q_a`` only where queries are projected in two steps.
-
-    ``kv_b [H (N_o + U), R]`` holds, head after head, the rows that expand c to a key and to a value.
+    """``q_a`` only if queries are projected in two steps. ``kv_b [H (N_o + U), R]`` holds, head after head, the rows
+    that expand a latent to a key and to a value.
     """
     hidden, num_heads = config.hidden_size, config.num_heads
     q_rows, q_name = num_heads * latent.query_dim, "q_proj" if latent.q_rank is None else "q_b_proj"
@@ -276,25 +275,25 @@ def latent_attention_tensors(config: ModelConfig, latent: LatentConfig) -> Tenso
         order = {part: _halves(rows, head_rows, latent.rope_dim)} if head_rows and latent.is_interleaved else {}
         return TensorSpec(shape=(rows, columns), parts={part: ()}, row_order=order, shard_dim=shard_dim)
 
-    roles = {
+    specs = {
         "q": matrix(q_rows, latent.q_rank or hidden, q_name, head_rows=latent.query_dim, shard_dim=0),
         "kv_a": matrix(latent.latent_dim, hidden, "kv_a_proj_with_mqa", head_rows=latent.latent_dim),
         "kv_a_norm": vector(latent.kv_rank, "self_attn.kv_a_layernorm.weight"),
-        # Read head by head in decode: products of narrow matrices do not know that.
+        # Decode multiplies with parts of it, head by head.
         "kv_b": TensorSpec(
-            shape=(kv_b_rows, latent.kv_rank), parts={"self_attn.kv_b_proj.weight": ()}, is_wide=True, shard_dim=0
+            shape=(kv_b_rows, latent.kv_rank), parts={"self_attn.kv_b_proj.weight": ()}, is_dense=True, shard_dim=0
         ),
         "o": matrix(hidden, num_heads * latent.value_dim, "o_proj", shard_dim=1),
     }
     if latent.q_rank is not None:
-        roles["q_a"] = matrix(latent.q_rank, hidden, "q_a_proj")
-        roles["q_a_norm"] = vector(latent.q_rank, "self_attn.q_a_layernorm.weight")
-    return roles
+        specs["q_a"] = matrix(latent.q_rank, hidden, "q_a_proj")
+        specs["q_a_norm"] = vector(latent.q_rank, "self_attn.q_a_layernorm.weight")
+    return specs
 
 
 def _halves(num_rows: int, head_rows: int, rope_rows: int) -> tuple[int, ...]:
-    """Order of the rows of a projection: the last ``rope_rows`` of each head, which the checkpoint rotates as pairs
-    (0, 1), (2, 3) ..., are stored as halves. Queries and keys are permuted alike: their products are the same.
+    """Order of the rows of a projection: the last ``rope_rows`` of each head, which the checkpoint rotates in pairs
+    (0, 1), (2, 3) ..., are stored as halves.
     """
     start = head_rows - rope_rows
     one = (*range(start), *range(start, head_rows, 2), *range(start + 1, head_rows, 2))
@@ -302,7 +301,7 @@ def _halves(num_rows: int, head_rows: int, rope_rows: int) -> tuple[int, ...]:
 
 
 def decoder_tensors(config: ModelConfig, names: ExpertNames | None = None) -> TensorSpecs:
-    """Every tensor of a model, as its recipe says; ``names``: of the parts of its experts."""
+    """Every stored tensor of a model, by name."""
     latent = config.latent
     attention = attention_tensors(config) if latent is None else latent_attention_tensors(config, latent)
     specs = {**outer_tensors(config), **attention, **mlp_tensors(config)}

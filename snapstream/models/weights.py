@@ -1,14 +1,12 @@
-"""The weights of a decoder, stored once per role as ``[L, out, in]``.
+"""The weights of a decoder, stacked over layers as ``[L, out, in]``.
 
-Invariant: a layer's parameters are views of the stacks, never copies, so that one kernel can walk all layers with a
-stride and a loader can fill the stacks in any order. Roles and shapes are the family's (``families.py``); how a matrix
-lies in memory is the ``Matrix``'s business (``weight.py``).
+Invariant: a layer's parameters are views of the stacks, so one kernel can walk all layers with a stride and a loader
+can fill the stacks in any order. ``tensors.py`` has names and shapes, ``matrix.py`` the storage of a matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,60 +17,59 @@ from snapstream.models.registry import tensor_specs
 from snapstream.models.sharding import format_of, is_dequantized
 from snapstream.models.tensors import Place, stacked_shape
 
-# One layer's narrow matrices in the numbers that are computed with, in a buffer that all layers share.
-#
-# Prefill goes layer by layer, so a layer is widened once per pass, not once per chunk. Invariant: the buffer holds the
-# layer that was asked for last; passes that take turns within a layer share what is there.
-
-
-class Stack(NamedTuple):
-    """A role's narrow matrices ``[L', out, in]`` and the layers that have one."""
-
-    matrices: Matrix
-    layers: range
-
 
 class DequantizedLayer:
-    """Room for the widest form of one layer."""
+    """One layer's low-precision matrices, dequantized, in a buffer that all layers share.
+
+    Prefill goes layer by layer, so a layer is dequantized once per pass, not once per chunk. Invariant: the buffer
+    holds the layer that was requested last; passes that alternate within a layer share it.
+    """
 
     def __init__(
-        self, stacks: Mapping[str, Stack], dtype: torch.dtype, device: torch.device | str, *, rounds: bool = False
+        self,
+        stacks: Mapping[str, tuple[Matrix, range]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        rounds: bool = False,
     ) -> None:
-        """``stacks``: the narrow matrices of all layers by role; ``rounds``: see ``WeightFormats.rounds_prefill``."""
+        """``stacks``: by name, the low-precision matrices and the layers that have one; ``rounds``: see
+        ``WeightFormats.rounds_prefill``.
+        """
         self._stacks = stacks
         self._rounds = rounds
         self._data = {
-            role: torch.empty(stack.matrices.shape[1:], dtype=dtype, device=device) for role, stack in stacks.items()
+            name: torch.empty(stack.shape[1:], dtype=dtype, device=device) for name, (stack, _) in stacks.items()
         }
-        self._layer: int | None = None  # the one that it holds
+        self._layer: int | None = None  # the one in the buffer
 
     @property
     def num_bytes(self) -> int:
         return sum(data.nbytes for data in self._data.values())
 
     def matrices(self, layer: int) -> dict[str, Matrix]:
-        """The buffer by role, as far as this layer has the role: for when it holds the layer."""
-        held = {role: Matrix(self._data[role]) for role, stack in self._stacks.items() if layer in stack.layers}
-        return {role: matrix.with_rounded_inputs() for role, matrix in held.items()} if self._rounds else held
+        """Views of the buffer, for when it holds ``layer``."""
+        held = {name: Matrix(self._data[name]) for name, (_, layers) in self._stacks.items() if layer in layers}
+        return {name: matrix.with_rounded_inputs() for name, matrix in held.items()} if self._rounds else held
 
     def experts(self, stored: Mapping[str, Matrix]) -> dict[str, Matrix]:
-        """Of a layer's matrices as they are ``stored`` those of experts, as prefill multiplies with them."""
-        found = {role: weight for role, weight in stored.items() if len(weight.shape) == 3}
-        return {role: weight.with_rounded_inputs() for role, weight in found.items()} if self._rounds else found
+        """The experts among a layer's ``stored`` matrices, as prefill multiplies with them."""
+        found = {name: matrix for name, matrix in stored.items() if len(matrix.shape) == 3}
+        return {name: matrix.with_rounded_inputs() for name, matrix in found.items()} if self._rounds else found
 
     def hold(self, layer: int) -> None:
-        """Widen a layer, unless it is there."""
+        """Dequantize a layer, unless the buffer holds it."""
         if layer == self._layer:
             return
-        self._layer = None  # in case a widening is broken off
-        for role, stack in self._stacks.items():
-            if layer in stack.layers:
-                stack.matrices[stack.layers.index(layer)].dequantize_into(self._data[role])
+        self._layer = None  # in case this is interrupted
+        for name, (stack, layers) in self._stacks.items():
+            if layer in layers:
+                stack[layers.index(layer)].dequantize_into(self._data[name])
         self._layer = layer
 
 
 class DecoderWeights:
-    """All weights of a decoder by role; a tied ``lm_head`` is the very weight ``embed``."""
+    """All weights of a decoder by name; a tied ``lm_head`` is ``embed`` itself."""
 
     def __init__(
         self,
@@ -84,7 +81,7 @@ class DecoderWeights:
     ) -> None:
         self.config, self.dtype = config, dtype
         self.matrices, self.vectors = matrices, vectors
-        self.wide = wide  # where prefill widens a layer; None where every matrix is dense
+        self.wide = wide  # for prefill; None if no matrix needs it
 
     @classmethod
     def empty(
@@ -95,26 +92,26 @@ class DecoderWeights:
         formats: WeightFormats | None = None,
         make: MakeMatrix = make_matrix,
     ) -> DecoderWeights:
-        """Uninitialised storage of the right shapes, for numbers that are computed with in ``dtype``.
+        """Uninitialized storage, for computation in ``dtype``.
 
-        ``formats``: how they lie in memory, by default in ``dtype``; ``make`` makes the storage of a form.
+        ``formats``: of the matrices, by default ``dtype``; ``make`` allocates a matrix.
         """
         matrices: dict[str, Matrix] = {}
         vectors: dict[str, Tensor] = {}
-        narrow: dict[str, Stack] = {}
-        name_of_dtype = str(dtype).removeprefix("torch.")
-        for name, role in tensor_specs(config).items():
-            shape = stacked_shape(role, config.num_layers)
-            if not role.is_matrix:
-                own = dtype if role.dtype is None else getattr(torch, role.dtype)
+        low_precision: dict[str, tuple[Matrix, range]] = {}
+        dtype_name = str(dtype).removeprefix("torch.")
+        for name, spec in tensor_specs(config).items():
+            shape = stacked_shape(spec, config.num_layers)
+            if not spec.is_matrix:
+                own = dtype if spec.dtype is None else getattr(torch, spec.dtype)
                 vectors[name] = torch.empty(shape, dtype=own, device=device)
                 continue
-            own_make = make_matrix if role.is_wide else make  # what layers read by themselves lies row by row
-            matrices[name] = own_make(format_of(role, name_of_dtype, formats), shape, dtype, device)
-            if is_dequantized(role, name_of_dtype, formats) and not matrices[name].is_read_by_prefill:
-                narrow[name] = Stack(matrices[name], role.layers_of(config.num_layers))
+            own_make = make_matrix if spec.is_dense else make
+            matrices[name] = own_make(format_of(spec, dtype_name, formats), shape, dtype, device)
+            if is_dequantized(spec, dtype_name, formats) and not matrices[name].is_read_by_prefill:
+                low_precision[name] = matrices[name], spec.layers_of(config.num_layers)
         rounds = formats is not None and formats.rounds_prefill
-        wide = DequantizedLayer(narrow, dtype, device, rounds=rounds) if narrow else None
+        wide = DequantizedLayer(low_precision, dtype, device, rounds=rounds) if low_precision else None
         return cls(config, matrices, vectors, dtype, wide)
 
     @property
@@ -133,34 +130,33 @@ class DecoderWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of everything that is stored."""
         return sum(w.num_bytes for w in self.matrices.values()) + sum(v.nbytes for v in self.vectors.values())
 
     def stored(self) -> dict[str, Tensor]:
-        """The numbers of every role, as they are computed with; the storage itself where matrices are dense."""
+        """All numbers by name, as they are computed with; the storage itself if a matrix is dense."""
         return {name: self.matrices[name].dense() if name in self.matrices else self.vectors[name]
                 for name in tensor_specs(self.config)}  # fmt: skip
 
-    def fill(self, role: str, place: tuple[Place, ...], numbers: Tensor) -> None:
-        """Store a checkpoint tensor, its rows in the order of ``Role.row_order``, in its place of a role."""
-        if role in self.matrices:
-            target = self.matrices[role]
-            (target[place] if place else target).fill(numbers)
+    def fill(self, name: str, place: tuple[Place, ...], numbers: Tensor) -> None:
+        """Store a checkpoint tensor, its rows in the order of ``TensorSpec.row_order``, at a place of ``name``."""
+        if name in self.matrices:
+            matrix = self.matrices[name]
+            (matrix[place] if place else matrix).fill(numbers)
         else:
-            target_numbers = self.vectors[role]
-            (target_numbers[place] if place else target_numbers).copy_(numbers)
+            vector = self.vectors[name]
+            (vector[place] if place else vector).copy_(numbers)
 
-    def fill_quantized(self, role: str, place: tuple[Place, ...], codes: Tensor, scales: Tensor) -> None:
-        """Store a matrix that a checkpoint has in codes in its place of a role."""
-        target = self.matrices[role]
-        (target[place] if place else target).fill_quantized(codes, scales)
+    def fill_quantized(self, name: str, place: tuple[Place, ...], codes: Tensor, scales: Tensor) -> None:
+        """The same of quantized values."""
+        matrix = self.matrices[name]
+        (matrix[place] if place else matrix).fill_quantized(codes, scales)
 
     def layer(self, index: int) -> LayerWeights:
         """Parameters of one layer, as views."""
-        places = {}  # of this layer in the stacks of the roles that it has
-        for name, role in tensor_specs(self.config).items():
-            layers = role.layers_of(self.config.num_layers)
-            if role.per_layer and index in layers:
+        places = {}  # of this layer in the stacks
+        for name, spec in tensor_specs(self.config).items():
+            layers = spec.layers_of(self.config.num_layers)
+            if spec.per_layer and index in layers:
                 places[name] = layers.index(index)
         return LayerWeights(
             {name: self.matrices[name][at] for name, at in places.items() if name in self.matrices},
@@ -168,7 +164,7 @@ class DecoderWeights:
         )
 
     def wide_layer(self, index: int) -> LayerWeights:
-        """As ``layer``, with the shared buffer in the place of narrow matrices: for when it holds this layer."""
+        """As ``layer``, with views of the shared buffer, for when it holds this layer."""
         own = self.layer(index)
         if self.wide is None:
             return own
@@ -177,19 +173,17 @@ class DecoderWeights:
 
 
 class LayerWeights:
-    """Views of one layer's weights by role."""
+    """Views of one layer's weights by name."""
 
     def __init__(self, matrices: Mapping[str, Matrix], vectors: Mapping[str, Tensor]) -> None:
         self.matrices, self.vectors = matrices, vectors
 
-    def matrix(self, role: str) -> Matrix:
-        """A matrix that the family always has."""
-        return self.matrices[role]
+    def matrix(self, name: str) -> Matrix:
+        return self.matrices[name]
 
-    def vector(self, role: str) -> Tensor:
-        """A norm or a bias that the family always has."""
-        return self.vectors[role]
+    def vector(self, name: str) -> Tensor:
+        return self.vectors[name]
 
-    def optional(self, role: str) -> Tensor | None:
+    def optional(self, name: str) -> Tensor | None:
         """A norm or a bias that only some models have."""
-        return self.vectors.get(role)
+        return self.vectors.get(name)

@@ -390,7 +390,7 @@ def test_experts_are_stacked_and_further_layers_skipped(tmp_path: Path, caplog: 
     write_shards(tmp_path, tensors, 5)
     with caplog.at_level("INFO", logger="snapstream"):
         weights = load(tmp_path, MIXTURE)
-    assert "2 tensors of multi-token prediction (layers behind the last) are not loaded" in caplog.text
+    assert "2 tensors of multi-token prediction (layers after the last) are not loaded" in caplog.text
     stored = weights.stored()
     for layer in (1, 2):
         for expert in range(4):

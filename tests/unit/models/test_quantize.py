@@ -20,7 +20,7 @@ from snapstream.config import WeightFormat, WeightFormats
 from snapstream.kernels.groups import dequantize
 from snapstream.llm import LLM
 from snapstream.models import quantize
-from snapstream.models.checkpoint import codes_of, load_weights, pack_matrix
+from snapstream.models.checkpoint import load_weights, pack_matrix
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
 from snapstream.models.weights import DecoderWeights
@@ -309,7 +309,11 @@ def test_rows_that_lie_in_another_order(tmp_path: Path) -> None:
     widened = numbers_of(target)
     for name, numbers in numbers_of(source).items():
         codes = pack_matrix(name, numbers, INT4) if "_proj" in name else None
-        wide = numbers if codes is None else dequantize(codes_of(codes[f"{name}_packed"]), codes[f"{name}_scale"], 4)
+        wide = (
+            numbers
+            if codes is None
+            else dequantize(codes[f"{name}_packed"].view(torch.uint8), codes[f"{name}_scale"], 4)
+        )
         assert torch.equal(widened[name], wide), name
     kept = numbers_of(target, WeightFormats(layers=INT4, tables=WeightFormat(dtype="float32")))
     assert all(torch.equal(kept[name], widened[name]) for name in widened)

@@ -18,8 +18,8 @@ from snapstream.models import checkpoint
 from snapstream.models.checkpoint import load_weights
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import FAMILIES, Family, model_config_from_dict, read_model_config, tensor_specs
-from snapstream.models.sharding import Share, part_shape, rank_config, slice_of, weight_bytes
-from snapstream.models.tensors import TensorSpecs, decoder_tensors
+from snapstream.models.sharding import Share, rank_config, slice_of, weight_bytes
+from snapstream.models.tensors import TensorSpecs, decoder_tensors, part_shape
 from snapstream.models.weights import DecoderWeights
 from tests.parity.checkpoints import make_model, save
 
@@ -269,7 +269,7 @@ def test_one_rank_is_the_model() -> None:
     [
         (DEEPSEEK_V3, way(24), "num_heads is 128; it cannot be split over 24 ranks"),
         (DEEPSEEK_V3, way(32, "dp", "ep"), None),
-        (QWEN3_30B, way(4, "dp"), "attention is 'dp', which deals out rows of latents"),
+        (QWEN3_30B, way(4, "dp"), "attention is 'dp', which needs latent attention"),
         (QWEN3_30B, way(3), "4 kv heads cannot be split over 3 ranks"),
         (MIXTRAL_8X7B, way(16, experts="ep"), "num_experts is 8; it cannot be split over 16 ranks"),
         (DEEPSEEK_V3 | {"vocab_size": 9}, way(4), "a vocabulary of 9 leaves some of 4 ranks without a line"),

@@ -300,7 +300,7 @@ TWO_H100 = replace(H100, num_gpus=2)
 @pytest.mark.parametrize(
     ("said", "machine", "words"),
     [
-        ({"tensor_parallel": 2, "attention": "dp"}, TWO_H100, "attention is 'dp', which deals out rows of latents"),
+        ({"tensor_parallel": 2, "attention": "dp"}, TWO_H100, "attention is 'dp', which needs latent attention"),
         ({"tensor_parallel": 3}, replace(H100, num_gpus=3), "cannot be split over 3 ranks"),
         ({"tensor_parallel": 2}, H100, "tensor_parallel is 2; this process sees 1 GPUs, and each rank needs one"),
         (
