@@ -71,9 +71,9 @@ def proxy(
     import logging
 
     from snapstream.proxy.app import ProxySettings
-    from snapstream.server.http.middleware import all_keys, answered_hosts, refuse_blank
     from snapstream.server.http.prompt_compression import load_compressor
     from snapstream.server.logs import set_up
+    from snapstream.server.options import all_keys, answered_hosts, refuse_blank
     from snapstream.spec_prefill.settings import PromptCompression, chunks_of, scoring_of
 
     keep = flags.keep

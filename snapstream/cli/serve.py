@@ -62,7 +62,7 @@ def serve(
         raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
     from snapstream.server import logs
     from snapstream.server.engine.api import EngineDead
-    from snapstream.server.http.middleware import refuse_blank
+    from snapstream.server.options import refuse_blank
 
     refuse_blank(ADMIN_VARIABLE)
     logs.set_up(options.log_format)

@@ -27,16 +27,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from snapstream.config import as_count, as_number
+from snapstream.config import as_number
 from snapstream.server.apis import APIS
 from snapstream.server.http.admission import Admission, OpenRequests, RequestContext
-from snapstream.server.http.api import SelectApi, api_of
 from snapstream.server.http.connections import cut_off
-from snapstream.server.http.errors import ApiError, add_error_handlers, bad_value
+from snapstream.server.http.errors import ApiError, SelectApi, add_error_handlers, api_of, bad_value
 from snapstream.server.http.lifecycle import LIVE_PATH
-from snapstream.server.http.middleware import BearerAuth, HostGuard, OneLength, check_hosts, check_keys
+from snapstream.server.http.middleware import BearerAuth, HostGuard, OneLength
 from snapstream.server.http.prompt_compression import FIELD, DraftThread, parse_compression
-from snapstream.server.http.sse import DONE, ClientGone, frame, named_frame, until_gone
+from snapstream.server.http.sse import DONE, ClientGone, frame, until_gone
+from snapstream.server.options import RequestLimits, check_hosts, check_keys
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.types import CompressionSummary
 from snapstream.version import __version__
@@ -50,11 +50,9 @@ if TYPE_CHECKING:
 
 # The proxy's settings, given once at start.
 
-MIB = 2**20
-
 
 @dataclass(frozen=True, kw_only=True)
-class ProxySettings:
+class ProxySettings(RequestLimits):
     """Where prompts go, how much of them, and the limits on the way."""
 
     upstream: str  # base URL of the server, with or without /v1
@@ -63,14 +61,9 @@ class ProxySettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = ()  # names in Host headers, beside loopback ones; none means any
     upstream_key: str | None = field(default=None, repr=False)  # sent instead of the client's
-    max_body_bytes: int = 32 * MIB
-    max_open_body_bytes: int = 256 * MIB  # of all requests being answered together; more get 429
-    body_timeout_s: float = 60.0  # for a client to send its body
-    max_requests: int = 1024  # open at once; more get 429
     max_waiting: int = 64  # prompts waiting for the draft; more get 429
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 600.0  # the longest silence of the upstream
-    retry_after_s: int = 1
     is_strict: bool = False  # a failing draft is a 500; else the prompt goes on whole, and the answer says so
 
     def __post_init__(self) -> None:
@@ -78,14 +71,9 @@ class ProxySettings:
             raise ValueError(f"upstream is {self.upstream!r}; it must be of the form http(s)://host[:port][/path]")
         check_keys((*self.api_keys, *(() if self.upstream_key is None else (self.upstream_key,))))
         check_hosts(self.allowed_hosts)
-        for name in ("max_body_bytes", "max_open_body_bytes", "max_requests", "max_waiting", "retry_after_s"):
-            as_count(name, getattr(self, name), 1)
-        for name in ("connect_timeout_s", "read_timeout_s", "body_timeout_s"):
+        super().__post_init__()
+        for name in ("connect_timeout_s", "read_timeout_s"):
             as_number(name, getattr(self, name), 0.001, 86400.0)
-        if self.max_open_body_bytes < self.max_body_bytes:
-            raise ValueError(
-                f"max_open_body_bytes is {self.max_open_body_bytes}; one body may have {self.max_body_bytes}"
-            )
 
     @property
     def root(self) -> str:
@@ -323,7 +311,7 @@ class PassedOn(Response):
             fault = _fault(502, "the upstream server broke off its answer")
             api = api_of(scope)
             event = None if api is None or api.error_event is None else api.error_event(fault)
-            last = frame(fault.body) + DONE if event is None else named_frame(event)
+            last = frame(fault.body) + DONE if event is None else frame(event)
             # A blank line first: the stream may have stopped inside of a frame.
             await send({"type": "http.response.body", "body": b"\n\n" + last, "more_body": False})
             return

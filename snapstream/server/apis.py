@@ -1,7 +1,78 @@
-"""The wire APIs of the server. To add one: a package with its ``API`` (``http/api.py``), and a line here."""
+"""The wire APIs of the server. To add one: a package with its routes, and an ``Api`` here.
+
+Routes are imported when they are asked for, so that the proxy knows the APIs without their implementation.
+"""
 
 from __future__ import annotations
 
-from snapstream.server import anthropic, openai, responses
+from typing import Any
 
-APIS = (openai.API, responses.API, anthropic.API)  # in the order of /openapi.json
+from fastapi import APIRouter
+
+from snapstream.server.http.errors import Api, ApiError, ContextLengthError
+
+
+def _openai_routes(server: Any) -> APIRouter:
+    from snapstream.server.openai.routes import openai_routes
+
+    return openai_routes(server)
+
+
+def _responses_routes(server: Any) -> APIRouter:
+    from snapstream.server.responses.routes import responses_routes
+
+    return responses_routes(server)
+
+
+def _responses_event(error: ApiError) -> dict[str, Any]:
+    return {"type": "error", "code": error.code, "message": error.message, "param": error.param, **error.body}
+
+
+def _anthropic_routes(server: Any) -> APIRouter:
+    from snapstream.server.anthropic.routes import anthropic_routes
+
+    return anthropic_routes(server)
+
+
+# Other statuses below 500 are the request's fault.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def _anthropic_error(error: ApiError) -> dict[str, Any]:
+    """``{"type": "error", "error": {"type", "message"}}``, with ``details`` where SDKs decide by them."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    message = _anthropic_context(error) if isinstance(error, ContextLengthError) else error.message
+    details = {} if error.details is None else {"details": dict(error.details)}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
+
+
+def _anthropic_context(error: ContextLengthError) -> str:
+    """The words by which clients know that they must shorten a conversation."""
+    if error.prompt_tokens > error.limit:
+        return f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {error.prompt_tokens} + {error.max_tokens or 1} > "
+        f"{error.limit}, decrease input length or `max_tokens` and try again"
+    )
+
+
+APIS = (  # in the order of /openapi.json
+    Api(prefix="/v1", routes=_openai_routes, error_body=lambda error: error.body),
+    Api(
+        prefix="/v1/responses",
+        routes=_responses_routes,
+        error_body=lambda error: error.body,
+        error_event=_responses_event,
+    ),
+    Api(
+        prefix="/v1/messages",
+        routes=_anthropic_routes,
+        error_body=_anthropic_error,
+        error_event=_anthropic_error,
+        key_header="x-api-key",
+        id_header="request-id",
+    ),
+)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from snapstream.server.apis import APIS
-from snapstream.server.engine.api import AsyncEngine
-from snapstream.server.http.api import SelectApi
+from snapstream.server.engine.api import AsyncEngine, ModelMetadata
 from snapstream.server.http.connections import ConnectionGuard
-from snapstream.server.http.errors import FaultCount, add_error_handlers
+from snapstream.server.http.errors import FaultCount, SelectApi, add_error_handlers
 from snapstream.server.http.lifecycle import status_routes
 from snapstream.server.http.middleware import (
     REQUEST_ID,
@@ -29,9 +28,9 @@ from snapstream.server.http.middleware import (
 )
 from snapstream.server.openai.routes import tokenizer_routes
 from snapstream.server.openai.state import CheckReaders, ServerState, nothing_to_check
+from snapstream.server.options import ServerSettings
 from snapstream.server.page import page_routes
 from snapstream.server.roles import peer_routes
-from snapstream.server.settings import ModelMetadata, ServerSettings
 from snapstream.server.tracing import TraceRequests, Tracing
 from snapstream.version import __version__
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -17,7 +17,7 @@ from prometheus_client.samples import Sample
 
 from snapstream.server.engine.api import EngineStats, RequestDelta
 from snapstream.server.http.connections import REASONS, ConnectionGuard
-from snapstream.types import FinishReason, Timings
+from snapstream.types import FinishReason
 
 OURS, THEIRS = "snapstream:", "vllm:"
 ALIASED = frozenset(
@@ -174,86 +174,72 @@ class Metrics:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RequestTimes:
-    """What is known of a prompt at its end, in seconds of ``monotonic``. None: it did not come so far."""
+    """What is known of one prompt, in seconds of ``monotonic``. None: it did not come so far."""
 
-    born: float
-    first_at: float | None
-    ended_at: float
-    queue_s: float | None
-    prefill_s: float | None
-    num_prompt: int
-    num_tokens: int
-    reasons: tuple[str, ...]  # how its samples ended
+    arrived_at: float
+    first_token_at: float | None = None
+    ended_at: float = 0.0
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    num_prompt: int  # tokens
+    num_tokens: int = 0  # generated, of all samples
+    finish_reasons: list[str] = field(default_factory=list)  # of its samples
 
 
 class RequestWatch:
-    """Measures one prompt on its way; ``see`` each delta, ``end`` once."""
+    """Measures one prompt: ``see`` each delta, ``end`` once."""
 
-    def __init__(self, metrics: Metrics, *, num_prompt: int, num_samples: int, born: float) -> None:
+    def __init__(self, metrics: Metrics, *, num_prompt: int, num_samples: int, arrived_at: float) -> None:
         self._metrics = metrics
-        self._num_prompt = num_prompt
+        self._times = RequestTimes(arrived_at=arrived_at, num_prompt=num_prompt)
         self._num_open = num_samples
-        self._born = born
-        self._first: float | None = None
-        self._last: float | None = None
-        self._num_tokens = 0
-        self._reasons: list[FinishReason] = []
-        self._timings: Timings | None = None
+        self._last_token_at: float | None = None
 
     def see(self, delta: RequestDelta) -> None:
-        now, metrics = monotonic(), self._metrics
+        now, metrics, times = monotonic(), self._metrics, self._times
         num_new = sum(len(sample.token_ids) for sample in delta.samples)
         if num_new:
-            self._num_tokens += num_new
-            if self._last is None:
-                self._first = now
-                metrics.observe("time_to_first_token_seconds", now - self._born)
+            times.num_tokens += num_new
+            if self._last_token_at is None:
+                times.first_token_at = now
+                metrics.observe("time_to_first_token_seconds", now - times.arrived_at)
             else:
-                metrics.observe("inter_token_latency_seconds", now - self._last)
-            self._last = now
+                metrics.observe("inter_token_latency_seconds", now - self._last_token_at)
+            self._last_token_at = now
         for sample in delta.samples:
             if sample.finish_reason is not None:
                 self._num_open -= 1
-                self._reasons.append(sample.finish_reason)
-                metrics.count_end(sample.finish_reason)
+                self._count_end(sample.finish_reason)
         if delta.timings is not None:
-            self._timings = delta.timings
-            metrics.observe("request_queue_time_seconds", delta.timings.queue_ms / 1e3)
-            metrics.observe("request_prefill_time_seconds", delta.timings.prefill_ms / 1e3)
+            times.queue_s, times.prefill_s = delta.timings.queue_ms / 1e3, delta.timings.prefill_ms / 1e3
+            metrics.observe("request_queue_time_seconds", times.queue_s)
+            metrics.observe("request_prefill_time_seconds", times.prefill_s)
             metrics.observe("request_decode_time_seconds", delta.timings.decode_ms / 1e3)
         if delta.is_finished:
-            metrics.observe("e2e_request_latency_seconds", now - self._born)
-            metrics.observe("request_prompt_tokens", self._num_prompt)
-            metrics.observe("request_generation_tokens", self._num_tokens)
+            metrics.observe("e2e_request_latency_seconds", now - times.arrived_at)
+            metrics.observe("request_prompt_tokens", times.num_prompt)
+            metrics.observe("request_generation_tokens", times.num_tokens)
 
     def end(self, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Samples that are still open end with ``reason``: given up by their client, or lost by the engine."""
+        """Samples that are still open end with ``reason``: aborted by their client, or lost by the engine."""
         for _ in range(self._num_open):
-            self._reasons.append(reason)
-            self._metrics.count_end(reason)
+            self._count_end(reason)
         self._num_open = 0
+        self._times.ended_at = monotonic()
         if self._metrics.on_request is not None:
-            self._metrics.on_request(self._times(self._timings))
+            self._metrics.on_request(self._times)
 
-    def _times(self, timings: Timings | None) -> RequestTimes:
-        return RequestTimes(
-            born=self._born,
-            first_at=self._first,
-            ended_at=monotonic(),
-            queue_s=None if timings is None else timings.queue_ms / 1e3,
-            prefill_s=None if timings is None else timings.prefill_ms / 1e3,
-            num_prompt=self._num_prompt,
-            num_tokens=self._num_tokens,
-            reasons=tuple(self._reasons),
-        )
+    def _count_end(self, reason: FinishReason) -> None:
+        self._times.finish_reasons.append(reason.value)
+        self._metrics.count_end(reason)
 
 
 def _alias(family: Metric) -> Metric:
-    twin = Metric(THEIRS + family.name.removeprefix(OURS), family.documentation, family.type)
-    twin.samples = [
+    alias = Metric(THEIRS + family.name.removeprefix(OURS), family.documentation, family.type)
+    alias.samples = [
         Sample(THEIRS + sample.name.removeprefix(OURS), sample.labels, sample.value, sample.timestamp, sample.exemplar)
         for sample in family.samples
     ]
-    return twin
+    return alias

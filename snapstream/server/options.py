@@ -1,19 +1,22 @@
-"""The settings of ``snapstream serve`` as one object, whose fields are the flags (``cli/flags.py``).
+"""The options of ``snapstream serve``, whose fields are its flags (``cli/flags.py``), and the settings of the server.
 
-Ray's config has the parts ``ListenOptions`` and ``ApiOptions``; ``ServerSettings`` extends the latter by its limits.
-Imports no package of the extra ``serve``: ``--help`` needs none.
+Ray's config has the parts ``ListenOptions`` and ``ApiOptions``. Invariant: every limit that a client can run into is a
+number here or in ``EngineConfig``; handlers hold none. No package of the extra ``serve`` is imported here: ``--help``
+needs none.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from snapstream.config import as_count, as_number, as_path
 from snapstream.config.engine import STALL_TIMEOUT_S, setting
-from snapstream.config.values import check
-from snapstream.spec_prefill.settings import DraftOptions
+from snapstream.config.values import check, is_loopback
+from snapstream.spec_prefill.settings import DraftOptions, PromptCompression
 
 TOOL_PARSERS = (
     "auto", "none", "hermes", "llama3_json", "llama4_pythonic", "qwen3_coder", "glm45", "glm47", "deepseek_v3",
@@ -21,7 +24,8 @@ TOOL_PARSERS = (
 )  # fmt: skip
 Role = Literal["both", "prefill", "decode"]  # what a server does of a request
 ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "none"]
-ADMIN_VARIABLE = "SNAPSTREAM_ADMIN_KEY"
+KEY_VARIABLE, ADMIN_VARIABLE = "SNAPSTREAM_API_KEY", "SNAPSTREAM_ADMIN_KEY"
+MIB = 2**20
 # What a server sets of an engine, other than the package alone.
 ENGINE_DEFAULTS: dict[str, Any] = {"max_waiting": 128, "prefix_store": "auto"}
 
@@ -49,6 +53,51 @@ def set_paths(options: Any, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         object.__setattr__(options, name, None if value in (None, "") else as_path(name, value))
+
+
+def check_root_path(path: str) -> None:
+    """ValueError for what cannot be the beginning of a path."""
+    is_plain = path.isascii() and path.isprintable() and not set(path) & set(" ?#%\\")
+    if path and not (path.startswith("/") and not path.endswith("/") and "//" not in path and is_plain):
+        raise ValueError(f"the root path is {path!r}; it must be like /llm: a slash first, none at the end")
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """ValueError for a key that no client could send."""
+    for key in keys:
+        if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+            raise ValueError("an API key is empty, not printable ASCII, or has spaces around it")
+
+
+def refuse_blank(variable: str) -> None:
+    """ValueError for a key in the environment that is blank: it looks like one and would let everyone in."""
+    if not os.environ.get(variable, "unset").strip():
+        raise ValueError(f"{variable} is set but blank; give it a key, or unset it to serve without")
+
+
+def all_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """Keys of the command line, of the file (one a line) and of the environment, together.
+
+    ValueError for a file or a variable that holds none: naming one means that keys are wanted.
+    """
+    refuse_blank(KEY_VARIABLE)
+    lines = [] if file is None else [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    kept = [line for line in lines if line]
+    if file is not None and not kept:
+        raise ValueError(f"{file} holds no API key")
+    return tuple(dict.fromkeys((*given, *kept, *os.environ.get(KEY_VARIABLE, "").split())))
+
+
+def check_hosts(hosts: Sequence[str]) -> None:
+    """ValueError for what can never equal the name in a Host header."""
+    for host in hosts:
+        if not host or "/" in host or "*" in host or ":" in host:
+            raise ValueError(f"allowed host {host!r} is not a name without port and wildcards")
+
+
+def answered_hosts(host: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Names in Host headers to answer to at the address ``host``; none means any."""
+    return ("localhost", *allowed) if allowed or is_loopback(host) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,3 +232,64 @@ class ServeOptions(DisaggregationOptions, DraftOptions, ApiOptions, ListenOption
         check((self.tls_cert is None) == (self.tls_key is None), "TLS needs both a certificate and a key")
         for file in (self.tls_cert, self.tls_key, self.chat_template):
             check(file is None or file.is_file(), f"{file} is not a file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Limits on the HTTP requests of a server or proxy."""
+
+    max_requests: int = 1024  # open at once, from before their body is read; more get 429
+    max_body_bytes: int = 32 * MIB
+    max_open_body_bytes: int = 256 * MIB  # of all requests being answered together; more get 429
+    body_timeout_s: float = 60.0  # for a client to send its body: one that trickles may not hold a place for ever
+    retry_after_s: int = 1  # sent to clients with 429 and 503
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            if limit.name.startswith("max_"):
+                as_count(limit.name, getattr(self, limit.name), 1)
+        as_count("retry_after_s", self.retry_after_s, 1)
+        as_number("body_timeout_s", self.body_timeout_s, 0.001, 86400.0)
+        if self.max_open_body_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_open_body_bytes is {self.max_open_body_bytes}; one body may have {self.max_body_bytes}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(ApiOptions, RequestLimits):
+    """How the HTTP server behaves; nothing here reaches the engine."""
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # any of them opens /v1/*; none means open to all
+    admin_key: str = field(default="", repr=False)  # what it resets, it resets for all callers; none by default
+    max_prompts: int = 256  # prompts of one completions request
+    max_samples: int = 256  # n times prompts of one request
+    max_stored_bytes: int = 256 * MIB  # of their conversations, all keys together
+    max_prompt_logprobs: int = 1_000_000  # of one answer with echo: prompt tokens x (1 + top) x n, all prompts
+    max_kept_positions: int = 4_000_000  # of one answer with return_kept: layers x kv heads x top-k, all prompts
+    max_kept_bits: int = 64 * MIB  # the same as a bitmap: layers x kv heads x prompt tokens
+    tokenizer_threads: int = 2  # each has its own copy of the tokenizer
+    role: Role = "both"
+    transfer_secret: bytes = field(default=b"", repr=False)  # opens the routes for other servers of ours
+    prompt_compression: PromptCompression | None = None  # of requests that bring none; needs a draft
+    namespace_secret: bytes = field(default=b"", repr=False)  # of the prefix store; empty: one of this process
+    max_draft_waiting: int = 64  # prompts that wait for the draft; more get 429
+    max_draft_chars: int = 4 * MIB  # of one prompt that the draft reads
+
+    @classmethod
+    def of(cls, api: ApiOptions, **own: Any) -> ServerSettings:
+        """Settings with a user's options of the API."""
+        return cls(**{each.name: getattr(api, each.name) for each in fields(ApiOptions)} | own)
+
+    def __post_init__(self) -> None:
+        ApiOptions.__post_init__(self)
+        RequestLimits.__post_init__(self)
+        as_count("tokenizer_threads", self.tokenizer_threads, 1)
+        check_keys((*self.api_keys, *([self.admin_key] if self.admin_key else [])))
+        if self.admin_key in self.api_keys:
+            raise ValueError("the admin key is an API key, too; give callers and the operator keys of their own")
+        check_root_path(self.root_path)
+        check_hosts(self.allowed_hosts)
+        for origin in self.cors_origins:
+            if not origin.startswith(("http://", "https://")) or "*" in origin or origin.endswith("/"):
+                raise ValueError(f"CORS origin {origin!r} is not of the form scheme://host[:port], without wildcards")

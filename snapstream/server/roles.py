@@ -18,7 +18,7 @@ from snapstream.config import EngineOptions
 from snapstream.config.values import is_loopback
 from snapstream.disaggregation.protocol import TransferSettings, read_secret
 from snapstream.disaggregation.requests import HEADER, digest_of, has_digest, prefill_request_id, request_from_bytes
-from snapstream.server.engine.api import AsyncEngine
+from snapstream.server.engine.api import AsyncEngine, ModelMetadata
 from snapstream.server.engine.process import EngineProcess
 from snapstream.server.engine.remote_prefill import (
     CHECK_PATH,
@@ -30,12 +30,10 @@ from snapstream.server.engine.remote_prefill import (
     why_not_sent,
 )
 from snapstream.server.http.admission import Admission, RequestContext
-from snapstream.server.http.api import api_of
-from snapstream.server.http.errors import ApiError, bad_value
+from snapstream.server.http.errors import ApiError, api_of, bad_value
 from snapstream.server.http.middleware import log_refusal
 from snapstream.server.http.sse import until_gone
 from snapstream.server.options import ServeOptions
-from snapstream.server.settings import ModelMetadata
 from snapstream.types import Request
 
 # ``serve --role``: what a role cannot do is refused before anything is loaded, with the option's name.

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from snapstream.assets import TINY_MODEL
 from snapstream.config import AutoCount, EngineOptions
 from snapstream.config.values import is_loopback
 from snapstream.kv.prefix_folder import folder_secret
@@ -29,17 +28,15 @@ from snapstream.plan.fit import MAX_AUTO_ROWS
 from snapstream.plan.memory import DraftMemory, draft_memory
 from snapstream.server.apis import APIS
 from snapstream.server.app import make_app
-from snapstream.server.engine.api import EngineSpec
+from snapstream.server.engine.api import EngineSpec, ModelMetadata
 from snapstream.server.engine.process import EngineProcess
 from snapstream.server.engine.remote_prefill import ReadFailed
 from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.lifecycle import LAST_FRAMES_S, DrainingServer, StartupApp, listen
-from snapstream.server.http.middleware import all_keys, answered_hosts
 from snapstream.server.http.prompt_compression import load_compressor
 from snapstream.server.openai.state import ServerState
-from snapstream.server.options import ServeOptions
+from snapstream.server.options import ServeOptions, ServerSettings, all_keys, answered_hosts
 from snapstream.server.roles import engine_options, make_readers, transfer_settings
-from snapstream.server.settings import ModelMetadata, ServerSettings
 from snapstream.server.tracing import Tracing, otlp_tracing
 
 if TYPE_CHECKING:
@@ -168,17 +165,7 @@ async def _load_server(
         raise ValueError(f"{spec.model} has no tokenizer; a draft hands over text")
 
     def metadata() -> ModelMetadata:
-        known = engine.facts
-        return ModelMetadata(
-            names=names,
-            vocab_size=known.vocab_size,
-            engine=known.engine,
-            created=created,
-            num_layers=known.architecture.num_layers,
-            num_kv_heads=known.architecture.num_kv_heads,
-            row_facts=known.row_facts,
-            has_examples=Path(spec.model).resolve() == TINY_MODEL.resolve(),
-        )
+        return ModelMetadata.of(engine.facts, names, created)
 
     if spec.options.prefix_dir is not None:  # stored prompts outlive this process, so their namespaces must, too
         secret = await asyncio.to_thread(folder_secret, Path(spec.options.prefix_dir))

@@ -11,35 +11,15 @@ imported or called. The packages are those of the extra [otel]; the spans go out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from time import monotonic, time_ns
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from snapstream.server.metrics import RequestTimes
+
 TRACED = "/v1/"
 SERVICE = "snapstream"
-
-
-class Times(Protocol):
-    """What is known of a prompt at its end; seconds are those of ``monotonic``. None: it did not come so far."""
-
-    @property
-    def born(self) -> float: ...
-    @property
-    def first_at(self) -> float | None: ...
-    @property
-    def ended_at(self) -> float: ...
-    @property
-    def queue_s(self) -> float | None: ...
-    @property
-    def prefill_s(self) -> float | None: ...
-    @property
-    def num_prompt(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def reasons(self) -> Sequence[str]: ...
 
 
 class Tracing:
@@ -66,7 +46,7 @@ class Tracing:
             set_status_on_exception=False,
         )
 
-    def note(self, times: Times) -> None:
+    def note(self, times: RequestTimes) -> None:
         """The spans of a prompt that has ended, below the request that is being answered."""
         from opentelemetry.trace import set_span_in_context
 
@@ -78,9 +58,9 @@ class Tracing:
         attributes = {
             "gen_ai.usage.input_tokens": times.num_prompt,
             "gen_ai.usage.output_tokens": times.num_tokens,
-            "gen_ai.response.finish_reasons": list(times.reasons),
+            "gen_ai.response.finish_reasons": times.finish_reasons,
         }
-        whole = self._tracer.start_span("generate", start_time=at(times.born), attributes=attributes)
+        whole = self._tracer.start_span("generate", start_time=at(times.arrived_at), attributes=attributes)
         below = set_span_in_context(whole)
         for name, start, end in parts(times):
             self._tracer.start_span(name, context=below, start_time=at(start)).end(at(end))
@@ -91,14 +71,14 @@ class Tracing:
         self._provider.shutdown()
 
 
-def parts(times: Times) -> list[tuple[str, float, float]]:
+def parts(times: RequestTimes) -> list[tuple[str, float, float]]:
     """Name, start and end of what happened to a prompt; the engine's times end with the first token seen here."""
-    if times.first_at is None:
+    if times.first_token_at is None:
         return []
-    found = [("first_token", times.born, times.first_at), ("decode", times.first_at, times.ended_at)]
+    found = [("first_token", times.arrived_at, times.first_token_at), ("decode", times.first_token_at, times.ended_at)]
     if times.queue_s is not None and times.prefill_s is not None:
-        begun = times.first_at - times.prefill_s
-        found += [("queue", begun - times.queue_s, begun), ("prefill", begun, times.first_at)]
+        begun = times.first_token_at - times.prefill_s
+        found += [("queue", begun - times.queue_s, begun), ("prefill", begun, times.first_token_at)]
     return found
 
 

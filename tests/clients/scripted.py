@@ -13,7 +13,7 @@ import uvicorn
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import RequestDelta
-from snapstream.server.settings import ServerSettings
+from snapstream.server.options import ServerSettings
 from snapstream.types import Request
 from tests.server.fake_engine import FACTS, FakeEngine
 from tests.server.templates import prompt_of, template_tokenizer

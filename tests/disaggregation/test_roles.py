@@ -19,7 +19,8 @@ from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
 from snapstream.disaggregation.protocol import SECRET_VARIABLE
 from snapstream.server.app import make_app
-from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.server.engine.api import ModelMetadata
+from snapstream.server.options import ServerSettings
 from tests.disaggregation.servers import (
     MAX_ROWS,
     OPTIONS,

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from snapstream.server.app import make_app
 from snapstream.server.openai.state import ServerState
-from snapstream.server.settings import ServerSettings
+from snapstream.server.options import ServerSettings
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
 
 JSON = {"Content-Type": "application/json"}

@@ -13,8 +13,9 @@ import openai
 import uvicorn
 
 from snapstream.server.app import make_app
+from snapstream.server.engine.api import ModelMetadata
 from snapstream.server.http.connections import ConnectionGuard
-from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.server.options import ServerSettings
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
 from tests.waiting import HANG_S, until
 

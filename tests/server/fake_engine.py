@@ -16,8 +16,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.request_state import TextStream
 from snapstream.models.tokenizer import load_tokenizer
-from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta, SampleDelta
-from snapstream.server.settings import ModelMetadata
+from snapstream.server.engine.api import EngineDead, EngineStats, ModelMetadata, RequestDelta, SampleDelta
 from snapstream.types import NOT_FINITE, Compression, FinishReason, Logprob, Request, Timings
 
 ANSWER = "Hello wörld 😀, goodbye."

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from snapstream.server.app import make_app
-from snapstream.server.settings import ServerSettings
+from snapstream.server.options import ServerSettings
 from tests.server.app_client import AppClient
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
 

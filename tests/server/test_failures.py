@@ -32,8 +32,8 @@ from snapstream.assets import TINY_MODEL
 from snapstream.server.anthropic.protocol import MessagesBody
 from snapstream.server.app import make_app
 from snapstream.server.logs import JsonFormatter, TextFormatter, fields_of
+from snapstream.server.options import ServerSettings
 from snapstream.server.responses.protocol import ResponsesBody
-from snapstream.server.settings import ServerSettings
 from tests.server.app_client import HI, JSON, AppClient, client
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine
 from tests.server.openai.test_errors import ANYTHING, bodies

@@ -10,7 +10,7 @@ import pytest
 from snapstream.engine.validate import QueueFull
 from snapstream.server.app import make_app
 from snapstream.server.metrics import RequestTimes
-from snapstream.server.settings import ServerSettings
+from snapstream.server.options import ServerSettings
 from snapstream.server.tracing import Tracing, otlp_tracing, parts
 from tests.server.app_client import CHAT, HI, TEXT, AppClient, client
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, tokenizer
@@ -76,13 +76,14 @@ def test_every_prompt_has_its_own_and_faults_are_told() -> None:
 
 def test_the_parts_of_a_prompt() -> None:
     def times(**given: Any) -> RequestTimes:
-        none: dict[str, Any] = {"first_at": None, "queue_s": None, "prefill_s": None}
-        known: dict[str, Any] = {"born": 1.0, "ended_at": 9.0, "num_prompt": 1, "num_tokens": 1, "reasons": ()}
-        return RequestTimes(**{**known, **none, **given})
+        return RequestTimes(arrived_at=1.0, ended_at=9.0, num_prompt=1, **given)
 
     assert parts(times()) == []
-    assert parts(times(first_at=5.0)) == [("first_token", 1.0, 5.0), ("decode", 5.0, 9.0)]
-    assert parts(times(first_at=5.0, queue_s=1.0, prefill_s=2.0))[2:] == [("queue", 2.0, 3.0), ("prefill", 3.0, 5.0)]
+    assert parts(times(first_token_at=5.0)) == [("first_token", 1.0, 5.0), ("decode", 5.0, 9.0)]
+    assert parts(times(first_token_at=5.0, queue_s=1.0, prefill_s=2.0))[2:] == [
+        ("queue", 2.0, 3.0),
+        ("prefill", 3.0, 5.0),
+    ]
 
 
 def test_the_exporter_asks_for_its_packages_and_a_url() -> None:

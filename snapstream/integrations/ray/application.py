@@ -37,10 +37,8 @@ from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import rank_config
 from snapstream.server.engine.api import EngineSpec
 from snapstream.server.http.lifecycle import listen
-from snapstream.server.http.middleware import all_keys, answered_hosts
-from snapstream.server.options import ServeOptions
+from snapstream.server.options import ServeOptions, ServerSettings, all_keys, answered_hosts
 from snapstream.server.run import check_models, most_requests
-from snapstream.server.settings import ServerSettings
 
 
 class RegistryRouter(RequestRouter):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -20,15 +20,15 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from snapstream.assets import TINY_MODEL
 from snapstream.integrations.ray.config import DeployConfig
 from snapstream.integrations.ray.engine import ReplicaLost, ReplicatedEngine
 from snapstream.integrations.ray.registry import DeltaBatch, Report, Route
 from snapstream.models.tokenizer import find_tokenizer, read_template
 from snapstream.server import logs
 from snapstream.server.app import make_app
+from snapstream.server.engine.api import ModelMetadata
 from snapstream.server.http.middleware import REQUEST_ID
-from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.server.options import ServerSettings
 from snapstream.types import Request
 
 
@@ -98,7 +98,10 @@ class Ingress:
                 raise ValueError(f"{config.model} has no tokenizer; chat_template needs one")
             tokenizer.chat_template = read_template(config.front.chat_template)
         settings = replace(settings, namespace_secret=_secret(settings.api_keys))
-        self._app = make_app(self._engine, tokenizer, settings, _facts(config, self._engine, int(time.time())))
+        created = int(time.time())
+        self._app = make_app(
+            self._engine, tokenizer, settings, lambda: ModelMetadata.of(self._engine.facts, config.names, created)
+        )
         self._app.add_middleware(IdByProxy)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # the name is Ray's
@@ -123,21 +126,3 @@ class IdByProxy:
 def _secret(api_keys: tuple[str, ...]) -> bytes:
     """Of namespaces: the same wherever the keys are; who has one key and not the others cannot compute it."""
     return sha256(b"\0".join([b"snapstream namespaces", *(key.encode() for key in sorted(api_keys))])).digest()
-
-
-def _facts(config: DeployConfig, engine: ReplicatedEngine, created: int) -> Callable[[], ModelMetadata]:
-    has_examples = Path(config.model).resolve() == TINY_MODEL.resolve()
-
-    def facts() -> ModelMetadata:
-        known = engine.facts
-        return ModelMetadata(
-            names=config.names,
-            vocab_size=known.vocab_size,
-            engine=known.engine,
-            created=created,
-            num_layers=known.architecture.num_layers,
-            num_kv_heads=known.architecture.num_kv_heads,
-            has_examples=has_examples,
-        )
-
-    return facts

@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse
 from pydantic_core import from_json, to_json
 
 from snapstream.config import as_count
-from snapstream.server.anthropic import error_body, protocol
+from snapstream.server.anthropic import protocol
 from snapstream.server.anthropic.protocol import (
     REFUSED,
     WITHOUT_EFFECT,
@@ -38,9 +38,8 @@ from snapstream.server.anthropic.protocol import (
     own_tools,
 )
 from snapstream.server.engine.api import SampleDelta
-from snapstream.server.http.errors import ApiError, bad_value
+from snapstream.server.http.errors import bad_value
 from snapstream.server.http.openapi import answers, body_schema
-from snapstream.server.http.sse import named_frame
 from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, CallStart, Content, Event, Reasoning
 from snapstream.server.openai.generation import Step, new_usage, prepare_chat, run, stream
 from snapstream.server.openai.protocol import ChatBody, check_fields, kinds_of, parse
@@ -93,7 +92,7 @@ async def _messages(server: ServerState, data: dict[str, Any], context: AnswerCo
     steps = run(server, [prepared.request], context)
     if not body.stream:
         return Response(to_json(await answer.whole(steps)), media_type="application/json")
-    return await stream(server, answer.events(steps), context, MessageFrames())
+    return await stream(server, answer.events(steps), context, end=b"")
 
 
 async def _count(server: ServerState, data: dict[str, Any]) -> Response:
@@ -297,15 +296,3 @@ class MessageAnswer:
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens or 0},
         }
-
-
-class MessageFrames:
-    """Frames that name their events; nothing follows the last."""
-
-    end = b""
-
-    def item(self, item: Any) -> bytes:
-        return named_frame(item)
-
-    def fault(self, error: ApiError) -> bytes:
-        return named_frame(error_body(error))

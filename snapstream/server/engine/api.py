@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
 from typing import Literal, Protocol
 
+from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.disaggregation.protocol import TransferSettings
 from snapstream.engine.request_state import RequestDelta, SampleDelta
@@ -18,6 +21,7 @@ from snapstream.engine.stats import EngineStats
 from snapstream.engine.worker import FromEngine
 from snapstream.plan.memory import DraftMemory
 from snapstream.types import Request
+from snapstream.version import __version__
 
 # The interface between the HTTP front and an engine, whatever process the engine lives in.
 #
@@ -112,6 +116,56 @@ class EngineFacts:
     def budget_slots(self) -> int:
         """Slots of the largest row."""
         return self.engine.budget.capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMetadata:
+    """The model as callers of the API see it."""
+
+    names: tuple[str, ...]  # the first is the one we answer with where a request names none
+    vocab_size: int
+    engine: EngineConfig  # limits: max_model_len, rows, largest budget
+    created: int = 0  # seconds since the epoch
+    num_layers: int = 1
+    num_kv_heads: int = 1  # of one layer
+    row_facts: dict[str, str] = field(default_factory=dict)  # what the other side of a KV transfer must agree with
+    has_examples: bool = False  # it is the shipped model, which answers questions on the package's own documents
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(self.names):
+            raise ValueError(f"served model names are {self.names!r}; at least one, none empty, is needed")
+
+    @classmethod
+    def of(cls, facts: EngineFacts, names: tuple[str, ...], created: int) -> ModelMetadata:
+        return cls(
+            names=names,
+            vocab_size=facts.vocab_size,
+            engine=facts.engine,
+            created=created,
+            num_layers=facts.architecture.num_layers,
+            num_kv_heads=facts.architecture.num_kv_heads,
+            row_facts=facts.row_facts,
+            has_examples=Path(facts.model).resolve() == TINY_MODEL.resolve(),
+        )
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of model, version and settings of the engine: where it differs, answers may."""
+        parts = (__version__, self.name, self.vocab_size, self.num_layers, self.num_kv_heads, self.engine)
+        return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    @property
+    def num_heads(self) -> int:
+        """kv heads of all layers: how many lists of kept positions a prompt has."""
+        return self.num_layers * self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)

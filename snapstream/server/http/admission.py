@@ -14,70 +14,19 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request, Response
-from fastapi import Request as HttpRequest
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from snapstream.server.http.api import Api
-from snapstream.server.http.errors import CLIENT_GONE, ApiError, bad_value, internal, queue_full, unavailable
+from snapstream.server.http.errors import CLIENT_GONE, Api, ApiError, bad_value, internal, queue_full, unavailable
 from snapstream.server.http.sse import ClientGone
+from snapstream.server.options import RequestLimits
 
 log = logging.getLogger(__name__)
 
 JSON_TYPE = "application/json"
-BODY_TIMEOUT_S = 60.0
-
-
-async def read_object(
-    request: HttpRequest, limit: int, take: Callable[[int], None] = lambda _: None, timeout_s: float = BODY_TIMEOUT_S
-) -> dict[str, Any]:
-    """The body as a JSON object of at most ``limit`` bytes, read within ``timeout_s``.
-
-    ``take`` is called with the number of bytes before they are kept, and raises if all requests hold too many. Only the
-    content type of JSON is accepted: browsers send other types across origins without a preflight, so any web page
-    could use a server on its reader's machine.
-    """
-    given = request.headers.get("content-type", "")
-    if given.partition(";")[0].strip().lower() != JSON_TYPE:
-        raise bad_value(f"the content type is {given!r}; it must be {JSON_TYPE}", None, "invalid_content_type")
-    body = await read_bytes(request, limit, take, timeout_s)
-    try:
-        data = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise bad_value(f"the body is not valid JSON: {error}", None, "invalid_json") from None
-    if not isinstance(data, dict):
-        raise bad_value("the body must be a JSON object", None, "invalid_json")
-    return data
-
-
-async def read_bytes(request: HttpRequest, limit: int, take: Callable[[int], None], timeout_s: float) -> bytearray:
-    """The body as it is, within the bounds of ``read_object``."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await _read(request, limit, take)
-    except TimeoutError:
-        message = f"the body did not arrive within {timeout_s:g} s"
-        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
-
-
-async def _read(request: HttpRequest, limit: int, take: Callable[[int], None]) -> bytearray:
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    async for piece in request.stream():
-        if len(body) + len(piece) > limit:
-            raise _too_large(limit)
-        take(len(piece))
-        body += piece
-    return body
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than the limit of {limit} bytes", code="request_too_large")
 
 
 class OpenRequests:
@@ -119,7 +68,7 @@ class RequestContext:
     request_id: str
     path: str
     api: Api | None = None
-    born: float = field(default_factory=monotonic)
+    arrived_at: float = field(default_factory=monotonic)
     is_open: bool = False
     num_bytes: int = 0
 
@@ -147,29 +96,14 @@ class RequestContext:
             "path": self.path,
             "status": status,
             "end": how or None,
-            "ms": 1e3 * (monotonic() - self.born),
+            "ms": 1e3 * (monotonic() - self.arrived_at),
         }
-
-
-class Limits(Protocol):
-    """Settings of ``Admission``; ``ServerSettings`` and ``ProxySettings`` have them."""
-
-    @property
-    def max_requests(self) -> int: ...
-    @property
-    def max_body_bytes(self) -> int: ...
-    @property
-    def max_open_body_bytes(self) -> int: ...
-    @property
-    def body_timeout_s(self) -> float: ...
-    @property
-    def retry_after_s(self) -> int: ...
 
 
 class Admission:
     """Admits, bounds and ends the requests of one application."""
 
-    def __init__(self, limits: Limits, name: str, ends_itself: type[Response]) -> None:
+    def __init__(self, limits: RequestLimits, name: str, ends_itself: type[Response]) -> None:
         """``name`` is what shuts down; an ``ends_itself`` response ends its context once sent."""
         self._limits, self._name, self._ends_itself = limits, name, ends_itself
         self.open_requests = OpenRequests()
@@ -217,20 +151,46 @@ class Admission:
         context.enter()
 
     async def read_object(self, request: Request, context: RequestContext) -> dict[str, Any]:
-        """The body, a JSON object, within the limits."""
-        limits = self._limits
-        return await read_object(request, limits.max_body_bytes, self._taker(context), limits.body_timeout_s)
+        """The body, a JSON object, within the limits.
+
+        Only the content type of JSON is accepted: browsers send other types across origins without a preflight, so any
+        web page could use a server on its reader's machine.
+        """
+        given = request.headers.get("content-type", "")
+        if given.partition(";")[0].strip().lower() != JSON_TYPE:
+            raise bad_value(f"the content type is {given!r}; it must be {JSON_TYPE}", None, "invalid_content_type")
+        body = await self.read_bytes(request, context)
+        try:
+            data = from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise bad_value(f"the body is not valid JSON: {error}", None, "invalid_json") from None
+        if not isinstance(data, dict):
+            raise bad_value("the body must be a JSON object", None, "invalid_json")
+        return data
 
     async def read_bytes(self, request: Request, context: RequestContext) -> bytes:
         """The body as it is, within the limits."""
+        timeout_s = self._limits.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._read(request, context)
+        except TimeoutError:
+            message = f"the body did not arrive within {timeout_s:g} s"
+            raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+
+    async def _read(self, request: Request, context: RequestContext) -> bytes:
         limits = self._limits
-        return bytes(await read_bytes(request, limits.max_body_bytes, self._taker(context), limits.body_timeout_s))
-
-    def _taker(self, context: RequestContext) -> Callable[[int], None]:
-        limits = self._limits
-
-        def take(num_bytes: int) -> None:
-            self.open_requests.check_room(num_bytes, limits.max_open_body_bytes, limits.retry_after_s)
-            context.take(num_bytes)
-
-        return take
+        too_large = ApiError(
+            413, f"the body is larger than the limit of {limits.max_body_bytes} bytes", code="request_too_large"
+        )
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > limits.max_body_bytes:
+            raise too_large
+        body = bytearray()
+        async for piece in request.stream():
+            if len(body) + len(piece) > limits.max_body_bytes:
+                raise too_large
+            self.open_requests.check_room(len(piece), limits.max_open_body_bytes, limits.retry_after_s)
+            context.take(len(piece))
+            body += piece
+        return bytes(body)

@@ -1,31 +1,69 @@
-"""Every error that a client can see, in the shape of the API of its request.
+"""Errors that clients see, in the form of the API of their request, and what an API is to the middleware (``Api``).
 
 Invariants: outside of all APIs the body is ``{"error": {"message", "type", "param", "code"}}``, always with all four.
 5xx only where a retry may help, or for a bug: clients retry 408, 409, 429 and 5xx. A request is counted as an error at
-most once, by status and a reason that is never a client's text; errors say what they are in the request's scope
-(``note_fault``), because an error within a stream has status 200.
+most once, by status and a reason that is never a client's text. The reason is kept in the request's scope
+(``note_fault``), because an error within a stream has status 200. This package names no API: ``server/apis.py`` has the
+list.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from snapstream.server.http.api import Api, api_of
 from snapstream.types import NOT_FINITE
 
-CLIENT_GONE = 499  # nginx's number; only logs and metrics see it
-FAULT = "fault"  # in a request's state
+log = logging.getLogger(__name__)
 
-Count = Callable[[int, str], None]  # takes status and reason
+CLIENT_GONE = 499  # nginx's number; only logs and metrics see it
+MAX_MESSAGE_CHARS = 500
+API, FAULT = "api", "fault"  # in a request's state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Api:
+    """One wire API: where its paths are, the form of its errors, the headers of its clients."""
+
+    prefix: str  # of its paths; the longest that matches wins
+    routes: Callable[[Any], APIRouter]  # takes the ``ServerState``
+    error_body: Callable[[ApiError], dict[str, Any]]
+    error_event: Callable[[ApiError], dict[str, Any]] | None = None  # ends a broken stream; None: ``data:`` frames
+    key_header: str = ""  # carries an API key, besides ``Authorization: Bearer``
+    id_header: str = ""  # repeats the request id on answers, besides ``X-Request-Id``
+
+    def covers(self, path: str) -> bool:
+        """Whether a path is one of this API's, also below the prefix of a reverse proxy."""
+        return f"{self.prefix}/" in f"{path}/"
+
+
+class SelectApi:
+    """Middleware around everything that refuses requests: finds a request's API by its path, for ``api_of``."""
+
+    def __init__(self, app: ASGIApp, *, apis: Sequence[Api]) -> None:
+        self._app = app
+        self._apis = sorted(apis, key=lambda api: len(api.prefix), reverse=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            found = next((api for api in self._apis if api.covers(scope["path"])), None)
+            scope.setdefault("state", {})[API] = found
+        await self._app(scope, receive, send)
+
+
+def api_of(scope: Scope) -> Api | None:
+    """The API of a request; None for paths outside of all."""
+    found: Api | None = scope.get("state", {}).get(API)
+    return found
 
 
 def note_fault(scope: Scope, status: int, reason: str) -> None:
@@ -41,7 +79,8 @@ def note_no_fault(scope: Scope) -> None:
 class FaultCount:
     """Counts errors when the answer is over. Outermost middleware, so that it sees every refusal."""
 
-    def __init__(self, app: ASGIApp, *, count: Count) -> None:
+    def __init__(self, app: ASGIApp, *, count: Callable[[int, str], None]) -> None:
+        """``count`` takes status and reason."""
         self._app, self._count = app, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,11 +107,6 @@ class FaultCount:
                     self._count(*state[FAULT])
             elif status >= 400:
                 self._count(status, "client_left" if status == CLIENT_GONE else "other")
-
-
-log = logging.getLogger(__name__)
-
-MAX_MESSAGE_CHARS = 500
 
 
 class ApiError(Exception):
@@ -112,9 +146,12 @@ class ApiError(Exception):
         """For metrics: its code, or where it has none its type."""
         return self.code or self.kind
 
+    def body_for(self, api: Api | None) -> dict[str, Any]:
+        """The body in the form of the request's API (``api_of``)."""
+        return self.body if api is None else api.error_body(self)
+
     def response(self, api: Api | None) -> JSONResponse:
-        """The answer in the form of the request's API (``api_of``)."""
-        return ErrorResponse(self, self.body if api is None else api.error_body(self))
+        return ErrorResponse(self, self.body_for(api))
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error in an API that has other names for the fields at fault."""

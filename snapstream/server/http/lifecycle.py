@@ -21,8 +21,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from snapstream.server.http.api import Api, SelectApi, api_of
-from snapstream.server.http.errors import ApiError, note_no_fault, unavailable
+from snapstream.server.http.errors import Api, ApiError, SelectApi, api_of, note_no_fault, unavailable
 from snapstream.server.http.middleware import RequestId
 from snapstream.server.http.openapi import STRING, answers, errors
 from snapstream.version import __version__

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -24,8 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from snapstream.config.values import is_loopback
-from snapstream.server.http.api import Api, api_of
-from snapstream.server.http.errors import ApiError, bad_value
+from snapstream.server.http.errors import Api, ApiError, api_of, bad_value
 from snapstream.types import NAMESPACE_BORDER
 
 log = logging.getLogger(__name__)
@@ -92,13 +90,6 @@ class HeadAsGet:
         await self._app({**scope, "method": "GET"}, receive, send_bare)
 
 
-def check_root_path(path: str) -> None:
-    """ValueError for what cannot be the beginning of a path."""
-    is_plain = path.isascii() and path.isprintable() and not set(path) & set(" ?#%\\")
-    if path and not (path.startswith("/") and not path.endswith("/") and "//" not in path and is_plain):
-        raise ValueError(f"the root path is {path!r}; it must be like /llm: a slash first, none at the end")
-
-
 class PlainPath:
     """Removes the root path, where a request has it, and trailing slashes."""
 
@@ -134,33 +125,6 @@ class OneLength:
 
 RESET = "/reset_prefix_cache"
 GUARDED = ("/v1/", RESET)
-KEY_VARIABLE = "SNAPSTREAM_API_KEY"
-
-
-def check_keys(keys: Sequence[str]) -> None:
-    """ValueError for a key that no client could send."""
-    for key in keys:
-        if not key or not key.isascii() or not key.isprintable() or key != key.strip():
-            raise ValueError("an API key is empty, not printable ASCII, or has spaces around it")
-
-
-def refuse_blank(variable: str) -> None:
-    """ValueError for a key in the environment that is blank: it looks like one and would let everyone in."""
-    if not os.environ.get(variable, "unset").strip():
-        raise ValueError(f"{variable} is set but blank; give it a key, or unset it to serve without")
-
-
-def all_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """Keys of the command line, of the file (one a line) and of the environment, together.
-
-    ValueError for a file or a variable that holds none: naming one means that keys are wanted.
-    """
-    refuse_blank(KEY_VARIABLE)
-    lines = [] if file is None else [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    kept = [line for line in lines if line]
-    if file is not None and not kept:
-        raise ValueError(f"{file} holds no API key")
-    return tuple(dict.fromkeys((*given, *kept, *os.environ.get(KEY_VARIABLE, "").split())))
 
 
 class BearerAuth:
@@ -233,18 +197,6 @@ class Cors(CORSMiddleware):
         return ApiError(
             response.status_code, message, kind="permission_error", code="cors_refused", headers=kept
         ).response(None)  # no path is known here
-
-
-def check_hosts(hosts: Sequence[str]) -> None:
-    """ValueError for what can never equal the name in a Host header."""
-    for host in hosts:
-        if not host or "/" in host or "*" in host or ":" in host:
-            raise ValueError(f"allowed host {host!r} is not a name without port and wildcards")
-
-
-def answered_hosts(host: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Names in Host headers to answer to at the address ``host``; none means any."""
-    return ("localhost", *allowed) if allowed or is_loopback(host) else ()
 
 
 class HostGuard:

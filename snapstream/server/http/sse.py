@@ -1,6 +1,6 @@
 """Server-sent events, and cancellation of the work when the client leaves.
 
-Each API has its own ``Frames``. Invariant: when the client is gone, its work is cancelled at once, not when the next
+Invariant: when the client is gone, its work is cancelled at once, not when the next
 byte cannot be sent.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Response
 from pydantic_core import to_json
@@ -28,43 +28,10 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-def frame(data: Any) -> bytes:
-    return b"data: " + to_json(data) + b"\n\n"
-
-
-def named_frame(event: dict[str, Any]) -> bytes:
-    """A frame that also names its event, the member ``type``."""
-    return b"event: " + str(event["type"]).encode() + b"\n" + frame(event)
-
-
-class Frames(Protocol):
-    """The form of one API's streams."""
-
-    @property
-    def end(self) -> bytes:
-        """The last frame of every stream; may be empty."""
-        ...
-
-    def item(self, item: Any) -> bytes: ...
-
-    def fault(self, error: ApiError) -> bytes:
-        """The frame of an error that ends the stream."""
-        ...
-
-
-class ChunkFrames:
-    """Exactly ``data: {json}\\n\\n``, the last is ``data: [DONE]``: chat and text completions."""
-
-    end = DONE
-
-    def item(self, item: Any) -> bytes:
-        return frame(item)
-
-    def fault(self, error: ApiError) -> bytes:
-        return frame(error.body)
-
-
-CHUNKS = ChunkFrames()
+def frame(item: dict[str, Any]) -> bytes:
+    """``data: {json}``; the frame of an item with a ``type`` also names its event by it."""
+    data = b"data: " + to_json(item) + b"\n\n"
+    return b"event: " + str(item["type"]).encode() + b"\n" + data if "type" in item else data
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -98,16 +65,18 @@ class EventStream(Response):
         rest: AsyncGenerator[Any, None],
         as_api_error: Callable[[Exception], ApiError],
         on_end: Callable[[int, str], None],
-        frames: Frames = CHUNKS,
+        fault_item: Callable[[ApiError], dict[str, Any]],
+        end: bytes = DONE,
     ) -> None:
-        """``on_end`` is called once, with the status and why the stream is not complete, or ""."""
+        """``on_end`` is called once, with the status and why the stream is not complete, or "". ``fault_item``: the
+        item for an error that ends the stream. ``end`` follows the last item."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._as_api_error = as_api_error
         self._on_end = on_end
-        self._frames = frames
+        self._fault_item, self._end = fault_item, end
         self._how = "left"  # until something else is known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,9 +97,9 @@ class EventStream(Response):
         # In the task of the first frame, so that both leave in one write.
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            await put(self._frames.item(self._first))
+            await put(frame(self._first))
             async for item in self._rest:
-                await put(self._frames.item(item))
+                await put(frame(item))
             self._how = ""
         except OSError:
             raise
@@ -140,7 +109,7 @@ class EventStream(Response):
             note_fault(scope, fault.status, fault.reason)
             if fault.status == internal().status:
                 log.exception("error in a stream")
-            await put(self._frames.fault(fault))
-        if self._frames.end:
-            await put(self._frames.end)
+            await put(frame(self._fault_item(fault)))
+        if self._end:
+            await put(self._end)
         await put(b"", more=False)

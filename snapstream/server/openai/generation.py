@@ -21,7 +21,7 @@ from fastapi import Response
 from snapstream.engine.validate import QueueFull
 from snapstream.server.engine.api import AsyncEngine, EngineDead, RequestDelta
 from snapstream.server.http.errors import ApiError, not_finite
-from snapstream.server.http.sse import CHUNKS, EventStream, Frames
+from snapstream.server.http.sse import DONE, EventStream
 from snapstream.server.metrics import Metrics, RequestWatch
 from snapstream.server.openai.answer_reader import (
     CLOSING,
@@ -46,7 +46,7 @@ Step = tuple[int, RequestDelta]  # index of the prompt, what it gained
 
 
 async def run_prompts(
-    engine: AsyncEngine, metrics: Metrics, requests: Sequence[Request], born: float, *, max_at_once: int
+    engine: AsyncEngine, metrics: Metrics, requests: Sequence[Request], arrived_at: float, *, max_at_once: int
 ) -> AsyncGenerator[Step, None]:
     """Deltas of all prompts in order of arrival. ValueError, QueueFull, EngineDead as in ``engine/api.py``.
 
@@ -54,14 +54,14 @@ async def run_prompts(
     fill the queue for other requests. Closing or cancelling it closes every engine iterator, which frees every row.
     """
     if len(requests) == 1:  # the common case needs no tasks
-        async with aclosing(_run(engine, metrics, requests[0], born)) as deltas:
+        async with aclosing(_run(engine, metrics, requests[0], arrived_at)) as deltas:
             async for delta in deltas:
                 yield 0, delta
         return
     queue: asyncio.Queue[Step | Exception] = asyncio.Queue()
     waiting = iter(enumerate(requests))  # the tasks take from it in turn
     tasks = [
-        asyncio.create_task(_pump(engine, metrics, waiting, born, queue))
+        asyncio.create_task(_pump(engine, metrics, waiting, arrived_at, queue))
         for _ in range(min(len(requests), max_at_once))
     ]
     num_open = len(requests)
@@ -82,13 +82,13 @@ async def _pump(
     engine: AsyncEngine,
     metrics: Metrics,
     waiting: Iterator[tuple[int, Request]],
-    born: float,
+    arrived_at: float,
     queue: asyncio.Queue[Step | Exception],
 ) -> None:
     """Prompt after prompt into the queue, until none waits."""
     try:
         for index, request in waiting:
-            async with aclosing(_patient(engine, metrics, index, request, born)) as deltas:
+            async with aclosing(_patient(engine, metrics, index, request, arrived_at)) as deltas:
                 async for delta in deltas:
                     queue.put_nowait((index, delta))
     except Exception as error:
@@ -96,14 +96,14 @@ async def _pump(
 
 
 async def _patient(
-    engine: AsyncEngine, metrics: Metrics, index: int, request: Request, born: float
+    engine: AsyncEngine, metrics: Metrics, index: int, request: Request, arrived_at: float
 ) -> AsyncGenerator[RequestDelta, None]:
     """One prompt. A full queue refuses the first one, and so the whole HTTP request, at once; the others were promised
     to be served when the first was taken, and wait for their turn."""
     delay = RETRY_S
     while True:
         try:
-            async with aclosing(_run(engine, metrics, request, born)) as deltas:
+            async with aclosing(_run(engine, metrics, request, arrived_at)) as deltas:
                 async for delta in deltas:
                     yield delta
             return
@@ -115,7 +115,7 @@ async def _patient(
 
 
 async def _run(
-    engine: AsyncEngine, metrics: Metrics, request: Request, born: float
+    engine: AsyncEngine, metrics: Metrics, request: Request, arrived_at: float
 ) -> AsyncGenerator[RequestDelta, None]:
     watch: RequestWatch | None = None
     is_finished, given_up = False, FinishReason.ABORT
@@ -125,7 +125,7 @@ async def _run(
             # The request counts from here on; if it is refused, the first step raises.
             async for delta in deltas:
                 if watch is None:
-                    watch = _watch(metrics, request, born)
+                    watch = _watch(metrics, request, arrived_at)
                 if any(sample.finish_reason is FinishReason.ABORT for sample in delta.samples):
                     raise EngineDead("the engine ended the request before its answer was complete")
                 watch.see(delta)
@@ -140,7 +140,7 @@ async def _run(
     except (QueueFull, ValueError):
         raise
     except BaseException as error:
-        watch = watch or _watch(metrics, request, born)
+        watch = watch or _watch(metrics, request, arrived_at)
         if isinstance(error, Exception):  # not a client that left
             given_up = FinishReason.ERROR
         raise
@@ -149,9 +149,12 @@ async def _run(
             watch.end(given_up)
 
 
-def _watch(metrics: Metrics, request: Request, born: float) -> RequestWatch:
+def _watch(metrics: Metrics, request: Request, arrived_at: float) -> RequestWatch:
     return RequestWatch(
-        metrics, num_prompt=request.num_prompt_tokens, num_samples=request.sampling.n, born=born or monotonic()
+        metrics,
+        num_prompt=request.num_prompt_tokens,
+        num_samples=request.sampling.n,
+        arrived_at=arrived_at or monotonic(),
     )
 
 
@@ -249,13 +252,20 @@ def run(server: ServerState, requests: Sequence[Request], context: AnswerContext
     """The engine's steps; nothing runs before the first is asked for."""
     max_rows = server.metadata.engine.max_rows
     requests = [replace(request, namespace=context.namespace) for request in requests]
-    return run_prompts(server.engine, server.metrics, requests, context.born, max_at_once=max_rows)
+    return run_prompts(server.engine, server.metrics, requests, context.arrived_at, max_at_once=max_rows)
 
 
 async def stream(
-    server: ServerState, items: AsyncGenerator[Any, None], context: AnswerContext, frames: Frames = CHUNKS
+    server: ServerState,
+    items: AsyncGenerator[Any, None],
+    context: AnswerContext,
+    fault_item: Callable[[ApiError], dict[str, Any]] | None = None,
+    end: bytes = DONE,
 ) -> Response:
-    """A streamed answer. It begins with the first item: what fails until then has a status of its own."""
+    """A streamed answer. It begins with the first item: what fails before it has a status of its own.
+
+    ``fault_item``: the item for an error later on; by default the API's error body.
+    """
     try:
         first = await anext(items)
     except StopAsyncIteration:
@@ -263,4 +273,5 @@ async def stream(
     except BaseException:
         await items.aclose()
         raise
-    return EventStream(first, items, server.error, context.end, frames)
+    fault_item = fault_item or (lambda error: error.body_for(context.api))
+    return EventStream(first, items, server.error, context.end, fault_item, end)

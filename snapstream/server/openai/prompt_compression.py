@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.prompt_compression import FIELD, DraftThread, parse_compression
 from snapstream.server.openai.protocol import CompletionBody, GenerationBody
-from snapstream.server.settings import ServerSettings
+from snapstream.server.options import ServerSettings
 from snapstream.spec_prefill.settings import PromptCompression, why_uncompressed
 from snapstream.types import CompressionSummary
 

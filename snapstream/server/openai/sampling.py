@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 from snapstream.config import InvalidValue, KVBudget, Selector, as_count, make_selector
 from snapstream.engine.validate import check_request
+from snapstream.server.engine.api import ModelMetadata
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.openai.protocol import ChatBody, CompletionBody, GenerationBody, too_long
-from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.server.options import ServerSettings
 from snapstream.startup.resolve import resolve_budget
 from snapstream.types import MAX_LOGPROBS, CompressionSummary, Grammar, Request, SamplingParams
 

@@ -17,13 +17,12 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 
 from snapstream.config import KVBudget, Selector
-from snapstream.server.engine.api import AsyncEngine, EngineDead, RequestDelta, SampleDelta
+from snapstream.server.engine.api import AsyncEngine, EngineDead, ModelMetadata, RequestDelta, SampleDelta
 from snapstream.server.engine.grammar import GrammarGate
 from snapstream.server.engine.remote_prefill import ReadFailed
 from snapstream.server.http.admission import Admission, RequestContext
-from snapstream.server.http.api import api_of
 from snapstream.server.http.connections import ConnectionGuard
-from snapstream.server.http.errors import ApiError, bad_value, unavailable
+from snapstream.server.http.errors import ApiError, api_of, bad_value, unavailable
 from snapstream.server.http.middleware import SALT, Namespaces
 from snapstream.server.http.sse import EventStream, until_gone
 from snapstream.server.metrics import Metrics
@@ -32,7 +31,7 @@ from snapstream.server.openai.prompt_compression import CompressionService
 from snapstream.server.openai.prompts import Prompts, TokenText
 from snapstream.server.openai.protocol import IgnoredFields, engine_error
 from snapstream.server.openai.tools.formats import choose_format
-from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.server.options import ServerSettings
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import Grammar, KeptBitmap, PrefixUse, Request
 
@@ -200,8 +199,8 @@ class AnswerContext(RequestContext):
             "kept_tokens": 0 if usage is None else usage.kept_tokens,
             "completion_tokens": counts.get("completion_tokens", 0),
             "queue_ms": None if usage is None else usage.queue_ms,
-            "ttft_ms": None if first_at is None else 1e3 * (first_at - self.born),
-            "ms": 1e3 * (monotonic() - self.born),
+            "ttft_ms": None if first_at is None else 1e3 * (first_at - self.arrived_at),
+            "ms": 1e3 * (monotonic() - self.arrived_at),
         }
 
 

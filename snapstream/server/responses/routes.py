@@ -32,7 +32,6 @@ from snapstream.config import as_count
 from snapstream.server.engine.api import SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.openapi import answers, body_schema
-from snapstream.server.http.sse import DONE, named_frame
 from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, CallStart, Content, Event, Reasoning
 from snapstream.server.openai.chat import chat_entries
 from snapstream.server.openai.generation import Step, new_usage, prepare_chat, run, stream
@@ -157,7 +156,7 @@ async def _create(
     steps = run(server, [request], context)
     if not body.stream:
         return Response(to_json(await answer.whole(steps)), media_type="application/json")
-    return await stream(server, answer.events(steps), context, ResponseFrames(answer))
+    return await stream(server, answer.events(steps), context, answer.failed)
 
 
 async def _count(server: ServerState, store: ResponseStore, data: dict[str, Any], owner: bytes) -> Response:
@@ -326,21 +325,6 @@ class ResponseAnswer:
         numbered = {"type": event["type"], "sequence_number": self._sequence, **event}
         self._sequence += 1
         return numbered
-
-
-class ResponseFrames:
-    """Frames that name their events; a fault becomes the response's own end."""
-
-    end = DONE  # the specification's last frame
-
-    def __init__(self, answer: ResponseAnswer) -> None:
-        self._answer = answer
-
-    def item(self, item: Json) -> bytes:
-        return named_frame(item)
-
-    def fault(self, error: ApiError) -> bytes:
-        return named_frame(self._answer.failed(error))
 
 
 def as_usage(usage: Usage) -> Json:

@@ -18,9 +18,9 @@ from snapstream.disaggregation.requests import digest_of, has_digest, proof_of
 from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.worker import Reissue, ToEngine
 from snapstream.server.app import make_app
-from snapstream.server.engine.api import EngineDead
+from snapstream.server.engine.api import EngineDead, ModelMetadata
 from snapstream.server.engine.remote_prefill import MAX_RETRIES, Elsewhere, PrefillServers, ReadFailed, check_urls
-from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.server.options import ServerSettings
 from snapstream.step import KVTransferFailed
 from snapstream.types import Request, RowTicket, SamplingParams
 from tests.disaggregation.rows import SECRET

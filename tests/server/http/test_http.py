@@ -20,7 +20,7 @@ from snapstream.engine.validate import QueueFull
 from snapstream.server.http.connections import ConnectionLimits
 from snapstream.server.http.errors import queue_full
 from snapstream.server.logs import TextFormatter
-from snapstream.server.settings import ServerSettings
+from snapstream.server.options import ServerSettings
 from tests.server.app_client import CHAT, HI, JSON, TEXT, AppClient, call, client, error_of
 from tests.server.app_server import running_server
 from tests.server.fake_engine import FakeEngine

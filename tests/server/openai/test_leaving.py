@@ -12,7 +12,7 @@ from snapstream.engine.validate import QueueFull
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead
 from snapstream.server.logs import TextFormatter
-from snapstream.server.settings import ServerSettings
+from snapstream.server.options import ServerSettings
 from tests.server.app_client import HI, client, samples
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
 from tests.waiting import HANG_S

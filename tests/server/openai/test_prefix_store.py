@@ -17,8 +17,9 @@ from snapstream.assets.documents import Document, make_document
 from snapstream.config import PrefixStoreConfig
 from snapstream.llm import LLM
 from snapstream.server.app import make_app
+from snapstream.server.engine.api import ModelMetadata
 from snapstream.server.http.middleware import Namespaces
-from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.server.options import ServerSettings
 from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.request_compressor import StickyCompressor
 from snapstream.spec_prefill.settings import PromptCompression, Protection

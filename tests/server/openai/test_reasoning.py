@@ -23,7 +23,7 @@ from snapstream.server.openai.answer_reader import (
     effort_arguments,
     find_beginning,
 )
-from snapstream.server.settings import ServerSettings
+from snapstream.server.options import ServerSettings
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import Grammar
 from tests.server.app_client import HI, AppClient, error_of, frames

@@ -17,8 +17,7 @@ from pydantic_core import from_json
 from snapstream.server.openai.answer_reader import CallEvent, CallPiece, CallStart, Content, ToolCallParser
 from snapstream.server.openai.tools.format import CUSTOM_INPUT, CallFormat, Function, JsonArguments
 from snapstream.server.openai.tools.formats import FORMATS, choose_format
-from snapstream.server.options import TOOL_PARSERS
-from snapstream.server.settings import ServerSettings
+from snapstream.server.options import TOOL_PARSERS, ServerSettings
 
 # Reading tool calls: what is a call and what is content, and that pieces put together are the whole.
 

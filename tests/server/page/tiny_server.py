@@ -14,7 +14,8 @@ import uvicorn
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
 from snapstream.server.app import make_app
-from snapstream.server.settings import ModelMetadata, ServerSettings
+from snapstream.server.engine.api import ModelMetadata
+from snapstream.server.options import ServerSettings
 from tests.server.local_engine import LocalEngine
 from tests.waiting import HANG_S, until
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from snapstream.server.http.errors import ApiError
+from snapstream.server.options import ServerSettings
 from snapstream.server.responses.store import ResponseStore, Slot
-from snapstream.server.settings import ServerSettings
 from tests.server.app_client import AppClient, error_of
 from tests.server.fake_engine import ANSWER, FakeEngine
 from tests.server.templates import named_events, prompt_of, template_client
