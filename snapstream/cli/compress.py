@@ -10,7 +10,8 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.flags import DraftFlags, decode_text, number_option, read_stdin, whole_option
+from snapstream.cli.flags import DraftFlags, decode_text, read_stdin
+from snapstream.config.engine import setting
 from snapstream.spec_prefill.report import CompressionReport
 from snapstream.spec_prefill.settings import Mode, Snap
 
@@ -31,26 +32,18 @@ Examples:
 class CompressFlags:
     """How much stays of a text, and where the results go."""
 
-    target: Annotated[
-        Path | None, typer.Option(help="Folder with the target's tokenizer; without it draft tokens are counted.")
-    ] = None
-    keep: Annotated[float | None, number_option("Share to keep, in (0, 1]. Default: 0.25.")] = None
-    max_tokens: Annotated[int | None, whole_option("Keep at most so many target tokens instead.")] = None
-    query: Annotated[str | None, typer.Option(help="What will be asked about the text.")] = None
-    mode: Annotated[Mode, typer.Option(help="Chunks, borders and marks for prose or for code.")] = "auto"
-    snap: Annotated[
-        Snap | None, typer.Option(help="Where pieces end. Default: at words, in code at lines.", show_default=False)
-    ] = None
-    delimiter: Annotated[
-        str | None, typer.Option(help="Between pieces. Default: a line [...], in code a comment.", show_default=False)
-    ] = None
-    look_ahead: Annotated[int, whole_option("Greedy draft tokens that vote; 0: the text's own end.")] = 8
-    threshold: Annotated[int, whole_option("Leave texts of fewer tokens alone.")] = 0
-    is_messages: Annotated[
-        bool, typer.Option("--messages", help="The input is JSON: OpenAI messages, or an object with them.")
-    ] = False
-    report: Annotated[str | None, typer.Option(help="Write the report as JSON to this file; - is stderr.")] = None
-    html: Annotated[Path | None, typer.Option(help="Write a page that shows what was kept and cut.")] = None
+    target: Path | None = setting(None, "Folder with the target's tokenizer; without it draft tokens are counted.")
+    keep: float | None = setting(None, "Share to keep, in (0, 1]. Default: 0.25.")
+    max_tokens: int | None = setting(None, "Keep at most so many target tokens instead.")
+    query: str | None = setting(None, "What will be asked about the text.")
+    mode: Mode = setting("auto", "Chunks, borders and marks for prose or for code.")
+    snap: Snap | None = setting(None, "Where pieces end. Default: at words, in code at lines.")
+    delimiter: str | None = setting(None, "Between pieces. Default: a line [...], in code a comment.")
+    look_ahead: int = setting(8, "Greedy draft tokens whose attention scores count; 0: those of the text's own end.")
+    threshold: int = setting(0, "Leave texts of fewer tokens alone.")
+    is_messages: bool = setting(False, "The input is JSON: OpenAI messages, or an object with them.", flag="--messages")
+    report: str | None = setting(None, "Write the report as JSON to this file; - is stderr.")
+    html: Path | None = setting(None, "Write a page that shows what was kept and dropped.")
 
 
 def compress(

@@ -1,7 +1,7 @@
 """Flags of a command, read off the fields of settings classes, and what commands share to read text.
 
-A parameter of a command whose type is a dataclass stands for a flag per field. A field has an ``Annotated`` option of
-typer's, or was made by ``config.engine.setting``, whose metadata are its words; a field with neither has no flag.
+A parameter of a command whose type is a dataclass stands for a flag per field made by ``config.engine.setting``, whose
+metadata are its help and names; other fields have no flag.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import typer
 
 from snapstream.assets import TINY_DRAFT_MODEL
 from snapstream.config import DType
+from snapstream.config.engine import setting
 
 
 def decode_text(data: bytes, name: str) -> str:
@@ -58,11 +59,6 @@ def whole_option(help_text: str) -> Any:
 def number_option(help_text: str) -> Any:
     """An option that takes a number."""
     return typer.Option(help=help_text, parser=number, metavar="X")
-
-
-def text_option(metavar: str, help_text: str, envvar: str | None = None) -> Any:
-    """An option that takes a text, or several; also from a variable of the environment."""
-    return typer.Option(help=help_text, metavar=metavar, envvar=envvar)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +110,11 @@ def _turns_off(own: Field[Any]) -> bool:
 
 
 def _flags_of(settings: Any, shown: Flags) -> list[inspect.Parameter]:
-    hints = get_type_hints(settings, include_extras=True)
+    hints = get_type_hints(settings)
     flags = []
     own_first = sorted(fields(settings), key=lambda own: own.name not in settings.__annotations__)  # then the inherited
     for own in own_first:
-        is_told = get_origin(hints[own.name]) is Annotated
-        if own.name in shown.without or not (is_told or "help" in own.metadata):
+        if own.name in shown.without or "help" not in own.metadata:
             continue
         default = False if _turns_off(own) else shown.defaults.get(own.name, own.default)
         flags.append(
@@ -127,7 +122,7 @@ def _flags_of(settings: Any, shown: Flags) -> list[inspect.Parameter]:
                 own.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=inspect.Parameter.empty if default is MISSING else default,
-                annotation=hints[own.name] if is_told else _annotation(own, hints[own.name], shown),
+                annotation=_annotation(own, hints[own.name], shown),
             )
         )
     return flags
@@ -140,6 +135,8 @@ def _annotation(own: Field[Any], hint: Any, shown: Flags) -> Any:
     names = [flag] if flag else []
     if parse is not None:
         hint, option["parser"] = Any, _read_with(parse)
+    elif get_origin(hint) is tuple and int in get_args(hint):
+        hint, option["parser"], metavar = list[int], whole_number, metavar or "N"
     elif get_origin(hint) is tuple:
         hint = list[str]
     elif float in (hint, *get_args(hint)):
@@ -167,21 +164,16 @@ def _read_with(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
 class DraftFlags:
     """Which draft, and how it reads."""
 
-    draft: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder of the draft. Default: the shipped tiny one.")
-    ] = None
-    chunk_len: Annotated[
-        int | None, whole_option("Draft tokens that stay or go together. Default: 32, in code 128.")
-    ] = None
-    context_len: Annotated[
-        int | None,
-        whole_option("Draft tokens read at once; longer texts in overlapping passages. Default: the model's limit."),
-    ] = None
-    refuse_longer: Annotated[
-        bool, typer.Option("--refuse-longer", help="Refuse texts that are longer than the draft's context.")
-    ] = False
-    dtype: Annotated[DType, typer.Option(help="Of the draft's weights.")] = "float32"
-    device: Annotated[str, typer.Option(help="Torch device of the draft.")] = "cpu"
+    draft: Path | None = setting(None, "Checkpoint folder of the draft. Default: the shipped tiny one.")
+    chunk_len: int | None = setting(None, "Draft tokens that are kept or dropped together. Default: 32, in code 128.")
+    context_len: int | None = setting(
+        None, "Draft tokens read at once; longer texts in overlapping passages. Default: the model's limit."
+    )
+    refuse_longer: bool = setting(
+        False, "Refuse texts that are longer than the draft's context.", flag="--refuse-longer"
+    )
+    dtype: DType = setting("float32", "Of the draft's weights.")
+    device: str = setting("cpu", "Torch device of the draft.")
 
     @property
     def folder(self) -> Path:

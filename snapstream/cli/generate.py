@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.flags import Flags, decode_text, number_option, read_stdin, whole_option
+from snapstream.cli.flags import Flags, decode_text, read_stdin
 from snapstream.config import EngineOptions
+from snapstream.config.engine import setting
 from snapstream.config.values import format_bytes
 from snapstream.types import FinishReason, RequestOutput, SamplingParams
 
@@ -35,18 +36,15 @@ INTERRUPTED = 130  # exit code
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateFlags:
-    """The prompt, how its answer is drawn, and how it is shown."""
+    """The prompt, how its answer is sampled, and how it is shown."""
 
-    file: Annotated[str | None, typer.Option(help="Read the prompt from this file; - is stdin.")] = None
-    max_tokens: Annotated[int, whole_option("Most tokens to generate.")] = 256
-    temperature: Annotated[float, number_option("0 takes the likeliest token.")] = 0.0
-    seed: Annotated[int | None, whole_option("Same seed, same output.")] = None
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--raw", help="Use the chat template or not. Default: if there is one."),
-    ] = None
-    system: Annotated[str | None, typer.Option(help="System message; needs the chat template.")] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False
+    file: str | None = setting(None, "Read the prompt from this file; - is stdin.")
+    max_tokens: int = setting(256, "Most tokens to generate.")
+    temperature: float = setting(0.0, "0 takes the likeliest token.")
+    seed: int | None = setting(None, "Same seed, same output.")
+    chat: bool | None = setting(None, "Use the chat template or not. Default: if there is one.", flag="--chat/--raw")
+    system: str | None = setting(None, "System message; needs the chat template.")
+    as_json: bool = setting(False, "Print one JSON object at the end.", flag="--json")
 
 
 ENGINE = Flags(

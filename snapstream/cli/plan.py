@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from snapstream.cli.flags import Flags, text_option, whole_option
+from snapstream.cli.flags import Flags
 from snapstream.config import DType, EngineOptions
+from snapstream.config.engine import setting
 
 if TYPE_CHECKING:
     from snapstream.plan.memory import DraftMemory
@@ -34,35 +35,27 @@ Examples:
 class PlanFlags:
     """What is planned, and for which device."""
 
-    budget: Annotated[
-        list[int] | None,
-        whole_option("Slots of a row; repeatable. Default: 1/2, 1/4, 1/8, 1/16 of the prompt."),
-    ] = None
-    prompt_len: Annotated[int | None, whole_option("Prompt tokens. Default: the model's context, at most 131072.")] = (
-        None
+    budget: tuple[int, ...] = setting((), "Slots of a row; repeatable. Default: 1/2, 1/4, 1/8, 1/16 of the prompt.")
+    prompt_len: int | None = setting(None, "Prompt tokens. Default: the model's context, at most 131072.")
+    draft: Path | None = setting(None, "Draft on the same device: its config.json, or the folder.")
+    draft_context_len: int | None = setting(None, "With --draft: tokens it reads at once. Default: the model's limit.")
+    device: str | None = setting(
+        None,
+        "Planned for; cpu: as this machine's. Default: a GPU, which need not be here.",
+        metavar="cpu|cuda",
     )
-    draft: Annotated[Path | None, typer.Option(help="Draft on the same device: its config.json, or the folder.")] = None
-    draft_context_len: Annotated[
-        int | None, whole_option("With --draft: tokens it reads at once. Default: the model's limit.")
-    ] = None
-    device: Annotated[
-        str | None,
-        text_option("cpu|cuda", "Planned for; cpu: as this machine's. Default: a GPU, which need not be here."),
-    ] = None
-    dtype: Annotated[
-        DType | None, typer.Option(help="Of the computation. Default: bfloat16, with --device cpu float32.")
-    ] = None
-    memory: Annotated[
-        str | None, text_option("SIZE", "Device memory, e.g. 80GiB, 24GB. Default: 80GiB, of a CPU what is free now.")
-    ] = None
-    bandwidth: Annotated[
-        str | None, text_option("RATE", "Memory bandwidth, e.g. 900GB/s. Default: 3.35TB/s, of a CPU 50GB/s.")
-    ] = None
-    flops: Annotated[str, text_option("RATE", "Products in dense bf16, for --tensor-parallel, e.g. 989TFLOP/s.")] = (
-        "989TFLOP/s"
+    dtype: DType | None = setting(None, "Of the computation. Default: bfloat16, with --device cpu float32.")
+    memory: str | None = setting(
+        None, "Device memory, e.g. 80GiB, 24GB. Default: 80GiB, of a CPU what is free now.", metavar="SIZE"
     )
-    link: Annotated[str, text_option("RATE", "Between host and device, for --prefix-store.")] = "50GB/s"
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (bytes, tokens, tokens/s).")] = False
+    bandwidth: str | None = setting(
+        None, "Memory bandwidth, e.g. 900GB/s. Default: 3.35TB/s, of a CPU 50GB/s.", metavar="RATE"
+    )
+    flops: str = setting(
+        "989TFLOP/s", "Products in dense bf16, for --tensor-parallel, e.g. 989TFLOP/s.", metavar="RATE"
+    )
+    link: str = setting("50GB/s", "Between host and device, for --prefix-store.", metavar="RATE")
+    as_json: bool = setting(False, "Print JSON (bytes, tokens, tokens/s).", flag="--json")
 
     def __post_init__(self) -> None:
         if self.draft is None and self.draft_context_len is not None:
@@ -112,7 +105,7 @@ def plan(
     result = make_plan(
         read_model_config(config),
         engine,
-        budgets=flags.budget or (),
+        budgets=flags.budget,
         prompt_len=flags.prompt_len,
         gpu=Device(
             kind="cpu" if on_cpu else "cuda",

@@ -1,42 +1,53 @@
-"""``make_proxy``: the proxy as one ASGI application.
+"""The proxy: an ASGI application (``make_proxy``) on a socket (``run_proxy``).
 
-    body read -> options -> draft compresses (one thread) -> upstream -> answer passed on, byte by byte
+    body read -> options -> draft compresses (one thread) -> upstream -> answer forwarded, byte by byte
 
-Invariant: an answer says in ``x-snapstream-prompt-compression`` what was done to its prompt, also when that is nothing;
-its body is the upstream's own. Every other path below /v1 is passed on untouched. ``bodies.py`` knows what may be
-compressed, ``forward.py`` how to pass on, ``run.py`` puts it on a socket.
+Invariants: an answer's header ``x-snapstream-prompt-compression`` reports what was done to its prompt, also when that
+is nothing; its body is the upstream's own. Only prompt text changes: every other field is sent as the client wrote it,
+and every other path below /v1 is forwarded untouched. Whatever happens upstream, the client gets an answer in the form
+of its API or, once a stream has begun, a last frame with the error; when the client leaves, the upstream request is
+closed at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 from uuid import uuid4
 
 import httpx
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic_core import to_json
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from snapstream.config import as_number
+from snapstream.proxy.options import ProxyOptions
 from snapstream.server.apis import APIS
 from snapstream.server.http.admission import Admission, OpenRequests, RequestContext
-from snapstream.server.http.connections import cut_off
+from snapstream.server.http.connections import ConnectionGuard, cut_off
 from snapstream.server.http.errors import ApiError, SelectApi, add_error_handlers, api_of, bad_value
-from snapstream.server.http.lifecycle import LIVE_PATH
+from snapstream.server.http.lifecycle import (
+    LIVE_PATH,
+    StartupApp,
+    serve_until_signal,
+    url_of,
+    uvicorn_config,
+    warn_if_open,
+)
 from snapstream.server.http.middleware import BearerAuth, HostGuard, OneLength
 from snapstream.server.http.prompt_compression import FIELD, DraftThread, parse_compression
 from snapstream.server.http.sse import DONE, ClientGone, frame, until_gone
-from snapstream.server.options import RequestLimits, check_hosts, check_keys
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.types import CompressionSummary
 from snapstream.version import __version__
@@ -48,62 +59,13 @@ if TYPE_CHECKING:
     from snapstream.spec_prefill.report import CompressionReport
 
 
-# The proxy's settings, given once at start.
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProxySettings(RequestLimits):
-    """Where prompts go, how much of them, and the limits on the way."""
-
-    upstream: str  # base URL of the server, with or without /v1
-    compression: PromptCompression  # of requests that bring none
-    # Any of them opens /v1/*, and stays here; without, the proxy is open and clients' own keys go upstream.
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    allowed_hosts: tuple[str, ...] = ()  # names in Host headers, beside loopback ones; none means any
-    upstream_key: str | None = field(default=None, repr=False)  # sent instead of the client's
-    max_waiting: int = 64  # prompts waiting for the draft; more get 429
-    connect_timeout_s: float = 5.0
-    read_timeout_s: float = 600.0  # the longest silence of the upstream
-    is_strict: bool = False  # a failing draft is a 500; else the prompt goes on whole, and the answer says so
-
-    def __post_init__(self) -> None:
-        if not _is_base_url(self.upstream):
-            raise ValueError(f"upstream is {self.upstream!r}; it must be of the form http(s)://host[:port][/path]")
-        check_keys((*self.api_keys, *(() if self.upstream_key is None else (self.upstream_key,))))
-        check_hosts(self.allowed_hosts)
-        super().__post_init__()
-        for name in ("connect_timeout_s", "read_timeout_s"):
-            as_number(name, getattr(self, name), 0.001, 86400.0)
-
-    @property
-    def root(self) -> str:
-        """The upstream without a trailing /v1: paths are appended as they came."""
-        return self.upstream.rstrip("/").removesuffix("/v1")
-
-    @property
-    def shown(self) -> str:
-        """Scheme, host and port of the upstream, for logs: the rest of the URL may hold secrets."""
-        parts = urlsplit(self.upstream)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-
-
-def _is_base_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        has_place = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # a port that is no number or above 65535, half an IPv6 address
-        return False
-    is_whole = not any(char.isspace() for char in text)
-    return parts.scheme in ("http", "https") and has_place and is_whole and not (parts.query or parts.fragment)
-
-
-# Prometheus metrics of the proxy. Invariant: a registry of its own; two proxies in one process do not mix.
+log = logging.getLogger(__name__)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class ProxyMetrics:
-    """Requests by status, prompts by what became of them, tokens in and out, seconds of the draft."""
+    """Prometheus metrics, in a registry of their own: two proxies in one process do not mix."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
@@ -135,11 +97,6 @@ class ProxyMetrics:
         return generate_latest(self._registry)
 
 
-# Which parts of a request body a draft may compress, and the body that goes upstream.
-#
-# Invariant: only prompt text changes; every other field travels as the client wrote it, and ``prompt_compression``,
-# which is ours, stays here.
-
 MAX_TEXTS = 256  # prompts of one completions request that are compressed
 
 
@@ -152,62 +109,32 @@ class CompressedBody:
     reason: str = ""  # why nothing was tried
 
 
-async def compress_chat(
-    body: Mapping[str, Any], default: PromptCompression | None, draft: DraftThread
-) -> CompressedBody:
-    """A body of /v1/chat/completions. ApiError 400 for messages that are none: the draft would trip over them."""
-    options, rest = _options(body, default)
-    if options is None:
-        return CompressedBody(body=rest, reason="off")
-    messages = rest.get("messages")
+async def compress_chat(body: dict[str, Any], options: PromptCompression, draft: DraftThread) -> CompressedBody:
+    """A body of /v1/chat/completions. ApiError 400 for malformed messages: the draft would fail on them."""
+    messages, tools = body.get("messages"), body.get("tools")
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         raise bad_value("messages must be a list of objects", "messages")
-    tools = rest.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise bad_value("tools must be a list of objects", "tools")
-    kept, report = await draft.chat(messages, options, tools)
-    return CompressedBody(body={**rest, "messages": kept}, reports=(report,))
+    kept, report = await draft.compress(messages, options, tools)
+    return CompressedBody(body={**body, "messages": kept}, reports=(report,))
 
 
-async def compress_completion(
-    body: Mapping[str, Any], default: PromptCompression | None, draft: DraftThread
-) -> CompressedBody:
-    """A body of /v1/completions: a text, or several. Token ids are another tokenizer's; they go on as they are."""
-    options, rest = _options(body, default)
-    if options is None:
-        return CompressedBody(body=rest, reason="off")
-    prompt = rest.get("prompt")
-    if isinstance(prompt, str):
-        text, report = await draft.text(prompt, options)
-        return CompressedBody(body={**rest, "prompt": text}, reports=(report,))
-    texts = _as_texts(prompt)
-    if not texts:
-        return CompressedBody(body=rest, reason="the prompt is not text")
+async def compress_completion(body: dict[str, Any], options: PromptCompression, draft: DraftThread) -> CompressedBody:
+    """A body of /v1/completions: a text, or several. Token ids are another tokenizer's; they are sent as they are."""
+    prompt = body.get("prompt")
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        return CompressedBody(body=body, reason="the prompt is not text")
     if len(texts) > MAX_TEXTS:
         raise bad_value(f"prompt holds {len(texts)} texts; the limit is {MAX_TEXTS}", "prompt")
-    done = [await draft.text(text, options) for text in texts]
+    done = [await draft.compress(text, options) for text in texts]
+    short = [text for text, _ in done]
     return CompressedBody(
-        body={**rest, "prompt": [text for text, _ in done]}, reports=tuple(report for _, report in done)
+        body={**body, "prompt": short[0] if isinstance(prompt, str) else short},
+        reports=tuple(report for _, report in done),
     )
 
-
-def _options(
-    body: Mapping[str, Any], default: PromptCompression | None
-) -> tuple[PromptCompression | None, dict[str, Any]]:
-    return parse_compression(body.get(FIELD), default), {name: value for name, value in body.items() if name != FIELD}
-
-
-def _as_texts(prompt: Any) -> list[str]:
-    """The texts of a list of texts; none for anything else."""
-    return list(prompt) if isinstance(prompt, list) and all(isinstance(text, str) for text in prompt) else []
-
-
-# Passes a request on and its answer back, byte by byte: the proxy reads no stream and rewrites no answer.
-#
-# Invariant: whatever happens upstream, the client gets an answer in the shape of ``server/http/errors.py``, or, once a
-# stream has begun, a frame that says so; and when the client leaves, the upstream request is closed at once.
-
-log = logging.getLogger(__name__)
 
 Headers = Iterable[tuple[bytes, bytes]]  # as they were on the wire: what is in a value is no text of ours to decode
 
@@ -222,10 +149,10 @@ _KEY_HEADERS = (b"authorization", b"x-api-key")
 _OWN_REQUEST_HEADERS = frozenset((b"host", b"content-length", b"expect"))
 
 
-def make_client(settings: ProxySettings) -> httpx.AsyncClient:
+def make_client(options: ProxyOptions) -> httpx.AsyncClient:
     """Connections to the upstream. Environment proxies are not used: the upstream was named on purpose."""
-    timeout = httpx.Timeout(settings.read_timeout_s, connect=settings.connect_timeout_s, pool=None)
-    limits = httpx.Limits(max_connections=settings.max_requests, max_keepalive_connections=64)
+    timeout = httpx.Timeout(options.read_timeout_s, connect=options.connect_timeout_s, pool=None)
+    limits = httpx.Limits(max_connections=options.max_requests, max_keepalive_connections=64)
     client = httpx.AsyncClient(
         timeout=timeout,
         limits=limits,
@@ -240,9 +167,9 @@ def make_client(settings: ProxySettings) -> httpx.AsyncClient:
 class Upstream:
     """The server behind the proxy."""
 
-    def __init__(self, client: httpx.AsyncClient, settings: ProxySettings) -> None:
-        self._client, self._settings = client, settings
-        self._root = httpx.URL(settings.root)
+    def __init__(self, client: httpx.AsyncClient, options: ProxyOptions) -> None:
+        self._client, self._options = client, options
+        self._root = httpx.URL(options.root)
         self._prefix = self._root.raw_path.rstrip(b"/")
 
     async def open(self, method: str, path: bytes, query: bytes, headers: Headers, body: bytes) -> httpx.Response:
@@ -266,8 +193,8 @@ class Upstream:
         headers = list(headers)
         dropped = _OWN_REQUEST_HEADERS | _connection_only(headers)
         kept = [(name, value) for name, value in headers if name.lower() not in dropped]
-        key = self._settings.upstream_key
-        if self._settings.api_keys or key is not None:  # the client's key was for us
+        key = self._options.upstream_key
+        if self._options.api_keys or key is not None:  # the client's key was for us
             kept = [(name, value) for name, value in kept if name.lower() not in _KEY_HEADERS]
         return kept if key is None else [*kept, (b"authorization", b"Bearer " + key.encode("ascii"))]
 
@@ -343,17 +270,15 @@ def _fault(status: int, message: str) -> ApiError:
 
 REPORT_HEADER = "x-snapstream-prompt-compression"
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
-CompressBody = Callable[[Mapping[str, Any], PromptCompression | None, DraftThread], Awaitable[CompressedBody]]
+CompressBody = Callable[[dict[str, Any], PromptCompression, DraftThread], Awaitable[CompressedBody]]
 
 
-def make_proxy(
-    compressor: PromptCompressor, target: PreTrainedTokenizerBase | None, settings: ProxySettings
-) -> FastAPI:
+def make_proxy(compressor: PromptCompressor, target: PreTrainedTokenizerBase | None, options: ProxyOptions) -> FastAPI:
     """``target`` counts the tokens of the model upstream; None counts with the draft's tokenizer.
 
     ``app.state.proxy`` is the state; set its ``is_draining`` to refuse new work.
     """
-    proxy = Proxy(compressor, target, settings)
+    proxy = Proxy(compressor, target, options)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -394,9 +319,9 @@ def make_proxy(
         return await proxy.answer(request, None)
 
     add_error_handlers(app)
-    app.add_middleware(BearerAuth, keys=settings.api_keys, apis=APIS)
-    if settings.allowed_hosts:  # a page on the web must not reach a proxy on its reader's machine
-        app.add_middleware(HostGuard, allowed=settings.allowed_hosts)
+    app.add_middleware(BearerAuth, keys=options.api_keys, apis=APIS)
+    if options.allowed_hosts:  # a page on the web must not reach a proxy on its reader's machine
+        app.add_middleware(HostGuard, allowed=options.allowed_hosts)
     app.add_middleware(OneLength)
     app.add_middleware(SelectApi, apis=APIS)
     return app
@@ -406,15 +331,15 @@ class Proxy(Admission):
     """The state of one application."""
 
     def __init__(
-        self, compressor: PromptCompressor, target: PreTrainedTokenizerBase | None, settings: ProxySettings
+        self, compressor: PromptCompressor, target: PreTrainedTokenizerBase | None, options: ProxyOptions
     ) -> None:
-        super().__init__(settings, "proxy", PassedOn)
-        self.settings = settings
+        super().__init__(options, "proxy", PassedOn)
+        self.options = options
         self.metrics = ProxyMetrics()
-        self._client = make_client(settings)
-        self._upstream = Upstream(self._client, settings)
+        self._client = make_client(options)
+        self._upstream = Upstream(self._client, options)
         self._draft = DraftThread(
-            compressor, target, max_waiting=settings.max_waiting, retry_after_s=settings.retry_after_s
+            compressor, target, max_waiting=options.max_waiting, retry_after_s=options.retry_after_s
         )
 
     @property
@@ -455,20 +380,23 @@ class Proxy(Admission):
             raise
 
     async def _compress(self, compress: CompressBody, data: dict[str, Any], context: ProxyContext) -> CompressedBody:
-        whole = {name: value for name, value in data.items() if name != FIELD}
+        requested = data.pop(FIELD, None)  # ours: it is not sent upstream
+        options = parse_compression(requested, self.options.compression)
+        if options is None:
+            return CompressedBody(body=data, reason="off")
         try:
-            compressed = await compress(data, self.settings.compression, self._draft)
+            compressed = await compress(data, options, self._draft)
         except ApiError:
             raise
         except ValueError as error:  # e.g. a ceiling below what is protected
-            if data.get(FIELD) is not None or self.settings.is_strict:
+            if requested is not None or self.options.is_strict:
                 raise bad_value(f"{FIELD}: {error}", FIELD) from None
-            return CompressedBody(body=whole, reason=str(error))  # the client did not ask for it
+            return CompressedBody(body=data, reason=str(error))  # the client did not ask for it
         except Exception:
-            if self.settings.is_strict:
+            if self.options.is_strict:
                 raise
-            log.exception("request=%s the draft failed; the prompt goes on whole", context.request_id)
-            return CompressedBody(body=whole, reason="the draft failed")
+            log.exception("request=%s the draft failed; the prompt stays uncompressed", context.request_id)
+            return CompressedBody(body=data, reason="the draft failed")
         for report in compressed.reports:
             self.metrics.count_prompt(report)
             context.tokens_before += report.tokens_before
@@ -513,3 +441,41 @@ def summary(compressed: CompressedBody) -> dict[str, Any]:
     if not reports:
         return {"applied": False, "reason": compressed.reason}
     return CompressionSummary.total(reports).as_json()
+
+
+# Reads the draft, and the tokenizer that counts the upstream's tokens if there is one.
+Load = Callable[[], "tuple[PromptCompressor, PreTrainedTokenizerBase | None]"]
+
+
+def run_proxy(load: Load, options: ProxyOptions, listener: socket.socket) -> None:
+    """Serve on ``listener`` until a signal. What ``load`` raises ends the proxy, and is raised here."""
+    asyncio.run(_run(load, options, listener))
+
+
+def proxy_config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn_config(app, ConnectionGuard(), date_header=False)  # the upstream's own is forwarded
+
+
+async def _run(load: Load, options: ProxyOptions, listener: socket.socket) -> None:
+    warn_if_open(options.host, options.api_keys, "proxy")
+    startup = StartupApp(options.retry_after_s, "proxy", apis=APIS)
+    url = url_of(options.host, listener)
+    log.info("loading the draft; %s answers 503 until then", url)
+
+    async def start() -> Proxy:
+        app = make_proxy(*await asyncio.to_thread(load), options)
+        proxy: Proxy = app.state.proxy
+        startup.start(app, proxy)
+        log.info("proxy at %s/v1 for %s", url, options.shown)
+        return proxy
+
+    loading = asyncio.create_task(start())
+    try:
+        await serve_until_signal(proxy_config(startup), startup, listener, loading, options.drain_timeout)
+        if loading.done() and not startup.is_draining:
+            loading.result()  # raises the error that ended it
+    finally:
+        loading.cancel()
+        [proxy] = await asyncio.gather(loading, return_exceptions=True)
+        if isinstance(proxy, Proxy):
+            await proxy.close()

@@ -245,10 +245,8 @@ class RequestLimits:
     retry_after_s: int = 1  # sent to clients with 429 and 503
 
     def __post_init__(self) -> None:
-        for limit in fields(self):
-            if limit.name.startswith("max_"):
-                as_count(limit.name, getattr(self, limit.name), 1)
-        as_count("retry_after_s", self.retry_after_s, 1)
+        for name in ("max_requests", "max_body_bytes", "max_open_body_bytes", "retry_after_s"):
+            as_count(name, getattr(self, name), 1)
         as_number("body_timeout_s", self.body_timeout_s, 0.001, 86400.0)
         if self.max_open_body_bytes < self.max_body_bytes:
             raise ValueError(
@@ -284,7 +282,9 @@ class ServerSettings(ApiOptions, RequestLimits):
     def __post_init__(self) -> None:
         ApiOptions.__post_init__(self)
         RequestLimits.__post_init__(self)
-        as_count("tokenizer_threads", self.tokenizer_threads, 1)
+        for name in ("max_prompts", "max_samples", "max_stored_bytes", "max_prompt_logprobs", "max_kept_positions",
+                     "max_kept_bits", "tokenizer_threads", "max_draft_waiting", "max_draft_chars"):  # fmt: skip
+            as_count(name, getattr(self, name), 1)
         check_keys((*self.api_keys, *([self.admin_key] if self.admin_key else [])))
         if self.admin_key in self.api_keys:
             raise ValueError("the admin key is an API key, too; give callers and the operator keys of their own")

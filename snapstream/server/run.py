@@ -16,10 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
-
 from snapstream.config import AutoCount, EngineOptions
-from snapstream.config.values import is_loopback
 from snapstream.kv.prefix_folder import folder_secret
 from snapstream.models.chat_template import TemplateFault, check_template
 from snapstream.models.registry import read_model_config
@@ -32,12 +29,19 @@ from snapstream.server.engine.api import EngineSpec, ModelMetadata
 from snapstream.server.engine.process import EngineProcess
 from snapstream.server.engine.remote_prefill import ReadFailed
 from snapstream.server.http.connections import ConnectionGuard
-from snapstream.server.http.lifecycle import LAST_FRAMES_S, DrainingServer, StartupApp, listen
-from snapstream.server.http.prompt_compression import load_compressor
+from snapstream.server.http.lifecycle import (
+    StartupApp,
+    listen,
+    serve_until_signal,
+    url_of,
+    uvicorn_config,
+    warn_if_open,
+)
 from snapstream.server.openai.state import ServerState
 from snapstream.server.options import ServeOptions, ServerSettings, all_keys, answered_hosts
 from snapstream.server.roles import engine_options, make_readers, transfer_settings
 from snapstream.server.tracing import Tracing, otlp_tracing
+from snapstream.spec_prefill.settings import protection_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,8 +100,7 @@ def serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> 
 async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptions) -> None:
     tracing = None if options.otlp_traces_endpoint is None else otlp_tracing(options.otlp_traces_endpoint)
     with listen(options.host, options.port) as listener:
-        if not settings.api_keys and not is_loopback(options.host):
-            log.warning("no API key is set: everyone who can reach %s may use this server", options.host)
+        warn_if_open(options.host, settings.api_keys, "server")
         log.info("loading %s", spec.model)
         engine = EngineProcess(
             replace(spec, beside=memory_beside(spec, options)),
@@ -107,19 +110,21 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
         )
         startup = StartupApp(settings.retry_after_s, apis=APIS)
         guard = ConnectionGuard()
-        server = DrainingServer(_uvicorn_config(startup, options, guard), startup, options.drain_timeout)
         names = options.names_of(spec.model)
         # Both at once: they read their files side by side, and the first that fails ends the server.
         starting = asyncio.create_task(_start(engine))
         making = asyncio.create_task(_load_server(startup, engine, spec, settings, options, names, guard, tracing))
         loading = asyncio.gather(starting, making)
-        loading.add_done_callback(
-            lambda future: _after_loading(
-                future, server, listener, options, names, settings.has_page and settings.role != "prefill"
-            )
+        loading.add_done_callback(lambda done: _log_address(done, listener, options, settings, names))
+        config = uvicorn_config(
+            startup,
+            guard,
+            ssl_certfile=options.tls_cert,
+            ssl_keyfile=options.tls_key,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         try:
-            await server.serve(sockets=[listener])
+            await serve_until_signal(config, startup, listener, loading, options.drain_timeout)
             if loading.done() and not startup.is_draining:
                 try:
                     loading.result()  # raises the error that ended it
@@ -203,46 +208,28 @@ def memory_beside(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None
 
 def _load_draft(spec: EngineSpec, options: ServeOptions) -> PromptCompressor:
     assert options.draft is not None
+    from snapstream.spec_prefill.compressor import PromptCompressor
+
     log.info("loading the draft %s", options.draft)
-    return load_compressor(
+    return PromptCompressor(
         options.draft,
-        threshold=options.prompt_threshold,
         scoring=options.scoring,
+        protection=protection_of(options.prompt_threshold),
         dtype=spec.options.dtype,
         device=spec.options.device,
     )
 
 
-def _uvicorn_config(app: StartupApp, options: ServeOptions, guard: ConnectionGuard) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=guard.protocol(),
-        ws="none",
-        lifespan="off",  # the application comes later; _serve closes it
-        log_config=None,
-        access_log=False,  # every request logs one line with its id
-        server_header=False,
-        ssl_certfile=options.tls_cert,
-        ssl_keyfile=options.tls_key,
-        timeout_graceful_shutdown=LAST_FRAMES_S,
-        timeout_keep_alive=KEEP_ALIVE_S,
-    )
-
-
-def _after_loading(
+def _log_address(
     loading: asyncio.Future[Any],
-    server: DrainingServer,
     listener: socket.socket,
     options: ServeOptions,
+    settings: ServerSettings,
     names: tuple[str, ...],
-    has_page: bool,
 ) -> None:
     if loading.cancelled() or loading.exception() is not None:
-        server.should_exit = True
         return
-    scheme = "https" if options.tls_cert else "http"
-    port = listener.getsockname()[1]
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    log.info("serving %s at %s://%s:%d/v1", ", ".join(names), scheme, host, port)
-    if has_page:
-        log.info("chat page: %s://%s:%d/", scheme, host, port)
+    url = url_of(options.host, listener, "https" if options.tls_cert else "http")
+    log.info("serving %s at %s/v1", ", ".join(names), url)
+    if settings.has_page and settings.role != "prefill":
+        log.info("chat page: %s/", url)

@@ -126,6 +126,11 @@ def chunks_of(chunk_len: int | None, **others: Any) -> ChunkSettings:
     return ChunkSettings(chunk_len=0 if chunk_len is None else as_count("chunk_len", chunk_len, 1), **others)
 
 
+def protection_of(threshold: int | None) -> Protection:
+    """The same for what is never cut."""
+    return Protection() if threshold is None else Protection(threshold=threshold)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptCompression:
     """How the draft compresses the prompts of a call or a request: the value of its ``prompt_compression``.

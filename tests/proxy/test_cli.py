@@ -18,10 +18,10 @@ import pytest
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.assets.documents import make_document
 from snapstream.cli import main
-from snapstream.proxy.app import ProxySettings, make_proxy
+from snapstream.proxy.app import make_proxy
+from snapstream.proxy.options import ProxyOptions
 from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.draft import Draft
-from snapstream.spec_prefill.settings import PromptCompression
 from tests.proxy.agent import AGAIN, SYSTEM, TASK, TOOLS, output, transcript
 from tests.proxy.upstream import Seen, make_upstream, on_socket
 from tests.waiting import HANG_S
@@ -109,7 +109,7 @@ def test_a_blank_key_in_the_environment_does_not_open_the_proxy(
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"key|host|body"):
-        ProxySettings(upstream="http://a", compression=PromptCompression(keep=0.5), **wrong)
+        ProxyOptions(upstream="http://a", **wrong)
 
 
 def test_the_log_has_no_secret_of_an_address() -> None:
@@ -129,7 +129,6 @@ def test_the_log_has_no_secret_of_an_address() -> None:
 # First against an upstream that records what reaches it, then ``snapstream proxy`` in front of ``snapstream serve``.
 
 HEADER = "x-snapstream-prompt-compression"
-KEEP = PromptCompression(keep=0.25)
 FIRST = 6  # tool outputs of the first request; the last of them stays as it is
 
 
@@ -143,8 +142,8 @@ def recorded(draft: Draft) -> Iterator[tuple[openai.OpenAI, Seen]]:
     """A proxy whose draft remembers nothing yet, and what reached its upstream."""
     seen = Seen()
     with on_socket(make_upstream(seen)) as upstream:
-        settings = ProxySettings(upstream=upstream, compression=KEEP)
-        with on_socket(make_proxy(PromptCompressor(draft), None, settings)) as url:
+        options = ProxyOptions(upstream=upstream, keep=0.25)
+        with on_socket(make_proxy(PromptCompressor(draft), None, options)) as url:
             yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG_S), seen
 
 

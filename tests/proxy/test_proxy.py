@@ -17,9 +17,9 @@ import httpx
 import openai
 import pytest
 
-from snapstream.proxy.app import ProxySettings
-from snapstream.proxy.run import ProxyOptions, bind, run_proxy
-from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.proxy.app import run_proxy
+from snapstream.proxy.options import ProxyOptions
+from snapstream.server.http.lifecycle import listen
 from tests.proxy.upstream import CUT, Chain, FakeDraft, Seen, chain, make_upstream, on_socket
 from tests.waiting import HANG_S, until
 
@@ -291,45 +291,43 @@ def test_draining_refuses_new_requests() -> None:
 )
 def test_an_upstream_must_be_a_url(upstream: str) -> None:
     with pytest.raises(ValueError, match="upstream"):
-        ProxySettings(upstream=upstream, compression=PromptCompression(keep=0.5))
+        ProxyOptions(upstream=upstream)
 
 
 def test_the_upstream_may_end_in_v1() -> None:
     for given in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
-        assert ProxySettings(upstream=given, compression=PromptCompression(keep=0.5)).root == "http://a:1"
-    assert ProxySettings(upstream="https://a/x/v1", compression=PromptCompression(keep=0.5)).root == "https://a/x"
+        assert ProxyOptions(upstream=given).root == "http://a:1"
+    assert ProxyOptions(upstream="https://a/x/v1").root == "https://a/x"
 
 
 # While the draft is read: everyone gets a 503 at once, and a signal ends the proxy in order.
 
 SLOW = """
 import sys
-from snapstream.proxy.run import ProxyOptions, bind, run_proxy
-from snapstream.proxy.app import ProxySettings
+from snapstream.proxy.app import run_proxy
+from snapstream.proxy.options import ProxyOptions
+from snapstream.server.http.lifecycle import listen
 from snapstream.server.logs import set_up
-from snapstream.spec_prefill.settings import PromptCompression
 
 def load():
     sys.stdin.read()
     raise ValueError("the draft is broken")
 
 set_up("text")
-options = ProxyOptions(port=0)
-with bind(options) as listener:
-    run_proxy(load, ProxySettings(upstream="http://a", compression=PromptCompression(keep=0.5)), options, listener)
+with listen("127.0.0.1", 0) as listener:
+    run_proxy(load, ProxyOptions(upstream="http://a"), listener)
 """
 
 
 def started(load: Callable[[], Any], upstream: str) -> tuple[str, threading.Thread, list[str]]:
     """A proxy in a thread: its URL, the thread, and what ended it."""
-    options, ended = ProxyOptions(port=0), []
-    listener = bind(options)
-    settings = ProxySettings(upstream=upstream, compression=PromptCompression(keep=0.5), retry_after_s=7)
+    options, ended = ProxyOptions(upstream=upstream, retry_after_s=7), []
+    listener = listen("127.0.0.1", 0)
 
     def run() -> None:
         with listener:
             try:
-                run_proxy(load, settings, options, listener)
+                run_proxy(load, options, listener)
             except ValueError as error:
                 ended.append(str(error))
 

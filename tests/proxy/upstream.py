@@ -15,9 +15,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp
 
-from snapstream.proxy.app import ProxySettings, make_proxy
-from snapstream.proxy.run import uvicorn_config
-from snapstream.spec_prefill.settings import PromptCompression, Protection
+from snapstream.proxy.app import make_proxy, proxy_config
+from snapstream.proxy.options import ProxyOptions
+from snapstream.spec_prefill.settings import Protection
 from snapstream.types import CompressionSummary
 from tests.waiting import HANG_S, until
 
@@ -164,9 +164,9 @@ def chain(*, upstream_app: ASGIApp | None = None, **settings: Any) -> Iterator[C
     seen, draft = Seen(), FakeDraft()
     with on_socket(upstream_app or make_upstream(seen)) as upstream:
         upstream += settings.pop("prefix", "")
-        options: dict[str, Any] = {"upstream": upstream, "compression": PromptCompression(keep=0.5), **settings}
-        app = make_proxy(draft, None, ProxySettings(**options))  # type: ignore[arg-type]
-        own = uvicorn_config(app)
+        options: dict[str, Any] = {"upstream": upstream, "keep": 0.5, **settings}
+        app = make_proxy(draft, None, ProxyOptions(**options))  # type: ignore[arg-type]
+        own = proxy_config(app)
         with on_socket(app, date_header=own.date_header, http=own.http) as url:
             yield Chain(url, seen, draft, app)
             draft.gate.set()

@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import APIRouter, Request, Response
@@ -21,6 +21,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from snapstream.config.values import is_loopback
+from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.errors import Api, ApiError, SelectApi, api_of, note_no_fault, unavailable
 from snapstream.server.http.middleware import RequestId
 from snapstream.server.http.openapi import STRING, answers, errors
@@ -29,14 +31,6 @@ from snapstream.version import __version__
 log = logging.getLogger(__name__)
 
 LAST_FRAMES_S = 5  # for error frames to leave after draining
-
-
-def check_place(port: int, drain_timeout_s: float) -> None:
-    """ValueError for an invalid port or drain timeout."""
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port is {port}; it must be a number from 0 to 65535")
-    if not 0 <= drain_timeout_s < 86400:
-        raise ValueError(f"the drain timeout is {drain_timeout_s} s; it must be from 0 to 86400")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -133,6 +127,47 @@ class StartupApp:
             await fault.response(api_of(scope))(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1013})  # try again later
+
+
+def uvicorn_config(app: ASGIApp, guard: ConnectionGuard, **more: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=guard.protocol(),
+        ws="none",
+        lifespan="off",  # the application comes later; whoever made it closes it
+        log_config=None,
+        access_log=False,  # every request logs one line with its id
+        server_header=False,
+        timeout_graceful_shutdown=LAST_FRAMES_S,
+        **more,
+    )
+
+
+async def serve_until_signal(
+    config: uvicorn.Config,
+    startup: StartupApp,
+    listener: socket.socket,
+    loading: asyncio.Future[Any],
+    drain_timeout_s: float,
+) -> None:
+    """Serve until a signal, or until ``loading`` fails."""
+    server = DrainingServer(config, startup, drain_timeout_s)
+
+    def after_loading(done: asyncio.Future[Any]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            server.should_exit = True
+
+    loading.add_done_callback(after_loading)
+    await server.serve(sockets=[listener])
+
+
+def url_of(host: str, listener: socket.socket, scheme: str = "http") -> str:
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def warn_if_open(host: str, api_keys: Sequence[str], name: str) -> None:
+    if not api_keys and not is_loopback(host):
+        log.warning("no API key is set: everyone who can reach %s may use this %s", host, name)
 
 
 LIVE_PATH = "/health/live"  # also answered while the model loads

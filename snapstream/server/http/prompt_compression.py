@@ -1,32 +1,37 @@
-"""Prompt compression in the server and the proxy: the options of a request, and the thread that runs the draft.
+"""Prompt compression in the server and the proxy: the field of a request, the thread that runs the draft, and what
+happens to a prompt that the draft cannot compress.
 
-The draft handles one prompt at a time: two would only compete. Invariant: the number of waiting prompts is bounded;
-one more gets a 429. The prompt of a client that leaves while it waits is dropped; one that the draft is already reading
-counts until that has ended. ``snapstream.spec_prefill`` decides what is kept.
+Invariants: the number of prompts that wait for the draft is bounded; one more gets a 429. Compression that a request
+asks for is done or refused with the field's name. The server's default never fails a request (except for a full queue):
+a prompt that the draft cannot compress stays uncompressed, and the answer reports why. ``snapstream.spec_prefill``
+decides what is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from snapstream.config import DType
-from snapstream.server.http.errors import bad_value, queue_full
+from snapstream.server.http.errors import ApiError, bad_value, queue_full
+from snapstream.server.options import ServerSettings
 from snapstream.spec_prefill.request_compressor import StickyCompressor
-from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.spec_prefill.settings import PromptCompression, why_uncompressed
+from snapstream.types import CompressionSummary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.report import CompressionReport
-    from snapstream.spec_prefill.settings import ChunkSettings, ScoringSettings
+
+log = logging.getLogger(__name__)
 
 FIELD = "prompt_compression"
-T = TypeVar("T")
+P = TypeVar("P", str, list[dict[str, Any]])  # a plain prompt, or the messages of a conversation
 
 
 def parse_compression(
@@ -34,8 +39,7 @@ def parse_compression(
 ) -> PromptCompression | None:
     """The ``prompt_compression`` of a body: ``{"keep": share}``, ``{"max_tokens": n}``, ``"off"``; null is the default.
 
-    ``takes_sticky``: also with ``"sticky": true``. None leaves the prompt whole. Raises ApiError 400 with the field's
-    name.
+    ``takes_sticky``: also with ``"sticky": true``. None: no compression. Raises ApiError 400 with the field's name.
     """
     if value is None:
         return default
@@ -52,31 +56,19 @@ def parse_compression(
         raise bad_value(f"{FIELD}: {error}", FIELD) from None
 
 
-def load_compressor(
-    draft: Path,
-    *,
-    threshold: int | None = None,
-    scoring: ScoringSettings | None = None,
-    chunks: ChunkSettings | None = None,
-    dtype: DType,
-    device: str,
-) -> PromptCompressor:
-    """The draft, ready to score; None means the published setting. ValueError or OSError for what cannot be one."""
-    from snapstream.spec_prefill.compressor import PromptCompressor
-    from snapstream.spec_prefill.settings import Protection
-
-    return PromptCompressor(
-        draft,
-        scoring=scoring,
-        chunks=chunks,
-        protection=Protection() if threshold is None else Protection(threshold=threshold),
-        dtype=dtype,
-        device=device,
-    )
+def compression_field(options: PromptCompression | None) -> str | dict[str, Any]:
+    """Options as a request would write them."""
+    if options is None:
+        return "off"
+    amount = {"max_tokens": options.max_tokens} if options.keep is None else {"keep": options.keep}
+    return amount | ({"sticky": True} if options.sticky else {})
 
 
 class DraftThread:
-    """Compresses prompts on one thread. ``close`` it at the end."""
+    """Compresses prompts on one thread, one at a time: two would only compete. ``close`` it at the end.
+
+    The prompt of a client that leaves while it waits is dropped; one that the draft is reading counts until that ends.
+    """
 
     def __init__(
         self,
@@ -90,61 +82,44 @@ class DraftThread:
         self._compressor, self._target = compressor, target
         self._sticky = StickyCompressor(compressor)
         self._max_waiting, self._retry_after_s = max_waiting, retry_after_s
-        self._num_waiting = 0
-        self._turn = asyncio.Lock()  # not the thread's own queue: who leaves would stay in it, prompt and all
+        self.num_waiting = 0  # prompts, the one that the draft reads included
+        self._turn = asyncio.Lock()  # not the executor's queue: a client that leaves would stay in it with its prompt
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft")
 
-    @property
-    def num_waiting(self) -> int:
-        """Prompts that wait for the draft, the one that it reads included."""
-        return self._num_waiting
-
-    async def chat(
+    async def compress(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        prompt: P,
         options: PromptCompression,
         tools: Sequence[Mapping[str, Any]] | None = None,
         scope: str = "",
-    ) -> tuple[list[dict[str, Any]], CompressionReport]:
-        """A conversation with its long parts compressed; roles, tools and the question stay as they are.
+    ) -> tuple[P, CompressionReport]:
+        """A text, or a conversation with its long parts compressed: roles, tools and the question stay as they are.
 
-        ``tools`` count towards a ceiling, as the target's template writes them into the prompt. ``scope``: whose sticky
-        cuts it may find.
+        ``tools`` count towards a ceiling, as the target's template writes them into the prompt. ``scope``: the callers
+        who share what sticky compression remembers.
         """
 
-        def work() -> tuple[list[dict[str, Any]], CompressionReport]:
+        def work() -> tuple[Any, CompressionReport]:
+            if isinstance(prompt, str):
+                plain = self._compressor.compress(
+                    prompt, target_tokenizer=self._target, keep=options.keep, max_tokens=options.max_tokens
+                )
+                return plain.text, plain.report
             if options.sticky:
-                cut = self._sticky.compress(messages, options, self._target, tools=tools, scope=scope)
-                assert cut.messages is not None
-                return [dict(message) for message in cut.messages], cut.report
-            result = self._compressor.compress(
-                messages, target_tokenizer=self._target, keep=options.keep, max_tokens=options.max_tokens, tools=tools
-            )
-            assert result.messages is not None
-            return list(result.messages), result.report
+                result = self._sticky.compress(prompt, options, self._target, tools=tools, scope=scope)
+            else:
+                result = self._compressor.compress(
+                    prompt, target_tokenizer=self._target, keep=options.keep, max_tokens=options.max_tokens, tools=tools
+                )
+            return [dict(message) for message in result.messages or ()], result.report
 
-        return await self._run(work)
-
-    async def text(self, text: str, options: PromptCompression) -> tuple[str, CompressionReport]:
-        """A plain prompt, compressed."""
-
-        def work() -> tuple[str, CompressionReport]:
-            result = self._compressor.compress(
-                text, target_tokenizer=self._target, keep=options.keep, max_tokens=options.max_tokens
-            )
-            assert result.text is not None
-            return result.text, result.report
-
-        return await self._run(work)
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        if self._num_waiting >= self._max_waiting:
+        if self.num_waiting >= self._max_waiting:
             raise queue_full(f"{self._max_waiting} prompts wait for the draft, which is the limit", self._retry_after_s)
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             await self._turn.acquire()
         except BaseException:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
             raise
         try:
             future = asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -156,7 +131,7 @@ class DraftThread:
         return await asyncio.shield(future)
 
     def _end_turn(self) -> None:
-        self._num_waiting -= 1
+        self.num_waiting -= 1
         self._turn.release()
 
     def _done(self, future: asyncio.Future[Any]) -> None:
@@ -166,3 +141,104 @@ class DraftThread:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class CompressionService:
+    """The server's draft; without a compressor every request but "off" is refused."""
+
+    def __init__(
+        self,
+        compressor: PromptCompressor | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        settings: ServerSettings,
+        count: Callable[[int], None],
+    ) -> None:
+        """``count`` gets the number of dropped tokens. ValueError for a default without a draft."""
+        self._settings, self._count = settings, count
+        self._draft: DraftThread | None = None
+        self._threshold = 0 if compressor is None else compressor.protection.threshold
+        if compressor is not None:
+            own = copy.deepcopy(tokenizer)  # fast tokenizers refuse to be used and reconfigured by two threads at once
+            self._draft = DraftThread(
+                compressor, own, max_waiting=settings.max_draft_waiting, retry_after_s=settings.retry_after_s
+            )
+        elif settings.prompt_compression is not None:
+            raise ValueError(
+                f"{FIELD} is {compression_field(settings.prompt_compression)} by default, and there is no draft"
+            )
+
+    @property
+    def has_draft(self) -> bool:
+        return self._draft is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait for the draft, the one that it reads included."""
+        return 0 if self._draft is None else self._draft.num_waiting
+
+    def close(self) -> None:
+        if self._draft is not None:
+            self._draft.close()
+
+    def requested(self, value: Any, obstacle: str, *, is_conversation: bool) -> PromptCompression | None:
+        """What a request with the field ``value`` gets; 400 for what it cannot get.
+
+        ``obstacle``: why its prompts cannot be compressed, or "".
+        """
+        if self._draft is None and value not in (None, "off"):
+            reason = f"{FIELD} {value!r} needs a draft, and this server has none (--draft)"
+            raise bad_value(reason, FIELD, "unsupported_parameter")
+        options = parse_compression(value, self._settings.prompt_compression, takes_sticky=True)
+        if options is not None and options.sticky and not is_conversation:
+            raise bad_value(f"{FIELD}: sticky is for conversations; a completion has none", FIELD)
+        if options is None or not obstacle:
+            return options
+        if value is not None:
+            raise bad_value(f"{FIELD} is not supported together with {obstacle}", FIELD)
+        return None
+
+    def left_uncompressed(
+        self, num_tokens: int, num_stored: int, options: PromptCompression
+    ) -> CompressionSummary | None:
+        """Why a prompt stays uncompressed: so much of it is in the prefix cache; None where it does not."""
+        reason = why_uncompressed(num_tokens, num_stored, options, self._threshold)
+        return uncompressed(reason) if reason else None
+
+    async def compress(
+        self,
+        prompt: P,
+        options: PromptCompression,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        scope: str = "",
+        *,
+        is_requested: bool,
+    ) -> tuple[P, CompressionSummary]:
+        """As ``DraftThread.compress``. ``is_requested``: the request asked for it; else it is the server's default."""
+        assert self._draft is not None
+        num_chars = len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+        limit = self._settings.max_draft_chars
+        if num_chars > limit:
+            reason = f"the prompt has {num_chars} characters, and the draft reads at most {limit}"
+            if is_requested:
+                param = "prompt" if isinstance(prompt, str) else "messages"
+                raise bad_value(reason, param, "context_length_exceeded")
+            return prompt, uncompressed(reason)
+        try:
+            short, report = await self._draft.compress(prompt, options, tools, scope)
+        except ApiError:
+            raise
+        except ValueError as error:  # e.g. a ceiling below what is protected
+            if is_requested:
+                raise bad_value(f"{FIELD}: {error}", FIELD) from None
+            return prompt, uncompressed(str(error))
+        except Exception:
+            if is_requested:
+                raise
+            log.exception("the draft failed; the prompt stays uncompressed")
+            return prompt, uncompressed("the draft failed")
+        self._count(report.dropped_tokens)
+        return short, report
+
+
+def uncompressed(reason: str) -> CompressionSummary:
+    return CompressionSummary(tokens_before=0, tokens_after=0, reason=reason)

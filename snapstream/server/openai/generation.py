@@ -21,6 +21,7 @@ from fastapi import Response
 from snapstream.engine.validate import QueueFull
 from snapstream.server.engine.api import AsyncEngine, EngineDead, RequestDelta
 from snapstream.server.http.errors import ApiError, not_finite
+from snapstream.server.http.prompt_compression import compression_field
 from snapstream.server.http.sse import DONE, EventStream
 from snapstream.server.metrics import Metrics, RequestWatch
 from snapstream.server.openai.answer_reader import (
@@ -32,11 +33,11 @@ from snapstream.server.openai.answer_reader import (
     find_beginning,
     unused_options,
 )
-from snapstream.server.openai.prompt_compression import RequestedCompression, compression_field
 from snapstream.server.openai.protocol import ChatBody, not_followed
 from snapstream.server.openai.sampling import chat_options, check_answer_size, check_samples, make_request
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.server.openai.tools.request import plan_answer, template_tools
+from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.types import NOT_FINITE, CompressionSummary, FinishReason, Request
 
 RETRY_S = 0.05  # how long a later prompt of a request waits when the queue is full; doubles up to
@@ -164,7 +165,7 @@ class PreparedChat:
 
     model: str  # the served name that the request means
     request: Request
-    compression: RequestedCompression
+    compression: PromptCompression | None
     beginning: Beginning
     closing_id: int | None  # the token that ends reasoning, if it is one
     make_calls: Callable[[], ToolCallParser] | None  # one for each choice; None: calls are text
@@ -182,23 +183,28 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
         body, server.metadata, plan.grammar, shows_special=plan.shows_special or server.shows_special
     )
     check_samples(1, options.sampling.n, server.settings)
-    compression = server.compression.requested(body)
+    compression = server.compression.requested(body.prompt_compression, body.compression_obstacle, is_conversation=True)
     if plan.grammar is not None:
         await server.need_grammar(plan.grammar, plan.grammar_param)
-    done = await left_uncompressed(server, body, compression, namespace, has_tools=plan.has_tools)
-    if compression.how is not None and done is None:
-        messages, tools = await server.prompts.conversation(body.messages), template_tools(body.tools)
-        messages, done = await server.compression.chat(
-            messages, tools if plan.has_tools else None, compression, namespace
-        )
-        body = body.model_copy(update={"messages": messages})
+    report = None
+    if compression is not None:
+        report = await left_uncompressed(server, body, compression, namespace, has_tools=plan.has_tools)
+        if report is None:
+            messages, tools = await server.prompts.conversation(body.messages), template_tools(body.tools)
+            messages, report = await server.compression.compress(
+                messages,
+                compression,
+                tools if plan.has_tools else None,
+                namespace,
+                is_requested=body.prompt_compression is not None,
+            )
+            body = body.model_copy(update={"messages": messages})
     prompt = await server.prompts.chat(body, server.metadata.max_model_len, has_tools=plan.has_tools)
     beginning, ids = find_beginning(server.reasoning, prompt.ending, prompt.written), prompt.ids
     if plan.grammar is not None and beginning is not Beginning.ANSWER:
         grammar = allow_reasoning(plan.grammar, beginning, server.texts.symbols)
         await server.need_grammar(grammar, plan.grammar_param)
         options = replace(options, sampling=replace(options.sampling, grammar=grammar))
-    summary = None if done is None else done.summary(len(ids))
     request = make_request(
         answer_id,
         ids,
@@ -206,7 +212,7 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
         server.metadata,
         prompt_param="messages",
         has_tokenizer=True,
-        prompt_compression=summary,
+        prompt_compression=None if report is None else report.summary(len(ids)),
     )
     check_answer_size([request], server.metadata, server.settings)
     return PreparedChat(
@@ -220,13 +226,13 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
 
 
 async def left_uncompressed(
-    server: ServerState, body: ChatBody, compression: RequestedCompression, namespace: str, *, has_tools: bool
+    server: ServerState, body: ChatBody, compression: PromptCompression, namespace: str, *, has_tools: bool
 ) -> CompressionSummary | None:
     """Why a conversation stays uncompressed: most of it is in the prefix cache. None where it does not.
 
     A prompt that is too long as it stands may fit once it is compressed, so it is no error here.
     """
-    if compression.how is None or compression.how.keep is None or server.metadata.engine.prefix_store is None:
+    if compression.keep is None or server.metadata.engine.prefix_store is None:
         return None
     try:
         ids = (await server.prompts.chat(body, server.metadata.max_model_len, has_tools=has_tools)).ids
@@ -236,14 +242,14 @@ async def left_uncompressed(
 
 
 def new_usage(
-    server: ServerState, requests: Sequence[Request], compression: RequestedCompression, context: AnswerContext
+    server: ServerState, requests: Sequence[Request], compression: PromptCompression | None, context: AnswerContext
 ) -> Usage:
     """The usage of an answer; the request's log line reports it."""
     context.usage = Usage(
         requests=requests,
         budget=requests[0].budget or server.metadata.engine.budget,
         selector=requests[0].selector or server.metadata.engine.selector,
-        prompt_compression=compression_field(compression.how),
+        prompt_compression=compression_field(compression),
     )
     return context.usage
 

@@ -373,7 +373,7 @@ def as_prompts(prompt: object, limit: int, max_len: int) -> list[Any]:
     if len(prompt) > limit:
         raise bad_value(f"{len(prompt)} prompts given; the limit is {limit}", "prompt")
     if all(isinstance(item, str) for item in prompt):
-        return prompt
+        return list(prompt)
     return [_ids(item, max_len) for item in prompt]
 
 

@@ -92,6 +92,13 @@ class GenerationBody(SamplingBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def compression_obstacle(self) -> str:
+        """Why its prompts cannot be compressed, or nothing."""
+        if self.kv_cache is not None and self.kv_cache.return_kept:
+            return "return_kept, which reports positions of the prompt as it was sent"
+        return ""
+
+    @property
     def has_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -130,6 +137,14 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def compression_obstacle(self) -> str:
+        if self.echo:
+            return "echo, which returns the prompt as it was sent"
+        if isinstance(self.prompt, list) and not all(isinstance(item, str) for item in self.prompt):
+            return super().compression_obstacle or "a prompt of token ids: the draft needs text"
+        return super().compression_obstacle
 
 
 class TokenizePromptBody(Body):

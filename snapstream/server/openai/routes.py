@@ -16,10 +16,10 @@ from fastapi.responses import JSONResponse
 from snapstream.config import DEFAULT_SINK
 from snapstream.server.http.errors import bad_value
 from snapstream.server.http.openapi import answers, body_schema
+from snapstream.server.http.prompt_compression import compression_field
 from snapstream.server.openai import protocol
 from snapstream.server.openai.chat import Answer, ChatAnswer, CompletionAnswer
 from snapstream.server.openai.generation import new_usage, prepare_chat, run, stream
-from snapstream.server.openai.prompt_compression import compression_field
 from snapstream.server.openai.prompts import as_prompts
 from snapstream.server.openai.protocol import (
     CHAT_ONLY_REFUSED,
@@ -44,6 +44,7 @@ from snapstream.server.openai.sampling import (
 )
 from snapstream.server.openai.state import AnswerContext, ServerState
 from snapstream.server.openai.tools.request import tools_of
+from snapstream.types import CompressionSummary
 
 
 def tokenizer_routes(server: ServerState) -> APIRouter:
@@ -189,10 +190,18 @@ async def _completion(server: ServerState, data: dict[str, Any], context: Answer
     max_len = server.metadata.max_model_len
     given = as_prompts(body.prompt, server.settings.max_prompts, max_len)
     check_samples(len(given), options.sampling.n, server.settings)
-    compression = server.compression.requested(body, given)
+    compression = server.compression.requested(
+        body.prompt_compression, body.compression_obstacle, is_conversation=False
+    )
     if grammar is not None:
         await server.need_grammar(grammar, param)
-    given, reports = await server.compression.texts(given, compression)
+    reports: list[CompressionSummary | None] = [None] * len(given)
+    if compression is not None:
+        is_requested = body.prompt_compression is not None
+        for index, text in enumerate(given):
+            given[index], reports[index] = await server.compression.compress(
+                text, compression, is_requested=is_requested
+            )
     prompts = await server.prompts.completion(given, max_len, add_special_tokens=body.add_special_tokens is not False)
     answer_id = f"cmpl-{context.answer_id}"
     has_tokenizer = server.prompts.tokenizer is not None
@@ -204,9 +213,9 @@ async def _completion(server: ServerState, data: dict[str, Any], context: Answer
             server.metadata,
             prompt_param="prompt",
             has_tokenizer=has_tokenizer,
-            prompt_compression=None if done is None else done.summary(len(ids)),
+            prompt_compression=None if report is None else report.summary(len(ids)),
         )
-        for index, ((_, ids), done) in enumerate(zip(prompts, reports, strict=True))
+        for index, ((_, ids), report) in enumerate(zip(prompts, reports, strict=True))
     ]
     check_answer_size(requests, server.metadata, server.settings)
     echo = [await server.prompts.echo(text, ids) for text, ids in prompts] if body.echo else None

@@ -24,10 +24,10 @@ from snapstream.server.http.admission import Admission, RequestContext
 from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.errors import ApiError, api_of, bad_value, unavailable
 from snapstream.server.http.middleware import SALT, Namespaces
+from snapstream.server.http.prompt_compression import CompressionService
 from snapstream.server.http.sse import EventStream, until_gone
 from snapstream.server.metrics import Metrics
 from snapstream.server.openai.answer_reader import CLOSING, OPENING, choose_reasoning
-from snapstream.server.openai.prompt_compression import CompressionService
 from snapstream.server.openai.prompts import Prompts, TokenText
 from snapstream.server.openai.protocol import IgnoredFields, engine_error
 from snapstream.server.openai.tools.formats import choose_format

@@ -243,12 +243,12 @@ def test_who_leaves_while_waiting_is_not_read_and_makes_room() -> None:
         draft = FakeDraft()
         draft.gate.clear()
         thread = DraftThread(draft, None, max_waiting=2, retry_after_s=1)  # type: ignore[arg-type]
-        first = asyncio.create_task(thread.text(LONG, HALVED))
+        first = asyncio.create_task(thread.compress(LONG, HALVED))
         await until_async(lambda: draft.num_calls == 1)
         for _ in range(5):  # more than may wait at once
             prompt = Text(LONG)
             held = weakref.ref(prompt)
-            second = asyncio.create_task(thread.text(prompt, HALVED))
+            second = asyncio.create_task(thread.compress(prompt, HALVED))
             del prompt
             await until_async(lambda: thread.num_waiting == 2)
             second.cancel()
@@ -262,7 +262,7 @@ def test_who_leaves_while_waiting_is_not_read_and_makes_room() -> None:
         await asyncio.gather(first, return_exceptions=True)
         assert thread.num_waiting == 1
         draft.gate.set()
-        assert (await thread.text(LONG, HALVED))[0] == HALF
+        assert (await thread.compress(LONG, HALVED))[0] == HALF
         assert draft.num_calls == 2 and thread.num_waiting == 0
         thread.close()
 
