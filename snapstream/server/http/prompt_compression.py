@@ -99,17 +99,19 @@ class DraftThread:
         who share what sticky compression remembers.
         """
 
+        given: str | list[dict[str, Any]] = prompt
+
         def work() -> tuple[Any, CompressionReport]:
-            if isinstance(prompt, str):
+            if isinstance(given, str):
                 plain = self._compressor.compress(
-                    prompt, target_tokenizer=self._target, keep=options.keep, max_tokens=options.max_tokens
+                    given, target_tokenizer=self._target, keep=options.keep, max_tokens=options.max_tokens
                 )
                 return plain.text, plain.report
             if options.sticky:
-                result = self._sticky.compress(prompt, options, self._target, tools=tools, scope=scope)
+                result = self._sticky.compress(given, options, self._target, tools=tools, scope=scope)
             else:
                 result = self._compressor.compress(
-                    prompt, target_tokenizer=self._target, keep=options.keep, max_tokens=options.max_tokens, tools=tools
+                    given, target_tokenizer=self._target, keep=options.keep, max_tokens=options.max_tokens, tools=tools
                 )
             return [dict(message) for message in result.messages or ()], result.report
 
