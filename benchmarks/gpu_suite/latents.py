@@ -15,7 +15,7 @@ from snapstream.config import KVDType
 from snapstream.kernels.backends.latents import VERSIONS, Case, LatentAttention, with_latents
 from snapstream.kernels.interface import HeadNorm, Kernels, RowPlaces, bind
 from snapstream.kv.cache import KVCache
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import KVSpec, Latent
 
 HEADS = {"DeepSeek-V3": 128, "DeepSeek-V2-Lite": 16}
 RANK, ROPE_DIM = 512, 64
@@ -29,10 +29,8 @@ def latent_kernel(bench: Bench) -> Figures:
     bound = bind(bench.device.name)
     for model, num_heads in HEADS.items():
         for (batch, slots), kv_dtype in product([(2, 64)] if bench.is_smoke else CASES, ROWS):
-            spec = KVSpec(
-                num_layers=1, num_heads=num_heads, num_kv_heads=1, key_dim=rank + rope_dim, value_dim=rank,
-                values_are_keys=True, dtype=bench.device.dtype_name, kv_dtype=kv_dtype,
-            )  # fmt: skip
+            layer = Latent(num_kv_heads=1, key_dim=rank + rope_dim, value_dim=rank)
+            spec = KVSpec(layers=(layer,), num_heads=num_heads, dtype=bench.device.dtype_name, kv_dtype=kv_dtype)
             cache = KVCache(spec, batch, slots, bench.device.name, bound)
             cache.k.copy_(torch.randn(spec.key_dim, device=bench.device.name))
             rows = torch.arange(batch, device=bench.device.name)

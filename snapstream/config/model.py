@@ -316,6 +316,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
+    windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -347,6 +348,12 @@ class ModelConfig:
         if self.rotated_layers is not None:
             count = len(self.rotated_layers)
             check(count == self.num_layers, f"rotated_layers names {count} layers; there are {self.num_layers}")
+        if self.windows is not None:
+            count = len(self.windows)
+            check(count == self.num_layers, f"windows names {count} layers; there are {self.num_layers}")
+            least = min((window for window in self.windows if window is not None), default=1)
+            check(least >= 1, f"a sliding window is {least} tokens; it must be >= 1")
+            check(self.latent is None, "latent attention with sliding windows is not supported")
         rotated = self.rope.rotary_dim(self.head_dim)
         check(
             rotated % 2 == 0 and 2 <= rotated <= self.head_dim,
@@ -358,6 +365,11 @@ class ModelConfig:
     def own_vocab(self) -> int:
         """Lines of the embedding tables that are stored."""
         return self.vocab_size if self.table_lines is None else self.table_lines
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """By layer, the last tokens that a query sees, itself among them; None: all."""
+        return self.windows or (None,) * self.num_layers
 
     @property
     def rope_dim(self) -> int:

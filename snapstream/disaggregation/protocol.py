@@ -155,10 +155,16 @@ class RowSizes:
     hidden_bytes: int  # the last hidden state
     num_kv_heads: int = 1
     heads: HeadSlots | None = None  # per-head budgets; None: all heads have the request's
+    windows: tuple[int | None, ...] = ()  # by layer, slots of a ring that no budget changes; empty: no layer has one
 
     def layer_bytes(self, prompt_len: int, budget: KVBudget) -> tuple[int, ...]:
         """Of each layer of the row of a prompt."""
-        budgets = ((budget,) * self.num_kv_heads,) * self.num_layers if self.heads is None else self.heads.budgets
+        if self.heads is not None:
+            budgets = self.heads.budgets
+        else:
+            windows = self.windows or (None,) * self.num_layers
+            own = (budget if size is None else KVBudget.full(size) for size in windows)
+            budgets = tuple((layer,) * self.num_kv_heads for layer in own)
         return tuple(self.scale_bytes + sum(self._head_bytes(prompt_len, own) for own in layer) for layer in budgets)
 
     def row_bytes(self, prompt_len: int, budget: KVBudget) -> int:

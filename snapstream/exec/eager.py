@@ -95,7 +95,7 @@ class RowsForward:
         kernels, state = self._decoder.kernels, self._rows
         queries = None if self._queries is None else self._queries.of_step(rows, positions)
         if self._cache.heads is None:
-            places = [RowPlaces(rows, state.slots(rows), state.lengths(rows))] * self._cache.spec.num_layers
+            places = state.places(rows, self._cache.spec)
         else:
             places = self._cache.heads.places(rows, state.num_tokens[rows], state.ring_start[rows])
         return RowsView(self._cache, rows, places, kernels, queries)

@@ -29,7 +29,8 @@ def eager_batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     if config.device.startswith("cuda"):
         return 2 * batch
     if config.kv_dtype != "auto":  # the visible slots of one layer are dequantized, with per-head budgets head by head
-        dequantized = kv_spec_of(model, "float32").layer_bytes(config.row_budget.capacity)
+        spec = kv_spec_of(model, "float32").limited(config.max_model_len)
+        dequantized = spec.layer_bytes(spec.most_slots(config.row_budget.capacity))
         batch += dequantized if config.heads is None else dequantized // model.num_kv_heads
     return batch
 

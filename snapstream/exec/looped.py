@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig, ParallelConfig, WeightFormats
 from snapstream.config.values import num_cores
 from snapstream.exec.executors import Executor, eager_batch_bytes
-from snapstream.models.registry import FAMILIES, tensor_specs
+from snapstream.models.registry import FAMILIES, kv_spec_of, tensor_specs
 
 # The tensors of layers that are supported; on a GPU without the second line.
 _DENSE_TENSORS = frozenset(
@@ -54,6 +54,10 @@ def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
     problem = _unsupported_layers(model, _DENSE_TENSORS) or _unsupported_heads(model)
     if problem is not None:
         return problem
+    if model.rotated_layers is not None:
+        return f"{model.architecture} has layers without rotary embedding, and the GPU kernel rotates all heads"
+    if model.windows is not None:
+        return f"{model.architecture} has sliding windows, which the GPU kernel does not support"
     if config.weights is not None and not _reads(config.weights, config.dtype):
         return (
             f"weights are {config.weights.describe()}; the GPU kernel reads {config.dtype}, int8 and int4, and inputs "
@@ -73,8 +77,6 @@ def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
 def _unsupported_layers(model: ModelConfig, supported: frozenset[str]) -> str | None:
     if FAMILIES.get(model.architecture).layer is not None or not supported.issuperset(tensor_specs(model)):
         return f"{model.architecture} has layers that it does not support"
-    if model.rotated_layers is not None:
-        return f"{model.architecture} has layers without rotary embedding, and it rotates the heads of all layers"
     return None
 
 
@@ -135,7 +137,7 @@ class Workspace:
 
 def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int) -> Workspace:
     """``model``: as the device stores it."""
-    slots = config.budget.capacity if config.heads is None else config.heads.widest.capacity
+    slots = kv_spec_of(model, config.dtype).limited(config.max_model_len).most_slots(config.row_budget.capacity)
     entry = _dense_entry(model, slots) + _latent_entry(model) + _mixture_entry(model, num_threads)
     around = config.weights and (config.weights.attention or config.weights.layers)
     if around and around.is_quantized and around.rounds_inputs:

@@ -41,6 +41,7 @@ from snapstream.kernels.cpu.looped.library import (
     shared_bytes,
     workspace_floats,
 )
+from snapstream.kv.spec import Window
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import bias_of_sum
 from snapstream.models.matrix import MakeMatrix
@@ -79,11 +80,12 @@ def model_of(decoder: Decoder) -> Model:
     }  # fmt: skip
     rope = Rope(config.rope, config.rope_dim, "cpu")
     is_dynamic = config.rope.kind == "dynamic"
+    rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
     model = Model(
         layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, inner=config.intermediate_size, vocab=config.vocab_size,
         head=panels_of(decoder, "lm_head").stack, frequencies=address(rope.frequencies), rope_scale=rope.scale,
-        rotated=config.rope.rotary_dim(config.rope_dim), eps=config.rms_norm_eps,
+        rotated=config.rope.rotary_dim(config.rope_dim), rotated_layers=address(rotated), eps=config.rms_norm_eps,
         dynamic_original=config.rope.original_max_position if is_dynamic else 0,
         dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder),
@@ -91,7 +93,7 @@ def model_of(decoder: Decoder) -> Model:
         **{name: address(vectors.get(name)) for name in _NORMS},
         **{f"{role}_bias": address(bias) for role, bias in biases.items()},
     )  # fmt: skip
-    model.kept = rope
+    model.kept = rope, rotated
     return model
 
 
@@ -274,7 +276,9 @@ def _rows(parts: StepParts) -> RowTable:
     cache, state = parts.cache, parts.rows
     queries = None if parts.queries is None else parts.queries.buffer
     heads, slots = cache.heads, None if cache.heads is None else cache.heads.slots
-    return RowTable(
+    windows = [own.num_tokens if isinstance(own, Window) else 0 for own in cache.spec.layers]
+    layers = torch.tensor([cache.layer_starts[:-1], cache.layer_slots, windows])  # [3, L]
+    table = RowTable(
         last_token=address(state.last_token), num_tokens=address(state.num_tokens),
         next_position=address(state.next_position), ring_start=address(state.ring_start),
         capacity=address(state.capacity), num_sampled=address(parts.sampling.num_sampled), keys=address(cache.k),
@@ -285,6 +289,9 @@ def _rows(parts: StepParts) -> RowTable:
         head_ends=address(None if heads is None else heads.ends),
         head_behind=address(None if heads is None else heads.behind),
         row_slots=0 if slots is None else slots.row_slots, ring=parts.config.budget.num_recent,
-        num_rows=cache.num_rows + 1, slots=cache.capacity if slots is None else slots.widest.capacity,
+        layer_starts=address(layers[0]), layer_slots=address(layers[1]), windows=address(layers[2]),
+        num_rows=cache.num_rows + 1, slots=max(cache.layer_slots) if slots is None else slots.widest.capacity,
         format=FORMATS[str(cache.k.dtype).removeprefix("torch.")],
     )  # fmt: skip
+    table.kept = layers
+    return table

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from snapstream.config import KVBudget
+from snapstream.kernels.rows import RowPlaces
 from snapstream.kv import layout
 from snapstream.kv.cache import slots_of
+from snapstream.kv.spec import KVSpec, Window
 
 Counters = tuple[int, int, int, int]  # of a row: num_tokens, next_position, ring_start, capacity
 
@@ -57,6 +59,16 @@ class Rows:
     def lengths(self, rows: Tensor) -> Tensor:
         """Visible slots of each of ``rows [B]`` once the next token has been written."""
         return torch.minimum(self.num_tokens[rows] + 1, self.capacity[rows])
+
+    def places(self, rows: Tensor, spec: KVSpec) -> list[RowPlaces]:
+        """Of the next token of each of ``rows [B]``, by layer: where it is written, and what it sees."""
+        of_row = RowPlaces(rows, self.slots(rows), self.lengths(rows))
+        windows = {own.num_tokens for own in spec.layers if isinstance(own, Window)}
+        if not windows:
+            return [of_row] * spec.num_layers
+        fed = self.num_tokens[rows]
+        rings = {size: RowPlaces(rows, fed.remainder(size), (fed + 1).clamp(max=size)) for size in windows}
+        return [rings[own.num_tokens] if isinstance(own, Window) else of_row for own in spec.layers]
 
     def advance(self, rows: Tensor, tokens: Tensor) -> None:
         """A decode step has sampled ``tokens [B]`` for ``rows [B]``."""

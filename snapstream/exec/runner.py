@@ -147,7 +147,8 @@ class ModelRunner:
         """
         self.decoder, self.config = decoder, config
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
-        spec = decoder.kv_spec(config.kv_dtype)
+        spec = decoder.kv_spec(config.kv_dtype).limited(config.max_model_len)
+        self._whole_spec = decoder.whole_kv_spec(config.kv_dtype).limited(config.max_model_len)
         partition = RowPartition(config.max_rows, decoder.group.rank, decoder.group.size) if decoder.is_dealt else None
         capacity = config.budget.capacity
         heads = None if config.heads is None else config.heads.of_rank(decoder.group.rank, decoder.group.size)
@@ -312,7 +313,7 @@ class ModelRunner:
             self._connector.put(entry.request_id, read_later(part))
 
     def _compression(self, prompt: PromptProgress) -> Compression:
-        budget, spec = prompt.entry.budget, self.decoder.whole_kv_spec(self.config.kv_dtype)
+        budget, spec = prompt.entry.budget, self._whole_spec
         kept = layout.num_visible(prompt.prompt_len, budget.capacity)
         if self.config.heads is not None:
             kept = self.config.heads.mean_visible(prompt.prompt_len)
@@ -321,7 +322,7 @@ class ModelRunner:
             kept_tokens=kept,
             evicted_tokens=prompt.prompt_len - kept,
             row_bytes=spec.row_bytes(budget.capacity),
-            full_bytes=spec.row_bytes(prompt.prompt_len),
+            full_bytes=spec.visible_bytes(prompt.prompt_len, prompt.prompt_len),
             compress_ms=0.0,
             ring_tokens=budget.capacity - layout.ring_start(budget, prompt.prompt_len),
         )
@@ -339,8 +340,8 @@ class ModelRunner:
         """Of all kv heads of the model."""
         if self.config.heads is not None:
             return self.config.heads.budgets
-        spec = self.decoder.whole_kv_spec(self.config.kv_dtype)
-        return ((entry.budget,) * spec.num_kv_heads,) * spec.num_layers
+        heads = self._whole_spec.num_kv_heads
+        return tuple((own,) * heads for own in self._whole_spec.budgets(entry.budget))
 
     def _prompt_logprobs(self, job: PrefillJob, prompt: PromptProgress) -> PromptLogprobs | None:
         """Log-probability of every prompt token after the first, from the uncompressed prefill."""

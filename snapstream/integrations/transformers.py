@@ -200,6 +200,8 @@ def _model_config(config: PreTrainedConfig) -> ModelConfig:
     if not settings.get("architectures"):
         settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
     model = model_config_from_dict(settings)
+    if model.windows is not None:
+        raise ValueError(f"{model.architecture} has sliding windows, which SnapStreamCache does not support")
     if kv_spec_of(model, "float32").values_are_keys:
         raise ValueError(
             f"{model.architecture} keeps latents in the engine, which a cache of transformers does not see"

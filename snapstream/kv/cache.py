@@ -1,11 +1,15 @@
 """Storage of all rows, in tensors whose addresses never change.
 
-Equal kv heads: K and V are ``[L, rows+1, G, C, E]``. Heads with budgets of their own (``HeadSlots``): K and V are
-``[slots of all rows, E]``, a row is one run of slots, head after head, and the address of a head is the number of its
-first slot among those of all rows. Kernels read rows at ``row * stride``: over a view with a stride of one slot the
-address *is* the row index, so each head is a row of one kv head to them (``overlapping``). Those views overlap
-themselves; only slots below a head's own length are read or written. ``KVCache.spans`` hides the difference from
-writers: it lists a layer's heads as one span of G, or as G spans of one.
+Where all layers have equally many slots, K and V are ``[L, rows+1, G, C, E]``. Otherwise they are
+``[slots of all rows, E]``, of which
+
+- layers with and without sliding windows take one block each, ``[rows+1, G, C, E]`` with the C of that layer;
+- with per-head budgets (``HeadSlots``) a row is one run of slots, head after head, and the address of a head is the
+  number of its first slot among those of all rows. Kernels read rows at ``row * stride``: over a view with a stride of
+  one slot the address *is* the row index, so each head is a row of one kv head to them (``overlapping``). Those views
+  overlap themselves; only slots below a head's own length are read or written.
+
+``KVCache.spans`` hides the difference from writers: it lists a layer's heads as one span of G, or as G spans of one.
 
 Invariant: what a head holds is what a row of its own budget would hold (``layout.py``, ``compress.py``). The counters
 of a row are those of its widest head; of any other head, the ring begins no later than its own top-k region ends.
@@ -19,6 +23,7 @@ their true positions and are never rotated again (SnapStream, arXiv 2511.03092, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -177,7 +182,7 @@ class KVCache:
     ) -> None:
         """``kernels`` read and write the rows, by default those that ``bind`` has for the device. With ``partition``
         only a rank's part of the ``num_rows`` lies here. With ``heads`` every kv head has a budget of its own, and
-        ``capacity`` is that of a mean head.
+        ``capacity`` is that of a mean head; such a cache has no windows.
         """
         self.spec = spec
         self.partition = partition
@@ -187,9 +192,16 @@ class KVCache:
         self.heads = None if heads is None else HeadTable(heads, device)
         self.encoding = ENCODINGS[spec.format.name]
         dtype = self.encoding.dtype
-        slots: tuple[int, ...] = (spec.num_layers, num_rows + 1, spec.num_kv_heads, capacity)
+        # Slots of each kv head by layer, and the first slot of each layer's block; of per-head budgets neither is used.
+        self.layer_slots = [own.capacity for own in spec.budgets(KVBudget.full(capacity))]
+        sizes = [(num_rows + 1) * spec.num_kv_heads * own for own in self.layer_slots]
+        self.layer_starts = list(accumulate(sizes, initial=0))
+        slots: tuple[int, ...] = (spec.num_layers, num_rows + 1, spec.num_kv_heads, self.layer_slots[0])
+        self._has_blocks = len(set(self.layer_slots)) > 1
         if heads is not None:
-            slots = ((num_rows + 1) * heads.row_slots,)  # k and v are [slots of all rows, E]
+            slots = ((num_rows + 1) * heads.row_slots,)
+        elif self._has_blocks:
+            slots = (self.layer_starts[-1],)
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: so rows begin as zeros.
         self.k = _zeros((*slots, spec.key_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E]
         self.k_scale = self._scales(slots, device)  # [L, rows+1, G] fp32, of int8 [L, rows+1, G, C] or per slot
@@ -203,17 +215,34 @@ class KVCache:
             widest = heads.widest.capacity
             self._seen = overlapping(self.k, widest), overlapping(self.v, widest)
             self._seen_scales = _by_slot(self.k_scale, widest), _by_slot(self.v_scale, widest)
+        self._blocks = [self._layer_rows(layer) for layer in range(spec.num_layers)] if self._has_blocks else []
 
     def layer(self, index: int) -> LayerRows:
         """The handle through which kernels see one layer of all rows."""
+        if self._has_blocks:
+            return self._blocks[index]
         if self.heads is not None:  # the address of a head tells its layer
             index = 0
         return LayerRows(*self._seen, index, *self._seen_scales, self.spec.values_are_keys)
 
+    def _block(self, stored: Tensor, layer: int) -> Tensor:
+        """``[rows+1, G, C, ...]`` of a layer, a view; ``stored`` has an entry per slot of all rows."""
+        own = stored[self.layer_starts[layer] : self.layer_starts[layer + 1]]
+        heads, slots = self.spec.num_kv_heads, self.layer_slots[layer]
+        return own.view(self.num_rows + 1, heads, slots, *stored.shape[1:])
+
+    def _layer_rows(self, layer: int) -> LayerRows:
+        """The handle of a layer with a block of its own."""
+        scales = []
+        for own in (self.k_scale, self.v_scale):
+            is_by_slot = self.encoding.format.scales == "slot"
+            scales.append(None if own is None else self._block(own, layer)[None] if is_by_slot else own[layer, None])
+        return LayerRows(self._block(self.k, layer)[None], self._block(self.v, layer)[None], 0, *scales)
+
     def spans(self, layer: int, budget: KVBudget) -> Sequence[HeadSpan]:
-        """All kv heads of a layer, in order; ``budget`` is that of equal heads."""
+        """All kv heads of a layer, in order; ``budget`` is the row's, where heads are equal."""
         if self.heads is None:
-            return (HeadSpan(slice(0, self.spec.num_kv_heads), budget),)
+            return (HeadSpan(slice(0, self.spec.num_kv_heads), self.spec.layers[layer].budget(budget)),)
         return self.heads.spans[layer]
 
     def slots(self, stored: Tensor, layer: int, row: int, span: HeadSpan | None = None) -> Tensor:
@@ -221,6 +250,8 @@ class KVCache:
 
         ``stored``: a tensor with an entry per slot, as ``k`` has.
         """
+        if self._has_blocks:
+            return self._block(stored, layer)[row]
         if self.heads is None or span is None:
             return stored[layer, row]
         first = span.address(row)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from snapstream.config import DType, KVDType, ModelConfig
-from snapstream.config.model import LatentConfig, MoEConfig
+from snapstream.config.model import MAX_DIM, LatentConfig, MoEConfig
 from snapstream.kv.spec import KVSpec
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.tensors import TensorSpecs, decoder_tensors
@@ -31,6 +31,7 @@ class Recipe(TypedDict, total=False):
     mlp_bias: bool
     qk_norm: bool  # an RMSNorm over each head of q and k
     rotated_layers: tuple[bool, ...]  # the layers whose heads are rotated
+    windows: tuple[int | None, ...]  # by layer, sliding window in tokens
     latent: LatentConfig  # multi-head latent attention
     moe: MoEConfig | None  # experts instead of the MLP
     num_kv_heads: int
@@ -44,22 +45,34 @@ def attention_biases(settings: Settings) -> Recipe:
     return {"qkv_bias": has_bias, "o_bias": has_bias}
 
 
-def kv_spec(config: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
-    """A key and a value per kv head; of latent attention a latent, whose first ``kv_rank`` numbers are the value."""
-    latent = config.latent
-    if latent is None:
-        return KVSpec.of(config, dtype, kv_dtype)
-    return KVSpec(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=1,
-        key_dim=latent.latent_dim,
-        value_dim=latent.kv_rank,
-        values_are_keys=True,
-        expanded_dim=latent.expanded_dim,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-    )
+def windows_of_all_layers(settings: Settings) -> Recipe:
+    """sliding_window of every layer, where it is given and no use_sliding_window turns it off."""
+    window = sliding_window(settings)
+    return {} if window is None else {"windows": (window,) * _num_layers(settings)}
+
+
+def windows_by_type(settings: Settings, is_sliding: Callable[[int], bool]) -> Recipe:
+    """sliding_window of the layers that layer_types names; without layer_types, of those with ``is_sliding``."""
+    window, types = sliding_window(settings), settings.get("layer_types")
+    if window is None:
+        return {}
+    layers = range(_num_layers(settings))
+    has = [is_sliding(layer) if types is None else types[layer] == "sliding_attention" for layer in layers]
+    return {"windows": tuple(window if own else None for own in has)} if any(has) else {}
+
+
+def sliding_window(settings: Settings) -> int | None:
+    """Tokens of the window; None where there is none, or use_sliding_window turns it off."""
+    if settings.get("sliding_window") is None or not flag(settings, "use_sliding_window", default=True):
+        return None
+    window = whole_number(settings, "sliding_window")
+    if window < 1:
+        raise ValueError(f"sliding_window is {window}; it must be >= 1")
+    return window
+
+
+def _num_layers(settings: Settings) -> int:
+    return min(whole_number(settings, "num_hidden_layers"), MAX_DIM + 1)  # more are refused later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +84,13 @@ class Family:
     defaults: Settings = field(default_factory=dict)
     recipe: Callable[[Settings], Recipe] = lambda settings: {}
     refusals: Callable[[Settings], list[str]] = lambda settings: []  # why a config.json cannot be run faithfully
-    has_window_switch: bool = False  # use_sliding_window turns sliding_window on
+    has_windows: bool = False  # the recipe reads them
     has_experts: bool = False  # the recipe reads them
     is_partly_rotated: bool = False  # partial_rotary_factor says how much of a head; otherwise all of it is rotated
     tensors: Callable[[ModelConfig], TensorSpecs] = decoder_tensors
     # A models.decoder.Layer of other mathematics, or "module:class" of one; None: the layer of the recipe.
     layer: str | type[Any] | None = None
-    kv_spec: Callable[[ModelConfig, DType, KVDType], KVSpec] = kv_spec
+    kv_spec: Callable[[ModelConfig, DType, KVDType], KVSpec] = KVSpec.of
 
     def complete(self, settings: Settings) -> Settings:
         """A config.json with the values of the keys that it lacks."""

@@ -6,7 +6,7 @@ from functools import partial
 
 from snapstream.config.model import MoEConfig
 from snapstream.models.config_json import Settings, whole_number
-from snapstream.models.family import Family, Recipe
+from snapstream.models.family import Family, Recipe, windows_of_all_layers
 from snapstream.models.tensors import ExpertNames, decoder_tensors
 
 _DEFAULTS: Settings = {"bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8}
@@ -21,15 +21,16 @@ def _mixtral(settings: Settings) -> Recipe:
         inner=whole_number(settings, "intermediate_size"),
         normalise=True,
     )
-    return {"moe": moe}
+    return {"moe": moe, **windows_of_all_layers(settings)}
 
 
-MISTRAL = Family(defaults={**_DEFAULTS, "sliding_window": 4096})
+MISTRAL = Family(defaults={**_DEFAULTS, "sliding_window": 4096}, recipe=windows_of_all_layers, has_windows=True)
 MIXTRAL = Family(
     defaults={
         **_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "rms_norm_eps": 1e-5,
     },
     recipe=_mixtral,
     has_experts=True,
+    has_windows=True,
     tensors=partial(decoder_tensors, names=_MIXTRAL_NAMES),
 )  # fmt: skip

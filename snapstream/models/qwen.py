@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from snapstream.config.model import MoEConfig
 from snapstream.models.config_json import Settings, flag, whole_number
-from snapstream.models.family import Family, Recipe, attention_biases
+from snapstream.models.family import Family, Recipe, attention_biases, windows_by_type, windows_of_all_layers
 
-_DEFAULTS: Settings = {"num_key_value_heads": 32, "sliding_window": 4096}
+_DEFAULTS: Settings = {"num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096}
 
 
 def _qwen2(settings: Settings) -> Recipe:
-    return {"qkv_bias": True}
+    return {"qkv_bias": True, **_windows(settings)}
 
 
 def _qwen3(settings: Settings) -> Recipe:
-    return {**attention_biases(settings), "qk_norm": True}
+    return {**attention_biases(settings), "qk_norm": True, **_windows(settings)}
+
+
+def _windows(settings: Settings) -> Recipe:
+    first = whole_number(settings, "max_window_layers", 28)
+    return windows_by_type(settings, lambda layer: layer >= first)
 
 
 def _qwen3_moe(settings: Settings) -> Recipe:
@@ -26,7 +31,8 @@ def _qwen3_moe(settings: Settings) -> Recipe:
         inner=whole_number(settings, "moe_intermediate_size"),
         normalise=flag(settings, "norm_topk_prob"),
     )
-    return {**_qwen3(settings), "moe": moe}
+    biases = attention_biases(settings)
+    return {**biases, "qk_norm": True, "moe": moe, **windows_of_all_layers(settings)}
 
 
 def _qwen3_moe_refusals(settings: Settings) -> list[str]:
@@ -40,8 +46,8 @@ def _qwen3_moe_refusals(settings: Settings) -> list[str]:
     return reasons
 
 
-QWEN2 = Family(defaults=_DEFAULTS, recipe=_qwen2, has_window_switch=True)
-QWEN3 = Family(defaults={**_DEFAULTS, "head_dim": 128}, recipe=_qwen3, has_window_switch=True)
+QWEN2 = Family(defaults=_DEFAULTS, recipe=_qwen2, has_windows=True)
+QWEN3 = Family(defaults={**_DEFAULTS, "head_dim": 128}, recipe=_qwen3, has_windows=True)
 QWEN3_MOE = Family(
     defaults={
         **_DEFAULTS, "num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8,
@@ -49,6 +55,6 @@ QWEN3_MOE = Family(
     },
     recipe=_qwen3_moe,
     refusals=_qwen3_moe_refusals,
-    has_window_switch=True,
+    has_windows=True,
     has_experts=True,
 )  # fmt: skip

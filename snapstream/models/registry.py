@@ -30,7 +30,7 @@ from snapstream.models.config_json import (
     whole_number,
 )
 from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from snapstream.models.family import Family
+from snapstream.models.family import Family, sliding_window
 from snapstream.models.glm import GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.llama import LLAMA
 from snapstream.models.mistral import MISTRAL, MIXTRAL
@@ -195,13 +195,11 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
         reasons.append("encoder-decoder models have cross attention, which rows do not hold")
     if settings.get("model_type") == "gpt_oss" or "GptOss" in architecture:
         reasons.append("learned attention sinks (gpt-oss) are not supported")
-    reasons += _layer_type_refusals(settings)
-    unknown = Family(has_window_switch="use_sliding_window" in settings)
-    family = FAMILIES.get(architecture) if is_known else unknown
+    family = FAMILIES.get(architecture) if is_known else Family()
     settings = family.complete(settings)
-    window = _sliding_window(settings, family)
-    if window is not None:
-        reasons.append(f"sliding_window is in use ({window}); only full attention layers are supported")
+    reasons += _layer_type_refusals(settings, family)
+    if not family.has_windows and (window := sliding_window(settings)) is not None:
+        reasons.append(f"sliding_window is in use ({window}), which is not supported for {architecture}")
     reasons += family.refusals(settings)
     experts = [name for name in EXPERT_FIELDS if settings.get(name)]
     if experts and is_known and not family.has_experts:
@@ -227,7 +225,7 @@ def _number_refusals(settings: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def _layer_type_refusals(settings: Mapping[str, Any]) -> list[str]:
+def _layer_type_refusals(settings: Mapping[str, Any], family: Family) -> list[str]:
     given = settings.get("layer_types")
     if given is None:
         return []
@@ -237,8 +235,10 @@ def _layer_type_refusals(settings: Mapping[str, Any]) -> list[str]:
         return [f"layer_types is {found}; it must be a list that names the kind of each of the {num_layers} layers"]
     kinds = dict.fromkeys(given)
     reasons = []
-    if "sliding_attention" in kinds:
-        reasons.append("layer_types has 'sliding_attention'; only full attention layers are supported")
+    if "sliding_attention" in kinds and not family.has_windows:
+        reasons.append("layer_types has 'sliding_attention', which is not supported for this architecture")
+    elif "sliding_attention" in kinds and sliding_window(settings) is None:
+        reasons.append("layer_types has 'sliding_attention', and no sliding_window is in use")
     others = [str(kind) for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if others:
         reasons.append(
@@ -246,14 +246,6 @@ def _layer_type_refusals(settings: Mapping[str, Any]) -> list[str]:
             "state-space, linear and other layers without a key-value cache per token are not supported"
         )
     return reasons
-
-
-def _sliding_window(settings: Mapping[str, Any], family: Family) -> int | None:
-    """The window, if any layer would use it. Qwen models name one and switch it on separately."""
-    if family.has_window_switch and not flag(settings, "use_sliding_window"):
-        return None
-    window: int | None = settings.get("sliding_window")
-    return window
 
 
 def _architecture(settings: Mapping[str, Any]) -> str:

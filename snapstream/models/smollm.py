@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from snapstream.config.model import MAX_DIM
 from snapstream.models.config_json import Settings, flag, whole_number
-from snapstream.models.family import Family, Recipe, attention_biases
+from snapstream.models.family import Family, Recipe, attention_biases, windows_by_type
 
 
 def _recipe(settings: Settings) -> Recipe:
     recipe: Recipe = {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias")}
     rotated = _rotated_layers(settings)
+    recipe.update(windows_by_type(settings, lambda layer: not rotated[layer]))
     return recipe if all(rotated) else {**recipe, "rotated_layers": rotated}
 
 
@@ -35,9 +36,9 @@ def _refusals(settings: Settings) -> list[str]:
 SMOLLM3 = Family(
     defaults={
         "bos_token_id": 128000, "eos_token_id": 128001, "num_key_value_heads": 4, "rope_theta": 2e6,
-        "tie_word_embeddings": True, "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True, "use_sliding_window": False, "no_rope_layer_interval": 4,
     },
     recipe=_recipe,
     refusals=_refusals,
-    has_window_switch=True,
+    has_windows=True,
 )  # fmt: skip

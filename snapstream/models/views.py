@@ -19,7 +19,7 @@ from snapstream.kernels.formats import Scales
 from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, RowPlaces
 from snapstream.kernels.pytorch import one_query_attention
 from snapstream.kv.cache import KVCache
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import KVSpec, Window
 from snapstream.models.layers import LatentHeads
 
 
@@ -126,13 +126,15 @@ class StagingView:
         """Stage the chunk, then causal attention per prompt: ``[T, H, E]``, or of the tokens that need an output."""
         if rope is None:
             raise ValueError("a layer of latents is prefilled through attend_latents")
+        cache = self._buffers.spec.layers[layer]
+        window = cache.num_tokens if isinstance(cache, Window) else None
         q = self._stage_heads(heads, norm, rope)
         self._keep(self._chunk.segments, q.__getitem__)
         if self._chunk.outputs is not None:
-            attend, tokens = self._attention.attend, self._buffers.tokens
+            attend, tokens = partial(self._attention.attend, window=window), self._buffers.tokens
             parts = [attend(q[place], *tokens(*staged)) for place, staged in self._last_tokens(self._chunk.outputs)]
             return torch.cat(parts) if parts else q[:0]
-        return self._attend_all(q, self._buffers.tokens)
+        return self._attend_all(q, self._buffers.tokens, window)
 
     def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
         """Stage and expand the chunk's latents, then attend as above: ``[T', H, U]``, see ``layers.attention``.
@@ -174,12 +176,16 @@ class StagingView:
         for segment, place in zip(ending, outputs, strict=True):
             yield slice(place, place + 1), (segment.staging_start, segment.staging_stop)
 
-    def _attend_all(self, q: Tensor, staged: Callable[[int, int], tuple[Tensor, Tensor]]) -> Tensor:
-        """Causal attention of a chunk's queries over what is ``staged`` of their prompts."""
-        segments, lens = self._chunk.segments, self._chunk.lens
-        if lens is not None and self._attention.attend_packed is not None:
-            return self._attention.attend_packed(q, *staged(segments[0].staging_start, segments[-1].staging_stop), lens)
-        parts = [self._attention.attend(q[s.chunk_slice], *staged(s.staging_start, s.staging_stop)) for s in segments]
+    def _attend_all(
+        self, q: Tensor, staged: Callable[[int, int], tuple[Tensor, Tensor]], window: int | None = None
+    ) -> Tensor:
+        """Causal attention of a chunk's queries over what is ``staged`` of their prompts, at most ``window`` tokens."""
+        segments, lens, attention = self._chunk.segments, self._chunk.lens, self._attention
+        if lens is not None and attention.attend_packed is not None:
+            keys, values = staged(segments[0].staging_start, segments[-1].staging_stop)
+            return attention.attend_packed(q, keys, values, lens, window=window)
+        attend = partial(attention.attend, window=window)
+        parts = [attend(q[s.chunk_slice], *staged(s.staging_start, s.staging_stop)) for s in segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _stage_heads(self, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:

@@ -194,6 +194,8 @@ def engine_config(
         prefix_max_len=model.rope.original_max_position if model.rope.kind == "dynamic" else 0,
         **kept,
     )
+    if model.windows is not None and config.reselection is not None:
+        raise ValueError(f"KV re-selection is not supported for {model.architecture} with sliding windows")
     problem = executor_of(executor, device).why_not(model, config) or (executor_problems or {}).get(executor)
     if problem is None:
         return config
@@ -205,6 +207,8 @@ def engine_config(
 def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:
     """The slots of the model's kv heads; ValueError for a profile of other heads, or a budget without top-k slots."""
     spec = kv_spec_of(model, "float32")
+    if spec.has_windows:
+        raise ValueError(f"heads: per-head KV budgets are not supported for {model.architecture} with sliding windows")
     if spec.values_are_keys:
         raise ValueError("heads: this model keeps latents, one for all heads of a layer; it needs no profile")
     shape, own = (len(profile.shares), len(profile.shares[0])), (spec.num_layers, spec.num_kv_heads)

@@ -23,7 +23,7 @@ from snapstream.config.values import format_bytes
 from snapstream.disaggregation.protocol import RowSizes
 from snapstream.exec.executors import executor_of, mlp_size
 from snapstream.exec.row_state import row_state_bytes
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import KVSpec, Window
 from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import dequantized_bytes, dequantizing_bytes, rank_config, weight_bytes
 from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, step_config
@@ -33,15 +33,16 @@ from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, step_co
 
 def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
     """Bytes of the pieces of a row, as ``exec/row_transfer.py`` lays them; ranks send and receive whole ones."""
-    spec = kv_spec_of(model, config.dtype, config.kv_dtype)
+    spec = kv_spec_of(model, config.dtype, config.kv_dtype).limited(config.max_model_len)
     return RowSizes(
         num_layers=spec.num_layers,
-        slot_bytes=spec.token_bytes() // spec.num_layers,
+        slot_bytes=spec.slot_bytes(),
         scale_bytes=spec.scale_bytes() // spec.num_layers,
         vote_bytes=0 if config.reselection is None else 4 * spec.num_kv_heads,
         hidden_bytes=model.hidden_size * DTYPE_BYTES[config.dtype],
         num_kv_heads=spec.num_kv_heads,
         heads=config.heads,
+        windows=tuple(own.num_tokens if isinstance(own, Window) else None for own in spec.layers),
     )
 
 
@@ -183,7 +184,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         for parallel in (config.parallel, split_heads(config.parallel))
     )
     is_dealt = config.parallel.attention == "dp"
-    spec = kv_spec_of(stored if is_dealt else model, config.dtype, config.kv_dtype)
+    spec = kv_spec_of(stored if is_dealt else model, config.dtype, config.kv_dtype).limited(config.max_model_len)
     capacity = slots = config.budget.capacity
     if config.heads is not None:  # of the rank whose heads have most
         slots = config.heads.mean_capacity(config.parallel.size)

@@ -232,10 +232,12 @@ class _Planner:
         self.own = rank_config(model, split_heads(options.parallel), formats=self.formats)
         row_model = self.stored if options.attention == "dp" else self.own
         self._reserved_bytes = 0 if draft is None else draft.total_bytes
-        self.spec = kv_spec_of(row_model, options.dtype, self.kv_dtype)
+        self.spec = kv_spec_of(row_model, options.dtype, self.kv_dtype).limited(max_model_len)
 
     def budgets(self, given: Sequence[int]) -> list[KVBudget]:
         """Of the table's lines but the first."""
+        if None not in self.model.layer_windows:
+            return []  # sliding windows alone: no budget changes a row
         voters = make_selector(self.options.selector).observation_len
         budgets = [KVBudget.of(slots, observation_len=voters) for slots in given or default_budgets(self.prompt_len)]
         if self.options.reselection is not None:
@@ -270,7 +272,7 @@ class _Planner:
         """A line of the table."""
         memory, here, heads = self.memory(budget), self.here, self.config(budget).heads
         visible = heads.mean_visible(self.prompt_len) if heads else num_visible(self.prompt_len, budget.capacity)
-        read = self.spec.row_bytes(visible)
+        read = self.spec.visible_bytes(visible, self.prompt_len)
         max_rows, bandwidth = max(0, memory.rows_that_fit(self.gpu.memory_bytes)), self.gpu.bandwidth_bytes_per_s
         one, all_rows = (self.decode_bytes(rows) for rows in (1, max_rows))
         own_rows = -(-max_rows // memory.dealt_to)

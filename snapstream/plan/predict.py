@@ -130,21 +130,24 @@ class Predictor:
             flop_per_s=flop_per_s,
         )
 
-    def step(self, num_rows: int, visible_slots: int) -> StepTime:
-        """A step of so many rows, each of which reads ``visible_slots``."""
+    def step(self, num_rows: int, visible_slots: int, num_tokens: int | None = None) -> StepTime:
+        """A step of so many rows, each of which reads ``visible_slots`` in layers without a sliding window;
+        ``num_tokens`` were fed to it, by default as many.
+        """
         stored, own, size = self._stored, self._own, self.parallel.size
         weights = decode_weight_bytes(stored, self.dtype, self.formats, num_rows)
         is_dealt = self.parallel.attention == "dp"
         spec = kv_spec_of(stored if is_dealt else own, self.dtype, self.kv_dtype)
         rows = -(-num_rows // size) if is_dealt else num_rows
-        slots = rows * visible_slots * self.model.num_layers
+        num_tokens = visible_slots if num_tokens is None else num_tokens
+        slots = rows * spec.visible_slots(visible_slots, num_tokens)
         hidden = num_rows * self.model.hidden_size * DTYPE_BYTES[self.dtype]
         logits = num_rows * self.model.vocab_size * DTYPE_BYTES[self.dtype]
         layers = self.model.num_layers
         return StepTime(
             num_rows=num_rows,
             weights_s=self._longer(weights, 2 * num_rows * active_parameters(own)),
-            rows_s=self._longer(rows * spec.row_bytes(visible_slots), slots * _pair_flop(spec)),
+            rows_s=self._longer(rows * spec.visible_bytes(visible_slots, num_tokens), slots * _pair_flop(spec)),
             host_s=HOST_S,
             num_collectives=2 * layers + 2 if size > 1 else 0,
             collectives_s=tuple(
@@ -166,13 +169,14 @@ class Predictor:
         num_chunks = -(-num_new // chunk)
         weights = layers_read_bytes(own, self.dtype, self.formats, chunk) / layers
         spec = kv_spec_of(own, self.dtype)
-        pairs = (num_tokens * (num_tokens + 1) - num_restored * (num_restored + 1)) / 2
+        windows = (num_tokens if window is None else window for window in own.layer_windows)
+        pairs = sum(_num_pairs(num_tokens, window) - _num_pairs(num_restored, window) for window in windows)
         per_pair = 4 * spec.num_heads * spec.expanded_dim if spec.expanded_dim else _pair_flop(spec)
         hidden = chunk * self.model.hidden_size * DTYPE_BYTES[self.dtype]
         return PromptTime(
             num_tokens=num_tokens,
             layers_s=layers * num_chunks * self._longer(weights, 2 * chunk * layer_parameters(own)),
-            attention_s=layers * self._longer(0, pairs * per_pair),
+            attention_s=self._longer(0, pairs * per_pair),
             collectives_s=tuple((2 * layers + 1) * num_chunks * link.all_reduce_s(hidden, size) for link in LINKS),
         )
 
@@ -191,6 +195,12 @@ class Predictor:
             num_bytes / (READ_SHARE * self.bandwidth_bytes_per_s),
             flop / (PRODUCT_SHARE * self.flop_per_s),
         )
+
+
+def _num_pairs(num_tokens: int, window: int) -> float:
+    """Queries of a prompt and the keys that each sees, at most ``window``, in one layer."""
+    seen = min(num_tokens, window)
+    return seen * (seen + 1) / 2 + (num_tokens - seen) * seen
 
 
 def _pair_flop(spec: KVSpec) -> int:
@@ -220,7 +230,9 @@ class RanksPlan:
             tensor_bytes=tensor_bytes(stored, predictor.dtype, predictor.formats),
             bandwidth_bytes_per_s=predictor.bandwidth_bytes_per_s,
             flop_per_s=predictor.flop_per_s,
-            steps={name: predictor.step(rows, slots) for name, (rows, slots) in batches.items() if rows > 0},
+            steps={
+                name: predictor.step(rows, slots, prompt_len) for name, (rows, slots) in batches.items() if rows > 0
+            },
             prompt=predictor.prompt(prompt_len, chunk_len),
         )
 

@@ -343,6 +343,10 @@ class Draft:
         folder = as_path("the draft's folder", folder)
         check_torch_device(device)
         config = read_model_config(folder)
+        if config.windows is not None:
+            raise ValueError(
+                f"{folder}: {config.architecture} has layers with sliding windows; a draft must see the whole text"
+            )
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             raise ValueError(f"{folder} has no tokenizer; a draft needs a tokenizer.json")
         tokenizer = load_tokenizer(folder)

@@ -152,6 +152,20 @@ def test_rows_whose_heads_have_slots_of_their_own(letters: Path, more: dict[str,
         assert len(set(unlike)) == 3 and sum(unlike) == sum(replace(sizes, heads=None).layer_bytes(120, BUDGET))
 
 
+def test_rows_with_windows(tmp_path: Path) -> None:
+    """Layers of unlike size; a prompt shorter than the windows, and longer ones."""
+    folder = save(make_model("qwen2-windows"), tmp_path)
+    with joined(folder, **SETTINGS) as pair:
+        requests = requests_of({"greedy": replace(GREEDY, max_tokens=40), "n": PARAMS["seeded, three samples"]})
+        requests.append(Request(request_id="short", prompt_token_ids=prompt(20), sampling=GREEDY))
+        check(pair, requests)
+        sizes = row_sizes(pair.answerer.model_config, pair.answerer.config)
+        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
+        assert pair.answerer.engine.transfer_stats.num_bytes == planned
+        full, window, _ = sizes.layer_bytes(120, BUDGET)
+        assert full * 33 == window * BUDGET.capacity
+
+
 def test_rows_of_latents(latents: Path) -> None:
     with joined(latents, **SETTINGS) as pair:
         check(pair, requests_of({name: PARAMS[name] for name in ("greedy", "seeded, three samples", "kept positions")}))

@@ -44,7 +44,7 @@ def looped(folder: Path, **changes: Any) -> Asked:
     return Asked(folder, budget=40, executor="looped", **changes)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen2", "qwen3", "llama-all-biases"])
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen2", "qwen2-windows", "qwen3", "llama-all-biases"])
 def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     """A kv head on each rank; one on both (qwen2); 199 token ids; tied tables; biases that one rank adds."""
     asked = looped(checkpoint(name))

@@ -21,7 +21,7 @@ from snapstream.exec.parallel import RankFiles, answer
 from snapstream.kv.prefix_folder import PrefixFolder, rank_part
 from snapstream.kv.prefix_store import PrefixBlocks, PrefixFiles
 from snapstream.kv.selectors.snapkv import SnapKV
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import Full, KVSpec
 from snapstream.step import StoredBlock
 from snapstream.types import RequestOutput
 from tests.distributed.pairs import ids
@@ -116,7 +116,7 @@ class PrefixOpen(PrefixFolder):
 
 @pytest.fixture
 def files(tmp_path: Path) -> PrefixFiles:
-    spec = KVSpec(num_layers=2, num_heads=1, num_kv_heads=1, key_dim=4, value_dim=4)
+    spec = KVSpec(layers=(Full(num_kv_heads=1, key_dim=4, value_dim=4),) * 2, num_heads=1)
     return PrefixFiles(PrefixBlocks(spec, 4, 8), PrefixFolder(tmp_path / "store"), b"model", 2**20)
 
 

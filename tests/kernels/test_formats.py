@@ -19,7 +19,7 @@ from snapstream.kernels.groups import dequantize, largest_value, pack, quantize,
 from snapstream.kernels.interface import KernelVersion, bind
 from snapstream.kernels.rows import LayerRows
 from snapstream.kv.cache import KVCache
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import Full, KVSpec
 from snapstream.llm import LLM
 from snapstream.models.registry import read_model_config
 from snapstream.plan.fit import engine_config
@@ -279,7 +279,7 @@ KINDS: tuple[KVDType, ...] = ("bfloat16", "int8")
 
 
 def cache_of(kv_dtype: KVDType, capacity: int) -> KVCache:
-    spec = KVSpec(num_layers=2, num_heads=6, num_kv_heads=2, key_dim=12, value_dim=12, kv_dtype=kv_dtype)
+    spec = KVSpec(layers=(Full(num_kv_heads=2, key_dim=12, value_dim=12),) * 2, num_heads=6, kv_dtype=kv_dtype)
     return KVCache(spec, 3, capacity, "cpu")
 
 

@@ -31,7 +31,7 @@ from snapstream.kernels.backends.latents import (
 )
 from snapstream.kernels.interface import HeadNorm, RowPlaces, bind
 from snapstream.kv.cache import KVCache
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import KVSpec, Latent
 from snapstream.models.registry import read_model_config
 from snapstream.startup.measure import latent_attention
 
@@ -184,7 +184,7 @@ def test_the_table_has_an_order_for_every_gpu() -> None:
 
 def test_a_step_through_another_kernel() -> None:
     """The new latent is written, queries are kept, and the kernel is handed the layer."""
-    spec = KVSpec(num_layers=2, num_heads=4, num_kv_heads=1, key_dim=32, value_dim=24, values_are_keys=True)
+    spec = KVSpec(layers=(Latent(num_kv_heads=1, key_dim=32, value_dim=24),) * 2, num_heads=4)
     seen: list[tuple[int, ...]] = []
 
     def attend(q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:

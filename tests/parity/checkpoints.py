@@ -36,6 +36,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                              "original_max_position_embeddings": 64}},
     ),
     "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 21}),
+    "qwen2-windows": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": False, "num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"use_sliding_window": False, "head_dim": 20}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "attention_bias": True}),

@@ -2,7 +2,8 @@
 
 Independent of slots, rings, staging, chunks and kernels: per layer and kv head it keeps a list of (position, key,
 value) and forgets by the rule in words - sinks and selected tokens stay, of the rest the oldest goes when the row is
-full. Only the decoder's layers, which have a parity test of their own, are shared with the package.
+full. A layer with a sliding window keeps the last
+tokens. Only the decoder's layers, which have a parity test of their own, are shared with the package.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch import Tensor
 from evals.selectors import Random, Variant, as_variant
 from snapstream.config import KVBudget, ReselectionConfig, Selector
 from snapstream.kernels.interface import CosSin, HeadNorm
-from snapstream.kv.spec import KVSpec
 from snapstream.models.decoder import Decoder
 from tests.parity.heads import split
 from tests.unit.kv import row_by_lists
@@ -23,12 +23,13 @@ from tests.unit.kv import row_by_lists
 Cell = tuple[int, Tensor, Tensor]  # position, key [E], value [E']
 
 
-def attend(q: Tensor, cells: list[list[Cell]], last: int) -> Tensor:
-    """One query ``[H, E]`` over the cells of each kv head up to position ``last``: ``[H, E']``."""
+def attend(q: Tensor, cells: list[list[Cell]], last: int, window: int | None = None) -> Tensor:
+    """One query ``[H, E]`` over the cells of each kv head to position ``last``: ``[H, E']``."""
+    first = 0 if window is None else last - window + 1
     per_head = q.shape[0] // len(cells)
     out = []
     for head in range(q.shape[0]):
-        seen = [cell for cell in cells[head // per_head] if cell[0] <= last]
+        seen = [cell for cell in cells[head // per_head] if first <= cell[0] <= last]
         keys, values = torch.stack([c[1] for c in seen]), torch.stack([c[2] for c in seen])
         out.append(((keys @ q[head]) / q.shape[1] ** 0.5).softmax(-1) @ values)
     return torch.stack(out)
@@ -37,15 +38,16 @@ def attend(q: Tensor, cells: list[list[Cell]], last: int) -> Tensor:
 class _Prompt:
     """The view of a layer that a whole prompt passes."""
 
-    def __init__(self, cells: list[list[Cell]], spec: KVSpec) -> None:
-        self.cells, self.spec = cells, spec
+    def __init__(self, cells: list[list[Cell]], decoder: Decoder) -> None:
+        self.cells, self.spec, self.windows = cells, decoder.kv_spec(), decoder.config.layer_windows
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         q, k, v = split(heads, norm, rope, self.spec)
         self.queries, self.keys = q, k
         for head, own in enumerate(self.cells):
             own.extend((p, k[p, head], v[p, head]) for p in range(len(q)))
-        return torch.stack([attend(q[p], self.cells, p) for p in range(len(q))])
+        window = self.windows[layer]
+        return torch.stack([attend(q[p], self.cells, p, window) for p in range(len(q))])
 
 
 class _Token:
@@ -79,7 +81,9 @@ class ListsEngine:
         layers, heads = range(decoder.config.num_layers), range(decoder.config.num_kv_heads)
         self.cells: list[list[list[Cell]]] = [[[] for _ in heads] for _ in layers]
         self.frozen: list[list[set[int]]] = [[set() for _ in heads] for _ in layers]
-        self.budgets = budgets or [[budget for _ in heads] for _ in layers]
+        self.windows = decoder.config.layer_windows
+        by_layer = [budget if size is None else KVBudget.full(size) for size in self.windows]
+        self.budgets = budgets or [[own for _ in heads] for own in by_layer]
         self.reselection = reselection
         self.votes: list[list[dict[int, float]]] = [[{} for _ in heads] for _ in layers]  # by position
         self.queries: list[list[Tensor]] = [[] for _ in layers]  # of decoded tokens
@@ -93,7 +97,7 @@ class ListsEngine:
         positions = torch.arange(len(prompt))
         rope = self.decoder.rope(positions, torch.full_like(positions, len(prompt)))
         for layer in range(self.decoder.config.num_layers):
-            view = _Prompt(self.cells[layer], self.decoder.kv_spec())
+            view = _Prompt(self.cells[layer], self.decoder)
             hidden = self.decoder.layer(layer, hidden, rope, view)
             self._compress(layer, view.queries, view.keys, len(prompt))
         tokens, logprobs = [], []
@@ -105,6 +109,9 @@ class ListsEngine:
         return tokens, logprobs
 
     def _compress(self, layer: int, q: Tensor, k: Tensor, prompt_len: int) -> None:
+        if self.windows[layer] is not None:
+            self.cells[layer] = [own[-self.windows[layer] :] for own in self.cells[layer]]
+            return
         budget, rule = self.budget, self.rule
         start, stop = budget.num_sink, prompt_len - budget.num_window - budget.num_recent
         num_topk = [own.num_topk for own in self.budgets[layer]]

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from snapstream.kernels.interface import CosSin, HeadNorm
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import KVSpec, Window
 from snapstream.models.checkpoint import load_weights
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import read_model_config
@@ -37,6 +37,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-head-dim": ("MistralConfig", {"sliding_window": None, "head_dim": 8}),
     "qwen2-tied-llama3": ("Qwen2Config", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
     "smollm3-listed": ("SmolLM3Config", {"no_rope_layers": [0, 1, 0], "mlp_bias": True, "tie_word_embeddings": True}),
+    "smollm3-windows": (
+        "SmolLM3Config",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 40},
+    ),
+    "mixtral-window": ("MixtralConfig", {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": 50}),
+    "qwen3-windows": (
+        "Qwen3Config",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 1,
+            "head_dim": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3-moe-window": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 149,
+        },
+    ),
     "qwen3-tied-bias": ("Qwen3Config", {"tie_word_embeddings": True, "head_dim": 8, "attention_bias": True}),
 }
 PROMPT, DECODED = 150, 6  # beyond every original window above (32 and 64), so that stretching acts
@@ -60,8 +85,11 @@ class FullAttention:
         k, v = k.float().repeat_interleave(group, dim=1), v.float().repeat_interleave(group, dim=1)
         scores = torch.einsum("the,she->hts", q.float(), k) / q.shape[-1] ** 0.5
         offset = k.shape[0] - q.shape[0]
-        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + offset)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + offset)
+        cache = self.spec.layers[layer]
+        if isinstance(cache, Window):
+            hidden |= torch.ones_like(hidden).tril(offset - cache.num_tokens)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("hts,she->the", weights, v).to(q.dtype)
 
 

@@ -28,7 +28,7 @@ from snapstream.kv.compress import write_rows
 from snapstream.kv.selectors.diverse import Diverse
 from snapstream.kv.selectors.hops import Hops
 from snapstream.kv.selectors.snapkv import SnapKV
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import Full, KVSpec
 from snapstream.llm import LLM
 from snapstream.models.config_json import fingerprint
 from snapstream.models.views import RowsView
@@ -339,7 +339,7 @@ class NarrowHeadsTestTriton:
 
         slots = profile(qwen).slots(BUDGET, 160)
         spec = KVSpec(
-            num_layers=3, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, dtype="bfloat16", kv_dtype="fp8"
+            layers=(Full(num_kv_heads=2, key_dim=16, value_dim=16),) * 3, num_heads=4, dtype="bfloat16", kv_dtype="fp8"
         )
         torch.manual_seed(0)
         keys, values = torch.randn(2, 2, 40, 16, dtype=torch.bfloat16) * 30

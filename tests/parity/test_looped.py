@@ -71,7 +71,7 @@ def answers(folder: Path, prompts: list[list[int]], executor: str, **changes: An
         return [list(output.token_ids) for output in llm.generate(prompts, params())]
 
 
-FAMILIES = ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config")
+FAMILIES = ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "SmolLM3Config")
 DENSE = [name for name, (config, _) in ARCHITECTURES.items() if config in FAMILIES]
 
 
@@ -100,6 +100,21 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
 def test_tokens_equal_eager_in_other_engines(changes: dict[str, Any], prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model("qwen3", hidden_size=64, intermediate_size=96, head_dim=16), tmp_path)
     assert answers(folder, prompts, "looped", **changes) == answers(folder, prompts, "eager", **changes)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "fp8", "int8"])
+def test_rows_with_windows_equal_eager(kv_dtype: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Rings of 33 slots in two layers, a row of 32 slots in the first; requests with fewer slots of their own."""
+    folder = save(make_model("qwen2-windows"), tmp_path)
+    found = []
+    for executor in ("looped", "eager"):
+        with LLM(folder, executor=executor, **SETTINGS | {"kv_dtype": kv_dtype}) as llm:
+            answered = [
+                llm.generate(prompts, params(), budget=own)
+                for own in (None, KVBudget(num_sink=2, num_topk=9, num_recent=5), KVBudget.streaming(9))
+            ]
+            found.append([list(output.token_ids) for outputs in answered for output in outputs])
+    assert found[0] == found[1]
 
 
 def test_sampled_answers_of_the_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:

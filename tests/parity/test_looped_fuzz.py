@@ -65,7 +65,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         "num_key_value_heads": kv_heads, "intermediate_size": size.inputs(300), "rope_theta": 10000.0,
         "rope_scaling": rope, "sliding_window": None, "tie_word_embeddings": random.random() < 0.3,
         "max_position_embeddings": 64 if rope and rope["rope_type"] == "dynamic" else 8192,
-        "attention_bias": random.random() < 0.5, "mlp_bias": random.random() < 0.5, "no_rope_layers": [1] * layers,
+        "attention_bias": random.random() < 0.5, "mlp_bias": random.random() < 0.5,
+        "no_rope_layers": random.choices([0, 1], k=layers),
     }  # fmt: skip
     if "kv_lora_rank" in family.defaults:
         heads = found["num_attention_heads"] = found["num_key_value_heads"] = size.any(1, 9)
@@ -78,6 +79,11 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
             found["topk_method"] = random.choice(["greedy", "group_limited_greedy"])
     else:
         found["head_dim"] = size.inputs(160, times=heads, multiple=4)  # half of it, which some rotate, is even
+    if family.has_windows and random.random() < 0.5:
+        found |= {
+            "sliding_window": random.choice([1, 30, 1025, 5000]), "use_sliding_window": True,
+            "max_window_layers": size.any(0, layers),
+        }  # fmt: skip
     if family.has_experts:
         found |= draw_experts(random, size, architecture, layers)
     return model_config_from_dict(found)
@@ -119,7 +125,7 @@ class Drawn:
                 formats = formats.rounding_to_bf16()
         num_rows, capacity = random.randint(1, 33), random.choice([1, 2, 17, 40, 129, 1100])
         reselection = None
-        if capacity > 40 and kv_dtype == "auto" and random.random() < 0.6:
+        if capacity > 40 and model.windows is None and kv_dtype == "auto" and random.random() < 0.6:
             reselection = ReselectionConfig(every=1, num_queries=random.randint(1, 5))
         asked = (kv_dtype, make_panels(load(instructions)), capacity, seed, num_rows, reselection)
         self.model, self.runner = model, random_runner(model, formats, *asked)

@@ -58,8 +58,8 @@ def engine(folder: Path, **settings: Any) -> Iterator[LLM]:
 def row_of(llm: LLM, num_tokens: int) -> list[Tensor]:
     """Keys and values of the first row, where it was written."""
     cache = llm.engine.runner.cache  # type: ignore[attr-defined]
-    size = min(num_tokens, cache.capacity)
-    return [cache.k[:, 0, :, :size].clone(), cache.v[:, 0, :, :size].clone()]
+    layers = [cache.layer(layer) for layer in range(cache.spec.num_layers)]
+    return [stored[0, :, :num_tokens].clone() for rows in layers for stored in (rows.k, rows.v)]
 
 
 def answer(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY, **how: Any) -> RequestOutput:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -67,7 +67,8 @@ class Case:
         """The case of a model: latents are attended expanded, a key and a value per query head."""
         if model.latent is not None:
             return cls.of(device, dtype, model.latent.expanded_dim, 1)
-        return cls.of(device, dtype, model.head_dim, model.group_size)
+        own = cls.of(device, dtype, model.head_dim, model.group_size)
+        return replace(own, window=min(filter(None, model.layer_windows), default=None))
 
 
 @dataclass(frozen=True, slots=True)

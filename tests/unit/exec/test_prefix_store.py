@@ -14,7 +14,7 @@ from snapstream.config import EngineConfig, KVBudget, PrefixStoreConfig, make_se
 from snapstream.exec.prefix_store import DeviceMover, Mark, PrefixMover, num_places
 from snapstream.exec.runner import ModelRunner
 from snapstream.kv.prefix_store import PrefixBlocks
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import Full, KVSpec, Latent
 from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.plan.memory import engine_memory
 from snapstream.step import JobSpec, PrefillEntry, PrefixMoves
@@ -99,8 +99,8 @@ def test_answers_are_those_of_plain_copies(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_latent", [False, True])
 def test_saved_blocks_are_those_of_plain_copies(is_latent: bool) -> None:
     """Every number of every layer; keys and values of unlike sizes, or values that are part of the keys."""
-    spec = KVSpec(num_layers=3, num_heads=4, num_kv_heads=1 if is_latent else 2, key_dim=6, value_dim=4,
-                  values_are_keys=is_latent)  # fmt: skip
+    layer = (Latent if is_latent else Full)(num_kv_heads=1 if is_latent else 2, key_dim=6, value_dim=4)
+    spec = KVSpec(layers=(layer,) * 3, num_heads=4)
 
     def entry_of(moves: PrefixMoves) -> PrefillEntry:
         return PrefillEntry(
@@ -147,7 +147,7 @@ def test_saved_blocks_are_those_of_plain_copies(is_latent: bool) -> None:
 
 
 def test_a_job_that_is_not_open_is_not_ready() -> None:
-    spec = KVSpec(num_layers=1, num_heads=1, num_kv_heads=1, key_dim=2, value_dim=2)
+    spec = KVSpec(layers=(Full(num_kv_heads=1, key_dim=2, value_dim=2),) * 1, num_heads=1)
     mover = DeviceMover(PrefixBlocks(spec, 1, 4), 8, "cpu", LateStream(random.Random(0)))
     assert not mover.is_ready(3)
     assert PrefixMover(PrefixBlocks(spec, 1, 4)).is_ready(3)

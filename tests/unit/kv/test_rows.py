@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evals.selectors import Variant
-from snapstream.config import KVBudget, ModelConfig, ReselectionConfig
+from snapstream.config import KVBudget, KVDType, ModelConfig, ReselectionConfig
+from snapstream.exec.rows import Rows
 from snapstream.kernels import reference
 from snapstream.kernels.cpu import attention
 from snapstream.kernels.formats import FP8
@@ -20,7 +21,8 @@ from snapstream.kv import layout
 from snapstream.kv.cache import KVCache, RowPartition
 from snapstream.kv.compress import as_bitmap, as_positions, kept_positions, packed_bits, selected, write_rows
 from snapstream.kv.prefix_store import PrefixBlocks
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.kv.spec import Full, KVSpec, Latent, Window
 from snapstream.types import KeptBitmap
 from tests.unit.kv.row_by_lists import feed, frozen_positions, row_after_prefill
 
@@ -129,8 +131,8 @@ def test_negative_or_empty_regions_are_refused(field: str) -> None:
 
 # Sizes of a cached token, by hand.
 
-GROUPED = KVSpec(num_layers=3, num_heads=8, num_kv_heads=2, key_dim=16, value_dim=16, dtype="bfloat16")
-LATENT = KVSpec(num_layers=3, num_heads=8, num_kv_heads=1, key_dim=576, value_dim=512, values_are_keys=True)
+GROUPED = KVSpec(layers=(Full(num_kv_heads=2, key_dim=16, value_dim=16),) * 3, num_heads=8, dtype="bfloat16")
+LATENT = KVSpec(layers=(Latent(num_kv_heads=1, key_dim=576, value_dim=512),) * 3, num_heads=8)
 
 
 def test_bytes_of_grouped_attention() -> None:
@@ -153,6 +155,68 @@ def test_latents_are_stored_once() -> None:
     assert replace(LATENT, kv_dtype="fp8").scale_bytes() == 3 * 4
 
 
+WINDOWS = replace(
+    GROUPED,
+    layers=tuple(
+        Full(num_kv_heads=2, key_dim=16, value_dim=16)
+        if size is None
+        else Window(num_kv_heads=2, key_dim=16, value_dim=16, num_tokens=size)
+        for size in (5, None, 3)
+    ),
+)
+
+
+def test_windows_have_their_own_slots_whatever_the_budget() -> None:
+    assert WINDOWS.row_bytes(10) == (5 + 10 + 3) * 64 * 2 and WINDOWS.row_bytes(2) == (5 + 2 + 3) * 64 * 2
+    assert WINDOWS.limited(4).row_bytes(10) == (4 + 10 + 3) * 64 * 2  # no sequence is longer
+    assert WINDOWS.visible_bytes(8, 20) == (5 + 8 + 3) * 64 * 2
+    assert WINDOWS.visible_bytes(2, 2) == 3 * 2 * 64 * 2 == WINDOWS.visible_bytes(4, 4) - (4 + 4 + 3 - 6) * 64 * 2
+    assert WINDOWS.most_slots(4) == 5 and WINDOWS.most_slots(6) == 6
+    assert WINDOWS.token_bytes() == GROUPED.token_bytes() and WINDOWS.has_windows and not GROUPED.has_windows
+    assert WINDOWS.budgeted_layers == (1,) and GROUPED.budgeted_layers == (0, 1, 2)
+
+
+def test_layers_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="differ in size"):
+        replace(GROUPED, layers=(*GROUPED.layers, Full(num_kv_heads=2, key_dim=8, value_dim=16)))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("prompt_len", [1, 3, 4, 9, 30])
+def test_a_window_holds_the_last_tokens_of_a_prompt(prompt_len: int, kv_dtype: KVDType) -> None:
+    """Token p lies in slot p mod n, in each format, in every row that the prompt is written to and in no other."""
+    spec = replace(WINDOWS, dtype="float32", kv_dtype=kv_dtype)
+    cache = KVCache(spec, 3, 6, "cpu")
+    assert cache.num_bytes == 4 * spec.row_bytes(6)
+    budget = KVBudget(num_sink=1, num_topk=0, num_recent=5)
+    whole = {}
+    for layer in range(3):
+        keys, values = torch.randn(2, 2, prompt_len, 16)
+        whole[layer] = keys, values
+        write_rows(cache, layer, (0, 2), keys, values, None, budget, SnapKV())
+    for layer, size in ((0, 5), (2, 3)):
+        seen = range(max(0, prompt_len - size), prompt_len)
+        for row in (0, 2):
+            for (stored, scale), tokens in zip(cache.parts(layer, row), whole[layer], strict=True):
+                by_slot = scale if kv_dtype == "int8" else scale if scale is None else scale[:, None]
+                found = stored.float() if by_slot is None else stored.float() * by_slot[..., None]
+                assert stored.shape[1] == size
+                for p in seen:
+                    torch.testing.assert_close(found[:, p % size], tokens[:, p], rtol=0.07, atol=0.05)
+        assert not cache.parts(layer, 1)[0][0].float().any()
+        rows = cache.layer(layer)
+        assert rows.k.shape == (4, 2, size, 16) and rows.k[2].data_ptr() == cache.parts(layer, 2)[0][0].data_ptr()
+
+
+def test_places_of_the_next_token_by_layer() -> None:
+    state = Rows(2, "cpu")
+    state.admit(torch.tensor([0, 1]), torch.tensor([[4, 4, 1, 6], [20, 20, 1, 6]]))
+    first, full, last = state.places(torch.tensor([0, 1]), WINDOWS)
+    assert first.slots.tolist() == [4, 0] and first.lengths.tolist() == [5, 5]
+    assert full.slots.tolist() == [4, 1 + 19 % 5] and full.lengths.tolist() == [5, 6]
+    assert last.slots.tolist() == [1, 2] and last.lengths.tolist() == [3, 3]
+
+
 def test_reselection_keeps_queries_and_a_vote_per_slot() -> None:
     reselection = ReselectionConfig(every=4, num_queries=6)
     assert GROUPED.reselection_bytes(reselection, 10) == 3 * (GROUPED.query_bytes(6) + 4 * 2 * 10)
@@ -160,7 +224,7 @@ def test_reselection_keeps_queries_and_a_vote_per_slot() -> None:
     assert GROUPED.reselection_bytes(None, 10) == GROUPED.reselection_work_bytes(None, 10) == 0
 
 
-@pytest.mark.parametrize("spec", [GROUPED, replace(LATENT, expanded_dim=192)])
+@pytest.mark.parametrize("spec", [GROUPED, replace(LATENT, layers=(replace(LATENT.layers[0], expanded_dim=192),))])
 def test_the_prefix_store_takes_what_it_is_said_to_take(spec: KVSpec) -> None:
     """Of latents nothing that is expanded from them."""
     blocks = PrefixBlocks(spec, 4, 16)
@@ -171,15 +235,15 @@ def test_the_prefix_store_takes_what_it_is_said_to_take(spec: KVSpec) -> None:
 
 # Storage by spec: bytes are those that the spec counts; latents lie in one tensor whose first numbers are values.
 
-KV_CACHE_GROUPED = KVSpec(num_layers=3, num_heads=6, num_kv_heads=2, key_dim=16, value_dim=16)
-UNEVEN = KVSpec(num_layers=2, num_heads=4, num_kv_heads=2, key_dim=24, value_dim=16, dtype="bfloat16")
-KV_CACHE_LATENT = KVSpec(num_layers=2, num_heads=4, num_kv_heads=1, key_dim=40, value_dim=32, values_are_keys=True)
-BF16 = KVSpec(num_layers=2, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, kv_dtype="bfloat16")
-INT8 = KVSpec(num_layers=2, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, kv_dtype="int8")
-FP8_SPEC = KVSpec(num_layers=2, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, dtype="bfloat16", kv_dtype="fp8")
-LATENT_FP8 = KVSpec(
-    num_layers=2, num_heads=4, num_kv_heads=1, key_dim=40, value_dim=32, values_are_keys=True, kv_dtype="fp8"
+KV_CACHE_GROUPED = KVSpec(layers=(Full(num_kv_heads=2, key_dim=16, value_dim=16),) * 3, num_heads=6)
+UNEVEN = KVSpec(layers=(Full(num_kv_heads=2, key_dim=24, value_dim=16),) * 2, num_heads=4, dtype="bfloat16")
+KV_CACHE_LATENT = KVSpec(layers=(Latent(num_kv_heads=1, key_dim=40, value_dim=32),) * 2, num_heads=4)
+BF16 = KVSpec(layers=(Full(num_kv_heads=2, key_dim=16, value_dim=16),) * 2, num_heads=4, kv_dtype="bfloat16")
+INT8 = KVSpec(layers=(Full(num_kv_heads=2, key_dim=16, value_dim=16),) * 2, num_heads=4, kv_dtype="int8")
+FP8_SPEC = KVSpec(
+    layers=(Full(num_kv_heads=2, key_dim=16, value_dim=16),) * 2, num_heads=4, dtype="bfloat16", kv_dtype="fp8"
 )
+LATENT_FP8 = KVSpec(layers=(Latent(num_kv_heads=1, key_dim=40, value_dim=32),) * 2, num_heads=4, kv_dtype="fp8")
 
 
 @pytest.mark.parametrize("spec", [KV_CACHE_GROUPED, UNEVEN, KV_CACHE_LATENT, FP8_SPEC, LATENT_FP8, BF16, INT8])

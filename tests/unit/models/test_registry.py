@@ -77,12 +77,44 @@ def test_layers_without_rope() -> None:
     assert model_config_from_dict({**SMOLLM3, "no_rope_layer_interval": 9}).rotated_layers is None
     listed = model_config_from_dict({**SMOLLM3, "no_rope_layers": [0, 1, 1, 1, 0], "no_rope_layer_interval": 2})
     assert listed.rotated_layers == (False, True, True, True, False)
-    for executor, device, dtype in (("looped", "cpu", "float32"), ("looped", "cuda", "bfloat16")):
-        config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device=device, dtype=dtype)
-        why_not = executor_of(executor, device).why_not
-        assert "has layers without rotary embedding" in str(why_not(listed, config))
-        whole = replace(listed, rotated_layers=None)
-        assert why_not(whole, config) is None
+    config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
+    why_not = executor_of("looped", "cuda").why_not
+    assert "has layers without rotary embedding" in str(why_not(listed, config))
+    assert why_not(replace(listed, rotated_layers=None), config) is None
+
+
+WINDOWS: list[tuple[dict[str, Any], tuple[int | None, ...] | None]] = [
+    ({**MISTRAL, "sliding_window": 512}, (512, 512)),
+    ({key: MISTRAL[key] for key in MISTRAL if key != "sliding_window"}, (4096, 4096)),  # as Mistral 7B v0.1 and Zephyr
+    (MISTRAL, None),
+    (QWEN2, None),
+    ({**QWEN2, "use_sliding_window": True}, None),  # from layer max_window_layers on, and there is none
+    ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, (None, 4096)),
+    ({**QWEN3, "use_sliding_window": True, "sliding_window": 64}, None),
+    ({**QWEN3, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, (64, 64)),
+    (
+        {
+            **QWEN2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        (9, None),
+    ),
+    ({**SMOLLM3, "use_sliding_window": True, "sliding_window": 64}, (None, None, None, 64, None)),
+    ({**SMOLLM3, "sliding_window": 64}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "windows"), WINDOWS)
+def test_sliding_windows_by_layer(settings: dict[str, Any], windows: tuple[int | None, ...] | None) -> None:
+    model = model_config_from_dict(settings)
+    assert model.windows == windows and model.layer_windows == (windows or (None,) * model.num_layers)
+    if windows is not None:
+        config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
+        assert "sliding windows" in str(
+            executor_of("looped", "cuda").why_not(replace(model, rotated_layers=None), config)
+        )
 
 
 def test_absent_and_null_keys() -> None:
@@ -163,14 +195,14 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "unknown architecture .*LlamaForCausalLM, MistralForCausalLM",
     ),
     ({**LLAMA, "architectures": None}, "must name one architecture, found None"),
-    ({**MISTRAL, "sliding_window": 512}, r"sliding_window is in use \(512\)"),
-    ({key: MISTRAL[key] for key in MISTRAL if key != "sliding_window"}, r"sliding_window is in use \(4096\)"),
-    ({**QWEN2, "use_sliding_window": True}, r"sliding_window is in use \(4096\)"),
-    ({**QWEN3, "use_sliding_window": True, "sliding_window": 64}, r"sliding_window is in use \(64\)"),
+    ({**LLAMA, "sliding_window": 512}, r"sliding_window is in use \(512\), which is not supported for Llama"),
+    ({**MISTRAL, "sliding_window": 0}, "sliding_window is 0; it must be >= 1"),
+    ({**MISTRAL, "sliding_window": "all"}, "sliding_window is 'all'; it must be a whole number"),
     (
         {**QWEN2, "layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types has 'sliding_attention'",
+        "layer_types has 'sliding_attention', and no sliding_window is in use",
     ),
+    ({**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention', which is not supported"),
     ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'; state-space"),
     ({**LLAMA, "layer_types": ["mamba", "full_attention"]}, "'mamba'; state-space"),
     ({**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "learned attention sinks"),
@@ -207,7 +239,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**SMOLLM3, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must be >= 1"),
     ({**SMOLLM3, "no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; .* for each of the 5 layers"),
     ({**SMOLLM3, "no_rope_layers": [1, 0, 1, 2, 1]}, "a list with a 0 or a 1"),
-    ({**SMOLLM3, "use_sliding_window": True, "sliding_window": 64}, r"sliding_window is in use \(64\)"),
     ({**SMOLLM3, "num_hidden_layers": 2**40}, "num_layers is 1099511627776; it must be <= 65536"),
     ({**DEEPSEEK, "kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),
     ({**DEEPSEEK, "qk_rope_head_dim": 7}, "rope_dim is 7; rotary embedding needs an even size"),

@@ -100,7 +100,6 @@ def test_chunks_weigh_what_a_token_passes() -> None:
     [
         (QWEN3_30B | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only models whose every layer has experts"),
         (QWEN3_30B | {"mlp_only_layers": [0, 3]}, r"mlp_only_layers is \[0, 3\]; only models"),
-        (MIXTRAL_8X7B | {"sliding_window": 4096}, r"sliding_window is in use \(4096\)"),
         (GLM_45_AIR | {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be a number"),
         (GLM_45_AIR | {"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 rotates 51 of the 128 numbers"),
         (GLM_45_AIR | {"num_experts_per_tok": 200}, "top_k is 200; it must be <= 128"),

@@ -54,24 +54,26 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     const float *q_norm, *k_norm;                               // [L, E], or null
     const float* frequencies;                                   // [rotated / 2]
     int64_t rotated;                                            // numbers of a head; the pairs after them stand still
+    const int64_t* rotated_layers;                              // [L]: 0 in layers without rotary embedding; or null
     int64_t dynamic_original;                                   // of dynamic stretching: the original context, else 0
     float dynamic_factor, dynamic_theta, rope_scale, eps;
     Mixture mixture;
     Latent latent;
 };
 
-struct RowTable {  // the persistent state of rows, [rows + 1] each, and their keys and values [L, rows + 1, G, C, E]
+struct RowTable {  // the persistent state of rows, [rows + 1] each, and their keys and values [slots of all rows, E]
     int64_t *last_token, *num_tokens, *next_position, *ring_start, *capacity;
     int64_t* num_sampled;
     char *keys, *values;
-    float *key_scales, *value_scales;  // [L, rows + 1, G], of FP8; [L, rows + 1, G, C], of int8
+    float *key_scales, *value_scales;  // [L, rows + 1, G], of FP8; of int8 one per slot
     float* queries;                    // [L, rows + 1, kept, H, E], or null
-    // With per-head budgets keys and values are [rows + 1, row_slots, E], else these are null. [L, G]: a head's first
-    // slot
-    // in a row, and the end of its top-k region, which a ring of `ring` slots follows. [L, rows + 1, G]: by how many
-    // tokens KV re-selections have set a head back, or null.
+    // [L]: the first slot of each layer, [rows + 1, G, C] of them; its C; of a sliding window C again, else 0.
+    const int64_t *layer_starts, *layer_slots, *windows;
+    // With per-head budgets a row is [row_slots], else these are null. [L, G]: a head's first slot in a row, and the
+    // end of its top-k region, which a ring of `ring` slots follows. [L, rows + 1, G]: by how many tokens KV
+    // re-selections have set a head back, or null.
     const int64_t *head_starts, *head_ends, *head_behind;
-    int64_t num_rows, slots, kept_queries, row_slots, ring;  // slots: of the largest head
+    int64_t num_rows, slots, kept_queries, row_slots, ring;  // slots: of the head that has most
     int64_t format;
 };
 

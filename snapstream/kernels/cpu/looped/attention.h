@@ -14,8 +14,11 @@ inline Region region(Work& w, int64_t layer, int64_t b, int64_t kv_head) {  // .
     const RowTable& rows = w.rows;
     const int64_t row = w.step.rows[b], head = layer * w.model.kv_heads + kv_head;
     int64_t token = rows.num_tokens[row], start = rows.ring_start[row], capacity = rows.capacity[row];
-    int64_t first = ((layer * rows.num_rows + row) * w.model.kv_heads + kv_head) * rows.slots;
-    if (rows.head_starts) {
+    int64_t first = rows.layer_starts[layer] + (row * w.model.kv_heads + kv_head) * rows.layer_slots[layer];
+    if (rows.windows[layer]) {
+        start = 0;
+        capacity = rows.windows[layer];
+    } else if (rows.head_starts) {
         first = row * rows.row_slots + rows.head_starts[head];
         const int64_t place = (layer * rows.num_rows + row) * w.model.kv_heads + kv_head;
         const int64_t behind = rows.head_behind ? rows.head_behind[place] : 0;
@@ -32,13 +35,18 @@ inline int64_t length(Work& w, int64_t b) { return region(w, 0, b, 0).length; }
 inline int64_t num_parts(Work& w, int64_t b) { return region(w, 0, b, 0).parts(); }
 inline int64_t slot(Work& w, int64_t b) { return region(w, 0, b, 0).slot; }
 
-// One head normed and rotated: out [E].
+// One head normed and, unless angle is null, rotated: out [E].
 inline void rotated_head(Work& w, const float* head, const float* weight, const float* angle, float* out) {
     const int64_t size = w.model.head_dim, half = size / 2;
     const float factor = weight ? norm_factor(head, size, w.model.eps) : 1.0f;
     for (int64_t i = 0; i < half; ++i) {
         const float low = weight ? head[i] * factor * weight[i] : head[i];
         const float high = weight ? head[half + i] * factor * weight[half + i] : head[half + i];
+        if (!angle) {
+            out[i] = low;
+            out[half + i] = high;
+            continue;
+        }
         out[i] = low * angle[i] - high * angle[half + i];
         out[half + i] = high * angle[i] + low * angle[half + i];
     }
@@ -75,7 +83,7 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     const float k_scale = rows.format == FP8 ? rows.key_scales[head] : 1.0f;
     const float v_scale = rows.format == FP8 ? rows.value_scales[head] : 1.0f;
     const float *own = w.engine.heads + b * (w.model.heads + 2 * w.model.kv_heads) * size,
-        *angle = w.engine.angles + b * size;
+        *angle = w.model.rotated_layers && !w.model.rotated_layers[layer] ? nullptr : w.engine.angles + b * size;
     float *q = w.scratch, *rest = w.scratch + group * size;
     const float* q_norm = w.model.q_norm ? w.model.q_norm + layer * size : nullptr;
     const float* k_norm = w.model.k_norm ? w.model.k_norm + layer * size : nullptr;
