@@ -371,6 +371,16 @@ class ModelConfig:
         """By layer, the last tokens that a query sees, itself among them; None: all."""
         return self.windows or (None,) * self.num_layers
 
+    def describe_windows(self) -> str:
+        """Which layers have sliding windows, and which a budget applies to, in a line; empty without windows."""
+        sizes = [window for window in self.layer_windows if window is not None]
+        if not sizes:
+            return ""
+        tokens = " or ".join(f"{size:,}" for size in sorted(set(sizes)))
+        rest = self.num_layers - len(sizes)
+        applies = f"the budget applies to the other {rest}" if rest else "no budget applies"
+        return f"sliding windows: {len(sizes)} of {self.num_layers} layers keep the last {tokens} tokens; {applies}"
+
     @property
     def rope_dim(self) -> int:
         """Numbers of a head that have angles, some of which may be 0."""

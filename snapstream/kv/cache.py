@@ -233,11 +233,14 @@ class KVCache:
 
     def _layer_rows(self, layer: int) -> LayerRows:
         """The handle of a layer with a block of its own."""
-        scales = []
-        for own in (self.k_scale, self.v_scale):
-            is_by_slot = self.encoding.format.scales == "slot"
-            scales.append(None if own is None else self._block(own, layer)[None] if is_by_slot else own[layer, None])
-        return LayerRows(self._block(self.k, layer)[None], self._block(self.v, layer)[None], 0, *scales)
+
+        def scales(of_all: Tensor | None) -> Tensor | None:
+            if of_all is None or self.encoding.format.scales == "head":
+                return None if of_all is None else of_all[layer, None]
+            return self._block(of_all, layer)[None]
+
+        keys, values = (self._block(stored, layer)[None] for stored in (self.k, self.v))
+        return LayerRows(keys, values, 0, scales(self.k_scale), scales(self.v_scale))
 
     def spans(self, layer: int, budget: KVBudget) -> Sequence[HeadSpan]:
         """All kv heads of a layer, in order; ``budget`` is the row's, where heads are equal."""

@@ -173,6 +173,7 @@ class Plan:
     dtype: str
     weights: str  # width of the matrices in the GPU's memory
     kv_dtype: KVDType  # of rows; "auto" is dtype
+    windows: str  # which layers have sliding windows, in a line; empty without
     prompt_len: int
     max_model_len: int
     chunk_len: int  # of a prompt of prompt_len
@@ -369,6 +370,7 @@ def make_plan(
         dtype=options.dtype,
         weights=planner.formats.describe(),
         kv_dtype=planner.kv_dtype,
+        windows=model.describe_windows(),
         prompt_len=prompt_len,
         max_model_len=max_model_len,
         chunk_len=chunk_len,

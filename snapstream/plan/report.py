@@ -115,6 +115,7 @@ def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
             "cache",
             f"{format_bytes(plan.token_bytes)} per token{'' if plan.kv_dtype == 'auto' else f' in {plan.kv_dtype}'}",
         ),
+        *([("", f"  {plan.windows}")] if plan.windows else []),
         ("prompt", f"{plan.prompt_len:,} tokens, prefilled in chunks of {plan.chunk_len:,}{_short_chunks(plan)}"),
         ("prefill", f"{format_bytes(prefill.total_bytes)} at peak, beside weights and rows:"),
         ("", f"  {format_bytes(prefill.hidden_bytes)} hidden states"),

@@ -17,7 +17,7 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
     """All lines that have something to say. ValueError for a prefill kernel that cannot serve here."""
     lines = (
         describe_budget(options, config),
-        describe_windows(model),
+        model.describe_windows(),
         describe_ranks(config),
         describe_prefill(model, config),
         describe_latents(model, config),
@@ -34,17 +34,6 @@ def describe_budget(options: EngineOptions, config: EngineConfig) -> str:
     if not isinstance(given, int) or given in (EngineOptions.budget, most) or given < config.max_model_len:
         return ""
     return f"budget: {given:,} slots were asked for; a row has {most:,}, because no sequence is longer (max_model_len)"
-
-
-def describe_windows(model: ModelConfig) -> str:
-    """Which layers a budget applies to, where some have sliding windows."""
-    sizes = [window for window in model.layer_windows if window is not None]
-    if not sizes:
-        return ""
-    span = "-".join(f"{size:,}" for size in sorted(set(sizes)))
-    rest = model.num_layers - len(sizes)
-    applies = f"the budget applies to the other {rest}" if rest else "no budget applies"
-    return f"sliding windows: {len(sizes)} of {model.num_layers} layers keep the last {span} tokens; {applies}"
 
 
 def describe_latents(model: ModelConfig, config: EngineConfig) -> str:
