@@ -1,11 +1,11 @@
-"""Chat templates, rendered by transformers in a process that a template can neither hang nor make too large.
+"""Renders chat templates with transformers, in a child process with limits on time and memory.
 
-A template is a program of the checkpoint's author. jinja's sandbox keeps it from files and Python's internals, but
-bounds neither time nor memory: nested ranges, ``'a' * 2000000000`` or ``tojson(indent=100000000)`` each end a process.
+A template is a program of the checkpoint's author. jinja's sandbox hides files and Python's internals, but limits
+neither time nor memory: nested ranges, ``'a' * 2000000000`` or ``tojson(indent=100000000)`` each kill a process.
 
-Invariant: a process is used by one caller at a time; what comes back is JSON, a text or a reason. A process that
-exceeds ``RENDER_CPU_S`` is ended by its own timer, and the next conversation starts another. Idle ones are kept, and
-end when their standard input closes.
+Invariant: a process serves one caller at a time and returns JSON: a text or a reason. A process that exceeds
+``RENDER_CPU_S`` is killed by its own timer, and the next conversation starts another. Idle processes are kept, and exit
+when their standard input closes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RENDER_CPU_S = 5.0  # processor time, so that a busy machine refuses nothing
+RENDER_CPU_S = 5.0  # processor time, so that load on the machine does not matter
 MAX_MEMORY_BYTES = 2 * 2**30  # address space of the process
 MAX_CHARS = 2**26  # of a rendered conversation
 MAX_IDLE = 4
@@ -47,13 +47,13 @@ def render_chat(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> str:
-    """The text of a conversation, as ``apply_chat_template(tokenize=False)`` gives it. ValueError if it gives none."""
+    """The text of a conversation, as of ``apply_chat_template(tokenize=False)``. ValueError if rendering fails."""
     if not messages:
         raise ValueError("the conversation is empty")
     template = tokenizer.get_chat_template(tools=None if tools is None else [dict(one) for one in tools])
     return _ask(
         template,
-        # transformers drops members that are null, too
+        # as transformers does with null members
         conversations=[[{name: value for name, value in one.items() if value is not None} for one in messages]],
         tools=tools,
         add_generation_prompt=add_generation_prompt,
@@ -63,7 +63,7 @@ def render_chat(
 
 
 def check_template(template: str) -> None:
-    """TemplateFault for a template that does not compile. Also starts a process, which the first request then finds."""
+    """TemplateFault for a template that does not compile. Also starts the process for the first request."""
     _ask(template, conversations=[])
 
 
@@ -77,7 +77,7 @@ def _ask(template: str, **arguments: Any) -> str:
         child = _Child()
     try:
         reply = child.ask(template, arguments)
-    except BaseException:  # it may have sent half an answer
+    except BaseException:  # its answer may be incomplete
         child.close()
         raise
     if child.is_alive and not reply.get("is_spent") and len(idle) < MAX_IDLE:
@@ -96,7 +96,7 @@ def _idle(pid: int) -> list[_Child]:
 
 
 class _Child:
-    """One process. It ignores Ctrl-C, which a terminal sends to a whole group; it ends with this one's pipe."""
+    """One process. It ignores Ctrl-C, which a terminal sends to the whole group, and exits when the pipe closes."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
@@ -108,7 +108,7 @@ class _Child:
             env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},  # a thread reserves address space
             start_new_session=True,
         )
-        self._template: str | None = None  # the one that it has
+        self._template: str | None = None  # sent last
 
     @property
     def is_alive(self) -> bool:
@@ -145,19 +145,19 @@ class _Child:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON cannot say is shown to no template."""
+    """A placeholder for values that JSON does not have."""
     return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
 
 
 def child_main() -> None:
-    """Life of the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a server that drains goes on rendering
+    """Main function of the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a draining server still renders
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # so that nothing else writes there
+    os.dup2(2, 1)  # other output goes to stderr
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    if sys.platform == "linux":  # elsewhere the limit counts other things, or nothing
+    if sys.platform == "linux":  # other systems count differently
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     template = ""
     for line in sys.stdin.buffer:
@@ -168,7 +168,7 @@ def child_main() -> None:
             answer = json.dumps(_rendered(render_jinja_template, template, task["arguments"]))
         except MemoryError:
             reason = f"it needs more than {MAX_MEMORY_BYTES} bytes of memory"
-            answer = json.dumps({"reason": reason, "is_spent": True})  # the heap may stay as large
+            answer = json.dumps({"reason": reason, "is_spent": True})  # the heap may not shrink
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(answer.encode() + b"\n")
         answers.flush()
@@ -185,7 +185,7 @@ def _rendered(render: Any, template: str, arguments: dict[str, Any]) -> dict[str
         return {"reason": "it is nested too deeply, or calls itself without end"}
     except MemoryError:
         raise
-    except Exception as error:  # templates are programs, and each fails in its own way
+    except Exception as error:  # templates are arbitrary programs
         return {"reason": str(error) or type(error).__name__}
     text = "".join(texts)
     if len(text) > MAX_CHARS:

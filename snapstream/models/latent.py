@@ -1,9 +1,20 @@
-"""Latent attention where whole rows are dealt out to ranks (SnapStream, section 4: decode's attention over the batch).
+"""Multi-head latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 2.1), also data-parallel.
 
-A latent belongs to all heads: were heads split, every rank would have to keep every row. So in decode a rank attends
-its own rows with all heads, and the ranks gather what they attended; MLPs stay split, as all other weights. Prompts are
-read with split heads (``own_heads``), out of the same stacks: every rank then has all latents of a prompt, and the
-owner of a row writes it.
+Keys and values of all heads are linear in one latent ``c | r`` per token, which gives two forms of the same attention:
+
+* absorbed: queries are projected to the latent space; latents are the keys of one kv head for all query heads, and
+their
+  c the values. Rows hold latents, so decode uses this form, through ``view.attend``;
+* expanded: keys and values of every head are made from the latents, less work when many queries meet many keys. An
+  ``ExpandingView`` is passed queries and latents.
+
+Kernels divide scores by the square root of the head size. Queries are scaled so that the result is the model's own
+softmax scale; kernels and selectors need not know it.
+
+Data-parallel attention (SnapStream, section 4): a latent belongs to all heads, so with split heads every rank would
+keep every row. Instead, in decode a rank attends its own rows with all heads, and the ranks gather the results; all
+other weights stay split. Prefill splits heads (``own_heads``) over the same stacks: every rank has all latents of a
+prompt, and the owner of a row writes it.
 """
 
 from __future__ import annotations
@@ -22,26 +33,12 @@ from snapstream.models.layers import ExpandingView, KVView, mlp_of
 from snapstream.models.views import QuerySink, RowsView
 from snapstream.models.weights import LayerWeights
 
-# The layer of DeepSeek-V2 and V3: multi-head latent attention (arXiv 2405.04434, section 2.1) and an MLP.
-#
-# A token's keys and values of all heads are linear in one latent ``c | r``. Two forms of the same attention follow:
-#
-# * absorbed: a query is taken to the space of the latents, which then are the keys of one kv head for all query heads,
-#   and their c the values. Rows hold latents, so decode reads them so, through ``view.attend`` as any other heads;
-# * expanded: keys and values of every head are made from the latents, a fraction of the work where many queries meet
-#   many keys. A view that has room for them (``ExpandingView``) is handed queries and latents and expands.
-#
-# Kernels divide products by the square root of a head's size. A query is therefore multiplied by what turns this into
-# the model's own scale of the softmax: kernels, selectors and votes need to know nothing of it.
-#
-# Of several ranks each has some query heads, and all have the whole latents.
-
-LATENT_EPS = 1e-6  # of both norms inside the attention, whatever rms_norm_eps says
+LATENT_EPS = 1e-6  # of both norms inside the attention, independent of rms_norm_eps
 _NO_NORM = HeadNorm(None, LATENT_EPS)
 
 
 class LatentHeads:
-    """The two forms of a layer's queries, keys and values; a ``layers.attention.LatentHeads``."""
+    """The two forms of a layer's queries, keys and values; see ``layers.LatentHeads``."""
 
     def __init__(self, config: ModelConfig, latent: LatentConfig, weights: LayerWeights, kernels: Kernels) -> None:
         self._latent, self._num_heads, self._kernels = latent, config.num_heads, kernels
@@ -53,18 +50,15 @@ class LatentHeads:
         self._expanded_factor = latent.softmax_scale * latent.expanded_dim**0.5
 
     def absorbed(self, queries: Tensor) -> Tensor:
-        """See ``layers.attention.LatentHeads.absorbed``."""
         nope, turned = (queries * self._absorbed_factor).split((self._latent.nope_dim, self._latent.rope_dim), -1)
         compared = torch.bmm(nope.transpose(0, 1), self._up_k).transpose(0, 1)  # [T, H, R]
         return torch.cat((compared, turned), -1)
 
     def expanded(self, queries: Tensor) -> Tensor:
-        """See ``layers.attention.LatentHeads.expanded``."""
         missing = self._latent.expanded_dim - self._latent.query_dim
         return torch.nn.functional.pad(queries * self._expanded_factor, (0, missing))
 
     def expand(self, latents: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See ``layers.attention.LatentHeads.expand``."""
         nope_dim, query_dim = self._latent.nope_dim, self._latent.query_dim
         compressed, turned = latents[:, : self._latent.kv_rank], latents[:, self._latent.kv_rank :]
         both = self._kv_b.multiply(compressed.contiguous(), None, self._kernels)  # [n, H (N_o + U)]
@@ -74,7 +68,6 @@ class LatentHeads:
         values[..., : self.value_dim] = per_head[..., nope_dim:]
 
     def values(self, attended: Tensor) -> Tensor:
-        """See ``layers.attention.LatentHeads.values``."""
         return torch.bmm(attended.transpose(0, 1), self._up_v.transpose(1, 2)).transpose(0, 1)
 
 
@@ -102,7 +95,7 @@ class LatentLayer:
         return self.add(residual, self.group.all_reduce(self.project(attended)))
 
     def norm(self, residual: Tensor, pending: Tensor | None) -> Tensor:
-        """Add ``pending`` to ``residual [T, D]``; what enters the attention."""
+        """Add ``pending`` to ``residual [T, D]``; the input of the attention."""
         return self._kernels.sum_norm(residual, pending, self._input_norm, self._eps)
 
     def attend_normed(self, normed: Tensor, rope: CosSin, view: KVView) -> Tensor:
@@ -114,11 +107,11 @@ class LatentLayer:
         return self._heads.values(view.attend(self._index, heads, _NO_NORM, None))
 
     def project(self, attended: Tensor) -> Tensor:
-        """What the heads of this rank add, from ``[T', H, U]`` to ``[T', D]``."""
+        """The output of this rank's heads, from ``[T', H, U]`` to ``[T', D]``."""
         return self._o.multiply(attended.flatten(1), None, self._kernels)
 
     def add(self, residual: Tensor, projected: Tensor) -> Tensor:
-        """Add what attention made, then the MLP: what is yet to be added to ``residual [T', D]``."""
+        """Add the attention's output to ``residual [T', D]``; the output of the MLP, yet to be added."""
         return self.group.all_reduce(self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps)))
 
     def _project(self, normed: Tensor, rope: CosSin) -> tuple[Tensor, Tensor]:
@@ -147,14 +140,14 @@ class DealtRowsView(RowsView):
 
 
 class DealtLatentLayer(LatentLayer):
-    """A layer of decode that has the weights of all heads; between its halves stands what all ranks attended."""
+    """A layer of data-parallel decode, with the weights of all heads."""
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """``residual [B, D]`` of the whole batch and ``rope`` of the rank's own entries to what attention adds to the
-        whole batch, ``[B, D]``. TypeError for a view of anything but dealt rows.
+        """``residual [B, D]`` is of the whole batch, ``rope`` of the rank's own entries; the attention's output for the
+        whole batch ``[B, D]``.
         """
         if not isinstance(view, DealtRowsView):
-            raise TypeError(f"rows are dealt out; the view is a {type(view).__name__}")
+            raise TypeError(f"data-parallel attention needs a DealtRowsView; the view is a {type(view).__name__}")
         normed = self.norm(residual, pending)
         attended = self.attend_normed(normed[view.share.entries], rope, view)  # [b, H, U]
         return self.group.all_gather(self.project(attended), 0)[view.share.order]
@@ -165,19 +158,19 @@ class DealtLatentLayer(LatentLayer):
 
 
 def is_dealt(model: ModelConfig, stored: ModelConfig, group: Group) -> bool:
-    """Whether ``stored``, a rank's share of ``model``, has the attention of all heads."""
+    """Whether ``stored``, a rank's share of ``model``, uses data-parallel attention."""
     return group.size > 1 and model.latent is not None and stored.num_heads == model.num_heads
 
 
 def with_own_heads(stored: ModelConfig, group: Group) -> ModelConfig:
-    """The share of a rank that reads prompts with its part of the heads."""
+    """A rank's share for prefill, which splits heads."""
     return replace(stored, num_heads=stored.num_heads // group.size)
 
 
 def own_heads(weights: LayerWeights, config: ModelConfig, group: Group) -> LayerWeights:
-    """Views of a layer's weights with the rank's heads only, as many as ``config`` has."""
+    """Views of a layer's weights with the rank's ``config.num_heads`` heads only."""
     latent = config.latent
-    assert latent is not None, "rows are dealt out for latents alone"
+    assert latent is not None, "data-parallel attention is for latents"
 
     def cut(size: int) -> slice:
         size *= config.num_heads

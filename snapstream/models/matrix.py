@@ -1,10 +1,10 @@
-"""Matrices of a model as they lie in memory: row by row, in one of seven formats (``WeightFormat``).
+"""Matrices of a model in memory: row-major, in one of seven formats (``WeightFormat``).
 
-``encode`` and ``decode`` are all that a quantized format is: int8 and int4 groups (``kernels/groups.py``), and FP8
-blocks of 128 by 128 with an fp32 scale (DeepSeek-V3, arXiv 2412.19437, section 3.3). A layer asks a ``Matrix`` for its
-product and never sees the storage. Low precision is dequantized a block of rows before it is multiplied, which is
-right on every device; few tokens are multiplied with the quantized values themselves where kernels can. ``panels.py``
-has the layout of the looped library. Prefill dequantizes a layer once (``DequantizedLayer``).
+``encode`` and ``decode`` define a quantized format: int8 and int4 groups (``kernels/groups.py``), and FP8 blocks of 128
+by 128 with an fp32 scale (DeepSeek-V3, arXiv 2412.19437, section 3.3). Layers call a ``Matrix`` for its product and
+never see the storage. Low precision is dequantized block by block before it is multiplied, on any device; for few
+tokens kernels may read the quantized values. ``panels.py`` has the layout of the looped library. Prefill dequantizes a
+layer once (``DequantizedLayer``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from snapstream.models.sharding import dequantized_block
 
 Index = int | slice | tuple[int | slice, ...]
 
-FEW = 64  # tokens that are multiplied with quantized values; beyond, a product is bound by arithmetic
+FEW = 64  # tokens that are multiplied with quantized values; more are bound by arithmetic
 
 
 def encode(numbers: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def encode(numbers: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
 
 
 def decode(values: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
-    """The numbers ``[..., out, in]`` fp32 that quantized values and scales stand for."""
+    """Dequantized numbers ``[..., out, in]`` fp32."""
     if form.is_fp8:
         return reference.dequantize_blocks(values, scales)
     return groups.dequantize(values, scales, form.bits)
@@ -45,8 +45,8 @@ def decode(values: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
 class Matrix:
     """A matrix ``[out, in]``, or a stack of such: ``[L, out, in]``, ``[L, experts, out, in]``; rows are contiguous."""
 
-    is_read_by_prefill = False  # fast for many tokens, too: prefill need not dequantize it beforehand
-    is_batch_invariant = False  # a token's product is the same bits whatever is beside it
+    is_read_by_prefill = False  # fast for many tokens too: prefill need not dequantize it
+    is_batch_invariant = False  # a token's product has the same bits in any batch
     _rounds_to: torch.dtype | None = None
 
     def __init__(
@@ -66,7 +66,7 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the numbers it stands for."""
+        """Of the numbers."""
         if self.form.is_quantized:
             return (*self.data.shape[:-1], self.data.shape[-1] * 8 // self.form.bits)
         return tuple(self.data.shape)
@@ -78,13 +78,11 @@ class Matrix:
 
     @property
     def is_low_precision(self) -> bool:
-        """Whether the numbers are stored in another way than they are computed with."""
+        """Whether the storage differs from the dtype of the computation."""
         return self.data.dtype != self.dtype
 
     def __getitem__(self, index: Index) -> Self:
-        """A layer, an expert, or a slice of rows: a view, never a copy. ValueError for rows that are not whole blocks
-        of FP8.
-        """
+        """View of a layer, an expert, or a slice of rows. ValueError for rows that are not whole FP8 blocks."""
         view = type(self)(self.data[index], self._scales_at(index), self.form, self.dtype)
         view._rounds_to = self._rounds_to
         return view
@@ -103,13 +101,13 @@ class Matrix:
         return self.scales[tuple(of_scales)]
 
     def with_rounded_inputs(self) -> Self:
-        """The same storage, multiplied with inputs that were rounded to bf16, as prefill's looped products do."""
+        """The same storage, multiplied with inputs rounded to bf16, as the looped library does in prefill."""
         other = copy(self)
         other._rounds_to = torch.bfloat16
         return other
 
     def fill(self, numbers: Tensor) -> None:
-        """Store ``numbers``, of this shape and any float dtype, in place; rounded or quantized where the storage is."""
+        """Store ``numbers``, of this shape and any float dtype, rounded or quantized as needed."""
         if not self.form.is_quantized:
             self.data.copy_(numbers)
         elif len(self.shape) > 2:
@@ -120,7 +118,7 @@ class Matrix:
                 self[start:stop].fill_quantized(*encode(numbers[start:stop].to(self.data.device), self.form))
 
     def fill_quantized(self, values: Tensor, scales: Tensor) -> None:
-        """Store numbers that a checkpoint has as int8 or int4 groups or FP8 blocks; floats take any of them."""
+        """Store int8 or int4 groups or FP8 blocks of a checkpoint; float storage takes any of them."""
         if self.scales is not None:
             self.data.copy_(values)
             self.scales.copy_(scales)
@@ -130,11 +128,11 @@ class Matrix:
             self.fill(groups.dequantize(values, scales, 8 * values.shape[-1] // self.shape[-1]))
 
     def dense(self) -> Tensor:
-        """The numbers as they are computed with; the storage itself where it has them so."""
+        """The numbers in the dtype of the computation; the storage itself if it has that dtype."""
         return (self.data if self.scales is None else decode(self.data, self.scales, self.form)).to(self.dtype)
 
     def dequantize_into(self, out: Tensor) -> None:
-        """Write the numbers as they are computed with into ``out``, of this shape."""
+        """Write ``dense()`` into ``out``, of this shape."""
         if len(self.shape) > 2:
             for index, part in enumerate(out):
                 self[index].dequantize_into(part)
@@ -162,7 +160,7 @@ class Matrix:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def multiply_normed(self, given: SumNorm, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        """The norm that ``given`` means, ``[T, in]``, times this matrix transposed, plus ``bias``: ``[T, out]``."""
+        """The norm of ``given``, ``[T, in]``, times this matrix transposed, plus ``bias``: ``[T, out]``."""
         return self.multiply(kernels.normed(given), bias, kernels)
 
     def swiglu(
@@ -170,7 +168,7 @@ class Matrix:
     ) -> Tensor:
         """``down(silu(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``.
 
-        x ``[T, D]`` is the norm that ``given`` means, or ``given``; ``biases`` are this matrix's and that of ``down``.
+        x ``[T, D]`` is the norm of ``given``, or ``given``; ``biases`` are this matrix's and that of ``down``.
         """
         if isinstance(given, Tensor):
             gate_up = self.multiply(given, biases[0], kernels)  # [T, 2I]
@@ -179,25 +177,25 @@ class Matrix:
         return down.multiply(kernels.swiglu(gate_up), biases[1], kernels)
 
     def swiglu_grouped(self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels) -> Tensor:
-        """The weighted sum of what a token's experts make of it, ``x [T, D]`` to ``[T, D]``: matrices ``[X', 2M, D]``,
-        gate and up in one, and ``down [X', D, M]``. A token's sum is taken in the order of its own choice.
+        """The weighted sum of a token's experts, ``x [T, D]`` to ``[T, D]``: matrices ``[X', 2M, D]``, gate and up in
+        one, and ``down [X', D, M]``. Summed in the order of the token's choices.
         """
         (num_tokens, top_k), order = pairs.weights.shape, pairs.order
         gate_up = self.multiply_grouped(x[order // top_k], pairs.ends, kernels)  # [T k, 2M]
         inner = kernels.swiglu(gate_up)  # [T k, M]
         del gate_up  # a chunk's are large
-        inner.mul_(pairs.weights.flatten()[order, None])  # the product is linear, and narrower before than behind it
+        inner.mul_(pairs.weights.flatten()[order, None])  # smaller before the product than after it
         out = down.multiply_grouped(inner, pairs.ends, kernels)  # [T k, D]
         del inner
         if pairs.are_elsewhere is not None:
-            out.masked_fill_(pairs.are_elsewhere[order, None], 0.0)  # what no expert made is any number
+            out.masked_fill_(pairs.are_elsewhere[order, None], 0.0)  # uninitialized
         return torch.empty_like(out).index_copy_(0, order, out).view(num_tokens, top_k, -1).sum(1)
 
     def multiply_grouped(self, x: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
         """Of a stack ``[X, out, in]``: each row of ``x [P, in]`` times the matrix of its expert: ``[P, out]``.
 
-        Rows are sorted by expert, ``ends [X]`` int32 says before which row those of an expert end. int8 and int4 groups
-        are multiplied one expert after the other, which reads ``ends`` on the host.
+        Rows are sorted by expert; ``ends [X]`` int32 are the ends of their ranges. int8 and int4 groups are multiplied
+        expert by expert, which reads ``ends`` on the host.
         """
         x = self._rounded(x)
         if self.scales is None or self.form.is_fp8:
@@ -217,7 +215,7 @@ class Matrix:
         if self.scales is None:
             return F.embedding(token_ids, self.data).to(self.dtype)
         if self.form.is_fp8:
-            raise TypeError("a table of embeddings is not kept in FP8 blocks")
+            raise TypeError("embedding tables are not stored in FP8 blocks")
         return decode(self.data[token_ids], self.scales[token_ids], self.form).to(self.dtype)
 
     def _rounded(self, x: Tensor) -> Tensor:
@@ -239,7 +237,7 @@ def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def block_rows(start: int, stop: int, shape: tuple[int, ...]) -> slice:
-    """Which rows of scales belong to rows of a matrix ``[out, in]``; ValueError where they are not whole blocks."""
+    """The rows of scales of rows of a matrix ``[out, in]``; ValueError unless these are whole blocks."""
     if start % BLOCK or (stop % BLOCK and stop != shape[0]):
         raise ValueError(f"rows {start} to {stop} of an FP8 matrix {list(shape)} are not whole blocks of {BLOCK}")
     return slice(start // BLOCK, -(-stop // BLOCK))

@@ -1,7 +1,7 @@
-"""Matrices in panels, as the looped library of a CPU reads them; eager products and prefill read the same bytes.
+"""Matrices in panels, the layout of the looped CPU library (``kernels/cpu/looped``); eager and prefill use them too.
 
-The panel product takes any number of tokens and dequantizes as it goes, so a weight lies in memory once. FP8 rows are
-stored in whole blocks of 128, so that a block has one scale. Layouts and products are those of ``kernels/cpu/looped``.
+The panel product takes any number of tokens and dequantizes on the fly, so a weight is in memory once. FP8 rows are
+stored in whole blocks of 128, so that a block has one scale.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from snapstream.kernels.interface import Kernels, Pairs, SumNorm
 from snapstream.kernels.reference import BLOCK
 from snapstream.models.matrix import Index, MakeMatrix, Matrix, block_rows, decode, encode, num_blocks
 
-_ROWS_AT_ONCE = 16 * PANEL  # that are quantized: what is in fp32 meanwhile stays small
+_ROWS_AT_ONCE = 16 * PANEL  # that are quantized; bounds the fp32 temporaries
 
 
 class PanelMatrix(Matrix):
-    """A matrix or a stack in panels, computed with in fp32. A view is a layer, or a range of the rows of a matrix."""
+    """A matrix or a stack in panels, for computation in fp32. A view is a layer, or a range of rows of a matrix."""
 
     is_read_by_prefill = True
     is_batch_invariant = True
@@ -40,8 +40,8 @@ class PanelMatrix(Matrix):
         inputs: str = "float32",
         rows: range | None = None,
     ) -> None:
-        """``data``: panels of matrices ``shape [..., out, in]``, of int8 and int4 with their scales; ``scales``: of FP8
-        blocks; ``inputs``: to what ``multiply`` rounds; ``rows``: those that belong to the view.
+        """``data``: panels of matrices ``shape [..., out, in]``, int8 and int4 with their scales; ``scales``: of FP8
+        blocks; ``inputs``: dtype to which ``multiply`` rounds inputs; ``rows``: of the view.
         """
         super().__init__(data, scales, form, torch.float32)
         self.library, self._matrix, self._inputs = library, shape, inputs
@@ -52,7 +52,6 @@ class PanelMatrix(Matrix):
         return (*self._matrix[:-2], len(self._rows), self._matrix[-1])
 
     def __getitem__(self, index: Index) -> Self:
-        """See ``Matrix.__getitem__``; TypeError for a view of anything but layers, experts or rows."""
         data, scales, shape, rows = self.data, self.scales, self._matrix, self._rows
         for part in index if isinstance(index, tuple) else (index,):
             if len(shape) > 2 and isinstance(part, int):
@@ -62,11 +61,10 @@ class PanelMatrix(Matrix):
             else:
                 raise TypeError(f"panels of shape {list(self.shape)} have no view {index!r}")
         if self.form.is_fp8:
-            block_rows(rows.start, rows.stop, shape[-2:])  # which refuses others
+            block_rows(rows.start, rows.stop, shape[-2:])  # ValueError unless whole blocks
         return type(self)(self.library, data, shape, self.form, scales, inputs=self._inputs, rows=rows)
 
     def fill(self, numbers: Tensor) -> None:
-        """See ``Matrix.fill``."""
         if tuple(numbers.shape) != self.shape:
             raise ValueError(f"numbers of shape {list(numbers.shape)} for panels of shape {list(self.shape)}")
         if len(self._matrix) > 2:
@@ -81,7 +79,6 @@ class PanelMatrix(Matrix):
                 self[start : start + len(part)].fill_quantized(*encode(part, self.form))
 
     def fill_quantized(self, values: Tensor, scales: Tensor) -> None:
-        """See ``Matrix.fill_quantized``."""
         first = self._rows.start
         if not self.form.is_quantized:
             super().fill_quantized(values, scales)
@@ -92,7 +89,6 @@ class PanelMatrix(Matrix):
             self.scales[block_rows(first, self._rows.stop, self._matrix[-2:])] = scales
 
     def dense(self) -> Tensor:
-        """See ``Matrix.dense``: a copy in fp32."""
         self._need_whole()
         num_out, num_in = self._matrix[-2:]
         if self.form.is_fp8:
@@ -105,12 +101,11 @@ class PanelMatrix(Matrix):
         return decode(*panels.codes_of(self.data, num_out, self.form.bits), self.form)
 
     def dequantize_into(self, out: Tensor) -> None:
-        """See ``Matrix.dequantize_into``."""
         out.copy_(self.dense())
 
     @property
     def stack(self) -> Stack:
-        """The struct for the library, of whole matrices; the weight must outlive its use."""
+        """Struct of whole matrices for the library; this matrix must outlive its use."""
         self._need_whole()
         num_out, num_in, form = *self._matrix[-2:], self.form
         if form.is_quantized and not form.is_fp8:
@@ -123,31 +118,27 @@ class PanelMatrix(Matrix):
         return stack
 
     def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        """See ``Matrix.multiply``; the same sums for a token whatever is beside it. Looped decode does not come here:
-        its steps round inputs as the form says, prefill as it was decided for prefill.
-        """
+        """Batch-invariant. Inputs are rounded as configured for prefill; looped decode uses ``stack``."""
         return panels.linear(self.library, self._prefill_stack, x, bias)
 
     def multiply_normed(self, given: SumNorm, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        """See ``Matrix.multiply_normed``: in one call, whose norm is made as steps make it."""
         return prompt.normed_linear(self.library, self._prefill_stack, given, bias)
 
     def swiglu(
         self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
     ) -> Tensor:
-        """See ``Matrix.swiglu``: in one call, where gate and up are whole panels."""
+        """One native call if gate and up are whole panels."""
         if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL or down._inputs == "int8":
             return super().swiglu(down, given, biases, kernels)
         return prompt.swiglu(self.library, (self._prefill_stack, down._prefill_stack), given, biases)
 
     def swiglu_grouped(self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels) -> Tensor:
-        """See ``Matrix.swiglu_grouped``: in one call, where gate and up are whole panels."""
+        """One native call if gate and up are whole panels."""
         if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL or down._inputs == "int8":
             return super().swiglu_grouped(down, x, pairs, kernels)
         return prompt.swiglu_grouped(self.library, (self._prefill_stack, down._prefill_stack), x, pairs)
 
     def multiply_grouped(self, x: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
-        """See ``Matrix.multiply_grouped``; one expert after the other."""
         return self._multiply_each(x, ends, kernels)
 
     @property
@@ -157,9 +148,8 @@ class PanelMatrix(Matrix):
         return stack
 
     def lookup(self, token_ids: Tensor) -> Tensor:
-        """See ``Matrix.lookup``."""
         if self.form.is_fp8:
-            raise TypeError("a table of embeddings is not kept in FP8 blocks")
+            raise TypeError("embedding tables are not stored in FP8 blocks")
         return panels.lookup(self.library, self.stack, token_ids)
 
     def _need_whole(self) -> None:
@@ -168,11 +158,10 @@ class PanelMatrix(Matrix):
 
 
 def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeMatrix:
-    """Makes storage in panels for a computation in fp32 on a CPU.
+    """Allocates matrices in panels, for computation in fp32 on a CPU.
 
-    ``rounds_prefill``: see ``WeightFormats``; products of bf16, int8 and int4 can. The output embedding sees a few
-    tokens of a prompt at most, in prefill too, and rounds as in decode. ValueError where this processor does not
-    multiply bf16: of several ranks, rank 0's decides.
+    ``rounds_prefill``: see ``WeightFormats``; for bf16, int8 and int4. The output embedding multiplies few tokens, in
+    prefill too, and rounds as in decode. ValueError if this processor has no bf16 products; rank 0's decides.
     """
     if rounds_prefill:
         _need_bf16(library)
@@ -200,4 +189,4 @@ def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeMatrix
 
 def _need_bf16(library: Library) -> None:
     if not library.multiplies_bf16():
-        raise ValueError("inputs are to be rounded to bfloat16, and this processor cannot; use activations 'dtype'")
+        raise ValueError("this processor has no bfloat16 products to round inputs for; use activations 'dtype'")

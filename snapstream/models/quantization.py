@@ -1,10 +1,9 @@
-"""How a checkpoint stores its numbers: what config.json says of quantized matrices, and the headers of the files.
+"""Storage formats of a checkpoint: ``quantization_config`` of config.json, and the headers of the files. No torch.
 
 ``pack-quantized`` of compressed-tensors is read and written, for the matrices of the layers: 8 or 4 bits, symmetric, in
-groups along the input, activations as they are (W8A16, W4A16), and those around attention may have codes of their own.
-FP8 in blocks of 128 by 128, as DeepSeek and Qwen publish it, is read. Anything else is refused with the reason.
-The headers tell dtypes, and whether the output embedding is tied; one that cannot be read counts as absent, and the
-loader (``checkpoint.py``, which has the tensors of both formats) refuses it with the reason. No torch.
+groups along the input, weights only (W8A16, W4A16); attention may have another format. FP8 in blocks of 128 by 128, as
+DeepSeek and Qwen publish it, is read. Anything else is refused with the reason. Headers give dtypes, and whether the
+output embedding is tied; an unreadable one counts as absent here, and ``checkpoint.py`` refuses it.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from snapstream.models.config_json import read_object
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
 FP8_METHOD = "fp8"
-SCALES = "_scale"  # behind the name of a matrix: the tensor of its scales
-FP8_SCALES = "_scale_inv"  # the same of FP8 blocks; a number is times its scale, in spite of the name
-_HEADS = ("lm_head", "re:lm_head", "re:.*lm_head", "re:.*lm_head.*")  # how its exception is written
-# How that of routers is, which stay floats too. A pattern that leaves out more is found where tensors are compared.
+SCALES = "_scale"  # suffix of the tensor of a matrix's scales
+FP8_SCALES = "_scale_inv"  # the same of FP8 blocks; numbers are multiplied with it, in spite of the name
+_HEADS = ("lm_head", "re:lm_head", "re:.*lm_head", "re:.*lm_head.*")  # as ``ignore`` names it
+# The same of routers. A pattern that matches more is found when tensors are compared.
 ROUTER = re.compile(
     r"model\.layers\.\d+\.(mlp|block_sparse_moe)\.gate|re:\.\*\\?\.?((mlp|block_sparse_moe)\\?\.)?gate\$?"
 )
@@ -35,9 +34,8 @@ _WIDTHS: dict[int, QuantizedDType] = {8: "int8", 4: "int4"}
 
 
 def stored_format(settings: Mapping[str, Any]) -> WeightFormat | None:
-    """The form of the layers' matrices in a checkpoint with this config.json; None where they are plain floats.
-
-    ``settings`` without ``refusals``.
+    """The format of the layers' matrices in a checkpoint with this config.json, which has no ``refusals``; None for
+    plain floats.
     """
     quantization = settings.get("quantization_config")
     if not quantization:
@@ -48,7 +46,7 @@ def stored_format(settings: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def stored_attention(settings: Mapping[str, Any]) -> WeightFormat | None:
-    """The form of the matrices around attention where the checkpoint names one for them; ``settings`` as above."""
+    """The format of attention's matrices if the checkpoint names one; ``settings`` as above."""
     quantization = settings.get("quantization_config")
     if not quantization or quantization["quant_method"] == FP8_METHOD:
         return None
@@ -62,7 +60,7 @@ def _form_of_target(quantization: Mapping[str, Any], target: str) -> WeightForma
 
 
 def refusals(settings: Mapping[str, Any]) -> list[str]:
-    """Every reason why codes of a checkpoint cannot be read."""
+    """Every reason why the quantization of a checkpoint is not supported."""
     quantization = settings.get("quantization_config")
     if not quantization and not isinstance(quantization, bool):
         return []
@@ -96,9 +94,8 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _fp8_refusals(quantization: Mapping[str, Any]) -> list[str]:
-    """FP8 with one scale per matrix or per row, or of activations that are rounded by fixed scales, is another form.
-
-    Activations are not rounded here, whatever the scheme: ``dynamic`` says how a product in FP8 would do so.
+    """One scale per matrix or row, or static activation scales, are other formats. Activations are never quantized
+    here; ``dynamic`` describes how an FP8 product would do so.
     """
     wanted: dict[str, tuple[Any, ...]] = {
         "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
@@ -140,14 +137,14 @@ def _scheme_refusals(where: str, group: Any) -> list[str]:
         "strategy": (None, "group"),
         "group_size": GROUPS,
         "dynamic": (None, False),
-        "actorder": (None, False, "weight", "static"),  # these change how codes were found, not what they mean
+        "actorder": (None, False, "weight", "static"),  # no effect on the stored values
         "block_structure": (None,),
     }
     return _unlike(group, of_group, where) + _unlike(weights, of_weights, f"{where}.weights")
 
 
 def _unlike(settings: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]], where: str) -> list[str]:
-    """The fields that have none of the wanted values; absent and null are the same."""
+    """A reason for each field with another value than the ``wanted`` ones; absent and null are the same."""
     return [
         f"{where}.{name} is {settings.get(name)!r}; read is {' or '.join(_named(value) for value in values)}"
         for name, values in wanted.items()
@@ -162,8 +159,8 @@ def _named(value: Any) -> str:
 def quantization_config(
     form: WeightFormat, routers: Sequence[str] = (), attention: WeightFormat | None = None
 ) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint whose layers' matrices are codes of ``form``, those around attention
-    of ``attention`` if it is given; ``routers`` are names of modules, behind the prefix of a layer, that are floats.
+    """The ``quantization_config`` of a checkpoint with layers in ``form``, attention in ``attention`` if given;
+    ``routers`` are module names, after the prefix of a layer, that stay floats.
     """
     groups = {"group_0": _scheme(LAYERS, form)}
     if attention is not None and attention != form:
@@ -207,7 +204,7 @@ def _declared(settings: Mapping[str, Any]) -> DType | None:
 def has_own_head(folder: Path) -> bool:
     """Whether the files hold an output embedding that differs from the input embedding.
 
-    transformers then ties nothing, whatever tie_word_embeddings says. An equal one costs a reading of both.
+    transformers then ties nothing, whatever tie_word_embeddings says.
     """
     tables: dict[str, tuple[Path, int, int, Any]] = {}
     for file in _weight_files(folder):

@@ -1,8 +1,7 @@
-"""Writes a checkpoint whose layers are codes (``pack-quantized``), shard by shard, from one of plain floats.
+"""Quantizes a checkpoint (``pack-quantized``), shard by shard.
 
-Invariants: the new folder appears whole or not at all, since everything is written beside it and renamed at the end;
-one shard at a time is in memory; what is not a matrix of a layer stays as it is stored. Other programs read the result,
-and so does ``loader.py``.
+Invariants: the new folder appears whole or not at all, since it is written under a temporary name and renamed at the
+end; one shard at a time is in memory; tensors other than the matrices of layers are copied unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from snapstream.models.quantization import INDEX_FILE, SINGLE_FILE, quantization
 from snapstream.models.registry import read_model_config, tensor_specs
 from snapstream.models.tensors import checkpoint_parts
 
-BESIDE = (".json", ".jinja", ".model", ".txt", ".md")  # files that go along: settings, tokenizer, licence
+COPIED = (".json", ".jinja", ".model", ".txt", ".md")  # settings, tokenizer, license
 
 Progress = Callable[[str], None]
 
@@ -34,15 +33,14 @@ def quantize_checkpoint(
     source: Path,
     target: Path,
     form: WeightFormat,
-    tell: Progress = lambda _: None,
+    progress: Progress = lambda _: None,
     *,
     attention: WeightFormat | None = None,
 ) -> None:
-    """Write ``target``, a folder that must not exist; ``tell`` is called with a line per file.
+    """Write ``target``, a folder that must not exist; ``progress`` is called with a line per file.
 
-    The matrices of the layers become codes of ``form``, those around attention of ``attention`` if it is given.
-    ValueError for a model that cannot be run or has codes already, for rows that are no whole groups, and where the
-    disk refuses.
+    The matrices of the layers are quantized to ``form``, those of attention to ``attention`` if given. ValueError for
+    an unsupported or already quantized model, for rows that are not whole groups, and for errors of the disk.
     """
     config = read_model_config(source)
     if config.stored.quantized is not None:
@@ -50,7 +48,7 @@ def quantize_checkpoint(
     matrices = _matrices(config, form, attention or form)
     manifest = check_checkpoint(source, config)
     with _whole_or_nothing(target) as folder:
-        weight_map, size = _write_shards(manifest, matrices, folder, tell)
+        weight_map, size = _write_shards(manifest, matrices, folder, progress)
         if len(set(weight_map.values())) > 1:
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -60,12 +58,12 @@ def quantize_checkpoint(
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         for file in sorted(source.iterdir()):
             is_written = file.name == INDEX_FILE or (folder / file.name).exists()
-            if file.is_file() and file.suffix in BESIDE and not is_written:
+            if file.is_file() and file.suffix in COPIED and not is_written:
                 shutil.copyfile(file, folder / file.name)
 
 
 def _matrices(config: ModelConfig, form: WeightFormat, attention: WeightFormat) -> dict[str, WeightFormat]:
-    """The checkpoint's tensors that become codes, by name, those that are widened while loading among them."""
+    """Formats of the checkpoint's tensors that are quantized, by name."""
     specs = {name: spec for name, spec in tensor_specs(config).items() if spec.is_quantized}
     formats = {name: attention if spec.is_attention else form for name, spec in specs.items()}
     for name, own in formats.items():
@@ -84,14 +82,14 @@ def _routers(config: ModelConfig) -> list[str]:
 
 
 def _write_shards(
-    manifest: dict[str, StoredTensor], matrices: dict[str, WeightFormat], folder: Path, tell: Progress
+    manifest: dict[str, StoredTensor], matrices: dict[str, WeightFormat], folder: Path, progress: Progress
 ) -> tuple[dict[str, str], int]:
     """The file of every tensor, and the bytes of all."""
     weight_map: dict[str, str] = {}
     size = 0
     files = list(dict.fromkeys(stored.file for stored in manifest.values()))
     for number, file in enumerate(files, 1):
-        tell(f"{file.name} ({number} of {len(files)})")
+        progress(f"{file.name} ({number} of {len(files)})")
         tensors: dict[str, Tensor] = {}
         with open_shard(file) as shard:
             for name in shard.offset_keys():
@@ -101,7 +99,7 @@ def _write_shards(
                 tensors |= pack_matrix(name, numbers, matrices[name]) if name in matrices else {name: numbers}
         own = SINGLE_FILE if len(files) == 1 else file.name
         save_file(tensors, folder / own, metadata={"format": "pt"})
-        (folder / own).chmod(0o644)  # not a private file either
+        (folder / own).chmod(0o644)
         weight_map |= dict.fromkeys(tensors, own)
         size += sum(tensor.nbytes for tensor in tensors.values())
     return weight_map, size
@@ -109,7 +107,7 @@ def _write_shards(
 
 @contextmanager
 def _whole_or_nothing(target: Path) -> Iterator[Path]:
-    """A folder beside ``target`` that becomes it, unless something fails."""
+    """A temporary folder that is renamed to ``target`` unless something fails."""
     if target.exists():
         raise ValueError(f"{target} exists; quantize writes a new folder")
     if not target.parent.is_dir():
@@ -117,7 +115,7 @@ def _whole_or_nothing(target: Path) -> Iterator[Path]:
     folder: Path | None = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        folder.chmod(0o755)  # as a folder of one's own making, not as a private one
+        folder.chmod(0o755)  # mkdtemp makes private folders
         yield folder
         folder.rename(target)
     except OSError as error:

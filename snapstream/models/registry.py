@@ -1,8 +1,8 @@
-"""The families that can be run, and from config.json to a ``ModelConfig``. No torch, no transformers.
+"""Supported model families, and config.json to ``ModelConfig``. No torch, no transformers.
 
-A model that would not be computed faithfully is refused, with every reason; a folder whose files name Python code and
-every malformed field are refused with file and field. Both spellings of the rope settings are read: ``rope_theta``
-beside ``rope_scaling``, and the ``rope_parameters`` of transformers 5.
+An unsupported model is refused with every reason; a folder whose files name Python code, and a malformed field, with
+file and field. Both spellings of the rope settings are read: ``rope_theta`` with ``rope_scaling``, and the
+``rope_parameters`` of transformers 5.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FAMILIES: Registry[Family] = Registry(
 
 
 def kv_spec_of(config: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
-    """What a layer of a model keeps per token."""
+    """What the cache stores per token."""
     return FAMILIES.get(config.architecture).kv_spec(config, dtype, kv_dtype)
 
 
@@ -78,7 +78,7 @@ EXPERT_FIELDS = (
 )
 
 
-# Fields of architectures that are not supported, and what their layers have that ours do not.
+# Fields of unsupported architectures, and the feature that each means.
 UNSUPPORTED_FIELDS = {
     "vision_config": "image inputs (a vision tower)",
     "audio_config": "audio inputs (an audio tower)",
@@ -93,14 +93,14 @@ UNSUPPORTED_FIELDS = {
 }
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
-# What config.json may call the type of the weights; the loader reads their own headers.
+# In config.json; the loader reads the headers of the files.
 DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
-    """Read a checkpoint folder or a config.json, and the end tokens of a generation_config.json beside it.
+    """Read a checkpoint folder or a config.json, with the end tokens of its generation_config.json.
 
-    ValueError, with file and field, for what is broken, cannot be run faithfully, or needs code of the checkpoint.
+    ValueError, with file and field, for a broken or unsupported model, and one that needs code of the checkpoint.
     """
     file = as_path("the model's folder", path)
     if file.is_dir():
@@ -131,7 +131,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
 
 
 def _checked_ends(config: ModelConfig, file: Path) -> ModelConfig:
-    """``config``, unless it has more end tokens than a row has room for; those outside the vocabulary take none."""
+    """``config``; ValueError if it has more end tokens, within the vocabulary, than a row has room for."""
     count = len({token for token in config.eos_token_ids if token < config.vocab_size})
     if count > MAX_END_TOKEN_IDS:
         raise ValueError(f"{file}: eos_token_id names {count:,} tokens; the limit is {MAX_END_TOKEN_IDS}")
@@ -140,7 +140,7 @@ def _checked_ends(config: ModelConfig, file: Path) -> ModelConfig:
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Refusals of what a file says begin with its path."""
+    """Prefix ValueErrors with the path."""
     try:
         yield
     except ValueError as error:
@@ -149,7 +149,7 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
-    """Config of a parsed config.json. Raises ValueError with every reason why the model cannot be run."""
+    """Config of a parsed config.json. ValueError with every reason why the model is not supported."""
     architecture = _architecture(settings)
     refusals = find_refusals(settings)
     if refusals:
@@ -180,7 +180,7 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
 
 
 def find_refusals(settings: Mapping[str, Any]) -> list[str]:
-    """Every reason why this model would not be computed faithfully; empty when it can run."""
+    """Every reason why this model is not supported."""
     architecture = _architecture(settings)
     reasons = []
     is_known = architecture in FAMILIES
@@ -216,7 +216,6 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _number_refusals(settings: Mapping[str, Any]) -> list[str]:
-    """What config.json says of the weights' numbers."""
     reasons = quantization.refusals(settings)
     for name in ("dtype", "torch_dtype"):
         dtype = settings.get(name)

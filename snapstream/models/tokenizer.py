@@ -1,8 +1,7 @@
-"""The one place that loads a tokenizer, from a checkpoint folder on disk.
+"""Loads the tokenizer of a checkpoint folder.
 
-Invariant: nothing of the folder is run. ``check_folder`` turns away folders that name code, before transformers sees
-them; ``trust_remote_code=False`` keeps transformers from asking on stdin whatever it finds. Chat templates are rendered
-by ``chat_template.py``. transformers is imported on first use.
+Invariant: no code of the folder is run. ``check_folder`` refuses folders that name code before transformers sees them;
+``trust_remote_code=False`` keeps transformers from prompting on stdin. transformers is imported on first use.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer. ValueError where there is none, it needs code, or a file of it is broken."""
+    """The folder's tokenizer. ValueError if there is none, it needs code, or one of its files is broken."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; a tokenizer is read from a checkpoint folder")
     if not has_tokenizer(folder):
         raise ValueError(f"{folder} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
     check_folder(folder)
-    for name in JSON_FILES[:-1]:  # the last is large: transformers parses it, and we only where that fails
+    for name in JSON_FILES[:-1]:  # the last is large, and parsed here only if transformers fails
         if (folder / name).is_file():
             read_object(folder / name)
     _refuse_places(folder)
@@ -49,7 +48,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def find_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """As ``load_tokenizer``, but None where the folder has no tokenizer (token ids in, token ids out)."""
+    """As ``load_tokenizer``, but None if the folder has no tokenizer (token ids in, token ids out)."""
     return load_tokenizer(folder) if has_tokenizer(folder) else None
 
 

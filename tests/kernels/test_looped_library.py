@@ -435,7 +435,7 @@ def test_parts_of_a_stack_of_experts() -> None:
     for rows in (slice(1, 128), slice(0, 100), slice(128, 299)):
         with pytest.raises(ValueError, match=f"rows {rows.start} to {rows.stop} .* are not whole blocks of 128"):
             weight[0, 1, rows]
-    with pytest.raises(TypeError, match="embeddings is not kept in FP8 blocks"):
+    with pytest.raises(TypeError, match="embedding tables are not stored in FP8 blocks"):
         weight[0, 0].lookup(torch.tensor([0]))
 
 
