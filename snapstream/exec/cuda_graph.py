@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from time import perf_counter
 from typing import Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from snapstream.kernels.interface import has_triton
 
 Out = TypeVar("Out")  # a tensor, or a named tuple of tensors
 Program = Callable[..., Out]  # called with the tensors that it was captured with: same shapes, same addresses
-_WARM_UPS = 2  # runs before a capture: libraries and autotuners settle
+_WARM_UPS = 2  # runs before a capture, for libraries and autotuners
 
 
 class ProgramMaker(Protocol):
@@ -50,8 +51,8 @@ class Capturer:
                 function(*inputs)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph, is_inference = torch.cuda.CUDAGraph(), torch.is_inference_mode_enabled()
-        # The first capture of a process makes tensors for torch's generator, which every later one writes: made in
-        # inference mode, they would break the captures of anybody who does without.
+        # The first capture of a process makes tensors for torch's generator that later captures write: in inference
+        # mode they would break captures outside of it.
         with (
             torch.inference_mode(False),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
@@ -82,16 +83,16 @@ SAMPLERS = (
 
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:
-    """Batch sizes that get programs of their own, rising; the last is ``max_rows``.
+    """Batch sizes with their own programs, ascending; the last is ``max_rows``.
 
-    Captures are cheap and idle entries are not: 1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32.
+    Captures are cheaper than idle entries: 1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max(max_rows, 256), 32)]
     return (*(size for size in sizes if size < max_rows), max_rows)
 
 
 def covers(sampler: SamplingNeeds, needs: SamplingNeeds) -> bool:
-    """True when ``sampler`` does all that ``needs`` asks for."""
+    """Whether ``sampler`` does all that ``needs`` requires."""
 
     def amount(of: SamplingNeeds, name: str) -> int:
         asked: bool | int | None = getattr(of, name)
@@ -102,11 +103,11 @@ def covers(sampler: SamplingNeeds, needs: SamplingNeeds) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """How the programs of a step are made, and for which batch sizes."""
+    """The programs of a step."""
 
     maker: ProgramMaker
-    buckets: tuple[int, ...]  # batch sizes, rising
-    samplers: tuple[SamplingNeeds, ...]  # what is drawn by programs; of SAMPLERS
+    buckets: tuple[int, ...]  # batch sizes, ascending
+    samplers: tuple[SamplingNeeds, ...]  # of SAMPLERS
     doing: str  # label of the progress bar
 
 
@@ -114,12 +115,12 @@ class GraphDecode:
     """A ``DecodeStep`` whose programs are captured from eager decode and share its state."""
 
     def __init__(self, parts: StepParts, programs: Programs, halves: EagerDecode | None = None) -> None:
-        """``halves`` of a step are eager's unless given."""
+        """``halves`` of a step, by default eager's."""
         device = parts.decoder.device
         self._eager = EagerDecode(parts) if halves is None else halves
         self._maker, self._buckets = programs.maker, programs.buckets
         self._programs, self._padding_row = programs, parts.padding_row
-        # What programs read their row indices from and write their logits to: static addresses.
+        # Static inputs and outputs of the programs.
         most, vocab_size = programs.buckets[-1], parts.decoder.config.vocab_size
         self._rows = torch.full((most,), self._padding_row, dtype=torch.int64, device=device)
         self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=device)
@@ -128,7 +129,6 @@ class GraphDecode:
 
     @property
     def num_programs(self) -> int:
-        """Programs that ``warm_up`` makes."""
         return len(self._buckets) * (1 + len(self._programs.samplers))
 
     def warm_up(self, progress: bool) -> None:
@@ -149,7 +149,7 @@ class GraphDecode:
             made()
             self._samplers[bucket] = []
             for needs in self._programs.samplers:
-                program = self._maker.make(_Sampler(self._eager, needs).run, logits, rows)
+                program = self._maker.make(partial(self._eager.draw, needs=needs), logits, rows)
                 self._samplers[bucket].append((needs, program))
                 made()
 
@@ -167,7 +167,7 @@ class GraphDecode:
         return self._feed(rows)[1][: rows.shape[0]]
 
     def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
-        """See ``EagerDecode.draw``: eager."""
+        """See ``EagerDecode.draw``."""
         return self._eager.draw(logits, rows, needs)
 
     def _feed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,16 +181,6 @@ class GraphDecode:
 
     def _run_forward(self, rows: Tensor, logits: Tensor) -> Tensor:
         return logits.copy_(self._eager.logits(rows))
-
-
-class _Sampler:
-    """The second half of a step for fixed needs."""
-
-    def __init__(self, eager: EagerDecode, needs: SamplingNeeds) -> None:
-        self._eager, self._needs = eager, needs
-
-    def run(self, logits: Tensor, rows: Tensor) -> Sampled:
-        return self._eager.draw(logits, rows, self._needs)
 
 
 def triton_problem(num_ranks: int) -> str | None:

@@ -28,42 +28,38 @@ from snapstream.models.views import RowsView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """Everything a decode step works on; its tensors keep their addresses for the life of the engine."""
+    """State of a decode step; its tensors keep their addresses for the life of the engine."""
 
     decoder: Decoder
     cache: KVCache
     rows: Rows
     sampling: SamplingState
     config: EngineConfig
-    queries: RecentQueries | None = None  # keeps the last queries of every row, where rows are re-selected
+    queries: RecentQueries | None = None  # of every row, for KV re-selection
 
     @property
     def padding_row(self) -> int:
-        """The padding row, as a batch names it."""
         return self.config.max_rows
 
 
 class DecodeStep(Protocol):
-    """One token for each row of a batch: feed, draw, advance."""
+    """One token for each row of a batch."""
 
     def warm_up(self, progress: bool) -> None:
-        """Do all that must be done once, before the first step; only the padding row is fed.
-
-        ``progress`` shows on stderr what takes long.
-        """
+        """Called once before the first step; feeds only the padding row. ``progress`` is shown on stderr."""
         ...
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
-        """Feed each of ``rows [B]`` int64 its last token and draw the next one."""
+        """Feed each of ``rows [B]`` int64 its last token and sample the next one."""
         ...
 
 
 @runtime_checkable
 class OwnSampler(Protocol):
-    """What a decode step has besides, where it draws by other means than ``sampler.sample``: first tokens go there."""
+    """A decode step with its own sampler, which first tokens use too."""
 
     def sample(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
-        """See ``sampler.sample``, over the engine's own state: ``logits [B, V]`` fp32, ``rows [B]`` int64, distinct."""
+        """See ``sampling.sample``: ``logits [B, V]`` fp32, ``rows [B]`` int64, distinct."""
         ...
 
 
@@ -71,21 +67,20 @@ MakeDecode = Callable[[StepParts], DecodeStep]
 
 
 class RowsForward:
-    """Feeds rows of the persistent state their last token."""
+    """The forward pass of decode, from row indices to logits; a draft uses it too."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows, queries: RecentQueries | None = None) -> None:
-        """``queries`` keeps the last queries of every row; None where they are not needed."""
         self._decoder, self._cache, self._rows, self._queries = decoder, cache, rows, queries
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Feed each of ``rows [B]`` int64 its last token; scores of the next ``[B, V]`` fp32."""
+        """Feed each of ``rows [B]`` int64 its last token; logits of the next ``[B, V]`` fp32."""
         positions = self._rows.next_position[rows]  # [B]
         view: KVView
         if self._cache.partition is None:
             view = self._view(rows, positions)
         else:
             share = self._cache.partition.shard(RowPlaces(rows, self._rows.slots(rows), self._rows.lengths(rows)))
-            positions = positions[share.entries]  # only what is attended here is rotated
+            positions = positions[share.entries]
             queries = None if self._queries is None else self._queries.of_step(share.places.rows, positions)
             view = DealtRowsView(self._cache, share, self._decoder.kernels, queries)
         hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
@@ -102,7 +97,7 @@ class RowsForward:
 
 
 class EagerDecode:
-    """Decode step over ``rows [B]`` of the persistent state; a ``DecodeStep``."""
+    """A ``DecodeStep``."""
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
@@ -110,8 +105,7 @@ class EagerDecode:
 
     @torch.inference_mode()
     def warm_up(self, progress: bool) -> None:
-        """Where kernels are compiled at their first launch, launch them: a step of the padding row for each kind of
-        batch."""
+        """Compile Triton kernels: a forward pass of the padding row for each batch tile."""
         kernels = self._parts.decoder.kernels
         if kernels.version == "triton":
             for size in kernels.batch_tiles:
@@ -119,15 +113,14 @@ class EagerDecode:
                     self.logits(torch.full((size,), self._parts.padding_row, device=self._parts.decoder.device))
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
-        """Feed each row its last token and draw the next one; ``rows [B]`` int64."""
         return self.draw(self.logits(rows), rows, needs)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """First half: feed each of ``rows [B]`` its last token; scores of the next ``[B, V]`` fp32."""
+        """First half: feed each of ``rows [B]`` its last token; logits of the next ``[B, V]`` fp32."""
         return self._forward.logits(rows)
 
     def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
-        """Second half: draw a token per row from ``logits [B, V]`` and advance the rows."""
+        """Second half: sample a token per row from ``logits [B, V]`` and advance the rows."""
         sampled = sample(logits, self._parts.sampling, rows, needs)
         self._parts.rows.advance(rows, sampled.token_ids)
         return sampled

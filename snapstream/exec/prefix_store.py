@@ -36,11 +36,11 @@ class SideStream(Protocol):
         ...
 
     def run(self, work: Callable[[], None], after: Mark) -> Mark:
-        """Queue work behind a mark of the compute stream; a mark of its end."""
+        """Queue work after a mark of the compute stream; a mark of its end."""
         ...
 
     def hold(self, mark: Mark) -> None:
-        """Let the compute stream wait for a mark; the host goes on."""
+        """Let the compute stream wait for a mark."""
         ...
 
     def is_done(self, mark: Mark) -> bool: ...
@@ -125,12 +125,12 @@ def _pieces(moves: PrefixMoves, first: int, count: int) -> Iterator[slice]:
 
 
 @dataclass(slots=True)
-class _Traffic:
-    """Copies of one prompt that may be under way."""
+class _Copies:
+    """Copies of one prompt in progress."""
 
     first_place: int  # of its first block in the bounce buffer
-    loaded: Mark = None  # the next layer's restored blocks have come
-    saved: Mark = None  # the last layer's saved blocks have gone
+    loaded: Mark = None  # of the next layer's cached blocks
+    saved: Mark = None  # of the last layer's new blocks
 
 
 class DeviceMover(PrefixMover):
@@ -143,71 +143,71 @@ class DeviceMover(PrefixMover):
         self.bounce = torch.empty(  # [blocks, numbers of a block in a layer]
             (num_places(pool_tokens, size), size * spec.token_size), dtype=getattr(torch, spec.dtype), device=device
         )
-        self._traffic: dict[int, dict[str, _Traffic]] = {}  # by job and request
+        self._copies: dict[int, dict[str, _Copies]] = {}  # by job and request
 
     def open(self, job: JobSpec) -> None:
-        """Begin to load the first layer of a job's prompts."""
+        """Start to load the first layer of a job's prompts."""
         start = job.staging_start
         for entry in job.entries:
             if entry.prefix is not None:
-                traffic = _Traffic(-(-start // self.blocks.block_len))
-                self._traffic.setdefault(job.job_id, {})[entry.request_id] = traffic  # noted before anything is copied
+                copies = _Copies(-(-start // self.blocks.block_len))
+                self._copies.setdefault(job.job_id, {})[entry.request_id] = copies  # noted before anything is copied
                 if entry.prefix.restored:
-                    traffic.loaded = self._load(entry.prefix, traffic, 0)
+                    copies.loaded = self._load(entry.prefix, copies, 0)
             start += len(entry.token_ids)
 
     def is_ready(self, job_id: int) -> bool:
-        """Whether no copy that the job's next layer needs is under way; a job that is not open yet is not."""
-        marks = [m for one in self._traffic.get(job_id, {}).values() for m in (one.loaded, one.saved) if m is not None]
-        return job_id in self._traffic and all(self._side.is_done(mark) for mark in marks)
+        """Whether the copies that the job's next layer needs are done; False before ``open``."""
+        marks = [m for one in self._copies.get(job_id, {}).values() for m in (one.loaded, one.saved) if m is not None]
+        return job_id in self._copies and all(self._side.is_done(mark) for mark in marks)
 
     def place(self, job: JobSpec, entry: PrefillEntry, layer: int, keys: Tensor, values: Tensor) -> None:
         moves = entry.prefix
         if moves is None or not moves.restored:
             return
-        traffic = self._traffic[job.job_id][entry.request_id]
-        self._side.hold(traffic.loaded)
-        for staged, bounced in self._pairs(keys, values, traffic.first_place, 0, len(moves.restored)):
+        copies = self._copies[job.job_id][entry.request_id]
+        self._side.hold(copies.loaded)
+        for staged, bounced in self._pairs(keys, values, copies.first_place, 0, len(moves.restored)):
             staged.copy_(bounced)
         if layer + 1 < self.blocks.spec.num_layers:
-            traffic.loaded = self._load(moves, traffic, layer + 1)
+            copies.loaded = self._load(moves, copies, layer + 1)
 
     def save(self, job: JobSpec, entry: PrefillEntry, layer: int, keys: Tensor, values: Tensor) -> None:
         moves = entry.prefix
         if moves is None or not moves.saved:
             return
-        traffic = self._traffic[job.job_id][entry.request_id]
-        if traffic.saved is not None:
-            self._side.hold(traffic.saved)  # the layer before has left the bounce buffer
-        for staged, bounced in self._pairs(keys, values, traffic.first_place, moves.first_saved, len(moves.saved)):
+        copies = self._copies[job.job_id][entry.request_id]
+        if copies.saved is not None:
+            self._side.hold(copies.saved)  # the layer before has left the bounce buffer
+        for staged, bounced in self._pairs(keys, values, copies.first_place, moves.first_saved, len(moves.saved)):
             bounced.copy_(staged)
-        first = traffic.first_place + moves.first_saved
+        first = copies.first_place + moves.first_saved
 
         def copy_out() -> None:
             for place, block in enumerate(moves.saved, start=first):
                 self.blocks.whole(block)[layer].copy_(self.bounce[place], non_blocking=True)
 
-        traffic.saved = self._side.run(copy_out, self._side.now())
+        copies.saved = self._side.run(copy_out, self._side.now())
 
     def close(self, job_id: int, *, is_done: bool) -> None:
-        """As above. Waits for the job's copies: on the compute stream, or on the host for a dropped job, whose blocks
-        may be reused at once.
+        """Wait for the job's copies: on the compute stream, or on the host if the job was dropped and its blocks may be
+        reused at once.
         """
-        for traffic in self._traffic.pop(job_id, {}).values():
-            for mark in (traffic.loaded, traffic.saved):
+        for copies in self._copies.pop(job_id, {}).values():
+            for mark in (copies.loaded, copies.saved):
                 if mark is not None:
                     self._side.hold(mark) if is_done else self._side.wait(mark)
 
-    def _load(self, moves: PrefixMoves, traffic: _Traffic, layer: int) -> Mark:
+    def _load(self, moves: PrefixMoves, copies: _Copies, layer: int) -> Mark:
         def copy_in() -> None:
-            for place, block in enumerate(moves.restored, start=traffic.first_place):
+            for place, block in enumerate(moves.restored, start=copies.first_place):
                 self.bounce[place].copy_(self.blocks.whole(block)[layer], non_blocking=True)
 
         return self._side.run(copy_in, self._side.now())
 
     def _pairs(self, keys: Tensor, values: Tensor, place: int, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
         """``count`` blocks of a prompt, from its block ``first`` on: views ``[n, G, block_len, E]`` of staging and of
-        the bounce buffer; keys, and values unless keys hold them.
+        the bounce buffer; keys, and values unless they are part of the keys.
         """
         spec, size = self.blocks.spec, self.blocks.block_len
         own = self.bounce[place + first : place + first + count]  # [n, numbers]

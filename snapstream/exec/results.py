@@ -1,10 +1,12 @@
-"""The rows that follow a grammar: their matchers, and the masks that the sampler reads.
+"""Results of a step, from sampled tensors to plain data, and the grammars of rows.
 
-        step t draws --> tokens read --> matchers go on --> masks --> step t + 1 draws
+On a GPU the copy to the host starts when the step is submitted, and is waited for one step later, when the result is
+read. Grammars need the tokens earlier:
 
-Invariant: before a row draws, its mask reflects every token that it drew before. A step therefore waits for the tokens
-of the one before it, but only if a row with a grammar drew in that; a batch without grammars pays nothing.
-``grammar.py`` compiles and matches; ``exec/sampling_state.py`` holds the masks on the device.
+        step t samples --> tokens read --> matchers advance --> masks --> step t + 1 samples
+
+Invariant: before a row is sampled, its mask reflects all its earlier tokens. So a step waits for the tokens of the one
+before, but only if that sampled a row with a grammar.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +24,12 @@ from snapstream.exec.sampling import NO_TOKEN, Sampled, TokenLogprobs
 from snapstream.exec.sampling_state import SamplingState
 from snapstream.grammar import GrammarCompiler, Matcher
 from snapstream.kv.compress import Budgets, as_bitmap, as_positions
-from snapstream.step import PrefillEntry, PrefillReport, PrefillResult, StepResult
+from snapstream.step import PrefillEntry, PrefillResult, ReceivedRow, StepResult
 from snapstream.types import Compression, Logprob, SamplingParams
-
-# Time that the device spends on something, read only once the device is known to be past it.
 
 
 class Stopwatch:
-    """Sum of the stretches between ``start`` and ``stop``: of the stream on a GPU, of the host on a CPU."""
+    """Total time between ``start`` and ``stop``: of the stream on a GPU, of the host on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -52,20 +52,15 @@ class Stopwatch:
             self._sum_ms += (perf_counter() - self._began) * 1e3
 
     def milliseconds(self) -> float:
-        """The sum so far; on a GPU every ``stop`` must have been reached by the device."""
+        """On a GPU the device must have reached every ``stop``."""
         return self._sum_ms + sum(start.elapsed_time(stop) for start, stop in self._events)
 
-
-# From sampled tensors to the plain data of a ``StepResult``, read when the engine asks for it.
-#
-# On a GPU the copy to the host is started when the step is submitted and waited for only when the result is read, one
-# step later; on a CPU the tensors are simply read.
 
 _NAN = float("nan")
 
 
 class Arriving:
-    """Tensors of one device on their way to the host, waited for only when they are read."""
+    """An asynchronous copy of tensors to the host."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = [_to_host(tensor) if tensor.is_cuda else tensor for tensor in tensors]
@@ -75,24 +70,24 @@ class Arriving:
             self._event.record()
 
     def read(self) -> list[Tensor]:
-        """The tensors, as soon as they are there."""
+        """Wait for the tensors."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
 
 
 class HostCopy:
-    """Sampled tokens on their way to the host."""
+    """An asynchronous copy of sampled tokens to the host."""
 
     def __init__(self, sampled: Sampled) -> None:
         self._fields = Arriving(*[field for field in sampled if field is not None])
 
     def token_ids(self) -> list[int]:
-        """The drawn tokens, as soon as they are there."""
+        """Wait for the tokens."""
         return list(self._fields.read()[0].tolist())
 
     def read(self, params: list[SamplingParams]) -> tuple[Logprob, ...]:
-        """One ``Logprob`` per entry, with as many of the likeliest as ``params`` of that entry asks for."""
+        """One ``Logprob`` per entry, with as many top tokens as its ``params`` request."""
         fields = self._fields.read()
         ids = fields[0].tolist()
         if len(fields) == 1:
@@ -112,14 +107,14 @@ def _to_host(field: Tensor) -> Tensor:
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens after the first, on their way to the host."""
+    """An asynchronous copy of the log-probabilities of a prompt's tokens after the first."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
         self._parts: list[Arriving] = []
 
     def add(self, part: TokenLogprobs) -> None:
-        """Those of the next tokens."""
+        """Append those of the next tokens."""
         self._parts.append(Arriving(*part))
 
     def read(self) -> list[Logprob | None]:
@@ -131,55 +126,46 @@ class PromptLogprobs:
         return [None, *(Logprob(token, own, tuple(zip(*top, strict=True))) for token, (own, *top) in rest)]
 
 
-class Finished(Protocol):
-    """A prompt whose rows are written."""
-
-    @property
-    def entry(self) -> PrefillEntry: ...
-
-    def result(self, tokens: tuple[Logprob, ...]) -> PrefillResult: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedPrompt:
-    """What the host knows of a prompt whose prefill has just been submitted to its end; the rest is on its way."""
+class Finished(NamedTuple):
+    """A prompt whose rows are written; ``result``, of the first token of each row, waits for the device."""
 
     entry: PrefillEntry
-    compression: Compression  # without what the device has yet to tell
-    compress_time: Stopwatch
-    kept: Arriving | None  # what was selected, or all that was kept, as ``kv/compress.py`` has it
-    prompt_logprobs: PromptLogprobs | None
-    budgets: Budgets
-
-    def result(self, tokens: tuple[Logprob, ...]) -> PrefillResult:
-        """Wait for what is on its way; ``tokens`` are the first ones, of each row."""
-        compression = replace(self.compression, compress_ms=self.compress_time.milliseconds())
-        if self.kept is not None:
-            (kept,) = self.kept.read()
-            prompt_len = len(self.entry.token_ids)
-            if self.entry.sampling.return_kept == "bitmap":
-                compression = replace(compression, kept_bitmap=as_bitmap(kept, prompt_len))
-            else:
-                compression = replace(compression, kept_positions=as_positions(kept, self.budgets, prompt_len))
-        logprobs = None if self.prompt_logprobs is None else self.prompt_logprobs.read()
-        return PrefillResult(tokens=tokens, compression=compression, prompt_logprobs=logprobs)
+    result: Callable[[tuple[Logprob, ...]], PrefillResult]
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedPrompt:
-    """A prompt that another engine prefilled, and what it reported."""
+def prefill_result(
+    entry: PrefillEntry,
+    compression: Compression,
+    compress_time: Stopwatch,
+    kept: tuple[Arriving | None, Budgets],
+    prompt_logprobs: PromptLogprobs | None,
+    tokens: tuple[Logprob, ...],
+) -> PrefillResult:
+    """``compression`` lacks the fields that the device computes; ``kept`` are positions or bits of ``kv/compress.py``,
+    and the budgets of all kv heads.
+    """
+    compression = replace(compression, compress_ms=compress_time.milliseconds())
+    copy, budgets = kept
+    if copy is not None:
+        (positions,) = copy.read()
+        prompt_len = len(entry.token_ids)
+        if entry.sampling.return_kept == "bitmap":
+            compression = replace(compression, kept_bitmap=as_bitmap(positions, prompt_len))
+        else:
+            compression = replace(compression, kept_positions=as_positions(positions, budgets, prompt_len))
+    logprobs = None if prompt_logprobs is None else prompt_logprobs.read()
+    return PrefillResult(tokens=tokens, compression=compression, prompt_logprobs=logprobs)
 
-    entry: PrefillEntry
-    report: PrefillReport | None  # None on followers
 
-    def result(self, tokens: tuple[Logprob, ...]) -> PrefillResult:
-        report = self.report
-        assert report is not None, "results are read on the leader"
-        return PrefillResult(tokens=tokens, compression=report.compression, prompt_logprobs=report.prompt_logprobs)
+def received_result(received: ReceivedRow, tokens: tuple[Logprob, ...]) -> PrefillResult:
+    """Of a prompt that another engine prefilled."""
+    assert received.row is not None, "only rank 0 reads results"
+    report = received.row.report
+    return PrefillResult(tokens=tokens, compression=report.compression, prompt_logprobs=report.prompt_logprobs)
 
 
 class SubmittedStep:
-    """A ``PendingStep``: what was submitted, readable once the device has done it."""
+    """A ``PendingStep``."""
 
     def __init__(self, step_id: int) -> None:
         self._step_id = step_id
@@ -194,21 +180,21 @@ class SubmittedStep:
         return self._decoded[0]
 
     def add_sent(self, prompt: Finished) -> None:
-        """A prompt whose row goes to another engine, which draws its tokens."""
+        """A prompt whose row is sent to another engine."""
         self._sent.append(prompt)
 
     def add_prefilled(self, sampled: Sampled, params: list[SamplingParams], prompts: Sequence[Finished]) -> HostCopy:
-        """Prompts that have been read: their first tokens, prompt after prompt, one per row."""
+        """The first tokens of prompts: prompt after prompt, one per row."""
         copy = HostCopy(sampled)
         self._prefilled.append((copy, params, prompts))
         return copy
 
     def add_grammar_ends(self, ends: Callable[[], dict[int, str]]) -> None:
-        """Tells, once the tokens are read, which rows their grammar ended."""
+        """``ends`` returns, once the tokens are read, the rows whose grammar has ended."""
         self._grammar_ends.append(ends)
 
     def drawn_ids(self) -> list[int]:
-        """Wait for the device; all tokens that were drawn, those of prompts first."""
+        """Wait for the device; all sampled tokens, those of prompts first."""
         copies = [copy for copy, *_ in self._prefilled] + ([self._decoded[0]] if self._decoded else [])
         return [token for copy in copies for token in copy.token_ids()]
 
@@ -230,7 +216,7 @@ class SubmittedStep:
 
 @dataclass(slots=True, eq=False)
 class _Drawn:
-    """Tokens on their way to the matchers."""
+    """Sampled tokens that the matchers have not read."""
 
     tokens: HostCopy
     places: list[tuple[int, int]]  # index in the batch, row
@@ -238,7 +224,7 @@ class _Drawn:
 
 
 class RowGrammars:
-    """Matchers by row. Without a compiler, entries with a grammar must not come."""
+    """Matchers by row. Entries with a grammar need a compiler."""
 
     def __init__(self, compiler: GrammarCompiler | None, state: SamplingState) -> None:
         self._compiler = compiler
@@ -253,7 +239,7 @@ class RowGrammars:
             self._compiler.prepare(entry.sampling.grammar)
 
     def admit(self, entry: PrefillEntry) -> None:
-        """Give the entry's rows, whose sampling state was just reset, to their new owner."""
+        """Set up the entry's rows, whose sampling state was just reset."""
         for row in entry.rows:
             self._matchers.pop(row, None)
             self._faults.pop(row, None)
@@ -270,7 +256,7 @@ class RowGrammars:
         self._allow_all([row for row in entry.rows if row in self._faults])
 
     def follow(self, rows: Sequence[int], tokens: HostCopy, step: SubmittedStep) -> None:
-        """Tokens were drawn for ``rows``; ``step`` will tell whose grammar ends with them."""
+        """Tokens were sampled for ``rows``; ``step`` will report whose grammar ends with them."""
         if not self._matchers and not self._faults:
             return
         followed = self._matchers.keys() | self._faults.keys()
@@ -281,7 +267,7 @@ class RowGrammars:
             step.add_grammar_ends(lambda: self._ends(drawn))
 
     def catch_up(self) -> None:
-        """Read what was drawn, let the matchers go on, and set the masks of the next draw."""
+        """Read the sampled tokens, advance the matchers, and set the masks of the next step."""
         if self._drawn:
             self._catch_up()
 
@@ -292,7 +278,7 @@ class RowGrammars:
             ids = drawn.tokens.token_ids()
             drawn.ends.update((row, self._faults.pop(row)) for _, row in drawn.places if row in self._faults)
             for index, row in drawn.places:
-                if ids[index] == NO_TOKEN:  # the request ends, whatever its grammar says
+                if ids[index] == NO_TOKEN:  # the request ends with an error
                     self._matchers.pop(row, None)
             places = [(index, row) for index, row in drawn.places if row in self._matchers]
             for index, row in places:
@@ -305,7 +291,8 @@ class RowGrammars:
         return drawn.ends
 
     def _allow(self, rows: list[int]) -> dict[int, str]:
-        """Set the masks of rows; those that nothing can follow lose their matcher, and are returned with the reason."""
+        """Set the masks of rows; rows that allow no further token lose their matcher and are returned with the
+        reason."""
         if not rows:
             return {}
         assert self._compiler is not None
@@ -314,7 +301,7 @@ class RowGrammars:
         for row, own in zip(rows, words, strict=True):
             if not self._matchers[row].fill(own):
                 ends[row] = self._matchers.pop(row).fault
-                own.fill(-1)  # what it still draws is thrown away
+                own.fill(-1)  # a surplus token is discarded
         num_words = -(-self._state.vocab_size // 32)
         self._state.allow(rows, torch.from_numpy(words)[:, :num_words])
         return ends

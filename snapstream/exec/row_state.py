@@ -1,7 +1,7 @@
-"""The sampler's state of a row, as a table: each entry's name, type, size, and its value for a request.
+"""The sampler's state of a row, as a table: name, type, size and value of each entry. No torch.
 
-``sampling_state.py`` makes the tensors and sets them by this table, ``plan/memory.py`` counts their bytes by it, and
-``sampling.py`` reads them by name: a new sampling parameter is a line here. No torch.
+``sampling_state.py`` allocates and sets tensors by this table, ``plan/memory.py`` counts their bytes, ``sampling.py``
+reads them by name: a new sampling parameter is a line here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def uses_penalties(sampling: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowField:
-    """One number per row that a request sets; ``value`` takes the request and the size of the vocabulary."""
+    """One number per row; ``value`` takes the request and the size of the vocabulary."""
 
     name: str
     kind: Kind
@@ -62,13 +62,13 @@ class RowField:
 
 @dataclass(frozen=True, slots=True)
 class RowList:
-    """``width(vocab_size)`` numbers per row, in the beginning ``fill``."""
+    """``width(vocab_size)`` numbers per row, initially ``fill``."""
 
     name: str
     kind: Kind
     width: Callable[[int], int]
     fill: Number
-    is_reset: bool = False  # filled again when a request gets the row
+    is_reset: bool = False  # filled again for a new request
 
 
 def _temperature(new: NewRow) -> float:
@@ -76,7 +76,7 @@ def _temperature(new: NewRow) -> float:
     return 1.0 if new.sampling.is_greedy else max(new.sampling.temperature, sys.float_info.min)
 
 
-# Float64 where a threshold must be the number that the caller wrote.
+# Float64 if a threshold must be exactly the caller's number.
 FIELDS: tuple[RowField, ...] = (
     RowField("is_greedy", "bool", lambda new, vocab_size: new.sampling.is_greedy),
     RowField("temperature", "float64", lambda new, vocab_size: _temperature(new)),
@@ -110,14 +110,14 @@ def row_state_bytes(vocab_size: int) -> int:
 
 
 def padded_stop_ids(stop_ids: Sequence[int]) -> list[int]:
-    """``NUM_STOP_IDS`` ids: each once, then one that is there anyway, so that duplicates write the same value."""
+    """``NUM_STOP_IDS`` ids, padded with one of them."""
     ids = sorted(set(stop_ids))
     return ids + (ids[:1] or [0]) * (NUM_STOP_IDS - len(ids))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingNeeds:
-    """Which parts of sampling a batch needs. More than needed is never wrong: neutral rows stay the same."""
+    """The parts of sampling that a batch needs. More than needed is correct but slower."""
 
     bias: bool = False
     min_tokens: bool = False
@@ -127,11 +127,10 @@ class SamplingNeeds:
     top_k: bool = False
     top_p: bool = False
     min_p: bool = False
-    num_logprobs: int | None = None  # None: not even those of the sampled tokens
+    num_logprobs: int | None = None  # None: not of the sampled tokens either
 
     @classmethod
     def of(cls, rows: Iterable[SamplingParams]) -> SamplingNeeds:
-        """Needs of a batch with these parameters. Depends on parameters only, not on how far the rows are."""
         batch = tuple(rows)
         drawn = [sampling for sampling in batch if not sampling.is_greedy]
         tops = [sampling.logprobs for sampling in batch if sampling.logprobs is not None]

@@ -1,7 +1,7 @@
 """Executes step plans on one device: opens prefill jobs, runs units, decodes rows.
 
-The runner owns everything that lives there: weights, rows, staging buffers, sampling state. It decides neither who runs
-next (``engine/`` does) nor what a layer computes (``models/`` does).
+The runner owns the state on the device: weights, rows, staging buffers, sampling state. The engine decides what runs
+next, ``models/`` what a layer computes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -22,7 +23,15 @@ from snapstream.exec.executors import executor_of
 from snapstream.exec.prefill import FirstTokens, PrefillJob, PromptProgress, RowWriter
 from snapstream.exec.prefix_store import make_mover
 from snapstream.exec.reselection import RecentQueries, Reselector
-from snapstream.exec.results import Arriving, FinishedPrompt, PromptLogprobs, ReceivedPrompt, RowGrammars, SubmittedStep
+from snapstream.exec.results import (
+    Arriving,
+    Finished,
+    PromptLogprobs,
+    RowGrammars,
+    SubmittedStep,
+    prefill_result,
+    received_result,
+)
 from snapstream.exec.row_transfer import RowParts, hidden_bytes, read_later
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import prompt_logprobs
@@ -40,13 +49,9 @@ from snapstream.models.views import StagingBuffers
 from snapstream.step import JobSpec, KVConnector, PrefillEntry, ReceivedRow, StepPlan
 from snapstream.types import Compression, SamplingParams
 
-# The rows of a decode step as an executor takes them: made when the batch changes, which most steps do not.
-#
-# Invariant: what is returned depends on the rows and their sampling parameters alone, and is never written to.
-
 
 class Batch(NamedTuple):
-    """One step's."""
+    """A decode batch; its tensor is never modified."""
 
     rows: Tensor  # [B] int64, on the device
     params: list[SamplingParams]
@@ -54,7 +59,7 @@ class Batch(NamedTuple):
 
 
 class DecodeBatches:
-    """Makes them, and keeps the last one."""
+    """Makes batches and caches the last one: most steps do not change it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +67,7 @@ class DecodeBatches:
         self._last: Batch | None = None
 
     def of(self, rows: tuple[int, ...], params: Mapping[int, SamplingParams]) -> Batch:
-        """The batch of ``rows``; ``params`` are those of all rows that are in use."""
+        """The batch of ``rows``; ``params`` are of all rows in use."""
         own = [params[row] for row in rows]
         if self._last is None or rows != self._rows or own != self._last.params:
             self._last = Batch(upload(rows, torch.int64, self._device), own, SamplingNeeds.of(own))
@@ -70,32 +75,28 @@ class DecodeBatches:
         return self._last
 
 
-# Compiles the Triton kernels of prefill, compression and plain decode before a request needs them.
-#
-# Triton compiles a kernel at its first launch, once per combination of dtypes, sizes of the model and whether strides
-# are multiples of 16; the length of a prompt does not matter. So one short prompt that is compressed, through one
-# layer of the engine's own buffers into the padding row, compiles all that later prompts of any length will launch.
-# Captured decode has compiled its own kernels by then.
-
 logger = logging.getLogger(__name__)
 
 _BUDGET = KVBudget(num_sink=0, num_topk=1, num_recent=1)
-_MORE = 19  # prompt tokens beside those that vote: more than the budget holds
+_MORE = 19  # prompt tokens before the observation window: more than the budget holds
 
 
 @torch.inference_mode()
 def warm_up_kernels(
     decoder: Decoder, cache: KVCache, buffers: StagingBuffers, config: EngineConfig, attention: PrefillAttention
 ) -> None:
-    """Run a prompt of ``observation_len + 19`` tokens, or more than the smallest head holds, through the first layer,
-    and on to the first that has experts; writes to the padding row alone.
+    """Compile the Triton kernels of prefill, compression and eager decode before a request needs them.
+
+    Triton compiles a kernel at its first launch, per combination of dtypes, model sizes and alignment of strides, not
+    per prompt length. So this runs one short prompt that is compressed through the first layer, and on to the first
+    with experts, and writes to the padding row.
     """
     began = perf_counter()
     if cache.capacity < _BUDGET.capacity:
-        return  # such a row selects nothing, and holds one token
+        return  # nothing is ever selected
     num_tokens = config.selector.observation_len + _MORE
     if config.heads is not None:
-        num_tokens = max(num_tokens, config.heads.least + 1)  # or no head would select
+        num_tokens = max(num_tokens, config.heads.least + 1)  # so that some head selects
     entry = PrefillEntry(
         request_id="warm-up",
         token_ids=(0,) * min(num_tokens, config.pool_tokens),
@@ -115,8 +116,7 @@ def warm_up_kernels(
     logger.info("kernels of prefill and compression are ready after %.1f s", perf_counter() - began)
 
 
-# Prompt log-probabilities are taken for so many tokens at a time that their logits, in the storage dtype and in fp32,
-# and the softmax stay within what a prefill takes anyway: nothing sets memory aside for them.
+# Bounds the logits and softmax of prompt log-probabilities to the memory that a prefill needs anyway.
 _LOGITS_TOKENS, _LOGITS_BYTES = 256, 64 * 2**20
 
 
@@ -125,7 +125,7 @@ MakeWriter = Callable[[KVCache, EngineConfig, Reselector | None], RowWriter]
 
 
 class ModelRunner:
-    """The ``Runner`` of one device; with a decoder that is one rank's, that rank's part of every step."""
+    """The ``Runner`` of one device, or of one rank."""
 
     def __init__(
         self,
@@ -139,11 +139,10 @@ class ModelRunner:
         on_unit: Callable[[], None] = lambda: None,
         progress: bool = False,
     ) -> None:
-        """``grammars`` is needed by requests that bring a grammar, and by no others; ``progress`` shows on stderr.
+        """``grammars`` is needed by requests with a grammar; ``progress`` is shown on stderr.
 
-        ``make_decode`` makes the decode step, by default that of ``config.executor``; ``make_writer`` the rows' writer,
-        ``make_tier`` the disk of the prefix store. ``on_unit`` is called whenever a piece of a prompt has been given to
-        the device: after that long at most, a runner that still works shows it.
+        ``make_decode`` makes the decode step, by default of ``config.executor``; ``make_writer`` the row writer,
+        ``make_tier`` the prefix store on disk. ``on_unit`` is called after each unit of prefill, as a heartbeat.
         """
         self.decoder, self.config = decoder, config
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
@@ -189,35 +188,34 @@ class ModelRunner:
             warm_up_kernels(decoder, self.cache, self.buffers, config, self.prefill_attention)
 
     def use_decode(self, make_decode: MakeDecode, *, progress: bool = False) -> None:
-        """Make and warm up another decode step over the same rows; for comparisons of executors."""
+        """Make and warm up another decode step over the same rows, to compare executors."""
         self.decode = make_decode(self.step_parts)
         self.decode.warm_up(progress)
         self.first.use_decode(self.decode)
 
     @property
     def num_jobs(self) -> int:
-        """Prefill jobs that are open."""
+        """Open prefill jobs."""
         return len(self._jobs)
 
     def connect(self, connector: KVConnector) -> None:
-        """Rows of entries with ``is_sent`` go there. Of several ranks only rank 0 has a connector."""
+        """See ``Runner.connect``. Of several ranks only rank 0 has a connector."""
         self._connector = connector
 
     def is_ready(self, job_id: int) -> bool:
-        """Whether the next layer of an open job can run at once."""
         return self.mover is None or self.mover.is_ready(job_id)
 
     def close(self) -> None:
-        """See ``Runner.close``: nothing works beside it."""
+        """See ``Runner.close``."""
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Run a plan; on a GPU this returns before the device is done."""
         try:
             return self._run(plan)
-        except BaseException:  # Ctrl-C too: jobs of this plan cannot go on, and their prompts must not be kept
+        except BaseException:  # jobs of this plan cannot continue
             for job_id in (*(spec.job_id for spec in plan.opened_jobs), *(units.job_id for units in plan.units)):
-                with suppress(RuntimeError):  # a device that fails here has failed above
+                with suppress(RuntimeError):  # of the device, raised above
                     self._drop(job_id)
             raise
 
@@ -254,7 +252,7 @@ class ModelRunner:
 
     def _drop(self, job_id: int) -> None:
         self._jobs.pop(job_id, None)
-        if self.mover is not None:  # which may have begun before the job was noted
+        if self.mover is not None:  # perhaps opened before the job was registered
             self.mover.close(job_id, is_done=False)
 
     def _open_job(self, spec: JobSpec) -> PrefillJob:
@@ -272,24 +270,19 @@ class ModelRunner:
         )
 
     def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
-        """Sample the first token of every row of the job and hand the rows to decode; those that are sent go on."""
+        """Sample the first token of every row of the job, except rows that are sent to another engine."""
         hidden = job.last_hidden()  # [prompts, D]
         drawn: list[int] = []
-        finished: list[FinishedPrompt] = []
+        finished: list[Finished] = []
         for index, prompt in enumerate(job.prompts):
-            finished.append(
-                FinishedPrompt(
-                    prompt.entry,
-                    self._compression(prompt),
-                    prompt.compress_time,
-                    self._kept(prompt),
-                    self._prompt_logprobs(job, prompt),
-                    self._budgets(prompt.entry),
-                )
-            )
-            if prompt.entry.is_sent:
+            entry = prompt.entry
+            kept = self._kept(prompt), self._budgets(entry)
+            logprobs = self._prompt_logprobs(job, prompt)
+            result = partial(prefill_result, entry, self._compression(prompt), prompt.compress_time, kept, logprobs)
+            finished.append(Finished(entry, result))
+            if entry.is_sent:
                 if self._connector is not None:
-                    self._connector.put_last(prompt.entry.request_id, hidden_bytes(hidden[index]))
+                    self._connector.put_last(entry.request_id, hidden_bytes(hidden[index]))
                 step.add_sent(finished[-1])
             else:
                 drawn.append(index)
@@ -299,16 +292,16 @@ class ModelRunner:
             self.first.draw([finished[index] for index in drawn], torch.stack([hidden[i] for i in drawn]), step)
 
     def _receive(self, received: Sequence[ReceivedRow], step: SubmittedStep) -> None:
-        """Write what another engine read to rows, and go on as after a prefill."""
+        """Copy received rows, and continue as after a prefill."""
         for row in received:
             for layer in range(self.cache.spec.num_layers):
                 self._parts.place(layer, row.entry, None if row.row is None else row.row.parts[layer])
                 self._on_unit()
-        prompts = [ReceivedPrompt(row.entry, None if row.row is None else row.row.report) for row in received]
+        prompts = [Finished(row.entry, partial(received_result, row)) for row in received]
         self.first.draw(prompts, self._parts.hidden([row.row for row in received]), step)
 
     def _send(self, layer: int, entry: PrefillEntry) -> None:
-        part = self._parts.take(layer, entry)  # every rank has to
+        part = self._parts.take(layer, entry)  # a collective
         if self._connector is not None:
             self._connector.put(entry.request_id, read_later(part))
 
@@ -328,7 +321,7 @@ class ModelRunner:
         )
 
     def _kept(self, prompt: PromptProgress) -> Arriving | None:
-        """What the rows of a prompt kept, if that was asked for and anything was chosen."""
+        """The kept positions of a prompt, if requested and any were selected."""
         if not prompt.kept:
             return None
         budgets, prompt_len = self._budgets(prompt.entry), prompt.prompt_len
@@ -360,5 +353,5 @@ class ModelRunner:
 
 
 def logits_tokens(vocab_size: int) -> int:
-    """Prompt tokens whose logits are there at a time; at most 24 bytes for each token of the vocabulary."""
+    """Prompt tokens whose logits are computed at a time; at most 24 bytes for each token of the vocabulary."""
     return max(1, min(_LOGITS_TOKENS, _LOGITS_BYTES // (24 * vocab_size)))

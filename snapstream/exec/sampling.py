@@ -1,21 +1,20 @@
-"""Draws one token per row from logits: fixed shapes, no host synchronisation, no generator.
+"""Samples one token per row from logits: fixed shapes, no host synchronization, no generator.
 
-Order: logit bias; stop ids held back until min_tokens, unless a grammar allows nothing else; repetition penalty
-(prompt and output tokens); frequency and presence penalties (output tokens); only what a grammar allows. Then greedy
-rows take the argmax, lowest id among equals; the others go through temperature, top-k, top-p over what top-k left, and
-min-p, as in transformers.
+Order: logit bias; no stop ids until min_tokens, unless a grammar allows nothing else; repetition penalty (prompt and
+output tokens); frequency and presence penalties (output tokens); grammar mask. Then greedy rows take the argmax, lowest
+id among equals; the others go through temperature, top-k, top-p over what top-k left, and min-p, as in transformers.
+Filters are thresholds on the value: tokens equal to the last one kept are kept too, so top-k may keep more than k. The
+nucleus includes the token that crosses p. Reported log-probabilities are those of the raw logits.
 
-Filters are thresholds on the value: tokens equal to the last one kept are kept too, so top-k may keep more
-than k. The nucleus includes the token that crosses p.
+Invariant: the token of a row is a function of its logits, parameters, seed and number of output tokens alone. So
+probabilities become integer weights, 2^42 for the likeliest token: integer sums do not depend on device, batch shape or
+order of addition, and the cumulative distribution (in vocabulary order) is exact. Tokens 2^42 times less likely than
+the likeliest are never sampled. Uniform numbers are a pure function of (seed, counter): SplitMix64's finalizer once
+over the seed on the host (``row_state.stream_of``) and once over stream + counter on the device (``uniform``). torch
+has neither uint64 nor a logical shift, so int64 wraps and shifts are masked.
 
-Invariant: the token of a row is a function of its logits, parameters, seed and number of output tokens alone.
-For that, probabilities become integer weights, 2^42 for the likeliest token: integer sums do not depend on
-device, batch shape or order of addition, so the cumulative distribution (in vocabulary order) is exact and
-monotone. Tokens 2^42 times less likely than the likeliest are never drawn.
-
-A row whose logits hold NaN, or no finite maximum, draws ``NO_TOKEN``, so that the host ends its request instead of
-taking token 0 for an answer. The host does not wait for the device to learn this: the row is fed some token and goes
-on, and the host sees the mark when it reads the step.
+A row whose logits have NaN, or no finite maximum, samples ``NO_TOKEN``, and the host ends its request when it reads the
+step; until then the row is fed some token.
 """
 
 from __future__ import annotations
@@ -28,13 +27,6 @@ from torch import Tensor, float64
 from snapstream.exec.row_state import UNIFORM_BITS, signed
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
 from snapstream.step import FIRST, GOLDEN, SECOND
-
-# Order of logits in integers: exact thresholds and stable top-n, without a sort or a host synchronisation.
-#
-# Invariant: results depend on the values alone - not on the device, the batch or the order of addition, since floats
-# become integers of the opposite order (the likelier, the smaller) and every mass that is summed is an integer too.
-# ``threshold_key`` serves top-k (mass 1 per token) and top-p (mass = probability) with one radix descent of three
-# histograms, which is faster than sorting. Next: ``sampler.py``, ``logprobs.py``.
 
 LOWEST_KEY = -(2**31)
 DIGITS = ((21, 2**11), (10, 2**11), (0, 2**10))  # (shift, buckets): 11 + 11 + 10 bits of a 32-bit key
@@ -50,14 +42,15 @@ def falling_keys(logits: Tensor) -> Tensor:
 
 
 def threshold_key(keys: Tensor, mass: Tensor, limit: Tensor) -> Tensor:
-    """Smallest key [B, 1] such that the tokens with keys up to it hold at least ``limit`` of the mass.
+    """Smallest key [B, 1] such that the tokens with keys up to it have at least ``limit`` of the mass.
 
-    keys [B, V] int32, mass [B, V] int64 >= 0, limit [B, 1] int64 >= 1. Where the whole row holds less than
-    the limit, the result is no smaller than any key.
+    keys [B, V] int32, mass [B, V] int64 >= 0, limit [B, 1] int64 >= 1. If the whole row has less, the result is no
+    smaller than any key. Exact, and one radix descent of three histograms is faster than sorting; top-k (mass 1 per
+    token) and top-p (mass = weight) use it.
     """
     base = torch.full_like(limit, LOWEST_KEY)  # [B, 1] smallest key with the digits found so far
     for shift, num_buckets in DIGITS:
-        # Keys before or after the current digits fall into the two outer buckets, which are not read.
+        # Keys outside the current digits go to the two outer buckets, which are not read.
         before = ((base >> shift) - 1).to(torch.int32)
         bucket = (keys >> shift).sub_(before).clamp_(0, num_buckets + 1)  # [B, V]
         histogram = mass.new_zeros(mass.shape[0], num_buckets + 2)
@@ -71,24 +64,18 @@ def threshold_key(keys: Tensor, mass: Tensor, limit: Tensor) -> Tensor:
 
 
 def top_tokens(logits: Tensor, num_top: int) -> Tensor:
-    """Ids [B, n] of the ``num_top`` largest logits, falling; among equals the lowest id first, as argmax."""
+    """Ids [B, n] of the ``num_top`` largest logits, descending; among equals the lowest id first, as argmax."""
     vocab_size = logits.shape[-1]
     ids = torch.arange(vocab_size, device=logits.device)  # [V] int64
     pairs = falling_keys(logits).to(torch.int64).bitwise_left_shift_(32).bitwise_or_(ids)  # key, then id
     return pairs.topk(min(num_top, vocab_size), dim=-1, largest=False).values & LOW_WORD
 
 
-# Log-probabilities of given tokens and of the likeliest ones, under the raw model distribution.
-#
-# Invariant: logits come in as the model made them - before bias, penalties, temperature and filters - so what is
-# reported does not depend on how tokens are drawn. Next: ``sampler.py`` (one per output token), the prefill job
-# (prompt tokens).
-
 SLICE_TOKENS = 64  # bounds the [slice, V] temporaries of a long prompt
 
 
 class TokenLogprobs(NamedTuple):
-    """``top_ids`` fall by log-probability, lowest id first among equals; n = min(num_top, V)."""
+    """``top_ids`` descend by log-probability, lowest id first among equals; n = min(num_top, V)."""
 
     logprobs: Tensor  # [T] fp32, of the given tokens
     top_ids: Tensor  # [T, n] int64
@@ -111,17 +98,8 @@ def prompt_logprobs(logits: Tensor, next_ids: Tensor, num_top: int) -> TokenLogp
     return TokenLogprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-# Counter-based randomness: a uniform number is a pure function of (seed, counter).
-#
-# Invariant: there is no generator and no state, so what a row draws depends on its own seed and on how many tokens it
-# has drawn, never on its row index, the batch or the neighbours. The mixing function is the finaliser of SplitMix64,
-# once over the seed on the host (``splitmix.stream_of``) and once over stream + counter on the device (``uniform``);
-# ``splitmix.py`` has it in plain integers, for reading and for the tests. torch has neither uint64 arithmetic nor a
-# logical shift, so int64 wraps and shifts are masked. Next: ``sampler.py``.
-
-
 def _shift_right(words: Tensor, count: int) -> Tensor:
-    """Logical shift: int64 shifts drag the sign along, the mask drops it again."""
+    """Logical shift: int64 shifts extend the sign, the mask drops it."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -137,12 +115,12 @@ def uniform(stream: Tensor, counter: Tensor) -> Tensor:
     return _shift_right(words, 64 - UNIFORM_BITS).to(float64) * 2.0**-UNIFORM_BITS
 
 
-NO_TOKEN = -1  # stands for the token of a row whose logits are not finite
+NO_TOKEN = -1  # of a row whose logits are not finite
 WEIGHT_ONE = 2**42  # weight of the likeliest token; times MAX_VOCAB = 2^20 it stays below 2^63
 
 
 class Sampled(NamedTuple):
-    """One token per row. ``top_*`` have n = min(needs.num_logprobs, V) columns, falling."""
+    """One token per row. ``top_*`` have n = min(needs.num_logprobs, V) columns, descending."""
 
     token_ids: Tensor  # [B] int64; NO_TOKEN where the logits are not finite
     logprobs: Tensor | None = None  # [B] fp32, of token_ids, raw model distribution
@@ -150,52 +128,51 @@ class Sampled(NamedTuple):
     top_logprobs: Tensor | None = None  # [B, n] fp32
 
     def first(self, num_rows: int) -> Sampled:
-        """Of the first rows only."""
         others = (None if field is None else field[:num_rows] for field in self[1:])
         return Sampled(self.token_ids[:num_rows], *others)
 
 
 def sample(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Sampled:
-    """Draw a token for each of ``rows`` [B] int64 from ``logits`` [B, V] fp32 and advance the rows' counters.
+    """Sample a token for each of ``rows`` [B] int64 from ``logits`` [B, V] fp32 and advance the rows' counters.
 
-    Rows are distinct but for the padding row, which may stand any number of times. ``logits`` stay untouched.
+    Rows are distinct, except for the padding row. ``logits`` are not modified.
     """
-    scores = adjusted(logits, state, rows, needs)  # [B, V]
+    scores = process_logits(logits, state, rows, needs)  # [B, V]
     token_ids = scores.argmax(-1)  # [B]
     if needs.random:
         drawn = draw(weights(scores, state, rows, needs), state, rows)
         token_ids = torch.where(state.is_greedy[rows], token_ids, drawn)
     _advance(state, rows, token_ids, needs)
-    # The maximum of a row with NaN is NaN. Of the model's own logits: a mask may hide NaN, and leave nothing finite.
+    # The maximum of a row with NaN is NaN. Of the raw logits: a mask may hide NaN, or leave nothing finite.
     marked = token_ids.masked_fill(~logits.amax(-1).isfinite(), NO_TOKEN)
     if needs.num_logprobs is None:
         return Sampled(marked)
     return Sampled(marked, *token_logprobs(logits, token_ids, needs.num_logprobs))
 
 
-def adjusted(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Tensor:
-    """Logits [B, V] after bias, min_tokens, penalties and grammar; the argument itself when the batch needs none."""
+def process_logits(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Tensor:
+    """Logits [B, V] after bias, min_tokens, penalties and grammar; the argument itself if the batch needs none."""
     if needs.bias:
         logits = logits.scatter_add(1, state.bias_ids[rows], state.bias_values[rows])
     allowed = _allowed(state, rows) if needs.grammar else None
     if needs.min_tokens:
-        logits = _hold_back_stops(logits, state, rows, allowed)
+        logits = _mask_stops(logits, state, rows, allowed)
     if needs.penalties:
-        logits = _penalised(logits, state, rows)
+        logits = _penalize(logits, state, rows)
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     return logits
 
 
 def _allowed(state: SamplingState, rows: Tensor) -> Tensor:
-    """Which tokens may be drawn: [B, V] bool."""
+    """The grammar mask [B, V] bool."""
     bits = torch.arange(32, dtype=torch.int32, device=rows.device)
     spread = state.allowed[rows].unsqueeze(2).bitwise_right_shift(bits).bitwise_and_(1)  # [B, W, 32]
     return spread.flatten(1)[:, : state.vocab_size].to(torch.bool)
 
 
-def _hold_back_stops(logits: Tensor, state: SamplingState, rows: Tensor, allowed: Tensor | None) -> Tensor:
-    """``allowed`` [B, V] bool, of grammars: a row that may draw nothing but stop ids draws one of them."""
+def _mask_stops(logits: Tensor, state: SamplingState, rows: Tensor, allowed: Tensor | None) -> Tensor:
+    """A row whose grammar (``allowed`` [B, V] bool) allows only stop ids may sample them."""
     ids = state.stop_ids[rows]  # [B, K]
     is_early = (state.num_sampled[rows] < state.min_tokens[rows]).unsqueeze(1)  # [B, 1]
     if allowed is not None:
@@ -203,7 +180,7 @@ def _hold_back_stops(logits: Tensor, state: SamplingState, rows: Tensor, allowed
     return logits.scatter(1, ids, logits.gather(1, ids).masked_fill(is_early, float("-inf")))
 
 
-def _penalised(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
+def _penalize(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
     counts = state.output_counts[rows]  # [B, V]
     in_output = counts > 0
     seen = state.prompt_seen[rows] | in_output
@@ -215,7 +192,7 @@ def _penalised(logits: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
 
 def weights(scores: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Tensor:
     """Integer weights [B, V] proportional to the filtered probabilities, as if no row were greedy."""
-    # Clamped, so that a row of -inf gives zeros and not NaN.
+    # Clamped, so that a row of -inf gives zeros, not NaN.
     peak = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)  # [B, 1]
     scaled = scores.to(torch.float64).sub_(peak).div_(state.temperature[rows].unsqueeze(1))
     mass = scaled.exp_().mul_(WEIGHT_ONE).to(torch.int64)  # [B, V], 0 .. WEIGHT_ONE
@@ -232,10 +209,10 @@ def weights(scores: Tensor, state: SamplingState, rows: Tensor, needs: SamplingN
 
 
 def _nucleus_key(keys: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
-    """Key [B, 1] at which the likeliest tokens hold ``top_p`` [B, 1] of the mass; no limit where it is 1."""
+    """Key [B, 1] at which the likeliest tokens have ``top_p`` [B, 1] of the mass; no limit if it is 1."""
     total = mass.sum(-1, keepdim=True)  # [B, 1]
     limit = (total * top_p).ceil_().to(torch.int64).clamp_(min=1)
-    # top_p = 1 is no filter, however total was rounded: a row must not notice neighbours that filter.
+    # top_p = 1 is no filter, however the total is rounded: other rows that filter must not matter.
     return threshold_key(keys, mass, limit).masked_fill_(top_p >= 1.0, torch.iinfo(torch.int64).max)
 
 
@@ -246,7 +223,7 @@ def draw(mass: Tensor, state: SamplingState, rows: Tensor) -> Tensor:
     # Less than the total even after rounding: 2^-53 of a float64 is at least half of its last place.
     target = (at * reached[:, -1]).to(torch.int64).unsqueeze(1)
     token_ids = torch.searchsorted(reached, target, right=True).squeeze(1)
-    return token_ids.clamp_(max=mass.shape[1] - 1)  # only a row without any mass is beyond
+    return token_ids.clamp_(max=mass.shape[1] - 1)  # only for a row without mass
 
 
 def _advance(state: SamplingState, rows: Tensor, token_ids: Tensor, needs: SamplingNeeds) -> None:

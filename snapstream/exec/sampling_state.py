@@ -1,10 +1,9 @@
-"""Sampling parameters and progress of every row, in tensors that keep their address.
+"""Sampling parameters and progress of every row, in tensors that keep their addresses.
 
 Invariant: one entry per row plus the padding row (the last, always greedy and neutral); ``set_rows`` writes all of a
-row's entries and resets its counters, so nothing of an earlier request remains. Everything is made at the start, 5 1/8
-bytes per token of the vocabulary and row: a captured step may read it, and no request can run out of memory later.
-``row_state.py`` is the table of the entries; its ``SamplingNeeds`` is the host's summary of a batch, which chooses the
-variant of the static step. Next: ``sampler.py``.
+row's entries and resets its counters, so nothing of an earlier request remains. Everything is allocated at the start, 5
+1/8 bytes per token of the vocabulary and row, so captured steps may read it and no request runs out of memory. The
+entries are those of ``row_state.py``.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class SamplingState:
             setattr(self, own.name, self._filled(own.fill, own.kind, own.width(vocab_size)))
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
         names = [field.name for field in FIELDS] + [own.name for own in LISTS]
         return {name: getattr(self, name) for name in names}
 
@@ -83,9 +81,9 @@ class SamplingState:
         self.set_rows([NewRow(row, sampling, seed, prompt_ids, stop_ids)])
 
     def set_rows(self, new: Sequence[NewRow]) -> None:
-        """Give rows to requests; ``stop_ids`` (end tokens too) are held back until ``min_tokens``.
+        """Give rows to requests; ``stop_ids`` (end tokens too) are masked until ``min_tokens``.
 
-        One upload for all rows; penalties and logit bias need more for the rows that use them.
+        One upload for all rows, and more for penalties and logit bias.
         """
         for entry in new:
             self._check(entry.row, entry.sampling, entry.prompt_ids, entry.stop_ids)
@@ -115,12 +113,11 @@ class SamplingState:
             self._set_bias(entry.row, entry.sampling.logit_bias)
 
     def allow(self, rows: Sequence[int], words: Tensor) -> None:
-        """Tokens that ``rows`` may draw next: ``words`` [len(rows), ceil(V / 32)] int32, on any device."""
+        """Tokens that ``rows`` may sample next: ``words`` [len(rows), ceil(V / 32)] int32, on any device."""
         own = upload(list(rows), torch.int64, self.device)
         self.allowed[own] = upload(words, torch.int32, self.device)
 
     def _check(self, row: int, sampling: SamplingParams, prompt_ids: Sequence[int], stop_ids: Sequence[int]) -> None:
-        """Refuse before anything is written."""
         if not 0 <= row < self.num_rows:
             raise ValueError(f"row is {row}; it must be from 0 to {self.num_rows - 1}")
         if len(set(stop_ids)) > NUM_STOP_IDS:
@@ -135,7 +132,7 @@ class SamplingState:
 
     def _set_occurrences(self, row: int, has_penalties: bool, prompt_ids: Sequence[int]) -> None:
         if not has_penalties:
-            return  # what an earlier request left is multiplied by neutral penalties
+            return  # neutral penalties ignore the entries of an earlier request
         self.output_counts[row].zero_()
         ids = upload(list(prompt_ids), torch.int64, self.device)
         self.prompt_seen[row].zero_().index_fill_(0, ids, True)

@@ -77,7 +77,7 @@ def test_a_rank_from_elsewhere_is_one_like_any(folder: Path, tmp_path: Path, spr
         found = [[sample.token_ids for sample in output.samples] for output in llm.generate(prompts, params)]
         assert found == wanted
         runner = llm.engine.runner
-        assert isinstance(runner, ParallelRunner) and runner.follower_pids == ()
+        assert isinstance(runner, ParallelRunner) and runner.worker_pids == ()
         llm.close()
         assert worker.wait(HANG_S) == 0
         assert worker.stderr is not None and "rank 0 has closed its engine, or is gone" in worker.stderr.read()

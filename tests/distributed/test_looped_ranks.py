@@ -149,7 +149,7 @@ def start(folder: Path) -> Iterator[Callable[[], LLM]]:
 
     def started() -> LLM:
         engines.append(LLM(folder, **SETTINGS, tensor_parallel=2))
-        pids.extend(runner_of(engines[-1]).follower_pids)
+        pids.extend(runner_of(engines[-1]).worker_pids)
         return engines[-1]
 
     yield started
@@ -195,7 +195,7 @@ def test_a_rank_that_is_killed_amid_a_step_ends_the_engine(start: Callable[[], L
     """It stops first, so that rank 0 waits for it within a step; its death wakes rank 0."""
     llm = start()
     runner = runner_of(llm)
-    [pid], decode = runner.follower_pids, runner.rank_0.runner.decode
+    [pid], decode = runner.worker_pids, runner.rank_0.runner.decode
     assert isinstance(decode, LoopedDecode)
     assert decode.shared is not None
     memory = decode.shared

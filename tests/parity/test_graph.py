@@ -70,7 +70,8 @@ class PlainMaker:
         function(*inputs)
 
         def program(*inputs):  # type: ignore[no-untyped-def]
-            self.runs.append((function.__name__, inputs[0].shape[0]))
+            name = "draw" if isinstance(function, partial) else function.__name__
+            self.runs.append((name, inputs[0].shape[0]))
             return function(*inputs)
 
         return program

@@ -15,8 +15,8 @@ from snapstream.exec import sampling
 from snapstream.exec.row_state import UNIFORM_BITS, stream_of
 from snapstream.exec.sampling import (
     WEIGHT_ONE,
-    adjusted,
     falling_keys,
+    process_logits,
     prompt_logprobs,
     sample,
     threshold_key,
@@ -125,7 +125,7 @@ def test_batches_equal_the_list_based_program(data: st.DataObject) -> None:
         # Eighths in a narrow range: many ties, positive and negative.
         eighths = st.lists(st.integers(-30, 30), min_size=vocab_size, max_size=vocab_size)
         logits = torch.tensor([data.draw(eighths) for _ in batch], dtype=torch.float32) / 8
-        mass = sampling.weights(sampling.adjusted(logits, state, index, needs), state, index, needs).double()
+        mass = sampling.weights(sampling.process_logits(logits, state, index, needs), state, index, needs).double()
         found = (mass / mass.sum(-1, keepdim=True)).tolist()
         tokens = sample(logits, state, index, needs).token_ids.tolist()
         for i, params in enumerate(batch):
@@ -212,7 +212,7 @@ def test_allowed_tokens_only(allowed: tuple[int, ...]) -> None:
     rows, needs = torch.tensor([0]), SamplingNeeds.of([sampling])
     logits = torch.randn(1, VOCAB)
     state.allow([0], words_of(*allowed).unsqueeze(0))
-    finite = adjusted(logits, state, rows, needs)[0].isfinite().nonzero().flatten().tolist()
+    finite = process_logits(logits, state, rows, needs)[0].isfinite().nonzero().flatten().tolist()
     assert tuple(finite) == allowed
     drawn = {int(sample(torch.randn(1, VOCAB), state, rows, needs).token_ids) for _ in range(60)}
     assert drawn == set(allowed)

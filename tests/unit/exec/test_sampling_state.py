@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from snapstream.exec.executors import SAMPLING_BYTES
 from snapstream.exec.row_state import row_state_bytes
-from snapstream.exec.sampling import NO_TOKEN, adjusted, sample
+from snapstream.exec.sampling import NO_TOKEN, process_logits, sample
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
-from snapstream.plan.memory import SAMPLING_BYTES
 from snapstream.types import NUM_STOP_IDS, SamplingParams
 
 NUM_ROWS = 7
@@ -115,7 +115,7 @@ def test_a_reused_row_keeps_nothing_of_the_earlier_request(later: SamplingParams
         state.set_row(1, later, 9, [8], [4])
     for step in range(8):
         logits = logits_at(step)[None]
-        assert torch.equal(adjusted(logits, fresh, rows, needs), adjusted(logits, used, rows, needs))
+        assert torch.equal(process_logits(logits, fresh, rows, needs), process_logits(logits, used, rows, needs))
         tokens = [sample(logits, state, rows, needs).token_ids for state in (fresh, used)]
         assert torch.equal(tokens[0], tokens[1])
 
