@@ -145,4 +145,4 @@ def test_every_need_of_a_request_is_a_program(tmp_path: Path, prompts: list[list
             values = [own.logprob, *(value for _, value in own.top)]
             assert values == pytest.approx([same.logprob, *(value for _, value in same.top)], abs=1e-4)
     forwards = [size for name, size in maker.runs if name == "_run_forward"]
-    assert forwards and forwards == [size for name, size in maker.runs if name == "run"]  # each step drew by a program
+    assert forwards and forwards == [size for name, size in maker.runs if name == "draw"]  # each step drew by a program
