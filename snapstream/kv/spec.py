@@ -125,11 +125,6 @@ class KVSpec:
         """Whether any layer has a sliding window."""
         return any(isinstance(layer, Window) for layer in self.layers)
 
-    @property
-    def budgeted_layers(self) -> tuple[int, ...]:
-        """The layers to which a row's budget applies."""
-        return tuple(index for index, layer in enumerate(self.layers) if not isinstance(layer, Window))
-
     def budgets(self, of_row: KVBudget) -> tuple[KVBudget, ...]:
         """By layer, the slots of each kv head."""
         return tuple(layer.budget(of_row) for layer in self.layers)

@@ -173,7 +173,6 @@ def test_windows_have_their_own_slots_whatever_the_budget() -> None:
     assert WINDOWS.visible_bytes(2, 2) == 3 * 2 * 64 * 2 == WINDOWS.visible_bytes(4, 4) - (4 + 4 + 3 - 6) * 64 * 2
     assert WINDOWS.most_slots(4) == 5 and WINDOWS.most_slots(6) == 6
     assert WINDOWS.token_bytes() == GROUPED.token_bytes() and WINDOWS.has_windows and not GROUPED.has_windows
-    assert WINDOWS.budgeted_layers == (1,) and GROUPED.budgeted_layers == (0, 1, 2)
 
 
 def test_layers_of_other_sizes_are_refused() -> None:
