@@ -1,11 +1,10 @@
-"""Grammars on the host: compiled once, followed token by token, read as bit masks of what may come next.
+"""Grammars on the host: compiled once, advanced token by token, read as bit masks of the allowed tokens. No torch.
 
-The library is llguidance (the extra ``serve`` has it), imported on first use. It bounds the work of a grammar by
-counting operations, not seconds, and a few hostile schemas escape its counts: a server that takes grammars from
-strangers first tries them in a process that can be ended (``server/engine/grammar.py``).
+The library is llguidance (in the extra ``serve``), imported on first use. It limits the work of a grammar by counting
+operations, and a few hostile schemas escape its counts, so the server first compiles grammars in a process that can be
+killed (``server/engine/grammar.py``). Masks are numpy words, bit ``t % 32`` of word ``t // 32`` for token t.
 
-Invariant: a matcher never raises for what a grammar or a model does; it says that nothing can follow, and why. No torch
-here: masks are numpy words, bit ``t % 32`` of word ``t // 32`` for token t. ``exec/results.py`` has the rows.
+Invariant: a matcher does not raise errors of a grammar or a model; it reports that no token can follow, and why.
 """
 
 from __future__ import annotations
@@ -27,30 +26,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 
-# JSON schemas closed: an object has the properties that its schema names, unless the schema asks for others.
-#
-# By the standard, an object may have any property beside those of ``properties``; a model that is held to a schema
-# then invents some, to the end of its tokens. ``closed`` adds ``additionalProperties: false`` where a schema names
-# properties and says nothing of others. It keeps its hands off schemas that ask: with ``additionalProperties``,
-# ``unevaluatedProperties`` or (for names that match) ``patternProperties``, and ``{"type": "object"}``, any object.
-#
-# Invariant: what was possible within the named properties stays possible. Parts that hold for one object together
-# (``allOf``, or anything beside ``properties``) stay open; the schema around them is closed over all their names.
+MAX_DEPTH = 64  # of nested schemas; deeper ones are unchanged
+MAX_PARTS = 200  # that apply to one object; one with more stays open
+MAX_WORK = 100_000  # names and parts of one schema; references can multiply a few lines
 
-MAX_DEPTH = 64  # of schemas in schemas; what is deeper stays as it is
-MAX_PARTS = 200  # that hold for one object; one with more stays open
-MAX_WORK = 100_000  # names and parts looked at in one schema; references can make far more of a few lines
-
-_ASKS = ("additionalProperties", "unevaluatedProperties")
+_OPEN_KEYS = ("additionalProperties", "unevaluatedProperties")
 _TOGETHER = ("allOf", "anyOf", "oneOf")
 _BRANCHES = ("then", "else")
 _OF_MANY = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # name -> schema
 _OF_ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "additionalItems")
-OPEN = "$defs"  # where open copies of schemas that are referred to are kept, under names of their own
+OPEN = "$defs"  # holds open copies of referenced schemas, under new names
 
 
 def resolve(ref: str, root: Mapping[str, Any]) -> Any:
-    """What a reference within ``root`` means; None if it leads nowhere."""
+    """The target of a reference within ``root``; None if there is none."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     found: Any = root
@@ -66,9 +55,15 @@ def resolve(ref: str, root: Mapping[str, Any]) -> Any:
 
 
 def closed(schema: Any) -> Any:
-    """The schema with every object closed that does not ask for more; ``schema`` itself is left alone.
+    """A copy of the schema with ``additionalProperties: false`` for objects that name properties.
 
-    ValueError for one whose references make it larger than ``MAX_WORK``.
+    By the standard, an object may have properties besides the named ones, and a constrained model then invents some
+    until it runs out of tokens. Objects with ``additionalProperties``, ``unevaluatedProperties`` or (for names that
+    match) ``patternProperties``, and any object (``{"type": "object"}``), are unchanged. Invariant: what was possible
+    within the named properties stays possible. Parts that apply to one object together (``allOf``, or anything next to
+    ``properties``) stay open; the schema around them is closed over all their names.
+
+    ValueError if references make it larger than ``MAX_WORK``.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -82,7 +77,7 @@ def closed(schema: Any) -> Any:
 class _Walk:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self.opened: dict[str, Any] = {}  # name -> open copy of what is referred to
+        self.opened: dict[str, Any] = {}  # name -> open copy of a referenced schema
         self._names: dict[str, str] = {}  # reference -> that name
         self._work = 0
 
@@ -101,7 +96,7 @@ class _Walk:
         return _shut(result, names) if self._collect(schema, names, set()) and names else result
 
     def open(self, schema: Any, depth: int) -> Any:
-        """What stands inside is closed, the object itself is not."""
+        """Close the schemas inside, but not the object itself."""
         if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
             return schema
         result = self._inner(schema, depth)
@@ -116,7 +111,7 @@ class _Walk:
         return result
 
     def _inner(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
-        """The schemas of other values than this one, closed: of its properties, of its items, and definitions."""
+        """A copy with the schemas of properties, items and definitions closed."""
         result = dict(schema)
         for key in _OF_MANY:
             inner = schema.get(key)
@@ -132,14 +127,14 @@ class _Walk:
         return result
 
     def _is_joint(self, schema: Mapping[str, Any]) -> bool:
-        """Whether several parts hold for the same object at once."""
+        """Whether several parts apply to the same object."""
         parts = sum(key in schema for key in ("$ref", "anyOf", "oneOf", "if", "dependentSchemas"))
         parts += "properties" in schema or "patternProperties" in schema or "required" in schema
         several = schema.get("allOf")
         return parts + (len(several) if isinstance(several, list) else 0) > 1
 
     def _opened(self, ref: str, depth: int) -> str:
-        """A reference to an open copy of what ``ref`` means."""
+        """A reference to an open copy of the target of ``ref``."""
         found = resolve(ref, self._root)
         if not isinstance(found, Mapping):
             return ref
@@ -152,11 +147,11 @@ class _Walk:
         return f"#/{OPEN}/{self._names[ref]}"
 
     def _collect(self, schema: Any, names: dict[str, None], seen: set[int]) -> bool:
-        """Add the names of all parts; False if one of them asks for other properties, or cannot be looked into."""
+        """Add the names of all parts; False if one of them allows other properties, or cannot be resolved."""
         if not isinstance(schema, Mapping) or id(schema) in seen:
             return True
         seen.add(id(schema))
-        if any(schema.get(key, False) is not False for key in _ASKS):
+        if any(schema.get(key, False) is not False for key in _OPEN_KEYS):
             return False
         own = _own_names(schema)
         names.update(own)
@@ -176,7 +171,7 @@ class _Walk:
 
 
 def _own_names(schema: Mapping[str, Any]) -> dict[str, None]:
-    """The properties that a schema names, in its order, and those that it only requires."""
+    """The properties that a schema names, in order, then those that it only requires."""
     names = schema["properties"] if isinstance(schema.get("properties"), Mapping) else {}
     required = schema["required"] if isinstance(schema.get("required"), list) else []
     return dict.fromkeys([*names, *(name for name in required if isinstance(name, str))])
@@ -194,17 +189,17 @@ def _shut(schema: dict[str, Any], names: Mapping[str, None]) -> dict[str, Any]:
 Words = NDArray[np.int32]
 
 MAX_COMPILED = 64  # grammars kept
-# Compact JSON: a model that is unsure may otherwise write white space for ever.
+# Compact JSON: an uncertain model may otherwise write whitespace forever.
 SCHEMA_OPTIONS = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}
 
 
 def schema_options(*, strict: bool) -> dict[str, object]:
-    """llguidance's options for a JSON schema; in a Lark grammar they stand in the schema under ``x-guidance``."""
+    """llguidance's options for a JSON schema; within a Lark grammar, the schema's ``x-guidance``."""
     return {**SCHEMA_OPTIONS, "lenient": not strict, "coerce_one_of": not strict}
 
 
 class Matcher:
-    """How far one sample is in its grammar."""
+    """The state of one sample in its grammar."""
 
     def __init__(self, core: LLMatcher) -> None:
         self._core = core
@@ -214,28 +209,28 @@ class Matcher:
         return Matcher(self._core.deep_copy())
 
     def take(self, token: int) -> None:
-        """The sample went on with this token, one of those that ``fill`` allowed."""
+        """Advance by a token that ``fill`` allowed."""
         self._core.consume_token(token)
 
     def fill(self, words: Words) -> bool:
-        """Write which tokens may follow; False if none may; ``fault`` then tells whether the text is complete."""
+        """Write the mask of allowed tokens; False if there are none: ``fault`` is empty if the text is complete."""
         if not self._core.is_stopped():
             self._core.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        return not self._core.is_stopped()  # computing the mask may be what shows it
+        return not self._core.is_stopped()  # computing the mask may stop it
 
     @property
     def fault(self) -> str:
-        """Why the text cannot be completed, once nothing may follow; empty if it is complete."""
+        """Once no token is allowed: why the text cannot be completed; empty if it is complete."""
         if self._core.is_error():
             return f"grammar: {_first_line(self._core.get_error())}"
         return "" if self._core.is_accepting() else "grammar: no token of the vocabulary can follow"
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer and keeps the last ``MAX_COMPILED``. Safe to use from several threads."""
+    """Compiles grammars for one tokenizer and caches ``MAX_COMPILED`` of them. Thread-safe."""
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, end_ids: Sequence[int]) -> None:
-        """``tokenizer_json`` gives the content of a tokenizer.json; ``vocab_size`` is the model's, padding included."""
+        """``tokenizer_json`` returns the content of a tokenizer.json; ``vocab_size`` is the model's."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._end_ids = sorted(token for token in set(end_ids) if 0 <= token < vocab_size)
@@ -247,12 +242,12 @@ class GrammarCompiler:
 
     @property
     def num_words(self) -> int:
-        """Words of a mask: at least one bit for each token of the model."""
+        """Words of a mask: at least one bit per token of the model."""
         self.load()
         return self._num_words
 
     def prepare(self, grammar: Grammar) -> Future[Matcher]:
-        """Start to compile in another thread, unless that was done; the result must be copied before use."""
+        """Compile in another thread, unless cached; the result must be copied before use."""
         with self._lock:
             future = self._compiled.get(grammar)
             if future is None:
@@ -263,11 +258,11 @@ class GrammarCompiler:
         return future
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of the text. ValueError with the compiler's reason."""
+        """A new matcher. ValueError with the compiler's reason."""
         return self.prepare(grammar).result().copy()
 
     def load(self) -> LLTokenizer:
-        """Read the tokenizer, which for a large vocabulary takes a second; ValueError if it cannot be read."""
+        """Load the tokenizer, which takes a second for a large vocabulary; ValueError if it cannot be read."""
         if self._tokenizer is None:
             self._tokenizer = self._load()
             self._num_words = -(-max(self._tokenizer.vocab_size, self._vocab_size) // 32)
@@ -302,14 +297,14 @@ class GrammarCompiler:
         matcher = Matcher(core)
         if core.is_error():
             raise ValueError(matcher.fault)
-        # Some faults show with the first mask only, like a schema that no finite text fulfils.
+        # Some errors appear only with the first mask, such as a schema that no finite text matches.
         if not matcher.copy().fill(np.zeros(self._num_words, dtype=np.int32)):
             raise ValueError("grammar: it allows no text")
         return matcher
 
 
 def _source(grammar: Grammar) -> str:
-    """What the library reads; a preface makes two grammars of it, one after the other."""
+    """Source for the library; a preface makes it two grammars, one after the other."""
     if not grammar.preface:
         return _plain_source(grammar)
     text = _plain_source(grammar)
@@ -332,14 +327,14 @@ def _plain_source(grammar: Grammar) -> str:
 
 
 def _lark(text: str) -> str:
-    """Grammars in the notation of llama.cpp (GBNF) in Lark's."""
+    """Convert GBNF, the notation of llama.cpp, to Lark."""
     if "::=" not in text:
         return text
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return str(any_to_lark(text))
-    except Exception as error:  # a parser of its own, with errors of its own
+    except Exception as error:  # of the converter's parser
         raise ValueError(f"the grammar cannot be read as GBNF: {error}") from None
 
 
@@ -355,7 +350,7 @@ def _closed_text(text: str) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """A tenth of the library's own for one step: a mask that needs more would hold up everybody's next token."""
+    """A tenth of the library's defaults per step: a slow mask delays all rows of the batch."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -1,6 +1,8 @@
-"""What a caller asks for (``request.py``, ``sampling.py``) and what it gets back (``output.py``). Plain data; no torch.
+"""Requests, sampling parameters and outputs: plain data, no torch. Also checks of what callers pass in.
 
-See ``engine/`` for the life of a request.
+Prompts, parameters and conversations are normalized by the same functions for ``LLM``, the server and code that counts
+a prompt's tokens. Nothing is guessed: wrong input is a ValueError that quotes it. Limits that depend on the model are
+in ``engine/validate.py``.
 """
 
 from __future__ import annotations
@@ -19,14 +21,11 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTicket:
-    """Names a row that an engine has reserved, and where that engine takes it. Plain data, also as JSON.
-
-    ValueError for what can name no row.
-    """
+    """A reserved row of an engine, and the address that receives it. Plain data, also as JSON."""
 
     host: str
     port: int
-    key: str = field(repr=False)  # 16 random bytes as hex; who knows it may fill the row, so no log shows it
+    key: str = field(repr=False)  # 16 random bytes as hex; a secret, so not logged
     uses_tls: bool = False
 
     def __post_init__(self) -> None:
@@ -42,7 +41,7 @@ class RowTicket:
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 32
-MAX_END_TOKEN_IDS = 16  # that a checkpoint names itself
+MAX_END_TOKEN_IDS = 16  # of a checkpoint
 NUM_STOP_IDS = MAX_STOP_TOKEN_IDS + MAX_END_TOKEN_IDS
 MAX_LOGPROBS = 20
 SEEDS = (-(2**63), 2**63 - 1)
@@ -53,7 +52,7 @@ MAX_GRAMMAR_CHARS = 2**18
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
-# Least and greatest values of the numeric sampling parameters; top_p is greater than its least.
+# Ranges of the numeric sampling parameters; top_p excludes 0.
 COUNTS: tuple[tuple[str, int, int | None], ...] = (
     ("n", 1, MAX_SAMPLES), ("max_tokens", 1, None), ("min_tokens", 0, None), ("top_k", -1, None),
 )  # fmt: skip
@@ -72,18 +71,17 @@ def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """What the text of an answer must look like; use one of the class methods. ``grammar.py`` compiles it.
+    """A constraint on the text of an answer, made by one of the class methods; ``grammar.py`` compiles it.
 
-    The sample ends when its text is complete and nothing could follow; an end token is drawn only where the text is
+    The sample ends when its text is complete and nothing can follow; end tokens are sampled only where the text is
     complete. ValueError for a text of more than ``MAX_GRAMMAR_CHARS``.
     """
 
     kind: GrammarKind
     text: str  # a JSON schema as JSON, a regular expression, or a Lark grammar in llguidance's dialect
-    # Of a schema: refuse what cannot be enforced. Otherwise unknown keywords are ignored, and oneOf is taken as anyOf.
+    # Of a schema: refuse what cannot be enforced. Otherwise unknown keywords are ignored, and oneOf means anyOf.
     strict: bool = True
-    # Lark rules for a text that comes first, the rule ``preface``; empty: the answer begins at once. A model that
-    # thinks aloud needs the room (``server/openai/reasoning.py``).
+    # Lark rules of a text that precedes the answer, such as reasoning; its rule is ``preface``. Empty: none.
     preface: str = ""
 
     def __post_init__(self) -> None:
@@ -100,7 +98,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str, *, strict: bool = True) -> Self:
-        """JSON that a schema (as a mapping, or as JSON) describes; its properties come in the schema's order."""
+        """JSON that matches a schema (a mapping, or JSON); properties are in the schema's order."""
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
@@ -109,7 +107,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Text that a regular expression matches as a whole (no look-around, no back references)."""
+        """Text that a regular expression matches as a whole (no look-around, no backreferences)."""
         return cls(kind="regex", text=pattern)
 
     @classmethod
@@ -121,13 +119,13 @@ class Grammar:
 
     @classmethod
     def lark(cls, grammar: str) -> Self:
-        """A context-free grammar; the rule ``start`` is the whole text. GBNF is taken, too, where ``root`` is."""
+        """A context-free grammar with the start rule ``start``; or GBNF, with ``root``."""
         return cls(kind="lark", text=grammar)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn and when a sample ends. Names and ranges follow the OpenAI API and vLLM."""
+    """How tokens are sampled and when a sample ends. Names and ranges follow the OpenAI API and vLLM."""
 
     n: int = 1  # samples of one prompt: one prefill, n rows
     max_tokens: int = 256
@@ -135,21 +133,21 @@ class SamplingParams:
     temperature: float = 1.0  # 0 means greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 (or -1) means off
-    min_p: float = 0.0  # drop tokens less likely than min_p x the likeliest
+    min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
     presence_penalty: float = 0.0  # subtracted once from every token of the output
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output
     repetition_penalty: float = 1.0  # divides (multiplies) positive (negative) logits of prompt and output tokens
     logit_bias: Mapping[int, float] | None = None  # token id -> value added to its logit
-    seed: int | None = None  # same seed, same output, whatever the batch
-    stop: Sequence[str] = ()  # a str is taken as one stop string
+    seed: int | None = None  # same seed, same output, in any batch
+    stop: Sequence[str] = ()  # a str is one stop string
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop: bool = False  # keep the stop string in the text
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # per generated token: its own log-probability and this many of the likeliest
+    logprobs: int | None = None  # per output token: its log-probability and those of this many top tokens
     prompt_logprobs: int | None = None  # the same for every prompt token, from the uncompressed prefill
-    grammar: Grammar | None = None  # the text must match it; it wins over min_tokens and ignore_eos
-    # Report which prompt tokens each row kept: True as Compression.kept_positions, "bitmap" as kept_bitmap.
+    grammar: Grammar | None = None  # takes precedence over min_tokens and ignore_eos
+    # Report the prompt tokens that each row kept: True as Compression.kept_positions, "bitmap" as kept_bitmap.
     return_kept: bool | Literal["bitmap"] = False
 
     def __post_init__(self) -> None:
@@ -216,17 +214,16 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True when the likeliest token is always taken."""
         return self.temperature == 0.0
 
 
 class FinishReason(StrEnum):
-    """Why a sample ended; the values are those of the OpenAI API where it has one."""
+    """Values are those of the OpenAI API, if it has one."""
 
     STOP = "stop"  # end token, stop id or stop string
     LENGTH = "length"  # max_tokens
     ABORT = "abort"  # the caller gave up
-    ERROR = "error"  # the logits were not finite, or the grammar could not be followed; ``stop_reason`` says which
+    ERROR = "error"  # logits not finite, or the grammar cannot be completed; see ``stop_reason``
 
 
 NOT_FINITE = "logits are not finite"  # stop_reason of an ERROR: the model computed NaN or infinity
@@ -234,14 +231,12 @@ NOT_FINITE = "logits are not finite"  # stop_reason of an ERROR: the model compu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionSummary:
-    """What a draft model dropped from a prompt before its prefill. Tokens are the target's, if its tokenizer is
-    known.
-    """
+    """Prompt compression of a prompt. Tokens are the target's, if its tokenizer is known."""
 
     tokens_before: int
     tokens_after: int
-    draft_ms: float = 0.0  # reading and scoring; 0 where everything came from the cache
-    reason: str = ""  # why the prompt was left uncompressed; empty if it was compressed
+    draft_ms: float = 0.0  # prefill and scoring; 0 if everything was cached
+    reason: str = ""  # why the prompt was not compressed; empty if it was
     num_cached: int = 0  # texts whose scores came from the draft's cache
 
     @property
@@ -258,7 +253,7 @@ class CompressionSummary:
         return self.tokens_after / self.tokens_before if self.tokens_before else 1.0
 
     def summary(self, num_tokens: int | None = None) -> CompressionSummary:
-        """The counts alone; of a prompt that turned out to have ``num_tokens`` left, if given."""
+        """A copy of the counts; with ``num_tokens`` tokens left, if given."""
         left = self.tokens_after if num_tokens is None else num_tokens
         return CompressionSummary(
             tokens_before=left + self.dropped_tokens,
@@ -270,7 +265,7 @@ class CompressionSummary:
 
     @classmethod
     def total(cls, parts: Sequence[CompressionSummary]) -> CompressionSummary:
-        """Of several prompts; it is applied if it is to one of them."""
+        """Of several prompts; applied if one was compressed."""
         return CompressionSummary(
             tokens_before=sum(part.tokens_before for part in parts),
             tokens_after=sum(part.tokens_after for part in parts),
@@ -280,7 +275,7 @@ class CompressionSummary:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """As HTTP answers and headers state it: counts, never text."""
+        """As in HTTP responses and headers."""
         data: dict[str, Any] = {
             "applied": self.is_applied,
             "tokens_before": self.tokens_before,
@@ -302,10 +297,10 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptBitmap:
-    """One bit per layer, kv head and prompt token: 1 where the row kept it, as sink, top-k or recent token alike.
+    """One bit per layer, kv head and prompt token: 1 if the row kept it.
 
-    Token t of a head is bit t % 8, the least significant first, of its byte t // 8. Heads follow each other, those of
-    layer 0 first, each from a byte of its own on: ``bits`` has L x G x ceil(N / 8) bytes.
+    Token t of a head is bit t % 8, least significant first, of its byte t // 8. Heads follow each other, those of layer
+    0 first, each at a byte boundary: ``bits`` has L x G x ceil(N / 8) bytes.
     """
 
     num_layers: int
@@ -316,27 +311,24 @@ class KeptBitmap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """What the row kept of a prompt; counts are tokens per layer and kv head."""
+    """What the row kept of a prompt; counts are per layer and kv head."""
 
     prompt_tokens: int
     kept_tokens: int
     evicted_tokens: int
     row_bytes: int  # K and V of one row, all layers, at the request's capacity
-    full_bytes: int  # what a full cache of this prompt would hold
-    compress_ms: float  # scoring, selection and the write of the row, all layers
-    ring_tokens: (
-        int  # slots of the ring of recent tokens as the prompt left it; answer and end of the prompt share them
-    )
-    # Selected prompt positions by layer and kv head, ascending; None unless asked for and something was evicted. Where
-    # kv heads have slots of their own, lists have unlike lengths; of a head that holds the prompt whole, all but sinks
-    # and the num_recent last.
+    full_bytes: int  # of a full cache of this prompt
+    compress_ms: float  # scoring, selection and writing of the row, all layers
+    ring_tokens: int  # slots of the ring after prefill, which the end of the prompt and the answer share
+    # Selected prompt positions by layer and kv head, ascending; None unless requested and something was evicted. With
+    # per-head budgets lengths differ; a head that holds the whole prompt lists all but sinks and the num_recent last.
     kept_positions: tuple[tuple[tuple[int, ...], ...], ...] | None = None  # [L][G][K]
-    kept_bitmap: KeptBitmap | None = None  # all that was kept; under the same conditions
+    kept_bitmap: KeptBitmap | None = None  # all kept tokens; under the same conditions
 
 
 @dataclass(slots=True)
 class Timings:
-    """Wall-clock milliseconds of a request; fields are filled as the request moves on."""
+    """Wall-clock milliseconds of a request, so far."""
 
     queue_ms: float = 0.0  # arrival to first prefill unit
     prefill_ms: float = 0.0  # first unit to first token
@@ -353,18 +345,18 @@ class _SampleFields:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id or stop string that ended it, or the fault of an error
+    stop_reason: int | str | None = None  # the stop id or stop string, or the reason of an error
 
 
 class SampleOutput(_SampleFields):
-    """One of the ``n`` samples of a request. ``text`` and ``token_ids`` only ever grow.
+    """One of the ``n`` samples of a request. ``text`` and ``token_ids`` only grow.
 
-    Text is kept in pieces, so that a token does not copy the whole answer; reading ``text`` joins what is new.
+    Text is stored in pieces, so that a token does not copy the whole answer; reading ``text`` joins the new ones.
     """
 
     __slots__ = ("_joined", "_pieces")
     _pieces: list[str]
-    _joined: tuple[int, str]  # how many of them, and their text
+    _joined: tuple[int, str]  # number of joined pieces, and their text
 
     @property
     def text(self) -> str:
@@ -389,42 +381,42 @@ class SampleOutput(_SampleFields):
             self._pieces.append(piece)
 
     def text_since(self, num_pieces: int) -> str:
-        """The text behind the first ``num_pieces`` pieces."""
+        """The text after the first ``num_pieces`` pieces."""
         return "".join(self._pieces[num_pieces:])
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixUse:
-    """What the prefix store did for a prompt."""
+    """Prefix store use of a prompt."""
 
-    cached_tokens: int = 0  # tokens at its beginning that were restored instead of computed
-    # Tokens that it shares with the nearest stored prompt, where it then reads otherwise; None if nothing diverges.
+    cached_tokens: int = 0  # at its beginning
+    # Tokens that it shares with the nearest stored prompt before the two differ; None if they do not.
     diverged_at: int | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer so far; ``is_finished`` tells whether it is whole. The same object is updated as tokens come."""
+    """The answer so far; the same object is updated until ``is_finished``."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     samples: list[SampleOutput]
     prompt: str | None = None
-    prompt_logprobs: list[Logprob | None] | None = None  # entry 0 is None: nothing precedes the first token
-    compression: Compression | None = None  # known from the first token on
-    prompt_compression: CompressionSummary | None = None  # if prompt compression was asked for
-    prefix: PrefixUse | None = None  # from the first unit on, if the prompt was looked up in a prefix store
+    prompt_logprobs: list[Logprob | None] | None = None  # entry 0 is None
+    compression: Compression | None = None  # set with the first token
+    prompt_compression: CompressionSummary | None = None  # if requested
+    prefix: PrefixUse | None = None  # set when prefill starts, if the prompt was looked up in a prefix store
     timings: Timings = field(default_factory=Timings)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the logical prompt, those that a draft left out included."""
+        """Tokens of the uncompressed prompt."""
         own = self.prompt_compression
         return len(self.prompt_token_ids) if own is None else own.tokens_before
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that came out of the prefix store."""
+        """Prompt tokens from the prefix store."""
         return 0 if self.prefix is None else self.prefix.cached_tokens
 
     @property
@@ -433,9 +425,8 @@ class RequestOutput:
 
     @property
     def has_outgrown_ring(self) -> bool:
-        """Whether a sample is longer than the ring of its row: the end of the prompt, which is usually the question,
-        has then left the ring, and so does the answer's own beginning. Tokens that a window region or KV re-selection
-        keeps are still there.
+        """Whether a sample is longer than its ring: the end of the prompt, usually the question, was then evicted,
+        except for tokens that a window region or KV re-selection keeps.
         """
         ring = None if self.compression is None else self.compression.ring_tokens
         return ring is not None and any(len(sample.token_ids) > ring for sample in self.samples)
@@ -447,12 +438,12 @@ class RequestOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Output ids of the first sample."""
+        """Output token ids of the first sample."""
         return self.samples[0].token_ids
 
     @property
     def logprobs(self) -> list[Logprob] | None:
-        """Log-probabilities of the first sample's tokens, if asked for."""
+        """Log-probabilities of the first sample's tokens, if requested."""
         return self.samples[0].logprobs
 
     @property
@@ -462,13 +453,13 @@ class RequestOutput:
 
 
 MAX_PRIORITY = 100
-# Namespace "a/b" lies below "a": it shares nothing with it, and is reset with it.
+# Namespace "a/b" is below "a": it shares nothing with it, and is reset with it.
 NAMESPACE_BORDER = "/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt on its way through the engine."""
+    """One prompt and its options."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -476,7 +467,7 @@ class Request:
     budget: KVBudget | None = None  # None means the engine's own
     selector: Selector | None = None  # None means the engine's own
     prompt: str | None = None  # source text, if there was one; only echoed
-    # Position of each prompt token in its text, ascending, where tokens in between were left out; None: 0, 1, 2, ...
+    # Position of each prompt token in the uncompressed text, ascending; None: 0, 1, 2, ...
     positions: tuple[int, ...] | None = None
     prompt_compression: CompressionSummary | None = None  # only echoed
     priority: int = 0  # lower is sooner; see ``engine/admission.py``
@@ -486,31 +477,25 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the logical prompt, what a draft took out included."""
+        """Tokens of the uncompressed prompt."""
         own = self.prompt_compression
         return len(self.prompt_token_ids) if own is None else own.tokens_before
 
     @property
     def next_position(self) -> int:
-        """Where the answer begins."""
+        """Position of the first output token."""
         return self.positions[-1] + 1 if self.positions is not None else len(self.prompt_token_ids)
 
-
-# Conversations as callers give them, made into what chat templates expect, or refused.
-#
-# Invariant: everybody renders by these rules - ``LLM.chat``, the server, and code that counts a prompt's tokens before
-# it is sent - so that what was counted is what is fed. ``inputs.py`` has the rules for the other things callers hand
-# in.
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def as_conversation(messages: Sequence[Any], *, has_developer: bool = True) -> list[dict[str, Any]]:
-    """Messages in OpenAI's shape, made into what chat templates expect: known roles, content as one text (parts are
-    joined by newlines), arguments of tool calls as objects. Other members stay as they are.
+    """OpenAI messages as chat templates expect them: known roles, content as one text (parts are joined by newlines),
+    arguments of tool calls as objects. Other members are unchanged.
 
-    ``has_developer``: the template knows that role; otherwise it becomes ``system``, its older name.
+    ``has_developer``: the template supports that role; otherwise it becomes ``system``.
     """
     if not is_list(messages):
         raise ValueError(f"messages is {named(messages)}; it must be a list of messages, each with role and content")
@@ -554,7 +539,7 @@ def _as_part(part: Any, place: str) -> str:
 
 
 def _as_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """Templates want arguments as an object; the API has them as JSON text."""
+    """Templates expect arguments as an object; the API has JSON text."""
     if not is_list(calls):
         raise ValueError(f"{place} is {named(calls)}; it must be a list")
     return [_as_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
@@ -582,7 +567,7 @@ def _as_tool_call(call: Any, place: str) -> dict[str, Any]:
 
 
 def _custom_as_function(call: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A call of a custom tool as templates know it: models write it as one of a function with a text, ``input``."""
+    """A call of a custom tool as a function call with the text ``input``, which templates support."""
     custom = call.get("custom")
     if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
         raise ValueError(f"{place}.custom must have a name and an input, both text")
@@ -590,7 +575,7 @@ def _custom_as_function(call: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def as_text(name: str, value: Any) -> str:
-    """A text that a tokenizer can take; TypeError or ValueError else."""
+    """``value``; TypeError or ValueError unless a tokenizer accepts it."""
     if not isinstance(value, str):
         raise TypeError(f"{name} is {named(value)}; it must be text")
     check_texts(name, value)
@@ -598,7 +583,7 @@ def as_text(name: str, value: Any) -> str:
 
 
 def check_texts(name: str, value: Any) -> None:
-    """ValueError where a text, however deep in lists and mappings, holds half a surrogate pair: that is no Unicode."""
+    """ValueError if a text, at any depth of lists and mappings, has a lone surrogate, which is not Unicode."""
     waiting = [(name, value)]
     while waiting:
         place, item = waiting.pop()
@@ -620,7 +605,7 @@ def _check_text(place: str, text: str) -> None:
 
 
 def is_list(value: Any) -> bool:
-    """A sequence that is no text."""
+    """Whether it is a sequence other than text."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
@@ -628,13 +613,6 @@ def named(value: Any) -> str:
     """Type and the beginning of the value, for a message."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-# The arguments of ``LLM``, normalised or refused: prompts, sampling parameters, conversations.
-#
-# Nothing is guessed: a prompt that is not clearly a text or a list of token ids is a ValueError that quotes it. Arrays
-# and tensors of ids count as lists. ``llm.py`` uses this; the rules of messages are in ``conversation.py``, limits
-# that depend on the model in ``engine/validate.py``.
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
@@ -665,7 +643,6 @@ def as_params(params: Any, count: int) -> list[SamplingParams]:
 
 
 def only(requests: Sequence[Request]) -> Request:
-    """The request of a stream, which takes one prompt."""
     if len(requests) != 1:
         raise ValueError(f"stream takes one prompt; {len(requests)} were given")
     return requests[0]

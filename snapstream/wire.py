@@ -61,21 +61,22 @@ T = TypeVar("T")
 
 
 class WireError(ValueError):
-    """The peer sent something else than what is expected next; the message is for both sides."""
+    """The peer sent something unexpected; the message is for both sides."""
 
 
 class ConnectionFailed(Exception):
-    """The connection broke or stalled, or the peer refused; why."""
+    """The connection broke or stalled, or the peer refused; with the reason."""
 
 
-# Codec: frozen dataclasses to bytes and back, by the types of their fields: numbers, texts, bytes, ``None``, tuples,
-# lists, mappings, registered selectors, and such dataclasses again. Values are made by the same constructors that a
-# caller uses, so they are checked as a caller's values are. Invariant: ``unpack(pack(m)) == m`` for what ``kinds``
-# names, and a WireError, never anything else, for other bytes.
+# codec
 
 
 def pack(message: object) -> bytes:
-    """A message as bytes. TypeError for a value that cannot be sent."""
+    """A frozen dataclass as bytes. TypeError for a value that cannot be sent.
+
+    Fields may be numbers, text, bytes, None, tuples, lists, mappings, registered selectors and such dataclasses. Values
+    are rebuilt by the usual constructors, with their checks.
+    """
     arrays: list[bytes] = []
     values = _plain(message, arrays)
     head = json.dumps([type(message).__name__, values, [len(own) for own in arrays]], separators=(",", ":")).encode()
@@ -83,8 +84,8 @@ def pack(message: object) -> bytes:
 
 
 def unpack(data: bytes | bytearray, kinds: Mapping[str, type], *, is_signed: bool = True) -> object:
-    """The message in ``data``, one of ``kinds`` by name. WireError for anything else, and, unless ``is_signed``, for
-    integers below 0."""
+    """The message in ``data``, one of ``kinds`` by name. WireError, and no other error, for other bytes, and for
+    integers below 0 unless ``is_signed``."""
     parse_int = int if is_signed else _as_count
     try:
         (length,) = _MESSAGE_HEAD.unpack_from(data)
@@ -118,7 +119,7 @@ def _as_count(digits: str) -> int:
 
 
 def _plain(value: Any, arrays: list[bytes]) -> Any:
-    """``value`` in JSON's types; its long tuples of integers go to ``arrays``."""
+    """``value`` in JSON types; long tuples of integers are moved to ``arrays``."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, bytes):
@@ -148,7 +149,7 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 @cache
 def reader(kind: Any) -> Read:
-    """Reads values of a type back; TypeError for a type that no message may have."""
+    """A function that reads values of a type; TypeError for unsupported types."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is Selector:
         return _read_selector
@@ -242,15 +243,15 @@ def _read_selector(value: Any, arrays: Any) -> Selector:
     return made
 
 
-# Frames and connections
+# frames and connections
 
 
 class Kind(IntEnum):
     """Of a frame."""
 
     MESSAGE = 0  # of the control channel between ranks
-    HEADER = 1  # the rest but the last: of a KV transfer
-    LAYER = 2  # its number is the layer's
+    HEADER = 1  # this and the following but the last: of a KV transfer
+    LAYER = 2  # numbered by layer
     HIDDEN_STATE = 3
     REPORT = 4
     HEARTBEAT = 5
@@ -260,7 +261,7 @@ class Kind(IntEnum):
 
 
 def checksum(body: Body) -> bytes:
-    """As the prefix cache's; hashlib releases the GIL meanwhile."""
+    """hashlib releases the GIL meanwhile."""
     return blake2b(body, digest_size=CHECKSUM_BYTES).digest()
 
 
@@ -269,7 +270,7 @@ def frame_head(kind: Kind, number: int, body: Body) -> bytes:
 
 
 def _check_body(kind: int, number: int, body: Body, expected: bytes) -> None:
-    """WireError for a body that was damaged on its way."""
+    """WireError for a damaged body."""
     found = checksum(body)
     if found != expected:
         raise WireError(
@@ -289,7 +290,7 @@ class Connection:
     def __init__(
         self, sock: socket.socket, deadline_s: float | None = None, binding: bytes = b"", *, within_s: float = 0.0
     ) -> None:
-        """``deadline_s``: without a byte sent or received, None: any time. ``within_s``: for everything together.
+        """``deadline_s``: without a byte sent or received, None: no limit. ``within_s``: for everything together.
         ``binding``: digest of the listening side's certificate, with TLS.
         """
         self.sock, self._binding = sock, binding
@@ -373,7 +374,7 @@ class Connection:
         return data
 
     def write(self, data: Body) -> None:
-        """All of it; ``sendall`` would count its timeout over the whole."""
+        """Send all of it; the timeout of ``sendall`` would be for the whole."""
         view = memoryview(data)
         while view:
             view = view[self._within(partial(self.sock.send, view)) :]
@@ -404,7 +405,7 @@ class Connection:
 
 
 def cut(sock: socket.socket) -> None:
-    """Shut a socket down and wake the threads that wait for it; closing it would not wake them."""
+    """Shut a socket down, which wakes threads that wait for it; closing it would not."""
     with suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
@@ -483,7 +484,7 @@ class Listener:
         self._serve(sock, ticket, proof)
 
     def _wrap(self, plain: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
-        """The same connection with TLS, still not authenticated. ``do_handshake`` counts its timeout over the whole."""
+        """The same connection with TLS, not authenticated yet. The timeout of ``do_handshake`` is for the whole."""
         with self._lock:
             sock = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
             self._pending.discard(plain)

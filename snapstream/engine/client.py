@@ -2,13 +2,13 @@
 
     callers --Submit, SubmitBatch, Abort ...--> send      engine loop (worker.py)      deliver --news--> readers
 
-``EngineClient`` knows every open request and routes what the engine sends to its reader. ``LLM`` and ``AsyncLLM`` use
-it through ``EngineThread``, the server through a pipe to the engine process. A caller only ever waits for news, so
-Ctrl-C interrupts that wait and never a step.
+``EngineClient`` keeps the open requests and routes what the engine sends to their readers. ``LLM`` and ``AsyncLLM`` use
+it through ``EngineThread``, the server through a pipe to the engine process. Callers only wait for news, so Ctrl-C
+interrupts that wait and never a step.
 
 Invariants: a reader gets every delta up to ``is_finished``, or an exception. A request is open, and its id in use, from
-its submission until the engine has reported its end, also when its reader has left. Readers may leave on any thread and
-at any moment (the garbage collector closes generators), so leaving only sets a flag and queues a message.
+submission until the engine has reported its end, even if its reader has left. Readers may leave on any thread at any
+moment (the garbage collector closes generators), so leaving only sets a flag and queues a message.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from snapstream.engine.worker import (
 )
 from snapstream.types import Request, RequestOutput, SampleOutput
 
-EXIT_S = 10.0  # how long an exiting interpreter waits for the step that runs
+EXIT_S = 10.0  # how long an exiting interpreter waits for the current step
 
 Item = RequestDelta | Exception
 News = Sequence[tuple["Reader", Item]]
 
 
 class Channel(Protocol):
-    """Brings news from the thread that delivers to the thread of its readers. Readers of equal channels share a call
-    per step."""
+    """Passes news from the delivering thread to that of its readers. Readers of equal channels share a call per
+    step."""
 
     def put(self, news: News, /) -> object:
-        """Must not block. RuntimeError if its readers cannot be reached any more."""
+        """Must not block. RuntimeError if its readers are gone."""
         ...
 
 
@@ -98,20 +98,20 @@ class OutputReader(Reader):
         self.notify()
 
     def result(self) -> RequestOutput:
-        """The output so far, or raises what ended it."""
+        """The output so far; raises the error that ended it."""
         if self._error is not None:
             raise self._error
         return self.output
 
 
 class EngineClient:
-    """Open requests of one engine. Methods may be called from any thread, except from within the engine's own step."""
+    """Open requests of one engine. Methods may be called from any thread, but not from within a step."""
 
     def __init__(self, send: Callable[[ToEngine], None], on_idle: Callable[[], None] = lambda: None) -> None:
         """``on_idle`` is called, by ``deliver``, when the last open request has ended."""
         self._send, self._on_idle = send, on_idle
-        # Threads share these without a lock: single operations of a dict with str or int keys are atomic, and a lock
-        # could be held by the very thread in which the garbage collector closes a generator.
+        # No lock: single operations of a dict with str or int keys are atomic, and a lock could be held by the thread
+        # in which the garbage collector closes a generator.
         self._open: dict[str, Reader] = {}
         self._replies: dict[int, Future[int]] = {}
         self._numbers = count(1)
@@ -125,19 +125,16 @@ class EngineClient:
 
     @property
     def has_readers(self) -> bool:
-        """Whether anyone reads an open request."""
+        """Whether an open request has a reader."""
         return any(not reader.has_left for reader in list(self._open.values()))
 
     def check(self) -> None:
-        """Raises the reason for which the engine takes no requests for good."""
+        """Raise the error for which the engine takes no more requests."""
         if self._fault is not None:
             raise self._fault()
 
     def submit(self, request: Request, reader: Reader) -> None:
-        """Send a request whose deltas are read step by step. ValueError if its id is in use.
-
-        If the engine refuses it, the reader gets a ValueError or QueueFull.
-        """
+        """Send a request. ValueError if its id is in use; if the engine refuses it, the reader gets the error."""
         self._admit([reader])
         self._send(Submit(request))
         reader.is_sent = True
@@ -150,21 +147,21 @@ class EngineClient:
             reader.is_sent = True
 
     def leave(self, readers: Iterable[Reader]) -> None:
-        """Abort those of the requests that are still open; their readers get no more news."""
+        """Abort the open ones of these requests; their readers get no more news."""
         self._abort([reader for reader in readers if self._holds(reader)], is_read=False)
 
     def abort(self, readers: Iterable[Reader]) -> set[Reader]:
-        """Abort those of the requests that are still open; returns the readers that will get the news of their end."""
+        """Abort the open ones of these requests; returns the readers that will get their last delta."""
         still_open = [reader for reader in readers if self._holds(reader)]
         self._abort(still_open, is_read=True)
         return {reader for reader in still_open if reader.is_sent}
 
     def num_stored(self, token_ids: tuple[int, ...], namespace: str = "") -> Future[int]:
-        """Tokens at the beginning of a prompt that lie in the prefix store when the engine reads this."""
+        """Tokens at the beginning of a prompt that are in the prefix store."""
         return self._ask(lambda number: Probe(number, token_ids, namespace))
 
     def reset_prefixes(self, namespace: str | None) -> Future[int]:
-        """Forget the stored prefixes of a namespace and those below it, or all; the number of blocks."""
+        """Clear a namespace of the prefix store and those below it, or all; the number of blocks."""
         return self._ask(lambda number: ResetPrefixes(number, namespace))
 
     def when_idle(self) -> Future[int]:
@@ -172,7 +169,7 @@ class EngineClient:
         return self._ask(WhenIdle)
 
     def deliver(self, message: FromEngine) -> None:
-        """Route a message of the engine. Never raises because of a reader."""
+        """Route a message of the engine. Does not raise errors of readers."""
         match message:
             case Deltas(deltas):
                 self._post([(delta.request_id, delta, delta.is_finished) for delta in deltas])
@@ -212,7 +209,7 @@ class EngineClient:
                 if self._open.setdefault(reader.request_id, reader) is not reader:
                     raise ValueError(f"request id {reader.request_id!r} is in use; ids of live requests must differ")
                 added.append(reader)
-            self.check()  # after they were added: a fault that comes later finds them
+            self.check()  # after they were added, so that a later fault reaches them
         except BaseException:
             for reader in added:
                 self._open.pop(reader.request_id, None)
@@ -224,7 +221,7 @@ class EngineClient:
     def _abort(self, readers: Sequence[Reader], *, is_read: bool) -> None:
         for reader in readers:
             reader.has_left = not is_read
-            if not reader.is_sent:  # interrupted while it was sent: the engine may not know it, and will not report
+            if not reader.is_sent:  # interrupted while sending: the engine may not have it
                 self._open.pop(reader.request_id, None)
         if readers:
             self._send(Abort(tuple(reader.request_id for reader in readers)))
@@ -241,7 +238,7 @@ class EngineClient:
         return reply
 
     def _post(self, items: Iterable[tuple[str, Item, bool]]) -> None:
-        """Hand items over, one call per channel; the flag says whether it is the last of its request."""
+        """Deliver items (id, item, whether it is the last), one call per channel."""
         by_channel: dict[Channel, list[tuple[Reader, Item]]] = {}
         has_ended = False
         for request_id, item, is_last in items:
@@ -273,15 +270,15 @@ class _QueuePort:
 
 
 class EngineThread:
-    """An engine and the thread that runs it, from the first use of ``client`` until ``close``.
+    """An engine and its thread, from the first use of ``client`` until ``close``.
 
-    The thread refers to neither this object nor ``LLM``: dropping these stops it.
+    The thread has no reference to this object or to ``LLM``, so dropping these stops it.
     """
 
     def __init__(
         self, engine: Engine, rows_total: int, *, name: str, prepare: Callable[[], None] = lambda: None
     ) -> None:
-        """``name`` is that of the owner, for error messages; ``prepare`` is called on the thread before all else."""
+        """``name`` of the owner is for error messages; the thread first calls ``prepare``."""
         self._engine: Engine | None = engine
         self._name = name
         self._inbox: SimpleQueue[ToEngine | None] = SimpleQueue()
@@ -298,13 +295,13 @@ class EngineThread:
 
     @property
     def client(self) -> EngineClient:
-        """RuntimeError if the engine was closed or has failed, in a forked process, and inside the engine's step."""
+        """RuntimeError if the engine was closed or has failed, in a forked process, and inside a step."""
         self._client.check()
         if self._thread is threading.current_thread():
             raise RuntimeError(f"this {self._name} is in the middle of a step; what a step calls must not use it")
         with self._starting:
             if self._thread.ident is None:
-                atexit.unregister(_stop_threads)  # handlers run last in, first out: this one before those of torch
+                atexit.unregister(_stop_threads)  # handlers run last in, first out: before those of torch
                 atexit.register(_stop_threads)
                 self._thread.start()
         if not self._thread.is_alive():
@@ -314,7 +311,7 @@ class EngineThread:
 
     @property
     def engine(self) -> Engine:
-        """For callers that use the engine themselves while no request is open; waits for the step that still runs."""
+        """For callers that use the engine directly while no request is open; waits for the current step."""
         self._client.check()
         assert self._engine is not None
         if self._thread.is_alive() and self._thread is not threading.current_thread() and not self._client.has_readers:
@@ -335,7 +332,7 @@ class EngineThread:
         self._client.close(lambda: RuntimeError(f"this {self._name} is closed"))
 
     def validate(self, request: Request) -> None:
-        """Raise ValueError if the request could never be served; RuntimeError if the engine takes none any more."""
+        """ValueError if the request could never be served; RuntimeError if the engine was closed or has failed."""
         self._client.check()
         assert self._engine is not None
         self._engine.validate(request)
@@ -343,7 +340,7 @@ class EngineThread:
     def run(self, requests: Sequence[Request], *, shows_progress: bool) -> list[RequestOutput]:
         """Answer checked requests, in their order. ValueError for an id in use.
 
-        When it raises, also because of Ctrl-C, its requests are gone from the engine.
+        If it raises, including KeyboardInterrupt, its requests have been removed from the engine.
         """
         client, news = self.client, SimpleQueue[News]()
         readers = [OutputReader(request, news) for request in requests]
@@ -381,7 +378,7 @@ class EngineThread:
             client.leave([reader])
 
     def close(self) -> None:
-        """End open requests with a RuntimeError, wait for the step that runs, drop the engine. May be repeated."""
+        """End open requests with a RuntimeError, wait for the current step, drop the engine. May be repeated."""
         self.end_requests()
         with self._closing:
             self.stop()
@@ -390,14 +387,14 @@ class EngineThread:
             self._engine = None
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """End the thread after the step that runs, and wait for that."""
+        """End the thread after the current step."""
         self._inbox.put(Stop())
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
 
 def _run(worker: EngineWorker, client: EngineClient, prepare: Callable[[], None], name: str) -> None:
-    """The life of an engine thread. After a step that failed the state of the device is unknown: nothing more runs."""
+    """Main function of the thread. After a failed step the state of the device is unknown, so nothing more runs."""
     try:
         prepare()
         worker.run()
@@ -417,7 +414,7 @@ _threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
 def _stop_threads() -> None:
-    """Native code that runs while the interpreter or torch shuts down may crash: end the threads first."""
+    """End threads first: native code may crash while the interpreter or torch shuts down."""
     for thread in list(_threads):
         thread.stop(EXIT_S)
 
