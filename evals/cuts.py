@@ -12,9 +12,8 @@ from random import Random
 
 from snapstream.assets.documents import Document
 from snapstream.llm import LLM
-from snapstream.spec_prefill.compressor import PromptCompressor
+from snapstream.spec_prefill.compressor import PromptCompressor, keep_ceiling
 from snapstream.spec_prefill.protection import Cutter, Span, chunk_spans
-from snapstream.spec_prefill.scorer import keep_ceiling
 from snapstream.spec_prefill.settings import ChunkSettings, Protection, ScoringSettings
 
 ARMS = ("full", "truncation", "random", "same_family", "cross_family")

@@ -26,9 +26,9 @@ from figures.machine import describe
 from recipes.documents import make_document
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Document
+from snapstream.spec_prefill.compressor import num_kept, ranked
 from snapstream.spec_prefill.draft import Draft, Importance, chunk_means, draw_from_row, voting_pass
 from snapstream.spec_prefill.protection import chunk_spans
-from snapstream.spec_prefill.scorer import num_kept, ranked
 from snapstream.spec_prefill.settings import CHUNK_LEN, ScoringSettings
 
 RESULTS = Path(__file__).parent / "results" / "draft_heads.jsonl"

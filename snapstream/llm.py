@@ -19,7 +19,7 @@ from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer
 from snapstream.plan.memory import DraftMemory
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.startup.build import MakeRunner, grammar_compiler, load_compressor, memory_of
+from snapstream.startup.build import MakeRunner, grammar_compiler, memory_of
 from snapstream.startup.measure import decide
 from snapstream.startup.notes import start_notes
 from snapstream.startup.ranks import build_ranks
@@ -236,9 +236,14 @@ class LLM:
         return self.tokenizer
 
     def _make_compressor(self, draft: PromptCompressor | str | Path) -> RequestCompressor:
+        from snapstream.spec_prefill.compressor import PromptCompressor
         from snapstream.spec_prefill.request_compressor import RequestCompressor
 
-        compressor, tokenizer = load_compressor(draft, self.options), self._need_tokenizer("prompt compression")
+        tokenizer = self._need_tokenizer("prompt compression")
+        if isinstance(draft, PromptCompressor):
+            compressor = draft
+        else:
+            compressor = PromptCompressor(draft, dtype=self.options.dtype, device=self.options.device)
         return RequestCompressor(compressor, tokenizer, lambda ids: self.engine_thread.client.num_stored(ids).result())
 
     def _need_compressor(self, compression: PromptCompression) -> RequestCompressor:

@@ -241,7 +241,7 @@ class KVConnector(Protocol):
     """Asynchronous KV transfer to and from other engines (``disaggregation/connector.py``)."""
 
     @property
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         """Whether ``poll`` would return anything."""
         ...
 

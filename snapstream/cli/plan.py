@@ -82,7 +82,7 @@ ENGINE = Flags(
         "prefix_dir",
         "prefix_disk",
         "local_ranks",
-        "leader_address",
+        "master_addr",
     ),  # fmt: skip
 )
 

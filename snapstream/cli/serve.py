@@ -1,4 +1,4 @@
-"""``snapstream serve``, ``follow`` (ranks of an engine on another machine) and ``deploy`` (replicas on Ray Serve)."""
+"""``snapstream serve``, ``worker`` (ranks of an engine on another machine) and ``deploy`` (replicas on Ray Serve)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENGINE = Flags(
     },
 )
 
-FOLLOW_S = 300.0  # for rank 0 to be there, where this process is another rank
+PATIENCE_S = 300.0  # for rank 0 to be there, where this process is another rank
 
 
 def serve(
@@ -52,10 +52,10 @@ def serve(
     ] = None,
 ) -> None:
     folder = TINY_MODEL if model is None else model
-    if engine.leader_address == "env":  # not rank 0: torchrun starts the same command as every rank
-        from snapstream.startup.follow import follow_address
+    if engine.master_addr == "env":  # not rank 0: torchrun starts the same command as every rank
+        from snapstream.startup.ranks import run_worker
 
-        raise typer.Exit(follow_address("env", folder, FOLLOW_S))
+        raise typer.Exit(run_worker("env", folder, PATIENCE_S))
     try:
         from snapstream.server import run
     except ModuleNotFoundError as error:
@@ -76,36 +76,36 @@ def serve(
         raise typer.Exit(1) from None
 
 
-FOLLOW_HELP = """Be ranks of an engine whose leader runs on another machine, with --local-ranks and --leader-address.
+WORKER_HELP = """Run worker ranks of an engine whose rank 0 is on another machine, with --local-ranks and --master-addr.
 
-MODEL is this machine's copy of the leader's checkpoint folder. The key of SNAPSTREAM_RANKS_KEY (or of the file that
-SNAPSTREAM_RANKS_KEY_FILE names) must be the leader's. The command ends with the engine.
+MODEL is this machine's copy of rank 0's checkpoint folder. The key of SNAPSTREAM_RANKS_KEY (or of the file that
+SNAPSTREAM_RANKS_KEY_FILE names) must be rank 0's. The command ends with the engine.
 HOST:PORT "env" takes rank and address from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 \b
 Examples:
-  snapstream serve DeepSeek-R1/ --device cuda --tensor-parallel 16 --local-ranks 8 --leader-address 10.0.0.1:7690
-  snapstream follow 10.0.0.1:7690 DeepSeek-R1/ --ranks 8
+  snapstream serve DeepSeek-R1/ --device cuda --tensor-parallel 16 --local-ranks 8 --master-addr 10.0.0.1:7690
+  snapstream worker 10.0.0.1:7690 DeepSeek-R1/ --ranks 8
 """
 
 POLL_S = 0.1
 
 
-def follow(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the leader waits.", show_default=False)],
+def worker(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where rank 0 listens.", show_default=False)],
     model: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
     ranks: Annotated[int, whole_option("Ranks here, a process each; on GPUs the first so many, one each.")] = 1,
-    patience: Annotated[float, number_option("Seconds to wait for a leader that is not there yet.")] = 300.0,
+    patience: Annotated[float, number_option("Seconds to wait for a rank 0 that is not there yet.")] = PATIENCE_S,
 ) -> None:
     if ranks < 1:
         raise ValueError(f"--ranks is {ranks}; it must be a whole number >= 1")
     if address == "env" and ranks > 1:
         raise ValueError(f"--ranks is {ranks}; RANK names one rank: start a process for each")
     if ranks == 1:
-        from snapstream.startup.follow import follow_address
+        from snapstream.startup.ranks import run_worker
 
-        raise typer.Exit(follow_address(address, model, patience))
-    own = [sys.executable, "-m", "snapstream.cli", "follow", address, str(model), "--patience", str(patience)]
+        raise typer.Exit(run_worker(address, model, patience))
+    own = [sys.executable, "-m", "snapstream.cli", "worker", address, str(model), "--patience", str(patience)]
     raise typer.Exit(run_all([(own, environment(rank, ranks)) for rank in range(ranks)]))
 
 

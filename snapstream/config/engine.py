@@ -46,7 +46,7 @@ def launched() -> tuple[int, int, str]:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, size, host, port = (os.environ.get(name, "") for name in names)
     missing = [name for name in names if not os.environ.get(name)]
-    check(not missing, f"leader_address is 'env'; the environment lacks {', '.join(missing)}")
+    check(not missing, f"master_addr is 'env'; the environment lacks {', '.join(missing)}")
     check(size.isdigit() and int(size) >= 1, f"WORLD_SIZE is {size!r}; it must be a whole number >= 1")
     check(rank.isdigit() and int(rank) < int(size), f"RANK is {rank!r}; it must be from 0 to {int(size) - 1}")
     return int(rank), int(size), f"{host}:{port}"
@@ -59,8 +59,8 @@ class ParallelConfig:
     size: int = 1  # W, ranks that compute every step together
     attention: SplitAttention = "tp"  # decode attention: heads are split, or rows (each row lives on one rank)
     experts: SplitExperts = "tp"  # the inner size of every expert is split, or whole experts are dealt out
-    num_local: int = 0  # ranks on the leader's machine; 0: all
-    address: str = ""  # HOST:PORT of the leader's store, in which those of other machines meet it
+    num_local: int = 0  # ranks on rank 0's machine; 0: all
+    address: str = ""  # HOST:PORT of rank 0's store, where ranks of other machines join
 
     def __post_init__(self) -> None:
         set_counts(self, size=1, num_local=0)
@@ -68,7 +68,7 @@ class ParallelConfig:
         is_spread = 0 < self.num_local < self.size
         check(
             is_spread == bool(self.address),
-            f"local_ranks is {self.num_local} of tensor_parallel {self.size}, and leader_address is {self.address!r}; "
+            f"local_ranks is {self.num_local} of tensor_parallel {self.size}, and master_addr is {self.address!r}; "
             "ranks on other machines need both, and others neither",
         )
         for name, known in (("attention", get_args(SplitAttention)), ("experts", get_args(SplitExperts))):
@@ -77,7 +77,7 @@ class ParallelConfig:
 
     @property
     def ranks_here(self) -> int:
-        """Ranks on the leader's machine."""
+        """Ranks on rank 0's machine."""
         return self.num_local or self.size
 
 
@@ -434,9 +434,9 @@ class EngineOptions(Settings):
     )
 
     local_ranks: int = setting(0, "Ranks on this machine; the others come from other machines. 0: all.")
-    leader_address: str | None = setting(
+    master_addr: str | None = setting(
         None,
-        "With --local-ranks: where this engine waits for the ranks of other machines. 'env': as RANK, WORLD_SIZE, "
+        "With --local-ranks: where rank 0 listens for the ranks of other machines. 'env': as RANK, WORLD_SIZE, "
         "MASTER_ADDR and MASTER_PORT say, one rank per process.",
         metavar="HOST:PORT",
     )
@@ -465,7 +465,7 @@ class EngineOptions(Settings):
             )
         check_budget(self.budget)
         set_counts(self, tensor_parallel=1, local_ranks=0)
-        if self.leader_address == "env":
+        if self.master_addr == "env":
             self._take_environment()
         check(
             self.parallel.size > 1 or (self.attention, self.experts) == ("tp", "tp"),
@@ -474,16 +474,16 @@ class EngineOptions(Settings):
         )
 
     def _take_environment(self) -> None:
-        """Fill in what torchrun or LeaderWorkerSet has said; ranks but the first keep ``leader_address`` "env"."""
+        """Fill in what torchrun or LeaderWorkerSet has said; ranks but the first keep ``master_addr`` "env"."""
         rank, size, address = launched()
         check(
             self.tensor_parallel in (1, size) and self.local_ranks in (0, 1),
-            f"leader_address is 'env' and WORLD_SIZE {size}; tensor_parallel is {self.tensor_parallel} and local_ranks "
+            f"master_addr is 'env' and WORLD_SIZE {size}; tensor_parallel is {self.tensor_parallel} and local_ranks "
             f"{self.local_ranks}: leave them out",
         )
         object.__setattr__(self, "tensor_parallel", size)
         object.__setattr__(self, "local_ranks", int(size > 1))
-        object.__setattr__(self, "leader_address", None if size == 1 else "env" if rank else address)
+        object.__setattr__(self, "master_addr", None if size == 1 else "env" if rank else address)
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -493,7 +493,7 @@ class EngineOptions(Settings):
             attention=self.attention,
             experts=self.experts,
             num_local=self.local_ranks,
-            address=self.leader_address or "",
+            address=self.master_addr or "",
         )
 
     @classmethod

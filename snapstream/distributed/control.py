@@ -188,7 +188,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ValueError(f"leader_address is {f'{host}:{port}'!r}; cannot listen there: {error}") from None
+        raise ValueError(f"master_addr is {f'{host}:{port}'!r}; cannot listen there: {error}") from None
 
 
 def accept_workers(

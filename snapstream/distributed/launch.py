@@ -5,7 +5,7 @@
 
 Invariant: when a worker has gone, ``lost`` says so and every wait here ends; after ``close``, or when this process
 dies, no process that was started here is left, stopped ones included. Workers on this machine are started here; those
-of others connect to rank 0's address. A worker's part: ``startup/follow.py``. ``exec/parallel.py`` sends the plans.
+of others connect to rank 0's address. A worker's part: ``startup/ranks.py``. ``exec/parallel.py`` sends the plans.
 """
 
 from __future__ import annotations

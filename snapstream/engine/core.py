@@ -64,8 +64,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to plan, to read or to return."""
-        has_news = self._transfers is not None and self._transfers.has_news
-        return bool(self._pending or self._changed or has_news or self._scheduler.has_work)
+        has_events = self._transfers is not None and self._transfers.has_events
+        return bool(self._pending or self._changed or has_events or self._scheduler.has_work)
 
     @property
     def num_waiting(self) -> int:

@@ -46,8 +46,8 @@ class Transfers:
         self.stats = TransferStats()
 
     @property
-    def has_news(self) -> bool:
-        return self._connector.has_news
+    def has_events(self) -> bool:
+        return self._connector.has_events
 
     def add(self, live: LiveRequest) -> None:
         """A request joins the queue. ValueError for a transfer that this engine does not support."""

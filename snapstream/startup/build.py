@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from snapstream.config import DType, EngineConfig, EngineOptions, ModelConfig
+from snapstream.config import DType, EngineConfig, ModelConfig
 from snapstream.config.kv import HeadSlots
 from snapstream.disaggregation.connector import TcpConnector
 from snapstream.disaggregation.protocol import TransferSettings
@@ -50,15 +50,6 @@ def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
     if backend is None:
         raise ValueError(f"grammar: it needs a fast tokenizer, and this checkpoint has {type(tokenizer).__name__}")
     return str(backend.to_str())
-
-
-def load_compressor(draft: PromptCompressor | str | Path, options: EngineOptions) -> PromptCompressor:
-    """A draft that is loaded already, or one from its folder, in the engine's numbers and on its device."""
-    from snapstream.spec_prefill.compressor import PromptCompressor
-
-    if isinstance(draft, PromptCompressor):
-        return draft
-    return PromptCompressor(draft, dtype=options.dtype, device=options.device)
 
 
 def memory_of(compressor: PromptCompressor, device: str) -> DraftMemory | None:

@@ -162,7 +162,7 @@ def _check_ranks(options: EngineOptions, machine: Machine) -> None:
 
 
 def check_rank(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:
-    """ValueError where a follower's device cannot hold its share of an engine that the leader has decided."""
+    """ValueError where a worker rank's device cannot hold its shard of the engine that rank 0 has resolved."""
     memory = engine_memory(model, config)
     room, has = (machine.free_bytes, "free") if machine.is_gpu else (machine.total_bytes, "in all")
     if memory.total_bytes > room:

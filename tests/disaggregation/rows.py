@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snapstream.config import KVBudget
+from snapstream.disaggregation.connector import KVReceiver, KVSender, ReceiveBuffer
 from snapstream.disaggregation.protocol import PURPOSE, RowHeader, RowSizes, TransferSettings
-from snapstream.disaggregation.receiver import KVReceiver, ReceiveBuffer
-from snapstream.disaggregation.sender import KVSender
 from snapstream.types import RowTicket
 from snapstream.wire import Connection
 from tests.waiting import HANG_S, until

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from snapstream.config import KVBudget
+from snapstream.disaggregation.connector import ReceiveBuffer
 from snapstream.disaggregation.protocol import PURPOSE, SECRET_VARIABLE, TransferSettings, read_secret
-from snapstream.disaggregation.receiver import ReceiveBuffer
 from snapstream.types import RowTicket
 from snapstream.wire import (
     HEAD,

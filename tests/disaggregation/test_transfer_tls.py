@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from snapstream.disaggregation.connector import TcpConnector
+from snapstream.disaggregation.connector import ReceiveBuffer, TcpConnector
 from snapstream.disaggregation.protocol import TransferSettings
-from snapstream.disaggregation.receiver import ReceiveBuffer
 from snapstream.types import Request, RowTicket, SamplingParams
 from snapstream.wire import MAGIC
 from tests.disaggregation.rows import BUDGET, SECRET, SIZES, bodies, receiving, sending

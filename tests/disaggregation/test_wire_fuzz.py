@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from snapstream.disaggregation.connector import ReceiveBuffer
 from snapstream.disaggregation.protocol import MAX_HEADER_BYTES, RowHeader
-from snapstream.disaggregation.receiver import ReceiveBuffer
 from snapstream.wire import HEAD, Kind, WireError, checksum, pack, unpack_one
 from tests.disaggregation.rows import (
     MAX_REPORT,

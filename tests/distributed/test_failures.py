@@ -49,13 +49,13 @@ from tests.waiting import HANG_S, until, until_async
 LOST = r"rank 1 was killed by SIGKILL"
 
 
-def followers_of(pid: int) -> list[int]:
-    """Processes that follow the engine process ``pid``."""
+def workers_of(pid: int) -> list[int]:
+    """Worker ranks of the engine process ``pid``."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            is_worker = b"follow_parent" in (folder / "cmdline").read_bytes()
+            is_worker = b"spawned_worker" in (folder / "cmdline").read_bytes()
         except (OSError, ValueError):
             continue
         if parent == pid and is_worker:
@@ -74,7 +74,7 @@ class Served:
 
     @property
     def worker(self) -> int:
-        [pid] = followers_of(self.engine.facts.pid)
+        [pid] = workers_of(self.engine.facts.pid)
         return pid
 
 
@@ -97,9 +97,9 @@ def served(folder: Path) -> Iterator[Served]:
         runner.run(engine.start())
         own = Served(runner, engine)
         yield own
-        last, leader = own.worker, engine.facts.pid
+        last, rank_0 = own.worker, engine.facts.pid
         runner.run(engine.shutdown(0))
-        assert not is_running(leader) and not is_running(last), "a shut down server leaves no process"
+        assert not is_running(rank_0) and not is_running(last), "a shut down server leaves no process"
 
 
 async def answers_are(engine: EngineProcess, want: list[Whole]) -> None:
@@ -140,7 +140,7 @@ def test_a_worker_that_is_killed_while_it_loads_fails_the_start(served: Served, 
         starting: list[int] = []
 
         def is_starting() -> bool:
-            starting[:] = [pid for child in children_of(os.getpid()) for pid in followers_of(child)]
+            starting[:] = [pid for child in children_of(os.getpid()) for pid in workers_of(child)]
             return bool(starting) and not engine.is_ready
 
         await until_async(is_starting)
@@ -184,12 +184,12 @@ def test_a_worker_that_is_killed_at_rest_ends_the_engine(served: Served) -> None
     served.run(main())
 
 
-def test_a_leader_that_is_killed_takes_its_followers_with_it(served: Served, want: list[Whole]) -> None:
+def test_a_killed_rank_0_takes_its_workers_with_it(served: Served, want: list[Whole]) -> None:
     async def main() -> None:
-        engine, leader, worker = served.engine, served.engine.facts.pid, served.worker
+        engine, rank_0, worker = served.engine, served.engine.facts.pid, served.worker
         asking = asyncio.create_task(collect(engine, make_request(1, LONG)))
         await until_async(lambda: engine.stats().num_running == 1)
-        os.kill(leader, signal.SIGKILL)
+        os.kill(rank_0, signal.SIGKILL)
         with pytest.raises(EngineDead, match="SIGKILL"):
             await asking
         await until_async(lambda: not is_running(worker))
@@ -203,7 +203,7 @@ def test_a_leader_that_is_killed_takes_its_followers_with_it(served: Served, wan
 def test_a_stopped_worker_ends_the_call_of_an_llm(folder: Path, executor: str | None) -> None:
     """In looped steps it is waited for in shared memory, else in a collective."""
     with LLM(folder, **SETTINGS | {"executor": executor}, tensor_parallel=2, stall_timeout=2.0, progress=False) as llm:
-        [worker] = followers_of(os.getpid())
+        [worker] = workers_of(os.getpid())
         os.kill(worker, signal.SIGSTOP)
         with pytest.raises(RankLost, match=r"a step did not end within 2 s \(stall_timeout\)"):
             llm.generate([[7] * 20])
@@ -301,7 +301,7 @@ def test_one_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
         assert not any(is_running(pid) for pid in workers.pids)
 
 
-LEADER = """
+RANK_0 = """
 import sys, time
 from snapstream.distributed.launch import WorkerRanks
 workers = WorkerRanks(1)
@@ -312,25 +312,25 @@ time.sleep(600)
 """
 
 
-def test_a_leader_that_is_killed_leaves_none_behind() -> None:
+def test_a_killed_rank_0_leaves_none_behind() -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, "-c", LEADER], stdout=subprocess.PIPE, text=True, env=env) as leader:
-        assert leader.stdout is not None
-        pid = int(leader.stdout.readline())
+    with subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True, env=env) as rank_0:
+        assert rank_0.stdout is not None
+        pid = int(rank_0.stdout.readline())
         assert is_running(pid)
-        leader.kill()
+        rank_0.kill()
     until(lambda: not is_running(pid))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_a_stopped_worker_ends_with_its_leader() -> None:
+def test_a_stopped_worker_ends_with_rank_0() -> None:
     """It cannot notice that its channel is closed."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, "-c", LEADER], stdout=subprocess.PIPE, text=True, env=env) as leader:
-        assert leader.stdout is not None
-        pid = int(leader.stdout.readline())
+    with subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True, env=env) as rank_0:
+        assert rank_0.stdout is not None
+        pid = int(rank_0.stdout.readline())
         os.kill(pid, signal.SIGSTOP)
-        leader.kill()
+        rank_0.kill()
     until(lambda: not is_running(pid))
 
 

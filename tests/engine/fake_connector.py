@@ -29,7 +29,7 @@ class FakeConnector:
     numbers: count[int] = field(default_factory=count)
 
     @property
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         return bool(self.news)
 
     def poll(self) -> list[KVReceived | KVTransferFailed | KVSent]:

@@ -36,7 +36,7 @@ from tests.waiting import HANG_S, until
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "systemd" / "snapstream.service"
-FOLLOW = DEPLOY / "systemd" / "follow.conf"
+WORKER = DEPLOY / "systemd" / "worker.conf"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "snapstream.json").read_text())
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -144,16 +144,16 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
 def test_systemd_accepts_the_unit_of_ranks(tmp_path: Path) -> None:
-    """Whatever a follower's exit code was, it is started again."""
-    for file in (UNIT, FOLLOW):
+    """Whatever a worker's exit code was, it is started again."""
+    for file in (UNIT, WORKER):
         copy = tmp_path / (file.name if file is UNIT else f"{UNIT.name}.d/{file.name}")
         copy.parent.mkdir(exist_ok=True)
         copy.write_text(file.read_text().replace("/opt/snapstream/bin/snapstream", sys.executable))
     command = ["systemd-analyze", "verify", str(tmp_path / UNIT.name)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
-    said = [line for line in result.stderr.splitlines() if UNIT.name in line or FOLLOW.name in line]
+    said = [line for line in result.stderr.splitlines() if UNIT.name in line or WORKER.name in line]
     assert said == [] and result.returncode == 0, result.stderr
-    text = FOLLOW.read_text()
+    text = WORKER.read_text()
     assert "\nExecStart=\n" in text and "\nRestart=always\nRestartPreventExitStatus=\n" in text
 
 

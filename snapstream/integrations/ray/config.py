@@ -127,9 +127,9 @@ class DeployConfig(ListenOptions):
         as_count("port", self.port, 1, 65535)
         if not self.model:
             raise ValueError("model is empty; it must be a checkpoint folder")
-        if self.engine.leader_address is not None or self.engine.local_ranks:
+        if self.engine.master_addr is not None or self.engine.local_ranks:
             raise ValueError(
-                f"engine: leader_address is {self.engine.leader_address!r} and local_ranks {self.engine.local_ranks}; "
+                f"engine: master_addr is {self.engine.master_addr!r} and local_ranks {self.engine.local_ranks}; "
                 "Ray decides on which machine a replica runs, and all ranks of it run there"
             )
         if self.engine.prefix_dir is not None and (self.prefill or self.decode).most > 1:

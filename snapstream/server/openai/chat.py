@@ -138,7 +138,7 @@ class Answer(ABC):
         """Take note of a delta."""
 
     @abstractmethod
-    def has_news(self, choice: int) -> bool:
+    def has_events(self, choice: int) -> bool:
         """Whether there is text to send."""
 
     @abstractmethod
@@ -209,7 +209,7 @@ class Answer(ABC):
             if sample.finish_reason is not None:
                 reason = self.finish_reason(index, sample.finish_reason)
                 usage.ends[index] = {"finish_reason": reason, "stop_reason": sample.stop_reason}
-            if index in usage.ends or self.has_news(index):
+            if index in usage.ends or self.has_events(index):
                 ready.append(index)
         usage.reasoning_tokens = self.num_reasoning_tokens
         return ready
@@ -275,7 +275,7 @@ class CompletionAnswer(Answer):
         if self._has_logprobs and delta.logprobs:
             state.logprobs.add(delta.logprobs)
 
-    def has_news(self, choice: int) -> bool:
+    def has_events(self, choice: int) -> bool:
         return bool(self._choices[choice].text)
 
     def num_tokens(self, delta: SampleDelta) -> int:
@@ -344,7 +344,7 @@ class ChatAnswer(Answer):
         if self.has_logprobs and delta.logprobs:
             state.logprobs += chat_entries(delta.logprobs, self.texts)
 
-    def has_news(self, choice: int) -> bool:
+    def has_events(self, choice: int) -> bool:
         state = self._choices[choice]
         return bool(state.reasoning or state.text or state.calls)
 

@@ -104,8 +104,8 @@ def test_replicas_of_each_kind_have_ranks_of_their_own() -> None:
             "prefill: attention is 'dp' and experts 'tp', and there is one rank",
         ),
         (
-            {"engine": {"tensor_parallel": 2, "local_ranks": 1, "leader_address": "10.0.0.1:7000"}},
-            "engine: leader_address is '10.0.0.1:7000' and local_ranks 1; Ray decides",
+            {"engine": {"tensor_parallel": 2, "local_ranks": 1, "master_addr": "10.0.0.1:7000"}},
+            "engine: master_addr is '10.0.0.1:7000' and local_ranks 1; Ray decides",
         ),
         ([], "the file is []; it must be a table of settings"),
         (None, "the file is None; it must be a table of settings"),

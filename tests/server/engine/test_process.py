@@ -228,7 +228,7 @@ def test_the_log_says_how_many_ranks_are_waited_for_and_where(
         raise OSError("no process")
 
     monkeypatch.setattr(process, "EngineChild", refused)
-    options = EngineOptions(tensor_parallel=4, local_ranks=1, leader_address="10.0.0.1:7690")
+    options = EngineOptions(tensor_parallel=4, local_ranks=1, master_addr="10.0.0.1:7690")
     with caplog.at_level("INFO"), pytest.raises(OSError, match="no process"):
         asyncio.run(EngineProcess(EngineSpec(model="m", options=options)).start())
     assert "the engine waits for 3 ranks at 10.0.0.1:7690" in caplog.text

@@ -179,9 +179,9 @@ def test_one_rank_is_the_default() -> None:
         ({"attention": "ep"}, "attention is 'ep'; it must be one of tp, dp"),
         ({"experts": "dp"}, "experts is 'dp'; it must be one of tp, ep"),
         ({"size": 2, "num_local": 3}, "local_ranks is 3; tensor_parallel is 2"),
-        ({"size": 2, "num_local": 1}, "local_ranks is 1 of tensor_parallel 2, and leader_address is ''"),
+        ({"size": 2, "num_local": 1}, "local_ranks is 1 of tensor_parallel 2, and master_addr is ''"),
         ({"size": 2, "num_local": 2, "address": "h:1"}, "ranks on other machines need both, and others neither"),
-        ({"size": 2, "address": "h:1"}, "local_ranks is 0 of tensor_parallel 2, and leader_address is 'h:1'"),
+        ({"size": 2, "address": "h:1"}, "local_ranks is 0 of tensor_parallel 2, and master_addr is 'h:1'"),
     ],
 )
 def test_other_values_are_refused(given: dict[str, Any], message: str) -> None:

@@ -325,7 +325,7 @@ def test_an_array_is_read_by_the_type_of_its_items() -> None:
 
 
 def test_a_port_that_is_taken_is_refused(waiting: Waiting) -> None:
-    with pytest.raises(ValueError, match=f"leader_address is '{waiting.address}'; cannot listen there: .*in use"):
+    with pytest.raises(ValueError, match=f"master_addr is '{waiting.address}'; cannot listen there: .*in use"):
         listen("127.0.0.1", waiting.listener.port)
 
 

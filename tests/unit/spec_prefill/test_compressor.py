@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import make_document
-from snapstream.spec_prefill.compressor import PromptCompressor, TokenCounter
+from snapstream.spec_prefill.compressor import PromptCompressor, Scorer, TokenCounter
 from snapstream.spec_prefill.draft import Draft
 from snapstream.spec_prefill.protection import Candidate
-from snapstream.spec_prefill.scorer import Scorer
 from snapstream.spec_prefill.settings import ChunkSettings, Protection, ScoringSettings
 from tests.unit.spec_prefill.test_spans import texts
 from tests.unit.spec_prefill.tokenizers import byte_tokenizer, word_tokenizer
@@ -84,7 +83,7 @@ def test_a_share_keeps_so_many_chunks(draft: Draft) -> None:
 
 def test_ties_go_to_the_earlier_chunk(draft: Draft) -> None:
     """A text of one repeated token without positions to tell its chunks apart would be cut from the end."""
-    from snapstream.spec_prefill.scorer import keep_ceiling, keep_share
+    from snapstream.spec_prefill.compressor import keep_ceiling, keep_share
 
     assert keep_share([[0.5] * 4], 0.5) == [{0, 1}]
     assert keep_share([[0.1, 0.9, 0.9, 0.2]], 0.25) == [{1}]

@@ -250,14 +250,14 @@ def test_an_llm_takes_options_and_single_fields_in_their_place() -> None:
 
 def test_ranks_of_one_machine_loop_and_others_say_why_not() -> None:
     said: dict[str, Any] = {"executor": None, "dtype": "float32", "max_rows": 1, "tensor_parallel": 2}
-    apart = said | {"local_ranks": 1, "leader_address": "host:7690"}
+    apart = said | {"local_ranks": 1, "master_addr": "host:7690"}
     bare = replace(LAPTOP, executor_problems={"looped": "no memfd_create"})
     assert decided(LAPTOP, **said).executor == "looped"
     assert decided(LAPTOP, **apart).executor == decided(bare, **said).executor == "eager"
     for machine, given, why in ((LAPTOP, apart, "these are on several machines"), (bare, said, "no memfd_create")):
         with pytest.raises(ValueError, match=f"executor 'looped': .*{why}; use 'eager'"):
             decided(machine, **given | {"executor": "looped"})
-    options = EngineOptions(dtype="float32", tensor_parallel=2, local_ranks=1, leader_address="host:7690")
+    options = EngineOptions(dtype="float32", tensor_parallel=2, local_ranks=1, master_addr="host:7690")
     assert "several machines" in describe_decode(LLAMA_1B, options, decided(LAPTOP, **apart))
 
 
@@ -343,7 +343,7 @@ def test_the_example_of_several_machines_starts(is_gpu: bool) -> None:
     model = model_config_from_dict(DEEPSEEK_V3)
     machine = Machine(device="cuda" if is_gpu else "cpu", free_bytes=140 * GIB, total_bytes=140 * GIB, name="Some GPU",
                       capability=(9, 0), num_gpus=8, host_free_bytes=128 * GIB if is_gpu else None)  # fmt: skip
-    options = EngineOptions(tensor_parallel=16, local_ranks=8, leader_address="10.0.0.1:7690", dtype="bfloat16",
+    options = EngineOptions(tensor_parallel=16, local_ranks=8, master_addr="10.0.0.1:7690", dtype="bfloat16",
                             attention="dp", experts="ep", prefix_store="auto", device=machine.device)  # fmt: skip
     config = resolve(model, options, machine)
     assert config.prefix_blocks > 0

@@ -1,4 +1,4 @@
-"""Ranks that come from elsewhere: ``snapstream follow`` meets a leader that waits at an address. One machine here."""
+"""Ranks of other machines: ``snapstream worker`` connects to a rank 0 that listens at an address. One machine here."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ KEY = "a key of sixteen letters"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("leader"))
+    return write_checkpoint(tmp_path_factory.mktemp("rank-0"))
 
 
 @contextmanager
-def following(address: str, folder: Path, key: str = KEY) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "snapstream.cli", "follow", address, str(folder)]
+def worker_of(address: str, folder: Path, key: str = KEY) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "snapstream.cli", "worker", address, str(folder)]
     env = {**os.environ, "SNAPSTREAM_RANKS_KEY": key, "PYTHONPATH": str(Path(__file__).parents[2])}
     env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # its warnings on each failed attempt would fill the pipe, which is read late
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
@@ -59,7 +59,7 @@ def spread(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("SNAPSTREAM_RANKS_KEY", KEY)
     with socket.create_server(("127.0.0.1", 0)) as own:
         address = f"127.0.0.1:{own.getsockname()[1]}"
-    return {**SETTINGS, "tensor_parallel": 2, "local_ranks": 1, "leader_address": address}
+    return {**SETTINGS, "tensor_parallel": 2, "local_ranks": 1, "master_addr": address}
 
 
 def test_a_rank_from_elsewhere_is_one_like_any(folder: Path, tmp_path: Path, spread: dict[str, Any]) -> None:
@@ -72,8 +72,8 @@ def test_a_rank_from_elsewhere_is_one_like_any(folder: Path, tmp_path: Path, spr
     copy.mkdir()
     for file in folder.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
-    with following(spread["leader_address"], copy) as worker, LLM(folder, **spread) as llm:
-        assert llm.notes[0] == f"ranks: 2 (cpu, 1 thread each; 1 here, 1 come to {spread['leader_address']})"
+    with worker_of(spread["master_addr"], copy) as worker, LLM(folder, **spread) as llm:
+        assert llm.notes[0] == f"ranks: 2 (cpu, 1 thread each; 1 here, 1 come to {spread['master_addr']})"
         found = [[sample.token_ids for sample in output.samples] for output in llm.generate(prompts, params)]
         assert found == wanted
         runner = llm.engine.runner
@@ -84,7 +84,7 @@ def test_a_rank_from_elsewhere_is_one_like_any(folder: Path, tmp_path: Path, spr
 
 
 def test_a_rank_from_elsewhere_that_dies_is_missed(folder: Path, spread: dict[str, Any]) -> None:
-    with following(spread["leader_address"], folder) as worker, LLM(folder, **spread) as llm:
+    with worker_of(spread["master_addr"], folder) as worker, LLM(folder, **spread) as llm:
         os.kill(worker.pid, signal.SIGKILL)
         runner = llm.engine.runner
         assert isinstance(runner, ParallelRunner)
@@ -103,12 +103,12 @@ def test_a_server_starts_again_with_the_rank_that_comes_next(folder: Path, sprea
     async def main() -> None:
         engine = EngineProcess(EngineSpec(model=str(folder), options=options, num_threads=1), first_backoff_s=0.0)
         try:
-            with following(spread["leader_address"], folder) as first:
+            with worker_of(spread["master_addr"], folder) as first:
                 await engine.start()
                 wanted = [one async for one in engine.generate(request)][-1]
                 first.kill()
                 await until_async(lambda: not engine.is_ready)
-            with following(spread["leader_address"], folder):
+            with worker_of(spread["master_addr"], folder):
                 await until_async(lambda: engine.is_ready)
                 assert [one async for one in engine.generate(request)][-1].samples == wanted.samples
         finally:
@@ -129,15 +129,15 @@ def test_another_checkpoint_is_refused_and_rank_0_waits_on(
     (other / "model.safetensors").write_bytes(weights)
     errors: list[str] = []
 
-    def be_refused_then_follow() -> None:
-        with following(spread["leader_address"], other) as worker:
+    def be_refused_then_join() -> None:
+        with worker_of(spread["master_addr"], other) as worker:
             assert worker.wait(HANG_S) == 1
             assert worker.stderr is not None
             errors.append(worker.stderr.read())
-        with following(spread["leader_address"], folder) as worker:
+        with worker_of(spread["master_addr"], folder) as worker:
             worker.wait(HANG_S)
 
-    rest = threading.Thread(target=be_refused_then_follow, daemon=True)
+    rest = threading.Thread(target=be_refused_then_join, daemon=True)
     rest.start()
     with LLM(folder, **spread) as llm:
         assert llm.generate(["Some words"], SamplingParams(max_tokens=4))
@@ -148,16 +148,16 @@ def test_another_checkpoint_is_refused_and_rank_0_waits_on(
 def test_ranks_of_a_launcher(folder: Path, spread: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """RANK and WORLD_SIZE say who is who, whoever comes first."""
     greedy = SamplingParams(max_tokens=8, temperature=0.0)
-    host, _, port = spread["leader_address"].rpartition(":")
+    host, _, port = spread["master_addr"].rpartition(":")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", host), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, value)
     with LLM(folder, **SETTINGS) as llm:
         wanted = llm.generate(["Some words"], greedy)[0].samples[0].token_ids
-    command = [sys.executable, "-m", "snapstream.cli", "serve", str(folder), "--leader-address", "env"]
+    command = [sys.executable, "-m", "snapstream.cli", "serve", str(folder), "--master-addr", "env"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     others = [subprocess.Popen(command, env=env | {"RANK": str(rank)}, stderr=subprocess.PIPE) for rank in (3, 1, 2)]
     try:
-        with LLM(folder, **SETTINGS, leader_address="env") as llm:
+        with LLM(folder, **SETTINGS, master_addr="env") as llm:
             assert llm.config.parallel.size == 4
             assert llm.generate(["Some words"], greedy)[0].samples[0].token_ids == wanted
             llm.close()
@@ -185,7 +185,7 @@ def test_a_launcher_that_says_too_little(said: dict[str, str], words: str, monke
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
-        EngineOptions(leader_address="env")
+        EngineOptions(master_addr="env")
 
 
 def test_a_key_is_asked_for_before_anything_is_loaded(
@@ -195,7 +195,7 @@ def test_a_key_is_asked_for_before_anything_is_loaded(
     with pytest.raises(ValueError, match="SNAPSTREAM_RANKS_KEY has 0 characters"):
         LLM(folder, **spread)
     monkeypatch.setenv("SNAPSTREAM_RANKS_KEY", KEY)
-    port = int(spread["leader_address"].rpartition(":")[2])
+    port = int(spread["master_addr"].rpartition(":")[2])
     in_use = pytest.raises(ValueError, match="cannot listen there: .*in use")
     with socket.create_server(("127.0.0.1", port)), in_use:
         LLM(folder, **spread)
