@@ -16,7 +16,7 @@ from snapstream.config.model import StoredWeights
 from snapstream.models.quantization import stored_format
 from snapstream.models.registry import kv_spec_of, model_config_from_dict
 from snapstream.models.sharding import num_parameters, weight_bytes
-from snapstream.plan.fit import resolve_chunking, weight_forms
+from snapstream.plan.fit import resolve_chunking, weight_formats
 from snapstream.plan.memory import prefill_memory
 
 DTYPE: DType = "bfloat16"
@@ -50,7 +50,7 @@ def rows_table() -> str:
             sizes = model.latent.query_dim + model.latent.value_dim
             heads = f"{2 * model.num_layers * model.num_heads * sizes:,}"
         rows = [_size(spec.row_bytes(slots)) for slots in SLOTS.values()]
-        formats = weight_forms(model, EngineOptions(dtype=DTYPE), device="cuda")
+        formats = weight_formats(model, EngineOptions(dtype=DTYPE), device="cuda")
         weights = _size(weight_bytes(model, DTYPE, formats))
         lines.append([name, f"{num_parameters(model) / 1e9:,.1f}B", weights, f"{spec.token_bytes():,}", heads, *rows])
     titles = ["model", "parameters", "weights as published", "bytes per token", "with a key and a value per head"]

@@ -19,7 +19,7 @@ from figures.markdown import table
 from snapstream.config import EngineOptions, KVBudget, ModelConfig, ParallelConfig
 from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import rank_config, tensor_bytes
-from snapstream.plan.fit import engine_config, weight_forms
+from snapstream.plan.fit import engine_config, weight_formats
 from snapstream.plan.memory import EngineMemory, engine_memory
 from snapstream.plan.predict import Predictor, StepTime
 
@@ -110,7 +110,7 @@ def rows_that_fit(machine: Machine, slots: int) -> int:
 
 @cache
 def predictor(num_ranks: int, attention: str = "dp") -> Predictor:
-    formats = weight_forms(model(), options(num_ranks, attention), device="cuda")
+    formats = weight_formats(model(), options(num_ranks, attention), device="cuda")
     return Predictor.of(model(), options(num_ranks, attention), formats, BANDWIDTH, FLOP)
 
 

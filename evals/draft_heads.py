@@ -27,7 +27,7 @@ from recipes.documents import make_document
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Document
 from snapstream.spec_prefill.compressor import num_kept, ranked
-from snapstream.spec_prefill.draft import Draft, Importance, chunk_means, draw_from_row, voting_pass
+from snapstream.spec_prefill.draft import Draft, Importance, chunk_means, decode_from_row, scoring_pass
 from snapstream.spec_prefill.protection import chunk_spans
 from snapstream.spec_prefill.settings import CHUNK_LEN, ScoringSettings
 
@@ -55,7 +55,7 @@ def head_scores(
     ids = torch.tensor(read.ids)
     fed, count = ids, settings.num_own_queries
     if settings.look_ahead:
-        drawn = draw_from_row(draft.decoder, ids, settings)
+        drawn = decode_from_row(draft.decoder, ids, settings)
         fed, count = torch.cat((ids, ids.new_tensor(drawn[:-1]))), len(drawn)
     group, found = draft.decoder.config.group_size, dict[str, Importance]()
 
@@ -68,7 +68,7 @@ def head_scores(
                 one.add(*own, len(fed) - count)
 
     with torch.inference_mode():
-        voting_pass(draft.decoder, fed, len(ids), count, settings, vote)
+        scoring_pass(draft.decoder, fed, len(ids), count, settings, vote)
     spans = chunk_spans(read.starts, len(document.text), CHUNK_LEN["text"])
     gold = [
         {i for i, (a, b) in enumerate(spans) if a < end and b > start} for start, end in document.questions[0].spans

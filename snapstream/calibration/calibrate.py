@@ -1,4 +1,7 @@
-"""A checkpoint and texts in, a profile of its kv heads out.
+"""Per-head KV budgets: which kv heads of a model need slots, measured once per checkpoint (``config/kv.py``).
+
+A checkpoint and texts in, a profile of its kv heads out. Texts are generated documents with a question each, whose
+answers show which heads look things up, or windows of the user's text, each followed by its own continuation.
 
 A head's share of the slots grows with the root of what the model loses without it: in proportion to the loss itself,
 heads that matter a little would get nothing, and what needs them fails first (docs/research/accuracy.md has both).
@@ -27,11 +30,6 @@ from snapstream.models.prefill import LayerPass, PassTokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# What a model is calibrated on: generated documents with a question each, or windows of a text of the user's.
-#
-# A generated prompt asks for something in its document, and the answer is known: it shows which heads look things up.
-# A window of a text is followed by its own continuation: it shows which heads this text needs.
 
 FAMILIES = ("variable", "multi_number", "multi_uuid", "paraphrase", "kv")  # in turn
 CONTINUATION = 64  # tokens of a text that count after each window
@@ -91,15 +89,14 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-# What a model loses when one kv head forgets the middle of a prompt: every head in turn, on one prefill.
-#
-# Invariant: the copies of a decode step differ in nothing but what one head sees. Copy 0 sees everything; copy ``i``
-# is that without the candidates of head ``i - 1``, counted layer by layer: of these the head keeps sinks and recent
-# tokens. All copies share the prompt's keys and values; each has its own of the tokens that are fed later.
-
-
 class Ablation:
-    """One prompt and its copies; a ``KVView`` of one new token for each of them."""
+    """What a model loses when one kv head forgets the middle of a prompt: every head in turn, on one prefill.
+
+    A ``KVView`` of one new token for each copy of the prompt. Invariant: copies differ in nothing but what one head
+    sees. Copy 0 sees everything; copy ``i`` is that without the candidates of head ``i - 1``, counted layer by layer:
+    of these the head keeps sinks and recent tokens. All copies share the prompt's keys and values; each has its own of
+    the tokens that are fed later.
+    """
 
     def __init__(self, runner: ModelRunner, token_ids: Sequence[int], num_sink: int, num_recent: int) -> None:
         """Reads the prompt through the runner's own buffers; nothing else may run on it."""
@@ -137,7 +134,7 @@ class Ablation:
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         """``heads [B, H+2G, E]`` -> ``[B, H, E]``: attention over the prompt, and over what was fed since."""
-        assert rope is not None, "a model of latents has no heads to tell apart"
+        assert rope is not None, "a model of latents has one kv head"
         groups = self._decoder.config.num_kv_heads
         qk = self._decoder.kernels.norm_rope(heads, norm, rope, groups)  # [B, H+G, E]
         self._later[layer].append((qk[:, -groups:].float(), heads[:, -groups:].float()))
@@ -163,10 +160,10 @@ class Ablation:
 def damage(
     runner: ModelRunner, prompt: Sequence[int], answer: Sequence[int], num_sink: int, num_recent: int
 ) -> tuple[Tensor, int]:
-    """How far the model's distributions over an answer move without each head: KL in nats, summed over its tokens.
+    """KL divergence of the model's distributions over an answer without each head: nats, summed over its tokens.
 
-    Returns ``[L, G]`` fp32 and the number of tokens that count. The answer is fed as it should be; its first token
-    comes out of the prompt's prefill and is left out, so it needs two tokens at least.
+    Returns ``[L, G]`` fp32 and the number of tokens that count. The answer is teacher-forced; its first token comes
+    from the prompt's prefill and does not count, so it needs at least two tokens.
     """
     if len(answer) < 2:
         raise ValueError(f"an answer of {len(answer)} tokens; the first comes out of the prefill and does not count")
@@ -179,8 +176,8 @@ def damage(
 
 
 RING_PART = 16  # of a prompt stays as the ring of a head that forgets: that of a row of a quarter
-LEAST_PROMPT = 256  # tokens: in less there is nothing to forget
-_LEAST_DAMAGE = 1e-6  # nats; so that no share is nothing
+LEAST_PROMPT = 256  # tokens
+_LEAST_DAMAGE = 1e-6  # nats; so that no share is 0
 
 
 def calibrate(
@@ -195,7 +192,7 @@ def calibrate(
 ) -> HeadProfile:
     """Measure on ``num_texts`` generated documents, or windows of ``text``, of ``prompt_len`` tokens.
 
-    ValueError for a model whose heads cannot be told apart, and for texts that are too short.
+    ValueError for a model of latents, and for texts that are too short.
     """
     as_count("prompt_len", prompt_len, LEAST_PROMPT)
     as_count("num_texts", num_texts, len(FAMILIES) if text is None else 1)
@@ -206,7 +203,7 @@ def calibrate(
         if llm.model_config.latent is not None:
             raise ValueError("this model keeps latents, one for all heads of a layer; it needs no profile")
         if llm.tokenizer is None:
-            raise ValueError(f"{model} has no tokenizer, and what is calibrated on is text")
+            raise ValueError(f"{model} has no tokenizer; calibration reads text")
         runner = cast(ModelRunner, llm.engine.runner)
         found: Iterable[Text] = (
             generated(llm.tokenizer, prompt_len, num_texts)

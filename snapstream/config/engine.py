@@ -1,7 +1,7 @@
 """Settings of an engine: what a user gives (``EngineOptions``) and what is decided from it (``EngineConfig``).
 
-A field of ``EngineOptions`` made by ``setting`` is also a flag: its metadata are the words that ``cli/flags.py`` reads.
-Command line, server and ``LLM`` carry the object unchanged; ``startup/resolve.py`` makes an ``EngineConfig`` of it.
+A field of ``EngineOptions`` made by ``setting`` is also a flag (``cli/flags.py`` reads its metadata). Command line,
+server and ``LLM`` pass the object on unchanged; ``startup/resolve.py`` makes an ``EngineConfig`` of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SplitExperts = Literal["tp", "ep"]
 
 
 def launched() -> tuple[int, int, str]:
-    """RANK, WORLD_SIZE, and MASTER_ADDR:MASTER_PORT, as torchrun and LeaderWorkerSet say them; ValueError without."""
+    """RANK, WORLD_SIZE, and MASTER_ADDR:MASTER_PORT, as torchrun and LeaderWorkerSet set them; ValueError without."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, size, host, port = (os.environ.get(name, "") for name in names)
     missing = [name for name in names if not os.environ.get(name)]
@@ -57,8 +57,8 @@ class ParallelConfig:
     """Ranks of one engine; ``size`` 1 is an engine on one device."""
 
     size: int = 1  # W, ranks that compute every step together
-    attention: SplitAttention = "tp"  # decode attention: heads are split, or rows (each row lives on one rank)
-    experts: SplitExperts = "tp"  # the inner size of every expert is split, or whole experts are dealt out
+    attention: SplitAttention = "tp"  # decode attention: heads are split, or rows (each row is on one rank)
+    experts: SplitExperts = "tp"  # every expert is split, or each rank has whole experts
     num_local: int = 0  # ranks on rank 0's machine; 0: all
     address: str = ""  # HOST:PORT of rank 0's store, where ranks of other machines join
 
@@ -82,7 +82,7 @@ class ParallelConfig:
 
 
 BLOCK_LEN = 256  # tokens; a hit equals a cold prefill bit for bit where its end is also the end of a chunk
-MIN_TOKENS = 1024  # of a prompt that is kept or looked up: shorter guesses at other people's prompts learn nothing
+MIN_TOKENS = 1024  # of a prompt that is kept or looked up: shorter ones would help guess other people's prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,8 @@ class PrefixStoreConfig:
     """Host memory that keeps the exact keys and values of prompts; lengths in tokens."""
 
     num_bytes: int
-    block_len: int = BLOCK_LEN  # tokens that are kept, found and forgotten together
-    min_tokens: int = MIN_TOKENS  # shorter prompts, and shorter common beginnings, are not worth a look
+    block_len: int = BLOCK_LEN  # tokens that are stored, found and evicted together
+    min_tokens: int = MIN_TOKENS  # shorter prompts, and shorter common prefixes, are ignored
 
     def __post_init__(self) -> None:
         set_counts(self, num_bytes=1, block_len=1, min_tokens=1)
@@ -200,7 +200,7 @@ def whole(text: str) -> int:
 class Settings:
     """Settings that only the user decides."""
 
-    reselection: ReselectionConfig | None = setting(  # None: what the prompt chose stays for ever, as in the paper
+    reselection: ReselectionConfig | None = setting(  # None: the prompt's selection stays, as in the paper
         None,
         "A full row re-selects what it keeps, every N tokens. Default: never.",
         metavar="N",
@@ -210,11 +210,11 @@ class Settings:
     dtype: DType = setting("float32", "Of the computation and of rows.")  # and of staging
     kv_dtype: KVDType = setting(
         "auto",
-        "Of rows: auto is that of --dtype, beside bfloat16 weights on a CPU bfloat16; fp8 (e4m3) and int8 take a byte "
+        "Of rows: auto is that of --dtype, with bfloat16 weights on a CPU bfloat16; fp8 (e4m3) and int8 take a byte "
         "per number, and scales. bfloat16 and int8 are for a CPU.",
     )
-    prefill_attention: PrefillAttentionName = setting(  # kernels/prefill/ decides, and refuses what cannot serve
-        "auto", "Kernel that attends prompts; auto: by a table, and the start says which.", metavar="NAME"
+    prefill_attention: PrefillAttentionName = setting(  # chosen, or refused, in kernels/backends
+        "auto", "Kernel that attends prompts; auto: by a table, printed at the start.", metavar="NAME"
     )
     max_waiting: int = setting(0, "Requests that may wait; more are refused. 0: no bound.")
 
@@ -248,7 +248,7 @@ EXECUTORS: Registry[Any] = Registry(  # an ``Executor``, or one by type of devic
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Settings):
-    """What the scheduler and the runner agree on. All lengths in tokens."""
+    """What scheduler and runner share. Lengths in tokens."""
 
     budget: KVBudget  # the largest row; a request may ask for a smaller one
     max_model_len: int  # prompt + output of one request
@@ -260,8 +260,8 @@ class EngineConfig(Settings):
     short_reserve: int = SHORT_RESERVE
     device: str = "cpu"
     executor: str = "eager"  # of EXECUTORS
-    weights: WeightFormats | None = None  # how matrices lie in memory; None: in dtype
-    reserved_bytes: int = 0  # of the device's memory that a draft will take
+    weights: WeightFormats | None = None  # formats of the matrices; None: in dtype
+    reserved_bytes: int = 0  # of the device's memory, for a draft
     prefix_store: PrefixStoreConfig | None = None
     prefix_blocks: int = 0  # that the store holds
     prefix_dir: str = ""  # folder of the store's disk tier; none by default
@@ -304,17 +304,17 @@ class EngineConfig(Settings):
             as_kind("heads", self.heads, HeadSlots)
             check(
                 self.reselection is None or self.parallel.size == 1,
-                "heads: rows whose heads have unlike slots re-select on one device; tensor_parallel is "
+                "heads: KV re-selection with per-head budgets supports one device; tensor_parallel is "
                 f"{self.parallel.size}",
             )
-            check(self.heads.budget == self.budget, "heads: their slots are of another budget than the rows'")
+            check(self.heads.budget == self.budget, "heads: their slots are not of the rows' budget")
         check(
             self.pool_tokens > self.short_reserve,
             f"staging_tokens is {self.staging_tokens}; it must be larger than short_reserve ({self.short_reserve})",
         )
 
     def check_budget(self, budget: KVBudget, selector: Selector | None = None) -> None:
-        """Refuse a budget in which the tokens that vote could not be kept, or that no row can hold.
+        """ValueError for a budget that cannot hold the observation window, or that no row can hold.
 
         ``selector`` is a request's own; None means the engine's.
         """
@@ -330,8 +330,8 @@ class EngineConfig(Settings):
             self.reselection.check_budget(budget)
         check(
             self.heads is None or budget == self.budget,
-            f"a budget of {budget.capacity} slots; the heads of this engine's rows have slots of their own (heads), "
-            f"so every request has its {self.budget.capacity}",
+            f"a budget of {budget.capacity} slots; with per-head budgets (heads) every request of this engine has its "
+            f"{self.budget.capacity}",
         )
         check(
             budget.capacity <= self.budget.capacity,
@@ -340,7 +340,7 @@ class EngineConfig(Settings):
 
     @property
     def row_budget(self) -> KVBudget:
-        """The budget by which a row's counters go."""
+        """The budget of a row's counters."""
         return self.budget if self.heads is None else self.heads.widest
 
     @property
@@ -387,19 +387,19 @@ class EngineOptions(Settings):
     device: str = setting("cpu", "Where the engine runs.", metavar="cpu|cuda")
     weights: WeightsOption = setting(
         "auto",
-        "Width of the matrices in memory; auto: as the checkpoint stores them, on a GPU that of --dtype. "
-        "int8 and int4 round while loading.",
+        "Format of the matrices in memory; auto: as the checkpoint stores them, on a GPU that of --dtype. int8 and "
+        "int4 are quantized while loading.",
     )
     activations: ActivationOption = setting(
         "auto",
-        "Inputs of products with narrow weights: in --dtype, or with int8 and int4 weights rounded to int8 in decode; "
-        "auto: that where looped steps know the model, and bfloat16 where a processor gains by it, in prefill and, "
-        "with bfloat16 weights, in decode.",
+        "Inputs of GEMMs with low-precision weights: in --dtype, or with int8 and int4 weights rounded to int8 in "
+        "decode; auto: that where the looped executor supports the model, and bfloat16 where a processor is faster at "
+        "it, in prefill and, with bfloat16 weights, in decode.",
     )
     executor: str | None = setting(
         None,
-        "eager: plain PyTorch; graph: CUDA graphs, the default on a GPU; looped: one native call per step, the default "
-        "on a CPU.",
+        "eager: plain PyTorch; graph: CUDA graphs, the default on a GPU; looped: kernel looping, one native call per "
+        "step, the default on a CPU.",
         metavar="|".join(EXECUTORS.names),
     )
     max_rows: AutoCount = setting(
@@ -414,7 +414,7 @@ class EngineOptions(Settings):
     )
     prefix_store: PrefixStore | int | str = setting(
         None,
-        "Host memory for the exact keys and values of prompts, so that a common beginning is computed once; 0: none.",
+        "Host memory for the exact keys and values of prompts, so that a common prefix is computed once; 0: none.",
         metavar="SIZE",
         parse=as_prefix_store,
     )
@@ -427,7 +427,7 @@ class EngineOptions(Settings):
     prefill_quantum: int = setting(0, "Units of prefill per step while rows decode. 0: what suits the device.")
     tensor_parallel: int = setting(1, "Ranks that compute every step together, each with a part of the model.")
     attention: SplitAttention = setting(
-        "tp", "With --tensor-parallel: ranks split the heads (tp), or whole rows of latents are dealt out (dp)."
+        "tp", "With --tensor-parallel: ranks split the heads (tp), or each has whole rows of latents (dp)."
     )
     experts: SplitExperts = setting(
         "tp", "With --tensor-parallel: ranks split every expert (tp), or have whole ones (ep)."
@@ -474,7 +474,7 @@ class EngineOptions(Settings):
         )
 
     def _take_environment(self) -> None:
-        """Fill in what torchrun or LeaderWorkerSet has said; ranks but the first keep ``master_addr`` "env"."""
+        """Fill in what torchrun or LeaderWorkerSet has set; ranks but the first keep ``master_addr`` "env"."""
         rank, size, address = launched()
         check(
             self.tensor_parallel in (1, size) and self.local_ranks in (0, 1),

@@ -1,9 +1,9 @@
-"""Slots per kv head: a model's profile, and what it makes of a budget. No torch.
+"""Selectors, KV budgets, KV re-selection and per-head budgets. No torch.
 
-Every head of a row has the same sinks and the same ring; the top-k slots of all heads together are as many as with
-equal heads, and a profile says which share of them each head gets. ``snapstream calibrate`` writes profiles.
-Invariant: slots are constants of an engine, whatever the prompt; a row takes the bytes that it takes with equal heads.
-``kv/cache.py`` lays such rows out.
+Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that a row's cost can be read
+off its config; ``kv/layout.py`` turns them into slot arithmetic. With per-head budgets every head of a row has the same
+sinks and the same ring, and a profile says which share of the top-k slots each head gets; slots are constants of an
+engine, and a row takes the bytes that it takes with equal heads.
 """
 
 from __future__ import annotations
@@ -24,26 +24,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# The interface of a selection method: its name, its needs, and one call that chooses.
-#
-# A selector fills the top-k slots of a row, once, when a layer of a prompt has been staged. Methods are classes in
-# ``cache/selectors/``, a file each, frozen dataclasses whose fields are their settings; ``SELECTORS`` names them. This
-# module is free of torch, and so are the files of the methods until one of them chooses: plans and settings can ask a
-# selector what it will take.
-
 DEFAULT_SELECTOR = "snapkv"
-DEFAULT_OBSERVATION = 32  # voting queries; SnapKV (arXiv 2404.14469) uses 16 to 64
+DEFAULT_OBSERVATION = 32  # observation window; SnapKV (arXiv 2404.14469) uses 16 to 64
 
 
 class Selector(ABC):
-    """Chooses which prompt tokens a row keeps in its top-k slots, per layer and kv head.
+    """Chooses which prompt tokens a row keeps in its top-k slots, per layer and kv head, when a layer is staged.
 
-    Two selectors are equal when their settings are: requests carry them, and they cross the border between processes.
+    Selectors are frozen dataclasses whose fields are their settings, a file each in ``kv/selectors/``: requests hold
+    them and processes exchange them. Their modules import torch only to select, so that plans and settings need none.
     """
 
     name: ClassVar[str]  # as in SELECTORS, on the command line and in requests
     can_reselect: ClassVar[bool] = False  # whether a full row may re-select by ``votes`` and ``pool``
-    observation_len: int = DEFAULT_OBSERVATION  # the last prompt queries, which vote
+    observation_len: int = DEFAULT_OBSERVATION  # the last prompt queries, whose attention scores select
 
     def num_queries(self, prompt_len: int) -> int:
         """How many of the last queries of a prompt ``select`` needs; a layer keeps them until it is staged."""
@@ -51,7 +45,7 @@ class Selector(ABC):
 
     @property
     def needs_all_queries(self) -> bool:
-        """True when ``select`` needs the queries of the whole prompt, which ``plan`` then counts."""
+        """Whether ``select`` needs the queries of the whole prompt, which ``plan`` then counts."""
         return False
 
     @abstractmethod
@@ -66,16 +60,15 @@ class Selector(ABC):
         """
 
     def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Any) -> Tensor:
-        """Votes of ``queries [w, H, E]`` for the candidates among ``keys [G, N, E]``: ``[G, n]`` fp32, >= 0.
+        """Attention scores of ``queries [w, H, E]`` for the candidates among ``keys [G, N, E]``: ``[G, n]`` fp32, >= 0.
 
-        The queries are those of the last ``w`` keys; they may be fewer or more than ``observation_len``. Votes are
-        summed over the queries. Needed where ``can_reselect``: KV re-selection remembers them from one re-selection to
-        the next.
+        The queries are those of the last ``w`` keys; they may be fewer or more than ``observation_len``. Scores are
+        summed over the queries. Needed where ``can_reselect``: they are remembered from one re-selection to the next.
         """
         raise NotImplementedError(f"selector {self.name!r} has no votes; it cannot re-select")
 
     def pool(self, votes: Tensor) -> Tensor:
-        """The form of ``votes [G, n]`` by which the best are chosen: smoothed along the candidates, or unchanged."""
+        """``votes [G, n]`` as they are ranked: smoothed along the candidates, or unchanged."""
         return votes
 
 
@@ -103,11 +96,6 @@ def make_selector(selector: str | Selector = DEFAULT_SELECTOR) -> Selector:
     return SELECTORS.get(selector)()
 
 
-# The slots of a row, and when it re-selects: budget and KV re-selection. ``selector.py`` says how tokens are chosen.
-#
-# Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that a row's cost can be
-# read off its config. ``kv/layout.py`` turns a ``KVBudget`` into slot arithmetic.
-
 DEFAULT_SINK = 4  # StreamingLLM (arXiv 2309.17453): four sinks are enough, fewer are not
 
 
@@ -118,11 +106,11 @@ class KVBudget:
     The paper's row (SnapStream, arXiv 2511.03092, section 3) has no window region: with ``num_window`` the last prompt
     tokens, usually the question, stay when the ring wraps.
 
-    The policies that users compare are budgets of the same code: full attention (capacity >= all tokens),
+    Other policies are budgets of the same code: full attention (capacity >= all tokens),
     StreamingLLM (``num_topk=0``), SnapKV only (``num_recent`` large enough never to wrap).
     """
 
-    num_sink: int = DEFAULT_SINK  # first tokens of the prompt, kept for ever
+    num_sink: int = DEFAULT_SINK  # first tokens of the prompt, always kept
     num_topk: int  # prompt tokens chosen once, at the end of prefill
     num_window: int = 0  # last tokens of the prompt that stay when the ring wraps
     num_recent: int  # ring of the newest tokens
@@ -182,25 +170,24 @@ class KVBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class ReselectionConfig:
-    """Beyond the paper: the last decode queries re-select what a full row keeps (``kv/reselection.py``).
+    """Beyond the paper: the last decode queries re-select what a full row keeps (``exec/reselection.py``).
 
     A re-selection frees ``every`` slots of the ring, so it comes at most once in as many tokens. A selected token keeps
-    the best vote that it ever got, times ``memory`` at every re-selection: with 0 only the last queries count, and
-    tokens that got little attention lately are forgotten.
+    its best score so far, times ``memory`` at every re-selection: with 0 only the last queries count.
     """
 
     every: int = 32  # tokens between two re-selections of a row; less than the ring
-    num_queries: int = 32  # the last decode queries, which vote; at most the ring
-    memory: float = 0.98  # share of a vote that counts one re-selection later, 0 to 1
+    num_queries: int = 32  # the last decode queries, whose scores select; at most the ring
+    memory: float = 0.98  # decay of a score per re-selection, 0 to 1
 
     def __post_init__(self) -> None:
         set_counts(self, every=1, num_queries=1)
         object.__setattr__(self, "memory", as_number("memory", self.memory, 0.0, 1.0))
 
     def check_budget(self, budget: KVBudget) -> None:
-        """Refuse a ring that a re-selection would empty, or that does not hold the tokens whose queries vote.
+        """ValueError for a ring that a re-selection would empty, or that is shorter than ``num_queries``.
 
-        A request may still ask for a smaller row that selects nothing: such a row is never re-selected.
+        A smaller row without top-k slots is never re-selected.
         """
         if not budget.num_topk:
             return
@@ -276,7 +263,7 @@ class HeadSlots:
         return [min(num_tokens, budget.capacity) for budget in budgets]
 
     def of_rank(self, rank: int, num_ranks: int) -> HeadSlots:
-        """Of the heads that one of several ranks has; heads fewer than ranks are had by several."""
+        """Of the heads on one of several ranks; heads fewer than ranks are on several."""
         heads = len(self.topk[0])
         first, own = rank * heads // num_ranks, max(heads // num_ranks, 1)
         return replace(self, topk=tuple(layer[first : first + own] for layer in self.topk))
@@ -316,15 +303,15 @@ class HeadProfile:
         check(abs(total - 1) <= _ROUNDING, f"heads: the shares of the profile sum to {total:g}; they must sum to 1")
 
     def slots(self, budget: KVBudget, max_model_len: int) -> HeadSlots:
-        """The budget's top-k slots shared out: no head gets more than it can fill, nor less than the least part.
+        """The budget's top-k slots divided: no head gets more than it can fill, nor less than the least part.
 
-        ValueError for a budget that cannot be shared out.
+        ValueError for a budget that cannot be divided.
         """
         check(budget.num_topk > 0, "heads: a profile shares out top-k slots, and this budget has none (num_topk 0)")
         check(budget.num_window == 0, f"heads: the budget has num_window {budget.num_window}; with heads it must be 0")
         flat = [share for layer in self.shares for share in layer]
         most = max(max_model_len - budget.num_sink - budget.num_recent, budget.num_topk)
-        given = iter(_shared_out(flat, budget.num_topk, most))
+        given = iter(_divided(flat, budget.num_topk, most))
         return HeadSlots(
             topk=tuple(tuple(next(given) for _ in layer) for layer in self.shares), budget=budget, model=self.model
         )
@@ -335,7 +322,7 @@ class HeadProfile:
         path.write_text(json.dumps(text, indent=1) + "\n")
 
 
-def _shared_out(shares: Sequence[float], num_topk: int, most: int) -> list[int]:
+def _divided(shares: Sequence[float], num_topk: int, most: int) -> list[int]:
     """``num_topk * len(shares)`` slots in proportion to ``shares``, none above ``most``, none below the least part.
 
     What a full head leaves goes to the others in proportion; single slots that remain go to the largest shares.

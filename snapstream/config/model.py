@@ -1,4 +1,7 @@
-"""Shape of a model; ``models/registry.py`` reads it off a checkpoint's ``config.json``."""
+"""Shape of a model (``models/registry.py`` reads it from config.json) and the formats of its weights. No torch.
+
+``plan/fit.py`` decides formats, ``models/sharding.py`` counts their bytes, ``models/matrix.py`` is their storage.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,6 @@ from typing import Literal, cast, get_args
 
 from snapstream.config.values import DTYPE_BYTES, DType, check
 
-# How wide the numbers of a model lie in memory: the names that a user may give, and the bytes that follow.
-#
-# A ``WeightFormat`` is the form of one matrix, ``WeightFormats`` those of a model. ``plan/fit.py`` decides them,
-# ``models/sharding.py`` counts their bytes, ``models/matrix.py`` is their storage. No torch.
-
 QuantizedDType = Literal["int8", "int4"]
 WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8"]  # fp8 only as a checkpoint stores it
 WeightsOption = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
@@ -22,20 +20,20 @@ ActivationOption = Literal["auto", "dtype", "int8"]
 QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8}
 FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
 SCALE_BYTES = 2  # fp16
-# Numbers along the input that share a scale. The smallest of the usual 32, 64 and 128: it costs half a bit per number
-# against an eighth and is the most exact; and 32 numbers of a row are what a kernel's vector holds.
+# Numbers along the input that share a scale. The smallest of the usual 32, 64 and 128: most exact, at half a bit per
+# number against an eighth; and 32 numbers of a row fill a kernel's vector.
 DEFAULT_GROUP = 32
 GROUPS = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """How the numbers of one matrix lie in memory."""
+    """How one matrix is stored."""
 
     dtype: WeightDType
-    group: int = 0  # of codes: numbers along the input that share a scale; floats and blocks have none
-    # Whether decode rounds what the matrix is multiplied with: beside codes to int8 too, per token and group, beside
-    # bf16 to bf16.
+    group: int = 0  # of int8 and int4: numbers along the input that share a scale
+    # Whether decode rounds the inputs of its GEMMs: with quantized values to int8, per token and group, with bf16 to
+    # bf16.
     rounds_inputs: bool = False
 
     def __post_init__(self) -> None:
@@ -83,20 +81,17 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormats:
-    """The forms of a model's matrices. Norms and biases are few: they stay in the dtype of the computation."""
+    """Formats of a model's matrices. Norms and biases are few: they stay in the dtype of the computation."""
 
     layers: WeightFormat
     tables: WeightFormat  # the embedding, and the output embedding
     attention: WeightFormat | None = None  # the matrices around attention; None: as the other ones of a layer
-    # Whether prefill rounds to bf16 what layers' matrices are multiplied with: where a CPU is faster at it.
+    # Whether prefill rounds inputs of the layers' GEMMs to bf16, where a CPU is faster at it.
     rounds_prefill: bool = False
 
     @classmethod
     def of(cls, width: str, group: int = DEFAULT_GROUP) -> WeightFormats:
-        """One width for all; but with ``int4`` tables and attention are int8.
-
-        No layer can make good the errors of a table, and those of attention cost most of what rounding costs.
-        """
+        """One format for all; but with ``int4`` tables and attention are int8, whose errors cost most."""
         layers = _form(width, group)
         if not layers.is_quantized:
             return cls(layers=layers, tables=layers)
@@ -117,11 +112,11 @@ class WeightFormats:
         return words + "; inputs bf16 in prefill" * self.rounds_prefill
 
     def rounding_inputs(self) -> WeightFormats:
-        """The same, of which all that are codes see their inputs in int8."""
+        """The same; quantized matrices round their inputs to int8."""
         return self._each(lambda form: replace(form, rounds_inputs=form.rounds_inputs or form.is_quantized))
 
     def rounding_to_bf16(self) -> WeightFormats:
-        """The same, of which all that are bf16 see their inputs in bf16."""
+        """The same; bf16 matrices round their inputs to bf16."""
         return self._each(lambda form: replace(form, rounds_inputs=form.rounds_inputs or form.dtype == "bfloat16"))
 
     def _each(self, change: Callable[[WeightFormat], WeightFormat]) -> WeightFormats:
@@ -137,12 +132,12 @@ def _form(width: str, group: int) -> WeightFormat:
 class StoredWeights:
     """How a checkpoint stores its matrices, as far as its config.json or the headers of its files say."""
 
-    dtype: DType | None = None  # of plain floats: of all matrices, or of those that are not codes; None: unknown
+    dtype: DType | None = None  # of floats: of all matrices, or of those that are not quantized; None: unknown
     quantized: WeightFormat | None = None  # of the layers' matrices, in a quantised checkpoint
-    attention: WeightFormat | None = None  # of those around attention, where they are other codes
+    attention: WeightFormat | None = None  # of those around attention, where they differ
 
     def format_of(self, *, is_attention: bool) -> WeightFormat | None:
-        """The codes of a matrix of a layer; None for plain floats."""
+        """The quantized format of a matrix of a layer; None for floats."""
         return (self.attention or self.quantized) if is_attention else self.quantized
 
     def describe_quantized(self) -> str:
@@ -158,7 +153,7 @@ def describe_layers(layers: WeightFormat, attention: WeightFormat | None) -> str
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
-MAX_EXPERTS = 2**16  # each has names of its own in a checkpoint
+MAX_EXPERTS = 2**16  # each has its own names in a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +173,7 @@ class MoEConfig:
     scale: float = 1.0  # of the weights
     has_bias: bool = False  # a correction of the scores, for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2)
     held: range | None = None  # those of the num_experts that lie on this rank; None: all
-    own_shared: int = 0  # inner size of the shared experts on this rank, where the others are dealt out whole; 0: all
+    own_shared: int = 0  # inner size of the shared experts on this rank with expert parallelism; 0: all
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "inner", "num_groups", "top_groups"):
@@ -191,8 +186,7 @@ class MoEConfig:
             f"num_experts ({self.num_experts}) is not a multiple of num_groups ({self.num_groups})",
         )
         check(
-            self.top_groups <= self.num_groups,
-            f"top_groups is {self.top_groups}; there are {self.num_groups} groups",
+            self.top_groups <= self.num_groups, f"top_groups is {self.top_groups}; there are {self.num_groups} groups"
         )
         check(
             self.top_k <= self.top_groups * self.group_len,
@@ -221,18 +215,17 @@ class MoEConfig:
         return range(min(self.first_dense, num_layers), num_layers)
 
     def num_read(self, num_tokens: int) -> float:
-        """How many experts of a layer a step of ``num_tokens`` tokens reads, if tokens choose apart and evenly."""
+        """How many experts of a layer a step of ``num_tokens`` tokens reads, if tokens choose evenly."""
         return self.num_experts * (1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens)
 
-
-# Sizes of multi-head latent attention (MLA), as DeepSeek-V2 introduced it (arXiv 2405.04434, section 2.1).
 
 MAX_DIM = 2**16  # of a head and of a latent
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """What a layer makes of a token: one latent for all heads, from which keys and values of each head are expanded.
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): a layer has one latent per token,
+    from which keys and values of each head are expanded.
 
     A latent is ``c | r``: ``kv_rank`` numbers that are expanded, and ``rope_dim`` that are rotated and compared as they
     are, the same for every head.
@@ -302,7 +295,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder: all that the engine needs to know of a checkpoint without its weights."""
+    """Shape of a decoder: all of a checkpoint but its weights."""
 
     architecture: str  # as in config.json, e.g. "LlamaForCausalLM"
     vocab_size: int  # V
@@ -331,7 +324,7 @@ class ModelConfig:
     table_lines: int | None = (
         None  # of the vocabulary that lie on this rank, the last rank's padding among them; None: V
     )
-    float_tensors: tuple[str, ...] = ()  # of a rank: roles that are not quantized, see Role.is_float
+    float_tensors: tuple[str, ...] = ()  # of a rank: tensors that are not quantized, see TensorSpec.is_float
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",

@@ -1,4 +1,4 @@
-"""How many processors there are for us."""
+"""Dtypes and row formats, how single values are checked and parsed, registries, addresses. No torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ROW_FORMATS: dict[str, RowFormat] = {
 
 
 class InvalidValue(ValueError):
-    """A value that is refused. ``field``: the setting or parameter that holds it, whatever the message begins with."""
+    """A refused value. ``field``: the setting or parameter that holds it, whatever the message begins with."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -125,8 +125,6 @@ def set_counts(config: Any, **lows: int) -> None:
     for name, low in lows.items():
         object.__setattr__(config, name, as_count(name, getattr(config, name), low))
 
-
-# Byte sizes as people write and read them. K, M, G, T are powers of 1000; Ki, Mi, Gi, Ti of 1024.
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # fmt: skip

@@ -497,12 +497,7 @@ class TcpConnector:
                 self._context = self._settings.client_context()
             with self._lock:  # a sender that fails at once waits until it is registered
                 self._senders[request.request_id] = KVSender(
-                    request.ticket,
-                    header,
-                    self._settings,
-                    done,
-                    context=self._context,
-                    deadline_s=self._deadline_s,
+                    request.ticket, header, self._settings, done, context=self._context, deadline_s=self._deadline_s
                 )
         except (OSError, RuntimeError) as error:  # descriptors, threads
             raise ValueError(f"this engine cannot send another row now: {error}") from None

@@ -3,7 +3,7 @@
     worker: Hello ---> rank 0: Task ---> worker: Joined, later Ready ---> rank 0: StepPlan, StepPlan, ...
 
 Between plans rank 0 may send requests for the prefix cache's files (``ReadBlocks``, ``WriteBlock``, ``ForgetBlocks``);
-the worker serves them beside its steps and answers with ``BlocksDone``. A worker of another machine that cannot be a
+the worker serves them between steps and answers with ``BlocksDone``. A worker of another machine that cannot be a
 rank gets ``Refused`` in place of ``Task``. A worker that cannot go on sends ``Failed`` as its last message. There is no
 message for the end: a process that finds its channel closed ends.
 

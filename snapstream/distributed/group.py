@@ -76,7 +76,7 @@ class Group(Protocol):
     def share_memory(self, num_bytes: int) -> Tensor | None:
         """Zeros ``[num_bytes]`` uint8 that all ranks see, which are on one machine; None for one rank.
 
-        The first byte becomes 1 when a rank has gone.
+        The first byte becomes 1 when a rank is lost.
         """
         ...
 
@@ -177,7 +177,7 @@ class Ranks:
         return torch.frombuffer(own, dtype=torch.uint8)
 
     def abandon(self) -> None:
-        """A rank has gone: end the waits for it in shared memory. Any thread may call this."""
+        """A rank is lost: end the waits for it in shared memory. Any thread may call this."""
         for own in self._shared:
             own[0] = 1
 

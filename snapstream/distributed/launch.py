@@ -3,7 +3,7 @@
       rank 0 ==channel==> worker rank 1       a thread for each worker receives; a channel closes when its process dies,
              ==channel==> worker rank 2 ...   and when rank 0 dies all channels close, which ends all workers
 
-Invariant: when a worker has gone, ``lost`` says so and every wait here ends; after ``close``, or when this process
+Invariant: when a worker is lost, ``lost`` says so and every wait here ends; after ``close``, or when this process
 dies, no process that was started here is left, stopped ones included. Workers on this machine are started here; those
 of others connect to rank 0's address. A worker's part: ``startup/ranks.py``. ``exec/parallel.py`` sends the plans.
 """
@@ -43,13 +43,13 @@ log = logging.getLogger(__name__)
 State = Literal["here", "joined", "ready"]
 
 STOP_S = 5.0  # for a worker to end when its channel is closed
-STALL_TICKS = 10  # looks at a running step within the stall timeout
-BLAME_S = 1.0  # between a collective that fails and the news of whose death that was
+STALL_TICKS = 10  # checks of a running step within the stall timeout
+LOST_S = 1.0  # between a collective that fails and the report of the lost rank
 _ORDER: dict[type, State] = {Hello: "here", Joined: "joined", Ready: "ready"}
 
 
 class RankLost(RuntimeError):
-    """A rank has gone, and with it the engine."""
+    """A rank is lost, and with it the engine."""
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class WorkerRank:
 
 
 class WorkerRanks:
-    """``on_lost`` is called once, on a thread, when a worker goes that had joined, unless this is closed."""
+    """``on_lost`` is called once, on a thread, when a worker is lost that had joined, unless this is closed."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class WorkerRanks:
 
     @property
     def lost(self) -> str | None:
-        """Why the engine cannot go on; None while all are there."""
+        """Why the engine cannot go on; None while all ranks are connected."""
         return None if self._lost is None else self._lost.reason
 
     @property
@@ -116,7 +116,7 @@ class WorkerRanks:
         own = WorkerRank(rank, channel)
         started: Future[None] = Future()
 
-        def live() -> None:
+        def run() -> None:
             try:
                 with theirs:
                     own.process = subprocess.Popen(
@@ -137,7 +137,7 @@ class WorkerRanks:
             own.process.wait()
 
         # Not on the caller's thread: the system kills the process when the thread ends that started it.
-        threading.Thread(target=live, name=f"rank-{rank}", daemon=True).start()
+        threading.Thread(target=run, name=f"rank-{rank}", daemon=True).start()
         started.result()
 
     def admit(self, channel: ControlChannel) -> None:
@@ -147,7 +147,7 @@ class WorkerRanks:
         threading.Thread(target=self._admit, args=(channel,), name="rank-admission", daemon=True).start()
 
     def _admit(self, channel: ControlChannel) -> None:
-        """Life of a thread that waits for a new worker's ``Hello``."""
+        """Thread that waits for a new worker's ``Hello``."""
         try:
             hello = channel.receive()
         except (ConnectionFailed, ValueError):
@@ -160,7 +160,7 @@ class WorkerRanks:
             free = sorted(set(range(1, self._count + 1)) - {own.rank for own in self._all})
             rank = hello.rank or next(iter(free), 0)
             if self._is_closed or not free:
-                why = "all ranks are there"
+                why = "all ranks are connected"
             elif rank not in free:
                 why = why or f"rank {rank} is not missing; missing are {free}"
             own = WorkerRank(rank, channel, hello=hello, state="here")
@@ -187,7 +187,7 @@ class WorkerRanks:
         return [own.hello for own in sorted(self._all, key=lambda own: own.rank) if own.hello is not None]
 
     def wait(self, state: State, timeout_s: float) -> None:
-        """Until all workers have come so far. ValueError: one cannot serve these settings; RankLost: one has gone."""
+        """Until all workers are in ``state``. ValueError: one does not support the settings; RankLost: one is lost."""
         states = list(_ORDER.values())
         reached = states[states.index(state) :]
         deadline = monotonic() + timeout_s
@@ -198,12 +198,12 @@ class WorkerRanks:
         self.check()
 
     def _late(self, reached: Sequence[State]) -> list[int]:
-        """Ranks that have not come so far, or not come at all."""
-        there = {own.rank for own in self._all if own.state in reached}
-        return [rank for rank in range(1, self._count + 1) if rank not in there]
+        """Ranks that are not in these states."""
+        done = {own.rank for own in self._all if own.state in reached}
+        return [rank for rank in range(1, self._count + 1) if rank not in done]
 
     def when_lost(self, act: Callable[[], None]) -> None:
-        """Call ``act`` when a rank goes, for whatever reason, on a thread, or at once if one has. It must not wait."""
+        """Call ``act`` when a rank is lost, on a thread, or at once if one is. It must not wait."""
         with self._change:
             self._on_end.append(act)
             if self._lost is not None:
@@ -214,7 +214,7 @@ class WorkerRanks:
         self._on_done = act
 
     def check(self) -> None:
-        """RankLost, or the ValueError that a worker reported, if one has gone."""
+        """RankLost, or the ValueError that a worker reported, if one is lost."""
         if self._lost is not None:
             raise ValueError(self._lost.reason) if self._lost.kind == "value" else RankLost(self._lost.reason)
 
@@ -226,14 +226,12 @@ class WorkerRanks:
             try:
                 own.channel.send_packed(data)
             except ConnectionFailed:
-                self.blame()
+                self.check_lost()
                 raise RankLost(f"rank {own.rank} has closed its channel") from None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While all ranks run a step. One that takes longer than the stall timeout ends the engine: a rank was stopped,
-        or hangs, and the others would wait for it.
-        """
+        """While all ranks run a step; one that takes longer than the stall timeout ends the engine: a rank hangs."""
         if self._stall_timeout_s and not self._is_watched:
             self._is_watched = True
             threading.Thread(target=self._watch, name="ranks-stall", daemon=True).start()
@@ -244,7 +242,7 @@ class WorkerRanks:
             self._step_since = None
 
     def _watch(self) -> None:
-        """Life of the thread that looks for steps that take too long."""
+        """Thread that looks for steps that take too long."""
         while not self._closing.wait(self._stall_timeout_s / STALL_TICKS):
             since = self._step_since
             if since is None or monotonic() - since < self._stall_timeout_s:
@@ -260,10 +258,10 @@ class WorkerRanks:
                     own.process.kill()
             return
 
-    def blame(self) -> None:
-        """RankLost if a rank has gone or goes in this moment: then that is why something else has failed."""
+    def check_lost(self) -> None:
+        """RankLost if a rank is lost, now or within ``LOST_S``: the cause of another failure."""
         with self._change:
-            self._change.wait_for(lambda: self._lost is not None, BLAME_S)
+            self._change.wait_for(lambda: self._lost is not None, LOST_S)
         self.check()
 
     def close(self) -> None:
@@ -283,7 +281,7 @@ class WorkerRanks:
                     own.process.wait()
 
     def _receive(self, own: WorkerRank) -> None:
-        """Life of the thread that listens to one worker."""
+        """Thread that listens to one worker."""
         why = ""
         try:
             while True:
@@ -322,11 +320,11 @@ class WorkerRanks:
 
 
 def _describe(process: subprocess.Popen[bytes] | None) -> str:
-    """How a process has ended that has closed its channel."""
+    """How a process ended that closed its channel."""
     if process is None:
-        return "has gone: its machine, its process or the network between"
+        return "is lost: its machine, its process or the network between"
     try:
-        code = process.wait(BLAME_S / 2)
+        code = process.wait(LOST_S / 2)
     except subprocess.TimeoutExpired:
         return "closed its channel"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

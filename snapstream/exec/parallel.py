@@ -107,7 +107,7 @@ class ParallelRunner:
             try:
                 return self.rank_0.submit(plan)
             except Exception:
-                self._workers.blame()
+                self._workers.check_lost()
                 raise
 
     def _send(self, message: object) -> None:

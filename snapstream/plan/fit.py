@@ -33,23 +33,6 @@ from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import check_groups, decode_weight_bytes, layer_parameters, rank_config
 from snapstream.plan.memory import EngineMemory, chunk_bytes, engine_memory, split_heads, store_token_bytes
 
-# How prefill is cut: tokens of a unit, and how much of it a step may hold while rows decode. No torch.
-#
-# On a CPU a unit is 512 tokens and a step holds as many units as the model has layers. On a GPU both follow from the
-# model. The work of a unit is counted in query-key pairs, ``T (A + N)``: T tokens attend to N keys, and their matrix
-# products weigh as ``A = P / (2 H E)`` keys (P parameters of a layer; a pair costs ``4 H E`` flop, a token ``2 P``).
-#
-# * ``chunk_len``: the largest power of two whose temporaries stay within ``MOST_TRANSIENT_BYTES``, from 512 to 4096.
-#   That
-#   is enough for the products to be bound by arithmetic: T flop per byte of weights, where a GPU has about 150.
-# * ``step_work``: the work that takes ``STEP_SHARE`` of the time in which a decode step reads the weights, so that a
-#   step
-#   with prefill lasts less than two without. ``FLOP_PER_BYTE`` turns one into the other.
-# * Prompts so long that one such unit would exceed ``step_work`` are cut shorter (``engine/admission.py``), down to
-#   ``LEAST_CHUNK_LEN``.
-#
-# The constants are those of an H200 and predictions; ``docs/research/gpu.md`` has the arithmetic for an 8B model.
-
 CPU_CHUNK_LEN = 512
 LEAST_CHUNK_LEN, MOST_CHUNK_LEN = 512, 4096  # at most what is reserved for short prompts
 MOST_TRANSIENT_BYTES = 256 * 2**20
@@ -66,8 +49,22 @@ def resolve_chunking(
     prefill_quantum: int = 0,
     formats: WeightFormats | None = None,
 ) -> Chunking:
-    """Defaults of the device; a number given as ``chunk_len`` holds for every prompt, as ``prefill_quantum`` for every
-    step. Prompts that fit one unit are short. ValueError for anything else.
+    """How prefill is cut: tokens of a unit, and how much prefill a step with decode may hold.
+
+    A number given as ``chunk_len`` holds for every prompt, as ``prefill_quantum`` for every step; ValueError for
+    anything else. On a CPU a unit is 512 tokens and a step holds as many units as the model has layers. On a GPU both
+    follow from the model. The work of a unit is counted in query-key pairs, ``T (A + N)``: T tokens attend to N keys,
+    and their GEMMs weigh as ``A = P / (2 H E)`` keys (P parameters of a layer; a pair costs ``4 H E`` flop, a token
+    ``2 P``).
+
+    * ``chunk_len``: the largest power of two, from 512 to 4096, whose temporaries stay within ``MOST_TRANSIENT_BYTES``:
+      enough for GEMMs to be bound by arithmetic (T flop per byte of weights, where a GPU has about 150).
+    * ``step_work``: the work that takes ``STEP_SHARE`` of the time in which a decode step reads the weights, so that a
+      step with prefill lasts less than two without. ``FLOP_PER_BYTE`` turns one into the other.
+    * Prompts so long that one such unit would exceed ``step_work`` are cut shorter (``engine/admission.py``), down to
+      ``LEAST_CHUNK_LEN``.
+
+    The constants are those of an H200 and predictions; ``docs/research/gpu.md`` has the arithmetic for an 8B model.
     """
     if chunk_len != "auto":
         as_count("chunk_len", chunk_len, 1)
@@ -95,14 +92,12 @@ def _largest_chunk(model: ModelConfig, dtype: str) -> int:
     return size
 
 
-# Decides how wide the matrices of a model lie in memory, from what the user said and what the checkpoint stores.
-#
-# ``auto`` keeps what the checkpoint stores where a CPU computes in fp32: every number of 16 bits is one of fp32, so
-# nothing is lost, and a step reads half the bytes. Elsewhere it is the dtype of the computation.
+def weight_formats(model: ModelConfig, options: EngineOptions, *, device: str) -> WeightFormats:
+    """Formats of the matrices in memory; ValueError for those that the model or the dtype cannot have.
 
-
-def weight_forms(model: ModelConfig, options: EngineOptions, *, device: str) -> WeightFormats:
-    """ValueError for widths that the model or the dtype cannot take."""
+    ``auto`` keeps what the checkpoint stores where a CPU computes in fp32: 16-bit floats convert exactly, and a step
+    reads half the bytes. Elsewhere it is the dtype of the computation.
+    """
     formats = _matrices(model, options, device)
     if options.activations == "dtype":
         return formats
@@ -137,7 +132,7 @@ def _stored_forms(codes: WeightFormat, stored: StoredWeights, wanted: str, table
     return WeightFormats(layers=codes, attention=stored.attention, tables=tables)
 
 
-MAX_AUTO_ROWS = 256  # more rows are given to those who ask for them
+MAX_AUTO_ROWS = 256  # more rows only on request
 
 
 def engine_config(
@@ -155,7 +150,7 @@ def engine_config(
 
     ``executor_problems``: see ``Machine``.
 
-    A prefix store that is "auto" is none here: who has measured the machine decides (``startup/resolve.py``).
+    A prefix store that is "auto" is none here: ``startup/resolve.py`` sizes it.
     """
     heads = None
     if isinstance(options.heads, HeadProfile):
@@ -163,7 +158,7 @@ def engine_config(
     store = options.prefix_store if isinstance(options.prefix_store, PrefixStoreConfig) else None
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     executor = options.executor or preferred_executor(device)
-    formats, kept["kv_dtype"] = widths(model, options, device=device)
+    formats, kept["kv_dtype"] = resolve_formats(model, options, device=device)
     chunking = resolve_chunking(
         rank_config(model, split_heads(options.parallel), formats=formats),
         dtype=options.dtype,
@@ -219,14 +214,14 @@ def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_m
     return profile.slots(budget, max_model_len)
 
 
-def widths(model: ModelConfig, options: EngineOptions, *, device: str) -> tuple[WeightFormats, KVDType]:
-    """Of weights and of rows, ``"auto"`` if these have the dtype of the computation. ValueError where they contradict.
+def resolve_formats(model: ModelConfig, options: EngineOptions, *, device: str) -> tuple[WeightFormats, KVDType]:
+    """Of weights and of rows; rows are ``"auto"`` in the dtype of the computation. ValueError where they contradict.
 
     Rows follow bf16 weights, of which keys and values are products: the evals found no accuracy that this costs
     (docs/research/accuracy.md).
     """
     _check_rows(model, options, device)
-    formats = weight_forms(model, options, device=device)
+    formats = weight_formats(model, options, device=device)
     if options.kv_dtype != "auto":
         return formats, "auto" if options.kv_dtype == options.dtype else options.kv_dtype
     follows = device == "cpu" and options.dtype == "float32" and formats.layers.dtype == "bfloat16"
@@ -256,7 +251,7 @@ def auto_rows(memory: EngineMemory, free_bytes: int) -> int:
 
 
 def num_rows(model: ModelConfig, config: EngineConfig, wanted: AutoCount, free_bytes: int) -> int:
-    """Rows that were asked for, or with ``"auto"`` those that fit beside all else of ``config``; at least one."""
+    """Rows that were asked for, or with ``"auto"`` those that fit with all else of ``config``; at least one."""
     if wanted != "auto":
         return wanted
     return max(auto_rows(engine_memory(model, config), free_bytes), 1)

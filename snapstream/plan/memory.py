@@ -1,8 +1,8 @@
-"""The memory that a draft takes on its device beside the engine, from the integers of its config. No torch.
+"""The bytes that an engine and a draft allocate, from the integers of their configs. No torch.
 
-It is allocated when a prompt is scored, so the start keeps it free: ``startup/resolve.py`` counts it, ``plan --draft``
-prints it. The worst text is longer than the draft's context: then as many passages as look ahead together are held at
-once.
+``plan`` prints them, the start checks them. Of several ranks they are the bytes of each (``models/sharding.py``):
+hidden states, sampler state and sampling are the same on all; weights and heads are split; rows are split by heads or,
+with ``attention="dp"``, distributed whole.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import dequantized_bytes, dequantizing_bytes, rank_config, weight_bytes
 from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, step_config
 
-# Bytes of a row on its way from one engine to another, as both ends hold them on the host. No torch.
-
 
 def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
-    """Bytes of the pieces of a row, as ``exec/row_transfer.py`` lays them; ranks send and receive whole ones."""
+    """Bytes of the frames of a KV transfer (``exec/row_transfer.py``); ranks send and receive whole rows."""
     spec = kv_spec_of(model, config.dtype, config.kv_dtype).limited(config.max_model_len)
     return RowSizes(
         num_layers=spec.num_layers,
@@ -46,22 +44,9 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
     )
 
 
-# The bytes that an engine allocates, from the integers of its config: ``plan`` prints them, the start checks them.
-#
-# Bytes that do not depend on the number of rows: weights, where they are narrow one layer of them as they are computed
-# with, staging buffers, the temporaries of one prefill chunk and of one scoring block, the padding row. Bytes per row:
-# keys and values, the sampler's state, and what one entry of a decode batch needs - logits, the sampler's integer
-# weights, activations - twice on a GPU whose graphs hold a copy of their own; of looped steps on a CPU their
-# workspace, for as many threads as there are processors. With hops a layer's queries of all staged tokens are held
-# beside the pool. No torch.
-#
-# Of several ranks these are the bytes of each (``models/sharding.py``): hidden states, the sampler's state and what a
-# decode batch needs for it are the same on all, weights and heads are split, and rows as the heads are or, where
-# attention is ``dp``, dealt out whole.
-
 SCORING_KEYS = 4096  # keys that are scored at a time
 _COUNTER_BYTES = 8  # int64
-FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: workspaces of the matrix library, kernels, what the allocator cannot fill
+FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: cuBLAS workspaces, kernels, fragmentation
 
 
 def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
@@ -72,7 +57,7 @@ def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
         projected = 2 * (query_size + 2 * kv_size)  # heads as projected and as rotated
     else:
         query_size = model.num_heads * model.latent.expanded_dim
-        # Queries as projected, turned and scaled, beside them latents and what is expanded from them.
+        # Queries as projected, rotated and scaled; latents and what is expanded from them.
         projected = 4 * query_size + (model.latent.q_rank or 0) + 3 * model.latent.latent_dim
     # The chunk's own keys and values repeated, queries folded, two outputs, their merge.
     attention = hidden + projected + 6 * query_size
@@ -82,7 +67,7 @@ def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillMemory:
-    """Peak bytes that one prompt's prefill needs beside weights and rows."""
+    """Peak bytes of one prompt's prefill, without weights and rows."""
 
     hidden_bytes: int  # residual stream [N, D]
     staging_bytes: int  # K and V [2, G, N, E] of one layer
@@ -101,18 +86,18 @@ class EngineMemory:
 
     weight_bytes: int
     staging_bytes: int  # the pool: hidden states and one layer's keys and values
-    transient_bytes: int  # of one prefill chunk or scoring block, or of a block of weights while it is widened
+    transient_bytes: int  # of one prefill chunk or scoring block, or of a block of weights while it is dequantized
     framework_bytes: int
     row_bytes: int  # keys, values, scales and re-selection state of a row; on a rank that has it
     state_bytes: int  # the sampler's, of a row
     batch_bytes: int  # of one entry of a decode batch
     max_rows: int
-    dequantized_bytes: int = 0  # of the buffer in which prefill widens a layer's narrow weights
+    dequantized_bytes: int = 0  # of the buffer in which prefill dequantizes a layer's weights
     query_bytes: int = 0  # with hops: one layer's queries of all tokens of the pool
-    reserved_bytes: int = 0  # what a draft will take on this device
+    reserved_bytes: int = 0  # for a draft on this device
     store_bytes: int = 0  # of the prefix store, where it is in the same memory
-    bounce_bytes: int = 0  # where it is not: one layer of the pool's tokens, on their way to and from the host
-    dealt_to: int = 1  # ranks among which rows are dealt out; each has a padding row
+    bounce_bytes: int = 0  # where it is not: one layer of the pool's tokens, between device and host
+    dp_size: int = 1  # ranks that rows are distributed over; each has a padding row
 
     @property
     def fixed_bytes(self) -> int:
@@ -123,8 +108,8 @@ class EngineMemory:
 
     @property
     def total_bytes(self) -> int:
-        own_rows = -(-self.max_rows // self.dealt_to)
-        return self.fixed_bytes + own_rows * self.row_bytes + self.max_rows * self._bytes_everywhere
+        rank_rows = -(-self.max_rows // self.dp_size)
+        return self.fixed_bytes + rank_rows * self.row_bytes + self.max_rows * self._bytes_everywhere
 
     @property
     def _bytes_everywhere(self) -> int:
@@ -132,21 +117,21 @@ class EngineMemory:
         return self.state_bytes + self.batch_bytes
 
     def rows_that_fit(self, free_bytes: int) -> int:
-        """Rows beside the fixed bytes, on all ranks together; 0 or less where not even those fit."""
+        """On all ranks together; 0 or less where not even the fixed bytes fit."""
         room = free_bytes - self.fixed_bytes
-        rounds, left = divmod(room, self.row_bytes + self.dealt_to * self._bytes_everywhere)  # a row on each rank
-        last = max(0, min((left - self.row_bytes) // self._bytes_everywhere, self.dealt_to - 1))
-        return rounds * self.dealt_to + last
+        rounds, left = divmod(room, self.row_bytes + self.dp_size * self._bytes_everywhere)  # a row on each rank
+        last = max(0, min((left - self.row_bytes) // self._bytes_everywhere, self.dp_size - 1))
+        return rounds * self.dp_size + last
 
     def describe(self) -> str:
         """The sum in words, for an error."""
         decode = self.max_rows * self.batch_bytes + (self.max_rows + 1) * self.state_bytes
         parts = [
             f"{format_bytes(self.weight_bytes)} of weights",
-            f"{-(-self.max_rows // self.dealt_to)} + 1 rows of {format_bytes(self.row_bytes)}",
+            f"{-(-self.max_rows // self.dp_size)} + 1 rows of {format_bytes(self.row_bytes)}",
             f"{format_bytes(self.staging_bytes)} of staging",
             f"{format_bytes(self.transient_bytes)} of prefill temporaries",
-            *([f"{format_bytes(self.dequantized_bytes)} for a widened layer"] if self.dequantized_bytes else []),
+            *([f"{format_bytes(self.dequantized_bytes)} for a dequantized layer"] if self.dequantized_bytes else []),
             *([f"{format_bytes(self.query_bytes)} of queries for hops"] if self.query_bytes else []),
             *([f"{format_bytes(self.reserved_bytes)} for the draft"] if self.reserved_bytes else []),
             *([f"{format_bytes(self.bounce_bytes)} for copies of the prefix store"] if self.bounce_bytes else []),
@@ -165,7 +150,7 @@ def prefill_memory(
     scoring_bytes = 4 * (
         selector.observation_len * spec.num_heads * keys + spec.key_size * keys
     )  # fp32 block and its keys
-    # Scores of all keys: as voted, pooled, carried ahead; with hops also the sum, the latest votes and their parts.
+    # Attention scores of all keys, pooled scores and a copy; with hops also the sum, the latest scores and their parts.
     scoring_bytes += 4 * (6 if selector.needs_all_queries else 3) * spec.num_kv_heads * num_tokens
     return PrefillMemory(
         hidden_bytes=num_tokens * model.hidden_size * DTYPE_BYTES[dtype],
@@ -183,13 +168,13 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         rank_config(whole, parallel, formats=config.weights)
         for parallel in (config.parallel, split_heads(config.parallel))
     )
-    is_dealt = config.parallel.attention == "dp"
-    spec = kv_spec_of(stored if is_dealt else model, config.dtype, config.kv_dtype).limited(config.max_model_len)
+    is_dp = config.parallel.attention == "dp"
+    spec = kv_spec_of(stored if is_dp else model, config.dtype, config.kv_dtype).limited(config.max_model_len)
     capacity = slots = config.budget.capacity
-    if config.heads is not None:  # of the rank whose heads have most
+    if config.heads is not None:  # of the rank with the most slots
         slots = config.heads.mean_capacity(config.parallel.size)
     reselected, counted = spec.reselection_work_bytes(config.reselection, capacity), 0
-    if config.heads is not None and config.reselection is not None:  # which re-select head by head, and are counted so
+    if config.heads is not None and config.reselection is not None:  # heads are re-selected and counted one by one
         reselected = spec.reselection_work_bytes(config.reselection, config.heads.widest.capacity) // spec.num_kv_heads
         counted = _COUNTER_BYTES * spec.num_layers * spec.num_kv_heads
     prefill = prefill_memory(
@@ -215,17 +200,17 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         reserved_bytes=config.reserved_bytes,
         bounce_bytes=bounce_bytes(model, config) if kind == "cuda" else 0,
         store_bytes=0 if kind == "cuda" else prefix_store_bytes(whole, config),
-        dealt_to=config.parallel.size if is_dealt else 1,
+        dp_size=config.parallel.size if is_dp else 1,
     )
 
 
 def split_heads(parallel: ParallelConfig) -> ParallelConfig:
-    """As the ranks prefill, and as they share the work of decode: with their part of the heads."""
+    """How ranks share prefill and the work of decode, whatever ``attention`` is: by heads."""
     return replace(parallel, attention="tp")
 
 
 def bounce_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """The bounce buffer of a GPU's prefix store (``exec/prefix_store.py``): whole blocks for the staging pool."""
+    """The bounce buffer of a GPU's prefix store (``exec/prefix_store.py``): whole blocks of the staging pool."""
     if config.prefix_store is None:
         return 0
     size = config.prefix_store.block_len
@@ -241,7 +226,7 @@ def store_token_bytes(model: ModelConfig, parallel: ParallelConfig, dtype: DType
 
 
 def prefix_store_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Host memory that one rank's prefix store takes once it is full; ``model`` is the whole one."""
+    """Host memory of one rank's prefix store when it is full; ``model`` is the whole one."""
     if config.prefix_store is None:
         return 0
     token_bytes = store_token_bytes(model, config.parallel, config.dtype) // config.parallel.size
@@ -261,24 +246,33 @@ class DraftMemory:
 
 
 def draft_memory(model: ModelConfig, settings: ScoringSettings, *, dtype: DType, device: str) -> DraftMemory:
-    """Bytes of a draft of this shape that reads texts of any length."""
+    """Bytes of a draft that scores texts of any length.
+
+    The peak is a text longer than its context, of which as many passages as look ahead together are held at once. It is
+    allocated when a prompt is scored, so the engine keeps it free.
+    """
     kind, context_len = device.split(":")[0], settings.context_len or model.max_position
     spec, chunk_len = kv_spec_of(model, dtype), min(settings.num_prefill_tokens(kind), context_len)
     one_layer = spec.staging_bytes(context_len)
     if settings.look_ahead == 0:
-        held, voters = one_layer, settings.num_own_queries
+        held, num_queries = one_layer, settings.num_own_queries
     elif settings.keys == "one_layer":
-        held, voters = one_layer + spec.row_bytes(ROW_SLOTS), max(settings.look_ahead, DEFAULT_OBSERVATION)
+        held, num_queries = one_layer + spec.row_bytes(ROW_SLOTS), max(settings.look_ahead, DEFAULT_OBSERVATION)
         held += _step_bytes(model, KVBudget.of(ROW_SLOTS), 1, dtype, kind)
     else:
         num = 1 if settings.long_texts == "refuse" else settings.num_passages(kind)
-        voters = settings.look_ahead
-        held = one_layer + num * context_len * spec.token_bytes() + model.num_layers * spec.query_bytes(num * voters)
+        num_queries = settings.look_ahead
+        held = (
+            one_layer + num * context_len * spec.token_bytes() + model.num_layers * spec.query_bytes(num * num_queries)
+        )
         held += _step_bytes(model, KVBudget.full(context_len), num, dtype, kind)
     hidden = context_len * model.hidden_size * DTYPE_BYTES[dtype]
     return DraftMemory(
         weight_bytes=weight_bytes(model, dtype),
-        working_bytes=held + hidden + chunk_bytes(model, chunk_len, dtype) + _scoring_bytes(spec, voters, context_len),
+        working_bytes=held
+        + hidden
+        + chunk_bytes(model, chunk_len, dtype)
+        + _scoring_bytes(spec, num_queries, context_len),
     )
 
 

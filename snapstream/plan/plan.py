@@ -4,14 +4,13 @@ Everything follows from the config's integers, so the figures are bounds, not me
 
 * a row: ``2 L G C E`` numbers (keys and values), however long the prompt was; in FP8 also ``2 L G`` fp32 scales; with
   KV re-selection also ``L w H E`` numbers (its last queries) and ``L G C`` fp32 votes;
-* weights: the shapes and widths of ``models/sharding.py``; where they are narrower than the dtype also one layer of
-  them
-  in the dtype, which prefill widens;
-* a prefill of N tokens: hidden states ``N D``, staging of the one layer in work ``2 N G E`` (latents: ``N E``, and keys
-  and values of all heads made from them ``2 N H X``), and the larger
-  of one chunk's temporaries, ``T max(D + (8 H + 4 G) E, H E + 4 D + 3 I)`` (with k experts per token of inner size M at
-  least ``k max(D + 2 M, 3 M, 2 D)`` for ``3 I``), and one fp32 scoring block,
-  ``observation_len H`` by 4096 keys (``memory.py``); with hops also one layer's queries ``N H E``;
+* weights: the shapes and formats of ``models/sharding.py``; where they are not in the dtype also one layer of them in
+  the dtype, which prefill dequantizes;
+* a prefill of N tokens: hidden states ``N D``, staging of one layer ``2 N G E`` (latents: ``N E``, and keys and values
+  of all heads expanded from them ``2 N H X``), and the larger of one chunk's temporaries,
+  ``T max(D + (8 H + 4 G) E, H E + 4 D + 3 I)`` (with k experts per token of inner size M at least
+  ``k max(D + 2 M, 3 M, 2 D)`` for ``3 I``), and one fp32 scoring block, ``observation_len H`` by 4096 keys
+  (``memory.py``); with hops also one layer's queries ``N H E``;
 * rows that fit: ``(memory - fixed) / (row + decode of a row)``, as the engine itself counts (``memory.py``): fixed are
   weights, prefill, the padding row, the framework and a draft; prefill is here the pool that the engine allocates
   once, for ``max_model_len`` and a reserve for short prompts;
@@ -53,7 +52,7 @@ from snapstream.models.sharding import (
     num_parameters,
     rank_config,
 )
-from snapstream.plan.fit import FLOP_PER_BYTE, auto_rows, engine_config, widths
+from snapstream.plan.fit import FLOP_PER_BYTE, auto_rows, engine_config, resolve_formats
 from snapstream.plan.memory import (
     DraftMemory,
     EngineMemory,
@@ -65,22 +64,17 @@ from snapstream.plan.memory import (
 )
 from snapstream.plan.predict import Predictor, RanksPlan
 
-# What a prefix store holds, and when a hit is worth its copy. Integers and one prediction; no torch.
-#
-# A hit of N tokens copies ``N b`` bytes over the link between host and device instead of computing them, which takes
-# ``N (2 P + 2 H E L N)`` flop (P parameters read per token; causal attention over N keys). It pays where
-#
-#     link > b F / (2 P + 2 H E L N)
-#
-# with ``F`` flop per second, predicted from the device's memory bandwidth as ``chunking.py`` does. On a CPU there is
-# no link: a copy within the memory always costs less than computing what it copies.
-
-REACHED = 0.8  # of the bandwidth on paper, as chunking.py takes it
+REACHED = 0.8  # of the bandwidth on paper, as in fit.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixPlan:
-    """A prefix store beside a device; sizes in bytes."""
+    """A prefix store in host memory; sizes in bytes.
+
+    A hit of N tokens copies ``N b`` bytes over the link between host and device instead of computing them, which takes
+    ``N (2 P + 2 H E L N)`` flop (P parameters read per token; causal attention over N keys), at ``F`` flop per second
+    predicted from the memory bandwidth. It pays where ``link > b F / (2 P + 2 H E L N)``; on a CPU always.
+    """
 
     store_bytes: int
     num_tokens: int  # that it holds
@@ -129,7 +123,7 @@ DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of 
 
 @dataclass(frozen=True, kw_only=True)
 class Here:
-    """The machine that asks."""
+    """This machine."""
 
     device: str
     free_bytes: int  # now
@@ -159,19 +153,19 @@ class RowPlan:
     max_rows: int  # rows that fit the memory, the padding row already taken off
     tokens_per_s_one: float  # byte bound, one row decoding
     tokens_per_s_max: float  # byte bound, max_rows rows decoding; 0 if none fits
-    travel_bytes: int  # host memory of the planned prompt's row on its way to another engine, on either side
+    transfer_bytes: int  # host memory of a KV transfer of the planned prompt's row, on either side
     rows_here: int | None = None  # what --max-rows auto gives on this machine; 0 where not one row fits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole answer; sizes in bytes, lengths in tokens."""
+    """Sizes in bytes, lengths in tokens."""
 
     architecture: str
     num_parameters: int
     active_parameters: int  # with which a token is multiplied
     dtype: str
-    weights: str  # width of the matrices in the GPU's memory
+    weights: str  # format of the matrices in the GPU's memory
     kv_dtype: KVDType  # of rows; "auto" is dtype
     windows: str  # which layers have sliding windows, in a line; empty without
     prompt_len: int
@@ -182,7 +176,7 @@ class Plan:
     memory_bytes: int
     bandwidth_bytes_per_s: int
     weight_bytes: int
-    dequantized_bytes: int  # of one layer, widened in prefill
+    dequantized_bytes: int  # of one layer, in prefill
     token_bytes: int  # K and V of one token, all layers
     prefill: PrefillMemory  # one prompt of prompt_len
     prefill_pool_bytes: int  # what the engine sets aside: the same for max_model_len + EngineConfig.short_reserve
@@ -214,7 +208,7 @@ def _check_len(name: str, value: int, limit: int, of_what: str) -> None:
 
 
 class _Planner:
-    """Facts that the lines of a plan share: a model, options, the lengths of a prompt and of a full row."""
+    """What the lines of a plan share: a model, options, the lengths of a prompt and of a full row."""
 
     def __init__(
         self,
@@ -228,7 +222,7 @@ class _Planner:
     ) -> None:
         self.model, self.options, self.gpu, self.here = model, options, gpu, here
         self.prompt_len, self.max_model_len = prompt_len, max_model_len
-        self.formats, self.kv_dtype = widths(model, options, device=gpu.kind)
+        self.formats, self.kv_dtype = resolve_formats(model, options, device=gpu.kind)
         self.stored = rank_config(model, options.parallel, formats=self.formats)
         self.own = rank_config(model, split_heads(options.parallel), formats=self.formats)
         row_model = self.stored if options.attention == "dp" else self.own
@@ -239,8 +233,8 @@ class _Planner:
         """Of the table's lines but the first."""
         if None not in self.model.layer_windows:
             return []  # sliding windows alone: no budget changes a row
-        voters = make_selector(self.options.selector).observation_len
-        budgets = [KVBudget.of(slots, observation_len=voters) for slots in given or default_budgets(self.prompt_len)]
+        queries = make_selector(self.options.selector).observation_len
+        budgets = [KVBudget.of(slots, observation_len=queries) for slots in given or default_budgets(self.prompt_len)]
         if self.options.reselection is not None:
             for budget in budgets:
                 self.options.reselection.check_budget(budget)
@@ -257,9 +251,9 @@ class _Planner:
         )  # fmt: skip
         if budget.num_topk:
             return config(options, budget)
-        # Full rows have nothing to re-select or to share out, and are as wide as the others.
+        # Full rows have nothing to re-select or to divide among heads, and have the same dtype as the others.
         full = config(replace(options, reselection=None, heads=None), budget)
-        return replace(full, kv_dtype=widths(self.model, options, device=device)[1])
+        return replace(full, kv_dtype=resolve_formats(self.model, options, device=device)[1])
 
     def memory(self, budget: KVBudget, here: Here | None = None) -> EngineMemory:
         """Of that engine."""
@@ -276,7 +270,7 @@ class _Planner:
         read = self.spec.visible_bytes(visible, self.prompt_len)
         max_rows, bandwidth = max(0, memory.rows_that_fit(self.gpu.memory_bytes)), self.gpu.bandwidth_bytes_per_s
         one, all_rows = (self.decode_bytes(rows) for rows in (1, max_rows))
-        own_rows = -(-max_rows // memory.dealt_to)
+        rank_rows = -(-max_rows // memory.dp_size)
         return RowPlan(
             name=name,
             capacity=budget.capacity,
@@ -285,8 +279,8 @@ class _Planner:
             full_fraction=memory.row_bytes / self.spec.row_bytes(self.max_model_len),
             max_rows=max_rows,
             tokens_per_s_one=bandwidth / (one + read),
-            tokens_per_s_max=max_rows * bandwidth / (all_rows + own_rows * read),
-            travel_bytes=row_sizes(self.model, self.config(budget)).row_bytes(self.prompt_len, budget),
+            tokens_per_s_max=max_rows * bandwidth / (all_rows + rank_rows * read),
+            transfer_bytes=row_sizes(self.model, self.config(budget)).row_bytes(self.prompt_len, budget),
             rows_here=None if here is None else auto_rows(self.memory(budget, here), here.free_bytes),
         )
 
@@ -347,13 +341,13 @@ def make_plan(
     """Cost of full rows and of each of ``budgets`` (slots); without budgets, of the default table.
 
     ``prompt_len`` defaults to the model's context, at most 131,072; ``options.max_model_len``, the capacity of a full
-    row, to ``prompt_len``. The options' own budget, rows and device are not looked at: the lines are for ``gpu``, and
-    beside them for ``here``. KV re-selection holds for the rows of budgets; full rows have nothing to re-select.
+    row, to ``prompt_len``. The options' own budget, rows and device are ignored: the lines are for ``gpu``, one column
+    for ``here``. KV re-selection applies to rows with budgets only.
     """
     options, gpu = options or EngineOptions(dtype="bfloat16"), gpu or Device()
     prompt_len, max_model_len = _lengths(model, options, prompt_len)
     if options.tensor_parallel > 1:
-        here = None  # the number of devices here is not asked for
+        here = None  # the number of devices here is unknown
     planner = _Planner(model, options, prompt_len, max_model_len, gpu, here, draft)
     full = KVBudget.full(max_model_len)
     chunking = planner.config(full).chunking

@@ -1,6 +1,18 @@
-"""What ``plan`` adds where an engine has several ranks: weights of one by role, and how long steps would take.
+"""Predicted times of decode steps and prompts on a group of ranks, with every assumption here. No torch.
 
-Times are predictions; ``predict.py`` has the formulas and the assumptions. No torch.
+A part of a step takes the longer of two times: its bytes at ``READ_SHARE`` of the memory's bandwidth, and its products
+at ``PRODUCT_SHARE`` of what the device does in dense bf16. Parts run one after the other:
+
+* weights: every matrix a rank stores is read once, of its experts those that the step's rows chose
+  (``MoEConfig.num_read``: evenly, so no rank waits for one with more work);
+* rows: the visible slots of a rank's rows. Latents of a row are read once for all heads, and multiplied with all of
+  them: with 128 heads that is bound by products;
+* collectives: two per layer, one for the embedding, one for the logits, each the latency of its ``Link`` and the time
+  of its bytes. Two links bound what people have;
+* ``HOST_S``: the scheduler, the launch of a captured step, sampling.
+
+A prompt passes each layer in chunks: products of a chunk, or reading the layer's weights once more, whichever takes
+longer; attention of all pairs; two collectives of a chunk's hidden states. Nothing is overlapped.
 """
 
 from __future__ import annotations
@@ -22,22 +34,6 @@ from snapstream.models.sharding import (
 )
 from snapstream.plan.memory import split_heads
 
-# Predicts how long a decode step and a prompt take on a group of ranks. Predictions, with every assumption here.
-#
-# A part of a step takes the longer of two times: its bytes at ``READ_SHARE`` of the memory's bandwidth, and its
-# products at ``PRODUCT_SHARE`` of what the device does in dense bf16. Parts follow each other:
-#
-# * weights: every matrix a rank stores is read once, of its experts those that the step's rows chose
-#   (``MoEConfig.num_read``: evenly and apart, so no rank waits for another with more work);
-# * rows: the visible slots of a rank's rows. Latents of a row are read once for all heads, and multiplied with all of
-#   them: with 128 heads that is bound by products;
-# * collectives: two per layer, one for the embedding, one for the logits. One takes the latency of its ``Link`` and the
-#   time of its bytes. Two links bound what people have;
-# * ``HOST_S``: the scheduler, the launch of a captured step, sampling.
-#
-# A prompt passes each layer in chunks: products of a chunk, or reading the layer's weights once more, whichever takes
-# longer; attention of all pairs; two collectives of a chunk's hidden states. Nothing is overlapped. No torch.
-
 READ_SHARE = 0.8  # of the memory's bandwidth
 PRODUCT_SHARE = 0.6  # of dense products in bf16
 HOST_S = 0.6e-3
@@ -45,7 +41,7 @@ HOST_S = 0.6e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How ranks talk: seconds of a collective of no bytes, and bytes per second that a rank sends."""
+    """Interconnect: seconds of a collective of no bytes, and bytes per second that a rank sends."""
 
     name: str
     latency_s: float
@@ -136,9 +132,9 @@ class Predictor:
         """
         stored, own, size = self._stored, self._own, self.parallel.size
         weights = decode_weight_bytes(stored, self.dtype, self.formats, num_rows)
-        is_dealt = self.parallel.attention == "dp"
-        spec = kv_spec_of(stored if is_dealt else own, self.dtype, self.kv_dtype)
-        rows = -(-num_rows // size) if is_dealt else num_rows
+        is_dp = self.parallel.attention == "dp"
+        spec = kv_spec_of(stored if is_dp else own, self.dtype, self.kv_dtype)
+        rows = -(-num_rows // size) if is_dp else num_rows
         num_tokens = visible_slots if num_tokens is None else num_tokens
         slots = rows * spec.visible_slots(visible_slots, num_tokens)
         hidden = num_rows * self.model.hidden_size * DTYPE_BYTES[self.dtype]
@@ -152,7 +148,7 @@ class Predictor:
             num_collectives=2 * layers + 2 if size > 1 else 0,
             collectives_s=tuple(
                 (layers + 1) * link.all_reduce_s(hidden, size)
-                + layers * (link.all_gather_s if is_dealt else link.all_reduce_s)(hidden, size)
+                + layers * (link.all_gather_s if is_dp else link.all_reduce_s)(hidden, size)
                 + link.all_gather_s(logits, size)
                 for link in LINKS
             ),
@@ -186,15 +182,12 @@ class Predictor:
 
     @property
     def _own(self) -> ModelConfig:
-        """What a rank computes: its heads, where attention is dealt out by rows as much work as these."""
+        """What a rank computes: its heads, with ``attention="dp"`` as much work as these."""
         return rank_config(self.model, split_heads(self.parallel), formats=self.formats)
 
     def _longer(self, num_bytes: float, flop: float) -> float:
         """Seconds of what is bound by the slower of memory and products."""
-        return max(
-            num_bytes / (READ_SHARE * self.bandwidth_bytes_per_s),
-            flop / (PRODUCT_SHARE * self.flop_per_s),
-        )
+        return max(num_bytes / (READ_SHARE * self.bandwidth_bytes_per_s), flop / (PRODUCT_SHARE * self.flop_per_s))
 
 
 def _num_pairs(num_tokens: int, window: int) -> float:

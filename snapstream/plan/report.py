@@ -46,10 +46,10 @@ def _short_chunks(plan: Plan) -> str:
     return f" (short prompts: of {plan.short_chunk_len:,})"
 
 
-def _wide_layer(plan: Plan) -> str:
+def _dequantized_layer(plan: Plan) -> str:
     if not plan.dequantized_bytes:
         return ""
-    return f"; prefill widens a layer to {plan.dtype} in {format_bytes(plan.dequantized_bytes)}"
+    return f"; prefill dequantizes a layer to {plan.dtype} in {format_bytes(plan.dequantized_bytes)}"
 
 
 def _draft_costs(plan: Plan) -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ def _prefix_costs(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("prefixes", f"{format_bytes(prefix.store_bytes)} on the host hold {holds}"),
         ("", f"  a hit copies {format_bytes(prefix.prompt_bytes)}: {prefix.restore_ms:,.0f} ms at {link:,.3g} GB/s"),
-        ("", f"  and spares {prefix.compute_ms:,.0f} ms (predicted): it pays from {even:,.2g} GB/s on"),
+        ("", f"  and saves {prefix.compute_ms:,.0f} ms (predicted): it pays from {even:,.2g} GB/s on"),
     ]
 
 
@@ -79,7 +79,7 @@ def _staged(expanded_bytes: int) -> str:
 
 
 def _ranks(plan: Plan) -> list[tuple[str, str]]:
-    """What one rank holds of the weights, the large roles first; those of less than a percent together."""
+    """What one rank holds of the weights, large tensors first; those of less than a percent together."""
     ranks = plan.ranks
     if ranks is None:
         return []
@@ -91,10 +91,10 @@ def _ranks(plan: Plan) -> list[tuple[str, str]]:
         [f"others {format_bytes(rest)}"] if rest else []
     )
     if ranks.parallel.attention == "dp":
-        rows = "dealt out"
+        rows = "distributed (dp)"
     else:
         rows = "of latents, whole on each rank" if plan.prefill.expanded_bytes else "split by heads"
-    experts = ", experts dealt out" if ranks.parallel.experts == "ep" else ""
+    experts = ", whole experts (ep)" if ranks.parallel.experts == "ep" else ""
     return [
         ("ranks", f"{ranks.parallel.size}, and what follows is one rank's; rows {rows}{experts}"),
         ("", f"  of its weights: {', '.join(parts)}"),
@@ -110,14 +110,14 @@ def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
             f"{plan.active_parameters / 1e6:,.1f}M per token",
         ),
         *_ranks(plan),
-        ("weights", f"{format_bytes(plan.weight_bytes)} in {plan.weights}{_wide_layer(plan)}"),
+        ("weights", f"{format_bytes(plan.weight_bytes)} in {plan.weights}{_dequantized_layer(plan)}"),
         (
             "cache",
             f"{format_bytes(plan.token_bytes)} per token{'' if plan.kv_dtype == 'auto' else f' in {plan.kv_dtype}'}",
         ),
         *([("", f"  {plan.windows}")] if plan.windows else []),
         ("prompt", f"{plan.prompt_len:,} tokens, prefilled in chunks of {plan.chunk_len:,}{_short_chunks(plan)}"),
-        ("prefill", f"{format_bytes(prefill.total_bytes)} at peak, beside weights and rows:"),
+        ("prefill", f"{format_bytes(prefill.total_bytes)} at peak, without weights and rows:"),
         ("", f"  {format_bytes(prefill.hidden_bytes)} hidden states"),
         ("", f"  {format_bytes(prefill.staging_bytes)} staging of one layer's {_staged(prefill.expanded_bytes)}"),
         ("", f"  {format_bytes(prefill.transient_bytes)} temporaries"),
@@ -150,8 +150,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(table)
     console.print()
     _print_line(console, "tok/s    ", "the bound set by bytes read per step, not a measurement")
-    sizes = ", ".join(f"{format_bytes(row.travel_bytes)} ({_name(row)})" for row in plan.rows)
-    _print_line(console, "travels  ", f"with --role, of host memory on either side while a row is on its way: {sizes}")
+    sizes = ", ".join(f"{format_bytes(row.transfer_bytes)} ({_name(row)})" for row in plan.rows)
+    _print_line(console, "transfer ", f"with --role, host memory on either side during a KV transfer: {sizes}")
     if plan.ranks is not None:
         _print_steps(plan.ranks, console)
     if plan.here is not None:
@@ -201,7 +201,7 @@ def _range(values: Iterable[float]) -> str:
 
 
 def _print_line(console: Console, label: str, text: str) -> None:
-    """A line that goes on below its text, not below its label, where the console is narrow."""
+    """A line that wraps below its text, not below its label."""
     own = len(text) - len(text.lstrip())
     lines = wrap(text, console.width - len(label), subsequent_indent=" " * own) or [""]
     for index, line in enumerate(lines):

@@ -3,8 +3,14 @@
     compressor = PromptCompressor("Qwen3-0.6B/")
     result = compressor.compress(messages, target_tokenizer="Llama-3.1-8B-Instruct/", max_tokens=8192)
 
-Nothing here needs the engine: the result is text for any model behind any API. ``protection.py`` says what may be
-dropped, ``draft.py`` and ``scorer.py`` score and choose chunks. Threads may share it: one text is scored at a time.
+Nothing here needs the engine: the result is text for any model behind any API, made of verbatim pieces of its source;
+messages that are passed in are never changed. ``protection.py`` says what may be dropped, ``draft.py`` scores tokens.
+
+Scores of chunks are cached by a hash of the text, its surroundings, the draft and every setting; the least recently
+used entry goes first. Threads may share a compressor: one text is scored at a time. Chunks of one text compete by
+score, ties going to the earlier. Texts that were scored separately cannot be compared by score, so a ceiling takes from
+every text in the same proportion, by a chunk's rank over the number of chunks. Invariant: a choice that ``count`` finds
+above the ceiling is never returned.
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ class ScoredText:
 
 
 class Scorer:
-    """A draft with a bounded memory of what it has scored."""
+    """A draft with an LRU cache of scores."""
 
     def __init__(self, draft: Draft, scoring: ScoringSettings, chunks: ChunkSettings, cache_size: int) -> None:
         self._draft, self._scoring, self._chunks = draft, scoring, chunks
@@ -59,14 +65,14 @@ class Scorer:
         self._lock = Lock()
 
     def score(self, candidate: Candidate) -> ScoredText:
-        """Scores of a text's chunks; ``num_passages`` 0 and ``draft_ms`` 0 if they were remembered."""
+        """Scores of a text's chunks; ``num_passages`` 0 and ``draft_ms`` 0 if they were cached."""
         key = self.key(candidate)
         with self._lock:
             found = self._cache.get(key)
             if found is None:
                 fresh = self._score(candidate)
                 if self._cache_size:
-                    self._cache[key] = _as_remembered(fresh)
+                    self._cache[key] = replace(fresh, num_passages=0, draft_ms=0.0)
                     while len(self._cache) > self._cache_size:
                         self._cache.popitem(last=False)
                 return fresh
@@ -74,7 +80,7 @@ class Scorer:
             return found
 
     def score_ids(self, ids: tuple[int, ...], ranges: list[Span], chunk_len: int) -> list[ScoredText]:
-        """Chunks of each range of tokens, counted in tokens; not remembered. One reading for all ranges."""
+        """Chunks of each range of tokens, counted in tokens; not cached. One pass for all ranges."""
         with self._lock:
             began = perf_counter()
             read = ReadText(ids=ids, first=0, stop=len(ids), starts=tuple(range(len(ids))))
@@ -126,17 +132,6 @@ class Scorer:
             data = part.encode("utf-8", "surrogatepass")
             digest.update(len(data).to_bytes(8, "little") + data)
         return digest.digest()
-
-
-def _as_remembered(fresh: ScoredText) -> ScoredText:
-    return ScoredText(
-        chunks=fresh.chunks,
-        scores=fresh.scores,
-        chunk_tokens=fresh.chunk_tokens,
-        num_passages=0,
-        draft_ms=0.0,
-        cutter=fresh.cutter,
-    )
 
 
 Choice = list[set[int]]  # per text: indices of the chunks that stay
@@ -191,10 +186,10 @@ class Amount:
 
     keep: float | None
     max_tokens: int | None
-    threshold: int  # prompts of fewer tokens are left alone
+    threshold: int  # prompts of fewer tokens stay uncompressed
 
     def why_not(self, before: int, has_candidates: bool) -> str:
-        """Why a prompt of ``before`` tokens is left alone, or nothing."""
+        """Why a prompt of ``before`` tokens stays uncompressed, or nothing."""
         if self.max_tokens is not None and before <= self.max_tokens:
             return f"{before:,} tokens fit the ceiling of {self.max_tokens:,}"
         if self.keep is not None and before < self.threshold:
@@ -257,8 +252,6 @@ def _as_fed(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> li
             {**message, "content": "" if message.get("content") is None else message["content"]} for message in messages
         ]
 
-
-# A compressed text is made of verbatim pieces of its source; messages that were given are never changed.
 
 Spans = Sequence[Span] | Mapping[int, Sequence[Span]]
 
@@ -355,7 +348,7 @@ class PromptCompressor:
     """A draft that shortens prompts.
 
     ``draft``: a Hugging Face checkpoint folder, or a loaded ``Draft``. ``scoring``, ``chunks`` and ``protection``
-    default to the published method. ``cache_size``: texts whose scores are remembered, by content.
+    default to the published method. ``cache_size``: texts whose scores are cached.
     """
 
     def __init__(
@@ -373,7 +366,7 @@ class PromptCompressor:
         self.scoring = as_kind("scoring", ScoringSettings() if scoring is None else scoring, ScoringSettings)
         self.chunks = as_kind("chunks", ChunkSettings() if chunks is None else chunks, ChunkSettings)
         self.protection = as_kind("protection", Protection() if protection is None else protection, Protection)
-        self.draft.context_of(self.scoring)  # refuses at once settings that would fail for every text
+        self.draft.context_of(self.scoring)  # ValueError for settings that would fail for every text
         self._scorer = Scorer(self.draft, self.scoring, self.chunks, as_count("cache_size", cache_size, 0))
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}  # of targets that were given as folders
         self._lock = Lock()
@@ -448,8 +441,8 @@ class PromptCompressor:
     ) -> CompressedText:
         """Shorten a conversation that goes on from one that was shortened before: ``done``, the first messages now.
 
-        They stay as they are, but for tool outputs that were whole because they were recent. For the rest and what is
-        raised, see ``compress``; a ceiling that ``done`` leaves no room for is a ValueError.
+        They stay as they are, but for tool outputs that were uncompressed because they were recent. Otherwise as
+        ``compress``; a ceiling that ``done`` leaves no room for is a ValueError.
         """
         check_amount(keep, max_tokens)
         _check_prompt(messages)

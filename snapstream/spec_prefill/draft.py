@@ -3,7 +3,20 @@
 Invariant: scores are laid over the *source text* by the tokenizer's character offsets, so a kept part of the text is
 kept character by character; token ids never leave this module. A text longer than the context is read in overlapping
 passages of one size, each with the words around it (a template, a question) in full; where two passages overlap, a
-token's score is the mean. ``protection.py`` cuts the text.
+token's score is the mean.
+
+The draft reads a prompt layer by layer, decodes a few greedy tokens ahead, and scores every prompt token, in one of
+three ways with the same result (N prompt tokens, L layers):
+
+- ``look_ahead=0``: the prompt's own last queries score while their layer's keys are staged. One pass, one layer of K
+  and V. The last layer stops after its keys and queries: nothing reads its output.
+- ``keys="all_layers"``: the prefill keeps K and V of all layers for the decode steps, ``2 L G E`` numbers per prompt
+  token in the draft's dtype. Exact; the memory is bounded by the draft's context (``context_len``), not by the text.
+- ``keys="one_layer"``: the first pass fills a compressed row (``kv/compress.py``) that the greedy tokens are decoded
+  from; the second reads prompt and tokens together, one layer at a time. Twice the time, one layer of K and V; exact
+  as long as the row leads to the same greedy tokens.
+
+Greedy tokens make scores deterministic: the same draft, text and settings give the same numbers.
 """
 
 from __future__ import annotations
@@ -45,21 +58,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# How much attention each prompt token gets from the look-ahead: the scores of SpecPrefill.
-#
-# As published (arXiv 2502.02789, section 3; arXiv 2603.02631): per query, layer and head an fp32 softmax over the
-# *prompt* keys only; an average over ``pool_kernel`` neighbouring keys; the maximum over layers and heads; the mean
-# over queries. At the edges the average counts missing neighbours as zeros and always divides by the width, like
-# SnapKV.
-#
-# Invariant: a layer is done with when ``add`` returns, so a pass that holds one layer's keys at a time can use it; and
-# never more than ``O(queries x heads x chunk)`` of probabilities exist. ``lookahead.py`` makes queries and keys.
-
 CHUNK = 4096  # keys at a time; 8 queries x 32 heads x 4096 keys in fp32 are 4 MiB
 
 
 class Importance:
-    """Running maximum over layers and heads of the pooled attention, ``[w, N]`` fp32."""
+    """Scores of SpecPrefill: running maximum over layers and heads of the pooled attention, ``[w, N]`` fp32.
+
+    As published (arXiv 2502.02789, section 3; arXiv 2603.02631): per query, layer and head an fp32 softmax over the
+    *prompt* keys only; an average over ``pool_kernel`` adjacent keys; the maximum over layers and heads; the mean over
+    queries. At the edges the average counts missing keys as zeros and always divides by ``pool_kernel``, like SnapKV.
+    At most ``O(queries x heads x chunk)`` of probabilities exist at a time.
+    """
 
     def __init__(self, num_queries: int, num_keys: int, pool_kernel: int, device: torch.device) -> None:
         self.best = torch.zeros(num_queries, num_keys, device=device)  # [w, N]; probabilities are never below 0
@@ -76,8 +85,8 @@ class Importance:
         for _, _, block in _logits(queries, keys, first_query, 0, chunk):
             normaliser = torch.logaddexp(normaliser, block.logsumexp(-1))
         for a, b, block in _logits(queries, keys, first_query, half, chunk):
-            weights = block.sub_(normaliser[:, None]).exp_()  # [H*w, c + neighbours]
-            before, after = min(half, a), min(half, num_keys - b)  # what the block holds of its neighbours
+            weights = block.sub_(normaliser[:, None]).exp_()  # [H*w, c + margins]
+            before, after = min(half, a), min(half, num_keys - b)  # margins that the block holds
             padded = F.pad(weights, (half - before, half - after))
             pooled = F.avg_pool1d(padded[None], self._pool_kernel, stride=1)[0]  # [H*w, c]
             most = pooled.unflatten(0, (num_heads, num_queries)).amax(0)  # [w, c]
@@ -91,7 +100,7 @@ class Importance:
 def _logits(
     queries: Tensor, keys: Tensor, first_query: int, margin: int, chunk: int
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Blocks ``a .. b - 1`` of keys with ``margin`` neighbours on both sides: ``[H*w, c + margins]`` fp32."""
+    """Blocks ``a .. b - 1`` of keys with ``margin`` further keys on both sides: ``[H*w, c + margins]`` fp32."""
     num_queries, num_heads, head_dim = queries.shape
     num_kv_heads, num_keys, _ = keys.shape
     scaled = queries.float() * head_dim**-0.5
@@ -116,20 +125,6 @@ def chunk_means(scores: Tensor, chunk_len: int) -> Tensor:
     return padded.sum(-1) / counts
 
 
-# The draft reads a prompt layer by layer, looks a few greedy tokens ahead, and scores every prompt token.
-#
-# Three ways, one meaning (``importance.py``); N prompt tokens, L layers:
-#
-# - ``look_ahead=0``: the prompt's own last queries vote while their layer's keys are staged. One pass, one layer of K
-#   and V. The last layer stops after its keys and queries: nothing reads its output.
-# - ``keys="all_layers"``: the prefill keeps K and V of all layers for the decode steps, ``2 L G E`` numbers per prompt
-#   token in the draft's dtype. Exact; the memory is bounded by the draft's context (``context_len``), not by the text.
-# - ``keys="one_layer"``: the first pass fills a compressed row (``kv/compress.py``) that the greedy tokens are decoded
-#   from; the second reads prompt and tokens together, one layer at a time. Twice the time, one layer of K and V; exact
-#   as long as the row leads to the same greedy tokens.
-#
-# Greedy tokens make the scores deterministic: the same draft, text and settings give the same numbers.
-
 ROW = KVBudget.of(ROW_SLOTS)  # keys="one_layer": the row that the greedy tokens are decoded from
 
 SELECTOR = SnapKV()  # and how its tokens are chosen
@@ -142,9 +137,9 @@ def token_scores(decoder: Decoder, token_ids: Sequence[int], settings: ScoringSe
     if settings.look_ahead == 0:
         return _score_in_pass(decoder, ids, len(ids), min(settings.num_own_queries, len(ids)), settings)
     if settings.keys == "one_layer":
-        drawn = draw_from_row(decoder, ids, settings)
-        fed = torch.cat((ids, ids.new_tensor(drawn[:-1])))
-        return _score_in_pass(decoder, fed, len(ids), len(drawn), settings)
+        decoded = decode_from_row(decoder, ids, settings)
+        fed = torch.cat((ids, ids.new_tensor(decoded[:-1])))
+        return _score_in_pass(decoder, fed, len(ids), len(decoded), settings)
     return _score_from_all_layers(decoder, [ids], settings)[0]
 
 
@@ -166,7 +161,7 @@ def scores_of_passages(
 def _score_in_pass(
     decoder: Decoder, ids: Tensor, prompt_len: int, num_queries: int, settings: ScoringSettings
 ) -> Tensor:
-    """The last ``num_queries`` tokens of ``ids`` vote on the first ``prompt_len``, layer by layer."""
+    """The last ``num_queries`` tokens of ``ids`` score the first ``prompt_len``, layer by layer."""
     importance = Importance(num_queries, prompt_len, settings.pool_kernel, decoder.device)
     first_query = len(ids) - num_queries
 
@@ -174,44 +169,44 @@ def _score_in_pass(
         assert queries is not None
         importance.add(queries, keys[:, :prompt_len], first_query)
 
-    voting_pass(decoder, ids, prompt_len, num_queries, settings, score)
+    scoring_pass(decoder, ids, prompt_len, num_queries, settings, score)
     return importance.scores()
 
 
-def voting_pass(
-    decoder: Decoder, ids: Tensor, prompt_len: int, num_queries: int, settings: ScoringSettings, vote: LayerDone
+def scoring_pass(
+    decoder: Decoder, ids: Tensor, prompt_len: int, num_queries: int, settings: ScoringSettings, score: LayerDone
 ) -> None:
-    """Read ``ids [n]``, the prompt and look-ahead tokens after it, one layer at a time; ``vote`` sees each layer."""
-    _read(decoder, ids, prompt_len, num_queries, settings, vote, "none")
+    """Read ``ids [n]``, the prompt and look-ahead tokens after it, one layer at a time; ``score`` sees each layer."""
+    _read(decoder, ids, prompt_len, num_queries, settings, score, "none")
 
 
 def _score_from_all_layers(decoder: Decoder, passages: Sequence[Tensor], settings: ScoringSettings) -> list[Tensor]:
-    """Prefill each of ``passages [N]``, decode after all of them at once, then every layer's queries on its keys."""
+    """Prefill each of ``passages [N]``, decode after all of them together, then score with every layer's queries."""
     prompt_len, ahead = len(passages[0]), settings.look_ahead
-    drawing = _Drawing(decoder, len(passages), KVBudget.full(prompt_len + ahead), ahead)
+    look_ahead = _LookAhead(decoder, len(passages), KVBudget.full(prompt_len + ahead), ahead)
     for row, ids in enumerate(passages):
-        drawing.read(row, ids, 1, settings)
-    drawn = drawing.draw(settings)
-    first = prompt_len - 1  # the query of the last prompt token votes too
+        look_ahead.read(row, ids, 1, settings)
+    decoded = look_ahead.decode(settings)
+    first = prompt_len - 1  # the query of the last prompt token scores too
     scores = []
-    for row, tokens in enumerate(drawn):
-        queries = drawing.queries.last(row, first + len(tokens), len(tokens))  # [L, w, H, E]
+    for row, tokens in enumerate(decoded):
+        queries = look_ahead.queries.last(row, first + len(tokens), len(tokens))  # [L, w, H, E]
         importance = Importance(len(tokens), prompt_len, settings.pool_kernel, decoder.device)
         for layer in range(decoder.config.num_layers):
-            importance.add(queries[layer], drawing.cache.layer(layer).k[row, :, :prompt_len], first)
+            importance.add(queries[layer], look_ahead.cache.layer(layer).k[row, :, :prompt_len], first)
         scores.append(importance.scores())
     return scores
 
 
-def draw_from_row(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> list[int]:
+def decode_from_row(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> list[int]:
     """Greedy tokens after the prompt, decoded from a compressed row."""
-    drawing = _Drawing(decoder, 1, ROW, 1)
-    drawing.read(0, ids, SELECTOR.num_queries(len(ids)), settings)
-    return drawing.draw(settings)[0]
+    look_ahead = _LookAhead(decoder, 1, ROW, 1)
+    look_ahead.read(0, ids, SELECTOR.num_queries(len(ids)), settings)
+    return look_ahead.decode(settings)[0]
 
 
-class _Drawing:
-    """Rows of one budget in which prompts of one length are read, and the greedy tokens after them drawn."""
+class _LookAhead:
+    """Rows of one budget for prompts of one length, and greedy decode of the tokens after them."""
 
     def __init__(self, decoder: Decoder, num_rows: int, budget: KVBudget, num_queries: int) -> None:
         """``num_queries``: of the last tokens fed to each row, kept in ``queries``."""
@@ -237,7 +232,7 @@ class _Drawing:
         self._prompt_len = 0
 
     def read(self, row: int, ids: Tensor, num_queries: int, settings: ScoringSettings) -> None:
-        """Prefill ``ids [N]`` into a row; its last ``num_queries`` choose, where it does not fit."""
+        """Prefill ``ids [N]`` into a row; its last ``num_queries`` select, where it does not fit."""
         self._prompt_len = len(ids)
 
         def write(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
@@ -247,7 +242,7 @@ class _Drawing:
 
         self._hidden.append(_read(self._decoder, ids, len(ids), num_queries, settings, write, "last"))
 
-    def draw(self, settings: ScoringSettings) -> list[list[int]]:
+    def decode(self, settings: ScoringSettings) -> list[list[int]]:
         """Greedy tokens after the prompts, ``look_ahead`` of each, fewer where the draft ends.
 
         All but the last are fed. A row that has ended is fed on with the others, to no effect. RuntimeError where
@@ -259,22 +254,22 @@ class _Drawing:
         self._rows.admit(rows, torch.tensor([counters] * len(rows), dtype=torch.int64, device=device))
         tokens = _best(self._decoder.logits(torch.cat(self._hidden)))  # [B]
         self._rows.last_token[rows] = tokens
-        drawn = [[token] for token in tokens.tolist()]
+        decoded = [[token] for token in tokens.tolist()]
         for _ in range(settings.look_ahead - 1):
-            if all(own[-1] in ends for own in drawn):
+            if all(own[-1] in ends for own in decoded):
                 break
             tokens = _best(self._forward.logits(rows))
             self._rows.advance(rows, tokens)
-            for own, token in zip(drawn, tokens.tolist(), strict=True):
+            for own, token in zip(decoded, tokens.tolist(), strict=True):
                 if own[-1] not in ends:
                     own.append(token)
-        return drawn
+        return decoded
 
 
 def _best(logits: Tensor) -> Tensor:
     """The likeliest token of each of ``logits [B, V]``: ``[B]``. RuntimeError where they are not finite."""
     if not bool(logits.amax(-1).isfinite().all()):
-        raise RuntimeError("the draft's logits are not finite; it cannot say what matters")
+        raise RuntimeError("the draft's logits are not finite; it cannot score a prompt")
     return logits.argmax(-1)
 
 
@@ -372,7 +367,7 @@ class Draft:
             rendered = render_chat(self.tokenizer, [{"role": "user", "content": whole}])
             found = _place_of(whole, rendered)
             template = found is not None
-            if found is not None:  # else a template that alters the words: read them plainly
+            if found is not None:  # else the template alters the words: read them without it
                 whole, start = rendered, found + len(before)
         encoded = self._encode(whole, special=not template)
         stop = start + len(text)
@@ -430,7 +425,7 @@ class Draft:
             add_special_tokens=special,
             return_offsets_mapping=True,
             return_special_tokens_mask=True,
-            verbose=False,  # a text longer than the context is no surprise here
+            verbose=False,  # texts longer than the context are expected
         )
 
 

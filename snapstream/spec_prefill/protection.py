@@ -1,11 +1,17 @@
-"""Which parts of a conversation may be cut, and what the draft reads beside them.
+"""Which parts of a conversation may be dropped, where a text may be cut, and what the draft reads with it.
 
 Always verbatim: system and developer messages, tools and tool calls, roles and template, the last tool outputs, short
 messages, and a trailing assistant message (an answer to be continued). The last user message is verbatim too unless it
 is long; then its first paragraph (if short) and its last paragraphs stay, because that is where the request stands.
 
-The draft reads a text with the request that it serves: the last user message's, or for a tool output the user message
-before it, which does not change as the conversation grows, so that its scores can be cached.
+The draft reads a text with its request: the last user message's, or for a tool output the user message before it, which
+does not change as the conversation grows, so that its scores can be cached.
+
+Positions are those of characters; a border at ``i`` lies between ``text[i - 1]`` and ``text[i]``. Invariants: chunks
+tile the text (characters that no token covers go to the chunk before them; bytes of one character that tokens share, to
+the last of them); ``grow`` only widens a span and never splits a grapheme (base and combining marks, joined emoji,
+flags, CR LF); spans are ascending, disjoint and never touch; the joined text consists of verbatim pieces of the source,
+in order, and delimiters.
 """
 
 from __future__ import annotations
@@ -18,13 +24,7 @@ from typing import Any
 
 from snapstream.spec_prefill.settings import CHUNK_LEN, ChunkSettings, Protection, Snap
 
-# Where a text may be cut: between characters as people see them, at words, sentences, lines, definitions.
-#
-# Everything works on character positions of the source text; a border at ``i`` lies between ``text[i - 1]`` and
-# ``text[i]``. Invariant: ``grow`` only ever widens a span, and its ends never split a character that people see as one
-# (base and combining marks, joined emoji, flags, CR LF)..
-
-_LIMITS: dict[str, int] = {"word": 48, "sentence": 400, "line": 800}  # characters; farther borders are not looked for
+_LIMITS: dict[str, int] = {"word": 48, "sentence": 400, "line": 800}  # characters; farther borders are ignored
 _JOINER = "\u200d"
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]|\n")
 _DEFINITION = re.compile(
@@ -42,7 +42,7 @@ _DEFINITION_LINES = 12  # how far up the head of a definition is looked for
 
 
 def is_whole(text: str, i: int) -> bool:
-    """True if a cut at ``i`` splits no character as people see it (the common rules of Unicode's UAX 29)."""
+    """True if a cut at ``i`` splits no grapheme (the common rules of Unicode's UAX 29)."""
     if i <= 0 or i >= len(text):
         return True
     left, right = text[i - 1], text[i]
@@ -73,7 +73,7 @@ def _is_word_border(text: str, i: int) -> bool:
     left, right = text[i - 1], text[i]
     if left.isspace() or right.isspace():
         return True
-    # Scripts without spaces: every wide character is a word.
+    # Scripts without spaces: every character is a word.
     return unicodedata.east_asian_width(left) in "WF" or unicodedata.east_asian_width(right) in "WF"
 
 
@@ -185,13 +185,6 @@ def code_delimiter(text: str) -> str:
     return "\n# omitted\n" if hashes > slashes else "\n// omitted\n"
 
 
-# From chunks of draft tokens to character spans of the source text, and back to a shorter text.
-#
-# Invariants: chunks tile the text, so every character belongs to exactly one (characters that no token covers go to
-# the chunk before them; bytes of one character that tokens share, to the last of them); spans are ascending, disjoint
-# and never touch; the joined text consists of verbatim pieces of the source, in order, and delimiters. ``borders.py``
-# says where a span may end.
-
 Span = tuple[int, int]  # first character and the one after the last
 
 TEXT_DELIMITER = "\n[...]\n"
@@ -260,7 +253,7 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A text of which ``start .. end - 1`` may be cut; ``after`` is what the draft reads behind that."""
+    """A text of which ``start .. end - 1`` may be compressed; ``after`` is what the draft reads after it."""
 
     text: str
     start: int
@@ -276,7 +269,7 @@ class Candidate:
 
 
 def candidates(messages: Sequence[Mapping[str, Any]], rules: Protection, count: Count) -> list[Candidate]:
-    """Texts of a conversation that may be cut, in order. ``count`` counts draft tokens."""
+    """Texts of a conversation that may be compressed, in order. ``count`` counts draft tokens."""
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     tools = [i for i, message in enumerate(messages) if message.get("role") == "tool"]
     fresh = set(tools[len(tools) - rules.recent_tools :]) if rules.recent_tools else set()

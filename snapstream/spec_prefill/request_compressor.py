@@ -1,7 +1,7 @@
-"""Prompts on their way into the engine, shortened by a draft: as text that is tokenized anew, or as kept token ids.
+"""Prompts of engine requests, compressed by a draft: as text that is tokenized again, or as kept token ids.
 
 Invariant: the result is the prompt that the same call without a draft would have fed the engine, less the parts left
-out; its report counts both. ``llm.py`` uses this; ``compressor.py`` does the work.
+out; its report counts both.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ MAX_CONVERSATIONS = 256  # the least recently used goes first
 class StickyCompressor:
     """Compresses each message of a conversation once, so that a later turn is found in a prefix store.
 
-    What a conversation was compressed to is remembered by its messages so far; one that goes on from there keeps that,
-    and only new messages are compressed. What a later question would have needed of an older message stays lost. A
-    result depends on the conversation, the settings and earlier turns within the same scope (callers of one key), and
-    on nothing else. Threads may share it.
+    Results are remembered by the messages of a conversation; one that goes on from there keeps them, and only new
+    messages are compressed. What a later question would have needed of an older message stays lost. A result depends on
+    the conversation, the settings and earlier turns within the same scope (callers of one key) only. Threads may share
+    it.
     """
 
     def __init__(self, compressor: PromptCompressor, max_conversations: int = MAX_CONVERSATIONS) -> None:
         self._compressor, self._most = compressor, max_conversations
-        self._cut: OrderedDict[bytes, tuple[Mapping[str, Any], ...]] = OrderedDict()  # by digest of the conversation
+        self._compressed: OrderedDict[bytes, tuple[Mapping[str, Any], ...]] = OrderedDict()  # by digest
         self._lock = Lock()
 
     def compress(
@@ -52,10 +52,9 @@ class StickyCompressor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         scope: str = "",
     ) -> CompressedText:
-        """As ``PromptCompressor.compress`` of a conversation; its earlier cuts stay where they were.
+        """As ``PromptCompressor.compress`` of a conversation; earlier messages stay compressed as they were.
 
-        A ceiling that they do not leave room for cuts all messages anew. Raises what ``PromptCompressor.compress``
-        does.
+        With a ceiling that leaves no room for them, all messages are compressed again.
         """
         digests = _digests(messages, f"{scope}\0{how.keep} {how.max_tokens} {how.threshold}")
         done = self._find(digests)
@@ -79,24 +78,24 @@ class StickyCompressor:
         return result
 
     def _find(self, digests: Sequence[bytes]) -> tuple[Mapping[str, Any], ...]:
-        """What the longest known beginning of a conversation was cut to; empty where none is known."""
+        """The result for the longest known prefix of a conversation; empty where none is known."""
         with self._lock:
             for digest in reversed(digests):
-                if digest in self._cut:
-                    self._cut.move_to_end(digest)
-                    return self._cut[digest]
+                if digest in self._compressed:
+                    self._compressed.move_to_end(digest)
+                    return self._compressed[digest]
         return ()
 
     def _put(self, digest: bytes, messages: Messages) -> None:
         with self._lock:
-            self._cut[digest] = tuple(messages)
-            self._cut.move_to_end(digest)
-            while len(self._cut) > self._most:
-                self._cut.popitem(last=False)
+            self._compressed[digest] = tuple(messages)
+            self._compressed.move_to_end(digest)
+            while len(self._compressed) > self._most:
+                self._compressed.popitem(last=False)
 
 
 def _digests(messages: Messages, settings: str) -> list[bytes]:
-    """Of every beginning of a conversation, the whole last."""
+    """Of every prefix of a conversation, the whole last."""
     digest = hashlib.sha256(settings.encode("utf-8", "surrogatepass")).digest()
     found = []
     for message in messages:
@@ -145,7 +144,7 @@ class RequestCompressor:
             ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             return self._ids(ids, None, how)
         if not isinstance(prompt, str):
-            raise ValueError("the prompt is token ids; compression it as text needs the text, or hand_over='ids'")
+            raise ValueError("the prompt is token ids; compressing it as text needs the text, or hand_over='ids'")
         if (whole := self._stored(self._tokenizer(prompt)["input_ids"], how, prompt)) is not None:
             return whole
         result = self._as_text(prompt, how)
@@ -200,10 +199,10 @@ class RequestCompressor:
 
 
 def body_places(rendered: str, messages: Messages, found: Sequence[Candidate], render: Render) -> list[Span]:
-    """Where the bodies stand in a rendered conversation, in order: where marks stand that are rendered instead of them.
+    """Where the bodies are in a rendered conversation, in order, found by rendering marks in their place.
 
-    The same words elsewhere, in a system message say, are not theirs. A template that does more than put texts in their
-    places, so that the marks do not tell, leaves all of it protected.
+    The same words elsewhere, in a system message say, do not count. With a template that does more than insert texts,
+    all of it stays protected.
     """
     mark = sha256(rendered.encode(errors="surrogatepass")).hexdigest()  # a text cannot contain its own digest
     bodies = [candidate.body.strip() for candidate in found]

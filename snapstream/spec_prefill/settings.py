@@ -1,7 +1,7 @@
 """How a draft scores a prompt and how much of it is kept, as frozen dataclasses validated once. No torch.
 
 ``ScoringSettings`` is the method (SpecPrefill, arXiv 2502.02789; cross-family, arXiv 2603.02631); the defaults are the
-published ones. ``Protection`` names the parts that are never cut. ``compressor.py`` uses both.
+published ones. ``Protection`` names the parts that are never dropped.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 class ScoringSettings:
     """How the draft reads a prompt. Lengths are in draft tokens."""
 
-    look_ahead: int = 8  # queries that vote: the last of the prompt, then greedy tokens; 0: only the prompt's own last
-    num_own_queries: int = 8  # with look_ahead 0: how many of the prompt's last queries vote
-    ignore_eos: bool = False  # look on past the draft's end token; else the queries up to it vote
-    pool_kernel: int = 13  # odd width of the average over neighbouring keys, stride 1, zero padding
+    look_ahead: int = 8  # queries that score: the last of the prompt, then greedy tokens; 0: only the prompt's own last
+    num_own_queries: int = 8  # with look_ahead 0: how many of the prompt's last queries score
+    ignore_eos: bool = False  # go on past the draft's end token; else the queries up to it score
+    pool_kernel: int = 13  # odd width of the average over adjacent keys, stride 1, zero padding
     # Where the look-ahead finds the prompt: K and V of all layers are held (exact, L times the memory), or one layer
     # at a time in a second pass (twice the time; the greedy tokens come from a compressed row).
     keys: KeyStore = "all_layers"
     long_texts: LongTexts = "overlap"  # longer than the context: in overlapping passages, or refused
     context_len: int = 0  # tokens that the draft reads at once; 0: its model's limit
-    overlap: int = 256  # tokens that neighbouring passages share
-    passages_at_once: int = 0  # equal passages that look ahead together, all their keys held; 0: 1 on a CPU, else 4
+    overlap: int = 256  # tokens that consecutive passages share
+    passages_at_once: int = 0  # equal passages that look ahead together; 0: 1 on a CPU, else 4
     prefill_len: int = 0  # tokens per matrix product of the draft's prefill; 0: 512 on a CPU, else 4,096
 
     def __post_init__(self) -> None:
@@ -95,9 +95,9 @@ class ChunkSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Protection:
-    """Parts that are never cut, lengths in draft tokens. System messages, tools and template are always verbatim."""
+    """Parts that are never dropped, lengths in draft tokens. System messages, tools and template always stay."""
 
-    threshold: int = 1024  # prompts of fewer target tokens are left alone
+    threshold: int = 1024  # prompts of fewer target tokens stay uncompressed
     roles: tuple[str, ...] = ("user", "assistant", "tool")  # roles whose older messages may be cut
     recent_tools: int = 1  # so many of the last tool outputs stay verbatim
     min_message: int = 256  # shorter messages stay verbatim
@@ -142,9 +142,9 @@ class PromptCompression:
     keep: float | None = None  # share of the chunks, in (0, 1]
     max_tokens: int | None = None  # or a ceiling in target tokens for the whole prompt
     query: str | None = None  # what a plain text will be asked; not part of the prompt
-    threshold: int | None = None  # prompts of fewer tokens are left alone; None: the draft's Protection
+    threshold: int | None = None  # prompts of fewer tokens stay uncompressed; None: the draft's Protection
     hand_over: HandOver = "text"
-    sticky: bool = False  # of a conversation: earlier turns stay cut as they were, so that they are found stored
+    sticky: bool = False  # of a conversation: earlier turns stay compressed as they were, so that prefixes hit
 
     def __post_init__(self) -> None:
         check_amount(self.keep, self.max_tokens)
@@ -154,14 +154,14 @@ class PromptCompression:
         if not isinstance(self.sticky, bool):
             raise ValueError(f"sticky is {self.sticky!r}; it must be true or false")
         if self.sticky and (self.hand_over == "ids" or self.query is not None):
-            raise ValueError("sticky needs hand_over='text' and no query; cuts are remembered of texts alone")
+            raise ValueError("sticky needs hand_over='text' and no query; only compressed texts are remembered")
         if self.query is not None and self.hand_over == "ids":
             raise ValueError("query needs hand_over='text'; kept ids are scored as they stand in the prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """A draft beside an engine or server, and how it compresses the prompts of requests that do not state it."""
+    """An engine's or server's draft, and how it compresses the prompts of requests that do not say."""
 
     draft: Path | None = setting(
         None, "Draft's checkpoint folder: requests may have it shorten their prompts. Default: none."
@@ -194,8 +194,8 @@ class DraftOptions:
 
 
 def why_uncompressed(num_tokens: int, num_stored: int, how: PromptCompression, threshold: int) -> str:
-    """Why a prompt stays whole of which so much lies in a prefix store, or nothing: what is left to compute is no more
-    than compression would leave, so exact is better than compressed, and sooner. A ceiling holds in any case.
+    """Why a prompt stays uncompressed of which so much is in a prefix store, or nothing: if no more is left to compute
+    than compression would leave, exact is as fast. A ceiling holds in any case.
 
     ``threshold``: prompts of fewer tokens are left alone, unless ``how`` says otherwise.
     """

@@ -1,7 +1,6 @@
 """From a checkpoint folder and an engine's config to its parts: grammars, draft, runner, KV transfer.
 
-torch and transformers are imported by the functions that need them. Two engines whose rows differ in any way have
-different fingerprints, entry by entry, so that a refusal names the entry.
+torch and transformers are imported by the functions that need them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from snapstream.spec_prefill.compressor import PromptCompressor
 
 
-# From a checkpoint folder, its model and the engine's config, the compiler of grammars, and whether progress is shown.
+# Checkpoint folder, its model, config, grammars, whether to show progress.
 MakeRunner = Callable[[Path, ModelConfig, EngineConfig, GrammarCompiler | None, bool], Runner]
 
 
@@ -45,7 +44,7 @@ def grammar_compiler(tokenizer: PreTrainedTokenizerBase | None, model: ModelConf
 
 
 def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the tokenizer's tokenizer.json would be; ValueError for one that is written in Python."""
+    """The tokenizer as a tokenizer.json; ValueError for a slow one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"grammar: it needs a fast tokenizer, and this checkpoint has {type(tokenizer).__name__}")
@@ -53,7 +52,7 @@ def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def memory_of(compressor: PromptCompressor, device: str) -> DraftMemory | None:
-    """Bytes of a draft that is loaded; None where it is on another device."""
+    """Bytes of a loaded draft; None where it is on another device."""
     decoder = compressor.draft.decoder
     if decoder.device.type != device.split(":")[0]:
         return None
@@ -72,10 +71,9 @@ def build_runner(
     make_decode: MakeDecode | None = None,
     on_unit: Callable[[], None] = lambda: None,
 ) -> ModelRunner:
-    """Load the weights and put a runner around them; a ``MakeRunner``.
+    """Load the weights and make a runner of them; a ``MakeRunner``.
 
-    ``kernels`` are the device's unless given; for ``make_decode`` and ``on_unit`` see
-    ``ModelRunner``.
+    ``kernels`` are the device's unless given; for ``make_decode`` and ``on_unit`` see ``ModelRunner``.
     """
     from snapstream.exec.runner import ModelRunner
     from snapstream.kernels.backends.latents import with_latents
@@ -100,13 +98,7 @@ def build_runner(
     elif (latents := latent_attention(model, config)) is not None and not latents.is_ours:
         decoder = decoder.with_kernels(with_latents(decoder.kernels, latents))
     return ModelRunner(
-        decoder,
-        config,
-        grammars,
-        make_decode=make_decode,
-        make_tier=make_tier,
-        on_unit=on_unit,
-        progress=progress,
+        decoder, config, grammars, make_decode=make_decode, make_tier=make_tier, on_unit=on_unit, progress=progress
     )
 
 
@@ -119,7 +111,7 @@ def build_rank(
     group: Group,
     on_unit: Callable[[], None] = lambda: None,
 ) -> ModelRunner:
-    """Load one rank's share of the weights and put a runner around it, at the same time as all other ranks."""
+    """Load one rank's shard of the weights and make a runner of it, at the same time as all other ranks."""
     import torch
 
     from snapstream.exec.runner import ModelRunner
@@ -141,7 +133,7 @@ def build_rank(
 
 
 def _check_heads(folder: Path, config: EngineConfig) -> None:
-    """ValueError if the profile of heads is of another checkpoint, before anything large is read."""
+    """ValueError if the head profile is of another checkpoint, before anything large is read."""
     if config.heads is not None and config.heads.model != (own := fingerprint(folder)):
         raise ValueError(
             f"heads: the profile is of another checkpoint ({config.heads.model}); {folder} is {own}. Make one with "
@@ -164,7 +156,7 @@ def _disk_tier(folder: Path, config: EngineConfig, rank: int) -> MakeTier | None
 
 
 def _settle(device: str, rank: int) -> Callable[[], None]:
-    """What a worker rank's files wait for: its device may be behind rank 0's, whose results are read."""
+    """What a worker rank's files wait for: its device may be behind rank 0's, where results are read."""
     if rank == 0 or not device.startswith("cuda"):
         return lambda: None
     import torch
@@ -179,28 +171,27 @@ def make_connector(
     settings: TransferSettings,
     wake: Callable[[], None] = lambda: None,
 ) -> TcpConnector:
-    """ValueError for an engine whose rows cannot travel, or cannot arrive at the address."""
+    """ValueError for an engine whose rows cannot be transferred, or that cannot listen at the address."""
     if config.heads is not None and config.parallel.size > 1:
         raise ValueError(
-            f"heads: rows whose kv heads have slots of their own travel between engines of one device; this one has "
-            f"{config.parallel.size}"
+            f"heads: KV transfer with per-head budgets needs engines of one device; this one has {config.parallel.size}"
         )
     return TcpConnector(settings, row_sizes(model, config), engine_fingerprint(folder, config), wake)
 
 
 def engine_fingerprint(folder: Path, config: EngineConfig) -> dict[str, str]:
-    """Facts that rows, and what is computed from them, depend on."""
+    """What rows depend on, entry by entry, so that a refusal names the entry that differs."""
     return {
         "version": __version__,
         "checkpoint": fingerprint(folder),
         "dtype": config.dtype,
         "kv_dtype": config.kv_dtype,
-        "width of the weights": "dtype" if config.weights is None else config.weights.describe(),
+        "weights": "dtype" if config.weights is None else config.weights.describe(),
         "reselection": "none" if config.reselection is None else repr(config.reselection),
         "heads": "none" if config.heads is None else _digest(config.heads),
     }
 
 
 def _digest(heads: HeadSlots) -> str:
-    """Of the slots of every kv head: profiles of one model that share out a budget alike may speak to each other."""
+    """Of the slots of every kv head: engines are compatible if different profiles give the same slots."""
     return sha256(repr((heads.topk, heads.budget)).encode()).hexdigest()[:16]

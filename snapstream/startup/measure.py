@@ -1,6 +1,6 @@
-"""Measures the facts about a machine that ``resolve.py`` decides by, and refuses a device that cannot be used.
+"""Measures the machine that ``resolve.py`` decides for, and refuses a device that cannot be used.
 
-torch is imported only where a GPU is asked for, so that a plan on a CPU starts at once.
+torch is imported only for a GPU, so that a plan on a CPU starts at once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,6 @@ from snapstream.startup.resolve import Machine, resolve
 
 if TYPE_CHECKING:
     from snapstream.kernels.backends.latents import LatentAttention
-
-
-# How much memory this machine, or the container around this process, has.
-#
-# Invariant: memory that the kernel would refuse, or kill for, is not counted: the smallest limit of the process's
-# cgroups bounds both figures. Page cache counts as available, because the kernel gives it back. ``startup/measure.py``
-# measures by it.
 
 
 class HostMemory(NamedTuple):
@@ -48,7 +41,11 @@ LEGACY = _Kind("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "tota
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """``root``: where proc and sys are."""
+    """Memory of this machine, or of the container around this process; ``root``: where proc and sys are.
+
+    The smallest limit of the process's cgroups bounds both figures. Page cache counts as available, because the kernel
+    gives it back.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     meminfo = _table(root / "proc/meminfo")
     total = meminfo["MemTotal"] * 1024 if "MemTotal" in meminfo else page * os.sysconf("SC_PHYS_PAGES")
@@ -93,7 +90,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that this engine does not know, cannot choose or that this machine does not have."""
+    """ValueError for a device that is unknown, not the first, or not on this machine."""
     if not isinstance(device, str) or device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
     if device == "cpu":
@@ -123,7 +120,7 @@ def device_memory(device: str) -> tuple[int, int]:
 
 
 def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks: int = 1) -> Machine:
-    """The facts of this machine; ValueError for a device that cannot be used.
+    """This machine; ValueError for a device that cannot be used.
 
     Of ``num_ranks`` ranks on this machine each has a GPU of its own, and a part of the host's memory.
     """
@@ -154,9 +151,9 @@ def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks:
     )
 
 
-def decide(model: ModelConfig, options: EngineOptions, beside: DraftMemory | None = None) -> EngineConfig:
-    """``resolve`` for this machine as it is now; ``beside``: a draft that is loaded on the same device."""
-    return resolve(model, options, measure_machine(options.device, beside, num_ranks=options.parallel.ranks_here))
+def decide(model: ModelConfig, options: EngineOptions, draft: DraftMemory | None = None) -> EngineConfig:
+    """``resolve`` for this machine as it is now; ``draft``: one that is loaded on the same device."""
+    return resolve(model, options, measure_machine(options.device, draft, num_ranks=options.parallel.ranks_here))
 
 
 def gains_by_bf16() -> bool:
@@ -167,9 +164,9 @@ def gains_by_bf16() -> bool:
 
 
 def latent_attention(model: ModelConfig, config: EngineConfig) -> LatentAttention | None:
-    """The kernel that will attend over rows of latents, on this rank of several; None where there is nothing to choose.
+    """The kernel that attends over rows of latents on this rank; None where there is nothing to choose.
 
-    Ranks may have different ones: what attention gives is summed or gathered before any of them reads it.
+    Ranks may have different ones: attention outputs are summed or gathered before any of them reads them.
     """
     import torch
 
@@ -181,7 +178,7 @@ def latent_attention(model: ModelConfig, config: EngineConfig) -> LatentAttentio
 
 
 def describe_prefill(model: ModelConfig, config: EngineConfig) -> str:
-    """The line that says which kernel will attend prompts, and why. ValueError for one that cannot serve here."""
+    """Which kernel attends prompts, and why. ValueError for one that this machine does not support."""
     import torch
 
     from snapstream.kernels.backends.autotune import choose

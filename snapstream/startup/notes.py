@@ -1,7 +1,4 @@
-"""What an engine says at its start: choices that were made for its user, a line each.
-
-``resolve.py`` makes them; the command line prints these lines, and the server logs them.
-"""
+"""What an engine prints at its start: choices that were made for its user, a line each."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
 
 
 def describe_budget(options: EngineOptions, config: EngineConfig) -> str:
-    """That a row is smaller than the budget asked for, because no sequence is longer."""
+    """Whether a row is smaller than the requested budget, because no sequence is longer."""
     given, most = options.budget, config.budget.capacity
     if not isinstance(given, int) or given in (EngineOptions.budget, most) or given < config.max_model_len:
         return ""
@@ -50,17 +47,17 @@ def describe_ranks(config: EngineConfig) -> str:
     num_threads = threads_of_rank(here)
     where = "a GPU each" if device == "cuda" else f"{device}, {num_threads} thread{'s' * (num_threads > 1)} each"
     if here < size:
-        where += f"; {here} here, {size - here} come to {config.parallel.address}"
+        where += f"; {here} here, {size - here} join at {config.parallel.address}"
     return f"ranks: {size} ({where})"
 
 
 def describe_inputs(config: EngineConfig) -> str:
-    """Whether prefill, and decode beside weights of bf16, round what they multiply with to bf16."""
+    """Whether GEMMs of prefill, and with bf16 weights of decode, round their inputs to bf16."""
     if config.weights is None or not config.weights.rounds_prefill:
         return ""
     layers = config.weights.layers
     who = "prefill and decode" if layers.rounds_inputs and not layers.is_quantized else "prefill"
-    return f"{who}: products of bfloat16, faster here (activations 'dtype': of float32)"
+    return f"{who}: bfloat16 inputs, faster here (activations 'dtype': float32)"
 
 
 def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:

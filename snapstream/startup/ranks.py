@@ -80,9 +80,9 @@ def build_ranks(
 ) -> Runner:
     """Load the weights on every rank and put runners around them; a ``MakeRunner``.
 
-    ``on_lost`` is called, on a thread, when a rank has gone: the engine is useless then, and a step of it may hang.
+    ``on_lost`` is called, on a thread, when a rank is lost: the engine is useless then, and a step of it may hang.
     ``stall_timeout_s``: a step that takes longer ends the engine with RankLost; 0: never. ValueError for what a rank
-    cannot serve; RankLost if one goes.
+    cannot serve; RankLost if one is lost.
     """
     if config.parallel.size == 1:
         return build_runner(folder, model, config, grammars, progress, on_unit=on_unit)
@@ -130,8 +130,8 @@ def build_ranks(
     except BaseException as error:
         torch.set_num_threads(before)
         try:
-            if isinstance(error, RuntimeError):  # perhaps of a collective: say who has gone
-                workers.blame()
+            if isinstance(error, RuntimeError):  # perhaps of a collective: report the lost rank
+                workers.check_lost()
         finally:
             workers.close()
         raise

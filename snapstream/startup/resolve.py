@@ -1,8 +1,7 @@
-"""Decides, before a weight is read, how an engine is built: from the model, the user's options and the machine.
+"""How an engine is built, decided before a weight is read: from the model, the user's options and the machine.
 
 ``resolve`` is a function of plain data. Invariant: options that cannot be served are refused here, with the numbers,
-and not in the middle of an answer. The formulas are those of ``plan/``, which ``snapstream plan`` prints. Used by
-``llm.py``.
+and not in the middle of an answer. The formulas are those of ``plan/``, which ``snapstream plan`` prints.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from snapstream.exec.looped import why_not_bf16_inputs
 from snapstream.plan.fit import engine_config, num_rows
 from snapstream.plan.memory import DraftMemory, engine_memory, prefix_store_bytes, store_token_bytes
 
-# What prefix_store="auto" takes of the host memory that is free beside the engine. On a CPU the rest of the machine,
-# and its page cache, live from the same memory; and a store that is smaller than some prompts is not worth having.
+# prefix_store="auto" takes this part of the host memory that the engine leaves free; less on a CPU, where page cache
+# and other processes need the same memory.
 AUTO_STORE_PART = {"cpu": 8, "gpu": 4}
 AUTO_STORE_PROMPTS = 4  # prompts of min_tokens, at least
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Facts that decisions rest on, as ``measure.py`` finds them; sizes in bytes."""
+    """What decisions depend on, as ``measure.py`` finds it; sizes in bytes."""
 
     device: str  # as torch names it: cpu or cuda
     free_bytes: int  # on that device, now
@@ -43,7 +42,7 @@ class Machine:
     name: str = ""  # of the GPU
     capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
     executor_problems: Mapping[str, str] = field(default_factory=dict)  # executors that it cannot run, and why
-    gains_by_bf16: bool = False  # whether products of prefill in that library are faster with inputs in bf16
+    gains_by_bf16: bool = False  # whether a CPU's prefill GEMMs are faster with inputs in bf16
     host_free_bytes: int | None = None  # of the host, now; None where the device is the host
     draft: DraftMemory | None = None  # of a draft that is loaded on this device, perhaps by another process
     num_gpus: int = 1  # that this process sees; 0 on a CPU
@@ -56,7 +55,7 @@ class Machine:
 def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> EngineConfig:
     """The config of the engine. ValueError for options that the model or the machine cannot serve."""
     if machine.device != options.device:
-        raise ValueError(f"device is {options.device!r}; these are facts about {machine.device!r}")
+        raise ValueError(f"device is {options.device!r}; the machine was measured for {machine.device!r}")
     _check_ranks(options, machine)
     max_model_len = model.max_position if options.max_model_len is None else options.max_model_len
     if max_model_len > model.max_position:
@@ -102,8 +101,8 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
 def _with_bf16_inputs(
     model: ModelConfig, config: EngineConfig, options: EngineOptions, machine: Machine
 ) -> EngineConfig:
-    """Rounds what prefill multiplies with, and decode beside weights of bf16, where looped products of such weights
-    gain by it and the user has not said what inputs are. Plain calls do it too, so that both mean the same.
+    """Rounds inputs of prefill GEMMs, and with bf16 weights of decode's, to bf16 where that is faster and the user has
+    not set ``activations``. Eager decode does the same, so that executors give the same tokens.
     """
     formats = config.weights
     if formats is None or options.activations != "auto" or not machine.gains_by_bf16 or config.dtype != "float32":
@@ -140,7 +139,7 @@ def resolve_budget(budget: Budget, max_model_len: int, observation_len: int) -> 
 
 
 def _check_ranks(options: EngineOptions, machine: Machine) -> None:
-    """ValueError for what an engine over several ranks cannot do; sizes of the model are checked with the config."""
+    """ValueError for what several ranks do not support; sizes of the model are checked with the config."""
     size = options.tensor_parallel
     if size == 1:
         return
@@ -156,9 +155,7 @@ def _check_ranks(options: EngineOptions, machine: Machine) -> None:
             f"{alternatives(options.executor, machine.device)}"
         )
     if not is_shipped(make_selector(options.selector)):
-        raise ValueError(
-            f"selector is {options.selector!r}, which is not one of the package's own; {size} ranks know only those"
-        )
+        raise ValueError(f"selector is {options.selector!r}; {size} ranks support only the package's own selectors")
 
 
 def check_rank(model: ModelConfig, config: EngineConfig, machine: Machine) -> None:
@@ -175,7 +172,7 @@ def _counts_free(options: EngineOptions, machine: Machine) -> bool:
 
 
 def _reserved_bytes(options: EngineOptions, machine: Machine) -> int:
-    """Bytes that a draft takes of the memory counted here; its weights are already gone from what is free now."""
+    """Bytes of the draft in the memory counted here; what is free now already excludes its weights."""
     if machine.draft is None:
         return 0
     return machine.draft.working_bytes if _counts_free(options, machine) else machine.draft.total_bytes

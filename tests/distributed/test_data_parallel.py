@@ -93,7 +93,7 @@ def test_a_rank_holds_its_own_rows(pair: tuple[LLM, LLM]) -> None:
     assert whole * 4 == own * 6
     planned, reselector = engine_memory(pair[1].model_config, pair[1].config), two.rank_0.runner.reselector
     assert reselector is not None
-    assert planned.dealt_to == 2 and 4 * planned.row_bytes == own + reselector.num_bytes
+    assert planned.dp_size == 2 and 4 * planned.row_bytes == own + reselector.num_bytes
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def test_one_that_dies_is_noticed_and_named(step: int, why: str) -> None:
         with pytest.raises(RankLost, match=why):
             workers.send(StepPlan(step_id=15))
         with pytest.raises(RankLost, match=why):
-            workers.blame()
+            workers.check_lost()
         assert lost.empty(), "it is told once"
 
 

@@ -89,7 +89,7 @@ def test_a_rank_from_elsewhere_that_dies_is_missed(folder: Path, spread: dict[st
         runner = llm.engine.runner
         assert isinstance(runner, ParallelRunner)
         until(lambda: runner.lost is not None)
-        with pytest.raises(RankLost, match="rank 1 has gone: its machine, its process or the network between"):
+        with pytest.raises(RankLost, match="rank 1 is lost: its machine, its process or the network between"):
             llm.generate(["Some words"], SamplingParams(max_tokens=4))
         with pytest.raises(RuntimeError, match="an earlier step of this LLM failed, and nothing more is run"):
             llm.generate(["Some words"], SamplingParams(max_tokens=4))

@@ -25,7 +25,7 @@ from snapstream.kernels.interface import bind
 from snapstream.llm import LLM
 from snapstream.models.prefill import LayerPass, PassTokens
 from snapstream.models.registry import read_model_config
-from snapstream.plan.fit import weight_forms
+from snapstream.plan.fit import weight_formats
 from snapstream.startup.build import MakeRunner, build_runner
 from snapstream.types import SamplingParams
 from tests.parity.checkpoints import make_model, save
@@ -78,7 +78,7 @@ NEVER = ("auto", "bfloat16", "int8", "int4", "int4-everywhere")  # rounds decode
 def config_of(folder: Path, width: Width) -> EngineConfig:
     """What an engine of such a width is decided to be, on a processor that multiplies bf16."""
     options = EngineOptions(weights=width.weights, activations=width.activations, dtype="float32", device="cpu")
-    formats = weight_forms(read_model_config(folder), options, device="cpu")
+    formats = weight_formats(read_model_config(folder), options, device="cpu")
     return EngineConfig(
         budget=KVBudget.full(64), max_model_len=64, weights=replace(formats, rounds_prefill=width.rounds_prefill)
     )

@@ -210,7 +210,7 @@ def test_plan_and_rank_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     )
     static, peak = measured(model, config, monkeypatch, Pretend(3, config.parallel.size))
     planned = engine_memory(model, replace(config, device="meta"))  # plain calls: no copy for captured steps
-    own_rows = -(-RANK_MEMORY_ROWS // planned.dealt_to) + 1
+    own_rows = -(-RANK_MEMORY_ROWS // planned.dp_size) + 1
     at_start = planned.weight_bytes + planned.dequantized_bytes + planned.staging_bytes
     at_start += own_rows * planned.row_bytes + (RANK_MEMORY_ROWS + 1) * planned.state_bytes
     assert at_start == pytest.approx(static, rel=1e-3)
