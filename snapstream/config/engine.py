@@ -234,7 +234,7 @@ class Settings:
         )
 
 
-STALL_TIMEOUT_S = 60.0  # a prefill chunk, or a decode step, takes far less; 0: an engine may be silent for ever
+STALL_TIMEOUT_S = 60.0  # a prefill chunk, or a decode step, takes far less; 0: no timeout
 SHORT_RESERVE = 4096  # tokens of the staging pool that only short prompts may use
 EXECUTORS: Registry[Any] = Registry(  # an ``Executor``, or one by type of device
     "executor",

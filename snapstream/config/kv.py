@@ -65,7 +65,7 @@ class Selector(ABC):
         The queries are those of the last ``w`` keys; they may be fewer or more than ``observation_len``. Scores are
         summed over the queries. Needed where ``can_reselect``: they are remembered from one re-selection to the next.
         """
-        raise NotImplementedError(f"selector {self.name!r} has no votes; it cannot re-select")
+        raise NotImplementedError(f"selector {self.name!r} has no attention scores; it cannot re-select")
 
     def pool(self, votes: Tensor) -> Tensor:
         """``votes [G, n]`` as they are ranked: smoothed along the candidates, or unchanged."""
@@ -164,7 +164,7 @@ class KVBudget:
     def streaming(cls, capacity: int, *, num_sink: int = DEFAULT_SINK) -> KVBudget:
         """StreamingLLM at ``capacity`` slots: sinks and a ring, nothing selected."""
         capacity, num_sink = as_count("budget", capacity, 1), as_count("num_sink", num_sink, 0)
-        check(capacity > num_sink, f"a budget of {capacity} slots leaves no ring beside {num_sink} sinks")
+        check(capacity > num_sink, f"a budget of {capacity} slots leaves no ring with {num_sink} sinks")
         return cls(num_sink=num_sink, num_topk=0, num_recent=capacity - num_sink)
 
 
@@ -237,9 +237,9 @@ class HeadSlots:
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """First slot of every head in a row: heads in their order, but the widest stands last.
+        """First slot of every head in a row: heads in their order, but the one with most slots is last.
 
-        So a window as long as the widest head, laid at the start of any head, ends within the rows.
+        So a window as long as that head, at the start of any head, ends within the rows.
         """
         places = [(layer, head) for layer, own in enumerate(self.topk) for head in range(len(own))]
         last = max(places, key=lambda place: self.topk[place[0]][place[1]])
@@ -294,7 +294,7 @@ class HeadProfile:
         check(bool(self.shares) and all(self.shares), "heads: a profile without shares")
         check(
             len({len(layer) for layer in self.shares}) == 1,
-            "heads: the layers of the profile have unlike numbers of shares",
+            "heads: the layers of the profile have different numbers of shares",
         )
         for layer in self.shares:
             for share in layer:
@@ -307,7 +307,7 @@ class HeadProfile:
 
         ValueError for a budget that cannot be divided.
         """
-        check(budget.num_topk > 0, "heads: a profile shares out top-k slots, and this budget has none (num_topk 0)")
+        check(budget.num_topk > 0, "heads: a profile divides top-k slots, and this budget has none (num_topk 0)")
         check(budget.num_window == 0, f"heads: the budget has num_window {budget.num_window}; with heads it must be 0")
         flat = [share for layer in self.shares for share in layer]
         most = max(max_model_len - budget.num_sink - budget.num_recent, budget.num_topk)
@@ -325,7 +325,7 @@ class HeadProfile:
 def _divided(shares: Sequence[float], num_topk: int, most: int) -> list[int]:
     """``num_topk * len(shares)`` slots in proportion to ``shares``, none above ``most``, none below the least part.
 
-    What a full head leaves goes to the others in proportion; single slots that remain go to the largest shares.
+    What a full head leaves is divided among the others in proportion; remaining slots go to the largest shares.
     """
     least = num_topk // LEAST_PART
     slots = [least] * len(shares)

@@ -172,7 +172,7 @@ class MoEConfig:
     normalise: bool = False  # the weights of the chosen experts are divided by their sum
     scale: float = 1.0  # of the weights
     has_bias: bool = False  # a correction of the scores, for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2)
-    held: range | None = None  # those of the num_experts that lie on this rank; None: all
+    held: range | None = None  # those of the num_experts on this rank; None: all
     own_shared: int = 0  # inner size of the shared experts on this rank with expert parallelism; 0: all
 
     def __post_init__(self) -> None:
@@ -202,12 +202,12 @@ class MoEConfig:
 
     @property
     def shared_inner(self) -> int:
-        """Inner size of the shared experts together, as far as they lie on this rank; 0 without."""
+        """Inner size of the shared experts together, on this rank; 0 without."""
         return self.own_shared or self.num_shared * self.inner
 
     @property
     def own(self) -> range:
-        """The experts that lie on this rank."""
+        """The experts on this rank."""
         return range(self.num_experts) if self.held is None else self.held
 
     def layers(self, num_layers: int) -> range:
@@ -321,9 +321,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights = field(default_factory=StoredWeights)
-    table_lines: int | None = (
-        None  # of the vocabulary that lie on this rank, the last rank's padding among them; None: V
-    )
+    table_lines: int | None = None  # of the vocabulary on this rank, with the last rank's padding; None: V
     float_tensors: tuple[str, ...] = ()  # of a rank: tensors that are not quantized, see TensorSpec.is_float
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ def check(condition: bool, message: str) -> None:
 def as_count(name: str, value: Any, low: int, high: int | None = None, *, field: str | None = None) -> int:
     """``value`` as an int, numpy's included; InvalidValue unless it is a whole number from ``low`` to ``high``.
 
-    ``field``: where the value stands, if that is not its ``name``.
+    ``field``: of the value, if that is not its ``name``.
     """
     limit = f"from {low} to {high}" if high is not None else f">= {low}"
     try:

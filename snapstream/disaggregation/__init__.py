@@ -1,1 +1,1 @@
-"""Rows that travel from the engine that read a prompt to the one that answers it. Start at ``wire.py``."""
+"""Disaggregated prefill: KV transfer from the engine that prefills a prompt to the one that decodes."""

@@ -59,7 +59,7 @@ class KVSender:
         own thread         LAYER 0      LAYER 1    ... HIDDEN_STATE    REPORT  +--> RECEIVED: done("")
 
     The thread connects at once and sends heartbeats while it has nothing to send, so that the receiver can tell a
-    queued prompt from an engine that is gone; it notices at once when the receiver refuses or leaves. Invariants:
+    queued prompt from a dead engine; it notices at once when the receiver refuses or leaves. Invariants:
     ``done`` is called exactly once, with the reason if it failed, unless ``cancel`` came before. After ``cancel`` a row
     is never complete for the receiver: the report is the last frame.
     """
@@ -389,7 +389,7 @@ class KVReceiver:
             return own
 
     def _end(self, key: str, what: ReceiveBuffer | str) -> bool:
-        """The ticket is gone; False if it was gone before."""
+        """Remove the ticket and deliver; False if it was removed before."""
         with self._change:
             if self._tickets.pop(key, None) is None:
                 return False

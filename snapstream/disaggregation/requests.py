@@ -1,7 +1,7 @@
 """The request that a decode engine sends to a prefill engine over HTTP, and the proof that its sender knows the secret.
 
 Only the sampling parameters that concern the prompt are sent: tokens are sampled where the row arrives. Invariants: a
-request from a peer is checked as any request is, and names a selector and its settings, but no code. The proof stands
+request from a peer is checked as any request is, and names a selector and its settings, but no code. The proof is
 in a header, so that a client without the secret is refused before a byte of the body is read; it covers path and body.
 A replayed request is harmless: it holds a ticket, which is good once.
 """

@@ -142,7 +142,7 @@ class WorkerRanks:
 
     def admit(self, channel: ControlChannel) -> None:
         """Admit a worker from another machine, as the rank that it names or the next free one. Rank 0 refuses one that
-        cannot be a rank, with the reason, and goes on waiting.
+        cannot be a rank, with the reason, and keeps waiting.
         """
         threading.Thread(target=self._admit, args=(channel,), name="rank-admission", daemon=True).start()
 

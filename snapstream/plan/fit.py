@@ -116,7 +116,7 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
     formats = plain if wanted == "auto" else WeightFormats.of(wanted)
     if model.stored.quantized is not None:
         tables = (plain if wanted == "auto" else formats).tables
-        formats = _stored_forms(model.stored.quantized, model.stored, wanted, tables)
+        formats = _quantized_formats(model.stored.quantized, model.stored, wanted, tables)
     if formats.layers.is_quantized:
         check_groups(model, formats)
     elif formats.layers.dtype != dtype and dtype != "float32":
@@ -124,12 +124,14 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
     return formats
 
 
-def _stored_forms(codes: WeightFormat, stored: StoredWeights, wanted: str, tables: WeightFormat) -> WeightFormats:
-    """Layers as a quantized checkpoint has them; its embeddings, which are floats, as anywhere else."""
-    if wanted not in ("auto", codes.dtype):
-        known = "'auto'" if codes.is_fp8 else f"'auto' or {codes.dtype!r}"
+def _quantized_formats(
+    quantized: WeightFormat, stored: StoredWeights, wanted: str, tables: WeightFormat
+) -> WeightFormats:
+    """Layers as a quantized checkpoint has them; its embeddings are floats."""
+    if wanted not in ("auto", quantized.dtype):
+        known = "'auto'" if quantized.is_fp8 else f"'auto' or {quantized.dtype!r}"
         raise ValueError(f"weights is {wanted!r}; the checkpoint has {stored.describe_quantized()}: use {known}")
-    return WeightFormats(layers=codes, attention=stored.attention, tables=tables)
+    return WeightFormats(layers=quantized, attention=stored.attention, tables=tables)
 
 
 MAX_AUTO_ROWS = 256  # more rows only on request

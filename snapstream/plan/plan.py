@@ -3,7 +3,7 @@
 Everything follows from the config's integers, so the figures are bounds, not measurements. No torch.
 
 * a row: ``2 L G C E`` numbers (keys and values), however long the prompt was; in FP8 also ``2 L G`` fp32 scales; with
-  KV re-selection also ``L w H E`` numbers (its last queries) and ``L G C`` fp32 votes;
+  KV re-selection also ``L w H E`` numbers (its last queries) and ``L G C`` fp32 scores;
 * weights: the shapes and formats of ``models/sharding.py``; where they are not in the dtype also one layer of them in
   the dtype, which prefill dequantizes;
 * a prefill of N tokens: hidden states ``N D``, staging of one layer ``2 N G E`` (latents: ``N E``, and keys and values

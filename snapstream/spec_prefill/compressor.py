@@ -200,6 +200,14 @@ class Amount:
             return "everything is protected"
         return ""
 
+    def choose(self, scored: Sequence[ScoredText], count: Callable[[Choice], int]) -> Choice:
+        """The chunks that stay; ``count``: target tokens of a choice."""
+        scores = [own.scores for own in scored]
+        if self.max_tokens is not None:
+            return keep_ceiling(scores, self.max_tokens, count)
+        assert self.keep is not None
+        return keep_share(scores, self.keep)
+
 
 MESSAGE_TOKENS = 8  # role marks of a message where the template is not known
 
@@ -395,11 +403,9 @@ class PromptCompressor:
         Raises ValueError for wrong arguments, for a ceiling that the protected text alone exceeds, and for a text
         beyond the draft's context if such texts are refused.
         """
-        check_amount(keep, max_tokens)
+        amount = self._amount(keep, max_tokens, threshold)
         if query is not None:
             as_text("query", query)
-        least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
-        amount = Amount(keep=keep, max_tokens=max_tokens, threshold=least)
         counter = TokenCounter(self._target(target_tokenizer))
         counted_with = "draft" if target_tokenizer is None else "target"
         _check_prompt(prompt)
@@ -444,9 +450,8 @@ class PromptCompressor:
         They stay as they are, but for tool outputs that were uncompressed because they were recent. Otherwise as
         ``compress``; a ceiling that ``done`` leaves no room for is a ValueError.
         """
-        check_amount(keep, max_tokens)
+        amount = self._amount(keep, max_tokens, threshold)
         _check_prompt(messages)
-        least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
         counter = TokenCounter(self._target(target_tokenizer))
         whole, begun = [dict(message) for message in messages], [dict(message) for message in done]
         built = begun + whole[len(begun) :]
@@ -466,7 +471,7 @@ class PromptCompressor:
             [[] for _ in found],
             lambda texts: with_texts(built, found, texts),
             lambda some: counter.messages(some, tools),
-            Amount(keep=keep, max_tokens=max_tokens, threshold=least),
+            amount,
             counted_with,
         )
         return CompressedText(messages=tuple(shorter), report=report)
@@ -486,7 +491,7 @@ class PromptCompressor:
         tokens that may be left out, all by default; each is cut into chunks of its own. The last token always stays,
         because the answer begins with it. Amounts as in ``compress``.
         """
-        check_amount(keep, max_tokens)
+        amount = self._amount(keep, max_tokens, threshold)
         ids = tuple(as_token_ids("token_ids", token_ids))
         if ids and max(ids) >= (limit := self.draft.decoder.config.vocab_size):
             raise ValueError(f"token id {max(ids)} is outside the draft's vocabulary (0 to {limit - 1})")
@@ -494,19 +499,13 @@ class PromptCompressor:
         ranges = merged(
             (max(a, 0), min(b, len(ids) - 1)) for a, b in ([(0, len(ids))] if candidates is None else candidates)
         )
-        least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
-        reason = Amount(keep=keep, max_tokens=max_tokens, threshold=least).why_not(len(ids), bool(ranges))
+        reason = amount.why_not(len(ids), bool(ranges))
         if reason:
             report = make_report(reason, "target", len(ids), len(ids))
             return CompressedIds(token_ids=ids, positions=tuple(range(len(ids))), report=report)
         scored = self._scorer.score_ids(ids, ranges, size)
         num_protected = len(ids) - sum(own.num_tokens for own in scored)
-        scores = [own.scores for own in scored]
-        if max_tokens is not None:
-            choice = keep_ceiling(scores, max_tokens, lambda some: num_protected + sum(kept_tokens(scored, some)))
-        else:
-            assert keep is not None
-            choice = keep_share(scores, keep)
+        choice = amount.choose(scored, lambda some: num_protected + sum(kept_tokens(scored, some)))
         left_out = {
             token
             for own, chosen in zip(scored, choice, strict=True)
@@ -521,6 +520,12 @@ class PromptCompressor:
             report=make_report("", "target", len(ids), len(positions), scored, choice),
         )
 
+    def _amount(self, keep: float | None, max_tokens: int | None, threshold: int | None) -> Amount:
+        """ValueError for wrong arguments."""
+        check_amount(keep, max_tokens)
+        least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
+        return Amount(keep=keep, max_tokens=max_tokens, threshold=least)
+
     def _shorten(
         self,
         prompt: P,
@@ -533,7 +538,6 @@ class PromptCompressor:
     ) -> tuple[P, CompressionReport]:
         """``build`` makes a prompt of new texts, one per candidate; ``count`` counts its tokens."""
         before = count(prompt)
-
         reason = amount.why_not(before, bool(found))
         if reason:
             return prompt, make_report(reason, counted_with, before, before)
@@ -545,12 +549,7 @@ class PromptCompressor:
                 for candidate, own, kept, spans in zip(found, scored, choice, forced, strict=True)
             ]
 
-        scores = [own.scores for own in scored]
-        if amount.max_tokens is not None:
-            choice = keep_ceiling(scores, amount.max_tokens, lambda some: count(build(texts(some))))
-        else:
-            assert amount.keep is not None
-            choice = keep_share(scores, amount.keep)
+        choice = amount.choose(scored, lambda some: count(build(texts(some))))
         shorter = build(texts(choice))
         after = count(shorter)
         if after >= before:

@@ -307,7 +307,7 @@ def _read(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadText:
-    """A text as the draft reads it: ``ids[first:stop]`` are its tokens, the others stand around it."""
+    """A text as the draft reads it: ``ids[first:stop]`` are its tokens, the others are around it."""
 
     ids: tuple[int, ...]
     first: int
@@ -438,7 +438,7 @@ def check_torch_device(device: str) -> None:
 
 
 def passages_of(num_tokens: int, room: int, overlap: int) -> list[tuple[int, int]]:
-    """Passages of exactly ``room`` tokens that cover ``num_tokens``, neighbours sharing ``overlap`` or more."""
+    """Passages of exactly ``room`` tokens that cover ``num_tokens``, consecutive ones sharing ``overlap`` or more."""
     starts = list(range(0, max(num_tokens - room, 0), room - overlap))
     return [*((a, a + room) for a in starts if a + room < num_tokens), (max(num_tokens - room, 0), num_tokens)]
 

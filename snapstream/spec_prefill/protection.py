@@ -2,7 +2,7 @@
 
 Always verbatim: system and developer messages, tools and tool calls, roles and template, the last tool outputs, short
 messages, and a trailing assistant message (an answer to be continued). The last user message is verbatim too unless it
-is long; then its first paragraph (if short) and its last paragraphs stay, because that is where the request stands.
+is long; then its first paragraph (if short) and its last paragraphs stay, because the request is there.
 
 The draft reads a text with its request: the last user message's, or for a tool output the user message before it, which
 does not change as the conversation grows, so that its scores can be cached.
@@ -145,7 +145,7 @@ def _sentence_end(text: str, i: int) -> int | None:
 
 
 def _definition_start(text: str, line: int) -> int:
-    """Head of the definition that the line at ``line`` lies in, decorators included, if it is a few lines up."""
+    """Head of the definition around the line at ``line``, decorators included, if it is a few lines up."""
     own, place = _indent(text, line), line
     for _ in range(_DEFINITION_LINES):
         if _DEFINITION.match(text, place) and (place == line or _indent(text, place) < own):
@@ -203,12 +203,12 @@ class Cutter:
         self.delimiter = settings.delimiter or (code_delimiter(text) if self.is_code else TEXT_DELIMITER)
 
     def spans(self, text: str, chunks: Iterable[Span], forced: Iterable[Span] = ()) -> list[Span]:
-        """Kept chunks grown to borders, and ``forced`` spans as they are; neighbours merged."""
+        """Kept chunks grown to borders, and ``forced`` spans as they are; adjacent ones merged."""
         grown = [grow(text, start, end, self.snap, is_code=self.is_code) for start, end in merged(chunks)]
         return merged([*grown, *forced])
 
     def join(self, pieces: Sequence[str]) -> str:
-        """Pieces that were not neighbours, with the delimiter between them; it does not double line ends."""
+        """Pieces that were not adjacent, with the delimiter between them; it does not double line ends."""
         out = ""
         for piece in pieces:
             if out:

@@ -60,7 +60,7 @@ class CompressionReport(CompressionSummary):
 class CompressedText:
     """A shorter prompt and how it came about: a ``text`` if a text was given, else ``messages``.
 
-    Roles, order and everything beside the contents of messages are as they were.
+    Roles, order and everything but the contents of messages are as they were.
     """
 
     text: str | None = None

@@ -82,7 +82,7 @@ class ChunkSettings:
     mode: Mode = "text"
     chunk_len: int = 0  # draft tokens; 0: 32 for text, 128 for code
     snap: Snap | None = None  # kept spans grow to this border; None: word for text, line for code
-    delimiter: str | None = None  # between spans that are not neighbours; None: by mode
+    delimiter: str | None = None  # between spans that are not adjacent; None: by mode
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, ("text", "code", "auto"))
@@ -135,8 +135,8 @@ def protection_of(threshold: int | None) -> Protection:
 class PromptCompression:
     """How the draft compresses the prompts of a call or a request: the value of its ``prompt_compression``.
 
-    ``hand_over="text"``: the kept text is tokenized anew, positions are contiguous; any draft. ``"ids"``: the kept
-    tokens stand at the positions they had; the draft must have the target's tokenizer.
+    ``hand_over="text"``: the kept text is tokenized again, positions are contiguous; any draft. ``"ids"``: the kept
+    tokens keep their positions; the draft must have the target's tokenizer.
     """
 
     keep: float | None = None  # share of the chunks, in (0, 1]
@@ -156,7 +156,7 @@ class PromptCompression:
         if self.sticky and (self.hand_over == "ids" or self.query is not None):
             raise ValueError("sticky needs hand_over='text' and no query; only compressed texts are remembered")
         if self.query is not None and self.hand_over == "ids":
-            raise ValueError("query needs hand_over='text'; kept ids are scored as they stand in the prompt")
+            raise ValueError("query needs hand_over='text'; kept ids are scored as they are in the prompt")
 
 
 @dataclass(frozen=True, kw_only=True)

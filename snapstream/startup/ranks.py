@@ -113,7 +113,14 @@ def build_ranks(
             with _waiting_for_others(workers, config, store):
                 workers.wait("here", LOAD_S if config.parallel.address else HELLO_S)
             check_versions(workers.hellos(), torch.__version__)
-            _hand_out_tasks(workers, folder, expected, config, rendezvous, num_threads, checks)
+            workers.hand_out([
+                Task(
+                    rank=rank, model=str(folder.resolve()), fingerprint=expected, config=config, rendezvous=rendezvous,
+                    num_threads=num_threads if rank < config.parallel.ranks_here else 0, checks_ranks=checks,
+                )
+                for rank in range(1, config.parallel.size)
+            ])  # fmt: skip
+            workers.wait("joined", HELLO_S)
             torch.set_num_threads(num_threads)
             with on_network_of(rendezvous):
                 group = Ranks.join(0, config.parallel.size, rendezvous, config.device, JOIN_S, store)
@@ -207,32 +214,6 @@ def check_versions(hellos: Sequence[Hello], torch_version: str) -> None:
         for what, theirs, ours in (("snapstream", hello.version, __version__), ("torch", hello.torch, torch_version)):
             if theirs != ours:
                 raise ValueError(f"rank {rank} on {hello.host} runs {what} {theirs}; rank 0 runs {ours}")
-
-
-def _hand_out_tasks(
-    workers: WorkerRanks,
-    folder: Path,
-    expected: str,
-    config: EngineConfig,
-    rendezvous: str,
-    num_threads: int,
-    checks: bool,
-) -> None:
-    """Send the workers their tasks; returns when all have joined."""
-
-    def task(rank: int) -> Task:
-        return Task(
-            rank=rank,
-            model=str(folder.resolve()),
-            fingerprint=expected,
-            config=config,
-            rendezvous=rendezvous,
-            num_threads=num_threads if rank < config.parallel.ranks_here else 0,
-            checks_ranks=checks,
-        )
-
-    workers.hand_out([task(rank) for rank in range(1, config.parallel.size)])
-    workers.wait("joined", HELLO_S)
 
 
 def _environment(rank: int, device: str, num_threads: int) -> dict[str, str]:
@@ -334,7 +315,7 @@ def _receive(channel: ControlChannel, inbox: Inbox, has_terminal: bool) -> None:
             inbox.put(message)
     except ConnectionFailed:
         if has_terminal:
-            print("rank 0 has closed its engine, or is gone: this rank ends", file=sys.stderr, flush=True)
+            print("rank 0 has closed its engine, or is lost: this rank ends", file=sys.stderr, flush=True)
         os._exit(0)  # whatever the other threads do
     except ValueError as error:  # a selector that this process does not know, or no message of ours
         with suppress(ConnectionFailed):
