@@ -77,7 +77,7 @@ GOOD: dict[str, Any] = {"format": 1, "model": "m", "made_by": "", "shares": [[0.
         (json.dumps(GOOD | {"shares": [0.5, 0.5]}), "no lists by layer and head"),
         (json.dumps(GOOD | {"shares": []}), "without shares"),
         (json.dumps(GOOD | {"shares": [[], []]}), "without shares"),
-        (json.dumps(GOOD | {"shares": [[0.5], [0.25, 0.25]]}), "unlike numbers"),
+        (json.dumps(GOOD | {"shares": [[0.5], [0.25, 0.25]]}), "different numbers"),
         (json.dumps(GOOD | {"shares": [[1.5, -0.5]]}), "a share is 1.5; it must be a number from 0 to 1"),
         (json.dumps(GOOD | {"shares": [[math.nan, 1.0]]}), "a share is nan"),
         (json.dumps(GOOD | {"shares": [["1", 0.0]]}), "a share is '1'"),
@@ -108,7 +108,7 @@ def test_such_rows_do_not_reselect_over_ranks() -> None:
     settings: dict[str, Any] = {"budget": budget, "heads": PROFILE.slots(budget, 5000), "max_model_len": 5000}
     reselection = ReselectionConfig(every=4, num_queries=4)
     assert EngineConfig(reselection=reselection, **settings).heads is not None
-    with pytest.raises(ValueError, match="re-select on one device; tensor_parallel is 2"):
+    with pytest.raises(ValueError, match="supports one device; tensor_parallel is 2"):
         EngineConfig(reselection=reselection, parallel=ParallelConfig(size=2), **settings)
 
 

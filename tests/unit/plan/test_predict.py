@@ -127,7 +127,7 @@ def test_the_command_plans_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert near < far and ranks["links"][1]["latency_s"] == 180e-6
     assert main([*asked, "--flops", "500TFLOP/s"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "rows dealt out" in shown and "60% of 500 TFLOP/s" in shown and "experts_gate_up" in shown
+    assert "rows distributed (dp)" in shown and "60% of 500 TFLOP/s" in shown and "experts_gate_up" in shown
     assert main(["plan", str(tmp_path), "--tensor-parallel", "7"]) != 0
     assert "cannot be split over 7 ranks" in " ".join(capsys.readouterr().err.split())
 
@@ -142,7 +142,11 @@ def test_rates_of_products() -> None:
     ("published", "ways", "told"),
     [
         (DEEPSEEK_V3, [], "rows of latents, whole on each rank of its weights:"),
-        (DEEPSEEK_V3, ["--attention", "dp", "--experts", "ep"], "rows dealt out, experts dealt out of its weights:"),
+        (
+            DEEPSEEK_V3,
+            ["--attention", "dp", "--experts", "ep"],
+            "rows distributed (dp), whole experts (ep) of its weights:",
+        ),
         (QWEN3_30B, [], "rows split by heads of its weights:"),
     ],
 )

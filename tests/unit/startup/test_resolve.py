@@ -137,12 +137,12 @@ def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -
     config = decided(fast, **loops, weights="bfloat16")
     assert config.weights is not None and config.weights.describe() == "bfloat16; inputs bf16"
     assert config.weights.layers.rounds_inputs and config.weights.tables.rounds_inputs
-    assert "products of bfloat16" in describe_inputs(config)
+    assert "bfloat16 inputs" in describe_inputs(config)
     assert not describe_inputs(decided(LAPTOP, **loops, weights="bfloat16"))
 
 
 def test_facts_are_those_of_the_device_that_was_asked_for() -> None:
-    with pytest.raises(ValueError, match="device is 'cuda'; these are facts about 'cpu'"):
+    with pytest.raises(ValueError, match="device is 'cuda'; the machine was measured for 'cpu'"):
         decided(LAPTOP, device="cuda")
 
 
