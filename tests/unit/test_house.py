@@ -32,11 +32,11 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # What should fall. A module with one importer lives in that importer, unless it is an entry point, an optional
 # dependency or an entry of a registry.
 COUNTS = {
-    "Python files of the package": 237,
-    "Python lines of the package": 45753,
+    "Python files of the package": 224,
+    "Python lines of the package": 44334,
     "C++ files": 26,
     "files under tests/": 235,
-    "modules with one importer": 32,
+    "modules with one importer": 28,
     "words to learn in docs/architecture.md": 20,
 }
 
