@@ -1,4 +1,4 @@
-"""A decode step of one engine over several ranks of this machine: looped and by plain calls, beside one device's.
+"""A decode step of one engine over several ranks of this machine: looped and eager, compared with one device's.
 
 All engines share the cores that torch has, so on one socket this shows what meeting costs, and nothing of what more
 memory channels give; for that, run it where each rank can have a NUMA node.

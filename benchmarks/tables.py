@@ -53,7 +53,7 @@ def memory(figures: dict[str, Any]) -> str:
         for arm in figures["arms"]
     ]  # fmt: skip
     heads = ["layers", "measured peak", "`plan` says", "ratio", "K and V of all layers"]
-    return f"Memory that a {figures['prompt_len']:,}-token prefill needs beside weights and row:\n\n" + table(
+    return f"Memory that a {figures['prompt_len']:,}-token prefill needs in addition to weights and row:\n\n" + table(
         heads, rows
     )
 
@@ -62,7 +62,14 @@ def peers(figures: dict[str, Any]) -> str:
     rows = []
     for arm in figures["arms"]:
         same = f"{arm['same_tokens']:.1%}" if "same_tokens" in arm else ""
-        rows.append([arm["engine"], f"{arm['output_tokens_per_s']:,.0f}", f"{arm['speedup']:.2f}x", same])
+        rows.append(
+            [
+                arm["engine"].replace("plain calls", "eager"),
+                f"{arm['output_tokens_per_s']:,.0f}",
+                f"{arm['speedup']:.2f}x",
+                same,
+            ]
+        )
     size = f"{figures['rows']} prompts of {figures['prompt_len']:,} tokens, {figures['new_tokens']} new tokens each"
     heads = ["engine", "output tokens/s, prefill included", "speed-up", "same greedy tokens"]
     return f"{size}:\n\n" + table(heads, rows)

@@ -1,6 +1,6 @@
 """Engines over narrow weights, by name: the width of weights, and of the inputs of products in decode.
 
-By plain calls: prefill computes with the widened weights, decode too, and with ``-a8`` every product of decode with a
+Eager: prefill computes with the widened weights, decode too, and with ``-a8`` every product of decode with a
 layer or the head sees its input after a trip through int8, which is what looped steps multiply with. On a processor
 that multiplies bf16 an engine rounds what prefill multiplies to bf16 by itself. ``-auto`` is what it then does in dense
 models, whose decode rounds too: to int8 beside codes, to bf16 beside weights of bf16. ``-prefill`` is what it does in

@@ -178,7 +178,7 @@ class _Tokens:
 
 
 def _experts_read(runner: ModelRunner, batch: int) -> float:
-    """Mean number of experts of a layer whose matrices a step of the rank reads, counted in plain calls."""
+    """Mean number of experts of a layer whose matrices a step of the rank reads, counted in eager steps."""
     counts: list[Tensor] = []
     kernels = bind(runner.decoder.device)
 

@@ -1,7 +1,7 @@
 """The same weights, prompts and greedy tokens in transformers' ``generate`` and here, in one run.
 
 Both sides get the same batch of equal-length prompts (the kindest case for a static batch) and decode with a full
-cache, so the difference is the engine, not the budget; further arms show plain calls and the budget. The greedy tokens
+cache, so the difference is the engine, not the budget; further arms show eager decode and the budget. The greedy tokens
 under a full cache must agree.
 
     python -m benchmarks.peers.generate                 # the 100M shape, random weights
@@ -69,9 +69,9 @@ def compare(folder: str, vocab_size: int, args: argparse.Namespace) -> list[dict
     figures = [_figure("transformers generate", theirs, theirs, args)]
     arms: list[tuple[str, int | Literal["full"], str | None]] = [
         ("snapstream, full", "full", None),  # the executor that the engine chooses
-        ("snapstream, full, plain calls", "full", "eager"),
+        ("snapstream, full, eager", "full", "eager"),
         ("snapstream, 1/4", args.prompt_len // 4, None),
-        ("snapstream, 1/4, plain calls", args.prompt_len // 4, "eager"),
+        ("snapstream, 1/4, eager", args.prompt_len // 4, "eager"),
     ]
     if args.batches:
         arms = arms[:1]

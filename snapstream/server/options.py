@@ -129,7 +129,7 @@ class ApiOptions:
     """How the API reads requests and models, and which browsers may call it."""
 
     allowed_hosts: tuple[str, ...] = setting(
-        (), "Host to answer to, beside localhost.", metavar="HOST", flag="--allowed-host"
+        (), "Host to answer to, in addition to localhost.", metavar="HOST", flag="--allowed-host"
     )
     cors_origins: tuple[str, ...] = setting(
         (), "Origin whose pages may call this server; repeatable.", metavar="ORIGIN", flag="--cors-origin"
