@@ -1,4 +1,4 @@
-"""What the draw of a decode step takes, apart from the step: by the looped library and by PyTorch, as eager decode samples.
+"""What sampling takes in a decode step, apart from the step: by the looped library, and by PyTorch as in eager decode.
 
 Logits are random normals, so most tokens of a large vocabulary weigh something; those of a trained model are more
 peaked, which helps the native draw and does not change PyTorch's.
