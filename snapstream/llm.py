@@ -65,7 +65,7 @@ class LLM:
     ``model``: a Hugging Face checkpoint folder. ``options``: settings of the engine; ``fields``: single settings by
     their names in ``EngineOptions``, which override those of ``options``. ``notes`` report what was chosen
     automatically. ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens prompts on request.
-    ``beside``: a draft that another process has loaded on this device; its working memory is kept free.
+    ``draft_memory``: of a draft that another process has loaded on this device; kept free.
     ``stall_timeout``: seconds that a step of several ranks may take before the call raises RankLost; 0: no limit.
     ``make_runner`` loads the weights and runs them, for callers with their own kernels, weights or decode step.
 
@@ -82,20 +82,20 @@ class LLM:
         options: EngineOptions | None = None,
         *,
         draft: PromptCompressor | str | Path | None = None,
-        beside: DraftMemory | None = None,
+        draft_memory: DraftMemory | None = None,
         make_runner: MakeRunner = build_ranks,
         progress: bool = True,
         stall_timeout: float = STALL_TIMEOUT_S,
         **fields: Any,
     ) -> None:
         self.options = options = EngineOptions.of(options, fields)
-        if beside is not None:
-            as_kind("beside", beside, DraftMemory)
+        if draft_memory is not None:
+            as_kind("draft_memory", draft_memory, DraftMemory)
         if stall_timeout != 0:
             as_number("stall_timeout", stall_timeout, 1.0, 86400.0)
         self.model_config = read_model_config(model)
         # Decided before anything is loaded, so that impossible settings are refused at once.
-        self.config = decide(self.model_config, options, beside)
+        self.config = decide(self.model_config, options, draft_memory)
         self.notes = start_notes(self.model_config, options, self.config)
         if progress:
             print(*self.notes, sep="\n", file=sys.stderr)
@@ -103,8 +103,8 @@ class LLM:
         self._compressor: RequestCompressor | None = None
         if draft is not None:
             self._compressor = self._make_compressor(draft)
-            beside = memory_of(self._compressor.compressor, options.device) or beside
-            self.config = decide(self.model_config, options, beside)  # less is free
+            draft_memory = memory_of(self._compressor.compressor, options.device) or draft_memory
+            self.config = decide(self.model_config, options, draft_memory)  # less is free
         if make_runner is build_ranks:
             make_runner = partial(build_ranks, stall_timeout_s=stall_timeout)
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)

@@ -21,7 +21,7 @@ from snapstream.config import EngineConfig
 from snapstream.engine.prefix_cache import PrefixStats
 from snapstream.engine.request_state import CachingTokenizer, LiveRequest, LiveSample, Tokenizer, live_request
 from snapstream.engine.scheduler import PlannedStep, Scheduler
-from snapstream.engine.transfers import TicketIssued, Transfers, TransferStats, uses_kv_transfer
+from snapstream.engine.transfers import TicketIssued, Transfers, TransferStats
 from snapstream.engine.validate import QueueFull, check_request
 from snapstream.step import KVConnector, KVTransferFailed, PendingStep, Runner, StepResult
 from snapstream.types import FinishReason, Logprob, Request, RequestOutput
@@ -51,26 +51,26 @@ class Engine:
         self._random = random or Random()
         self._clock = clock
         self._scheduler = Scheduler(config, num_layers=num_layers, tier=runner.prefix_tier)
+        self._prefixes = self._scheduler.admission.prefixes
+        self._transfers = Transfers(self._scheduler)
         self._live: dict[str, LiveRequest] = {}  # until ``step`` has returned the finished output
         self._changed: dict[str, LiveRequest] = {}  # for ``step`` to return, in order of change
         self._pending: tuple[PlannedStep, PendingStep] | None = None
-        self._transfers: Transfers | None = None
 
     def connect(self, connector: KVConnector) -> None:
         """Enable KV transfer to and from other engines."""
         self.runner.connect(connector)
-        self._transfers = Transfers(connector, self._scheduler)
+        self._transfers.connect(connector)
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to plan, to read or to return."""
-        has_events = self._transfers is not None and self._transfers.has_events
-        return bool(self._pending or self._changed or has_events or self._scheduler.has_work)
+        return bool(self._pending or self._changed or self._transfers.has_events or self._scheduler.has_work)
 
     @property
     def num_waiting(self) -> int:
         """Requests that have no row yet."""
-        return self._scheduler.num_waiting
+        return self._scheduler.admission.num_waiting
 
     @property
     def num_running(self) -> int:
@@ -79,56 +79,50 @@ class Engine:
 
     @property
     def rows_free(self) -> int:
-        return self._scheduler.rows_free
+        return self._scheduler.admission.rows_free
 
     @property
     def staging_free(self) -> int:
         """Tokens of the staging pool that no prefill uses."""
-        return self._scheduler.staging_free
+        return self._scheduler.admission.staging_free
 
     @property
     def prefix_stats(self) -> PrefixStats | None:
         """None without a prefix store."""
-        lookup = self._scheduler.prefixes
-        return None if lookup is None else lookup.stats()
+        return None if self._prefixes is None else self._prefixes.stats()
 
     @property
     def transfer_stats(self) -> TransferStats:
-        return TransferStats() if self._transfers is None else self._transfers.stats
+        return self._transfers.stats
 
     def take_notices(self) -> list[TicketIssued | KVTransferFailed]:
         """News for the callers of requests with a remote prefill, since the last call."""
-        return [] if self._transfers is None else self._transfers.take_notices()
+        return self._transfers.take_notices()
 
     def reissue(self, request_id: str, key: str) -> None:
         """Replace the ticket of a failed transfer; does nothing if the KV was received."""
-        if self._transfers is not None:
-            self._transfers.reissue(request_id, key)
+        self._transfers.reissue(request_id, key)
 
     def num_stored(self, token_ids: tuple[int, ...], namespace: str = "") -> int:
         """Tokens at the beginning of a prompt that are in the prefix store now."""
-        lookup = self._scheduler.prefixes
-        return 0 if lookup is None else lookup.probe(token_ids, namespace)
+        return 0 if self._prefixes is None else self._prefixes.probe(token_ids, namespace)
 
     def reset_prefix_store(self, namespace: str | None = None) -> int:
         """Clear a namespace of the prefix store, by default all; the number of blocks removed."""
-        lookup = self._scheduler.prefixes
-        return 0 if lookup is None else lookup.reset(namespace)
+        return 0 if self._prefixes is None else self._prefixes.reset(namespace)
 
     def close(self) -> None:
         """Finish writing the prefix store's files, and close the runner. The engine cannot be used afterwards."""
-        if self._transfers is not None:
-            self._transfers.close()
-        if self._scheduler.prefixes is not None:
-            self._scheduler.prefixes.close_disk()
+        self._transfers.close()
+        if self._prefixes is not None:
+            self._prefixes.close_disk()
         self.runner.close()
 
     def validate(self, request: Request) -> None:
         """Raise ValueError if the request could never be served; queues nothing."""
         has_tokenizer = self._tokenizer is not None
         check_request(request, self._config, vocab_size=self._vocab_size, has_tokenizer=has_tokenizer)
-        if uses_kv_transfer(request) and self._transfers is None:
-            raise ValueError("KV transfer requested, but no connector is configured")
+        self._transfers.validate(request)
 
     def add_request(self, request: Request) -> RequestOutput:
         """Queue a request; the output returned is the one that later steps update.
@@ -144,8 +138,7 @@ class Engine:
         if limit and num_queued >= limit and request.ticket is None:
             raise QueueFull(f"{num_queued} requests wait for a row; the limit is {limit}")
         live = live_request(request, self._config, self._tokenizer, self._random, self._clock())
-        if self._transfers is not None and uses_kv_transfer(request):
-            self._transfers.add(live)
+        self._transfers.add(live)
         self._live[request.request_id] = live
         self._scheduler.add(live)
         return live.output
@@ -172,8 +165,8 @@ class Engine:
             for live in planned.started:
                 live.start(now)
             self._pending = planned, self.runner.submit(planned.plan)
-        elif previous is None and self._scheduler.prefixes is not None:
-            self._scheduler.prefixes.wait_for_disk()
+        elif previous is None and self._prefixes is not None:
+            self._prefixes.wait_for_disk()
         self._issue_tickets(planned)
         if previous is not None:
             self._handle_result(previous[0], previous[1].result())
@@ -181,7 +174,7 @@ class Engine:
 
     def _poll_transfers(self) -> None:
         """Take received rows, and end requests whose row was sent or could not be."""
-        for live, problem in [] if self._transfers is None else self._transfers.poll():
+        for live, problem in self._transfers.poll():
             self._changed[live.request_id] = live
             for sample in live.samples:
                 sample.end(FinishReason.ERROR if problem else FinishReason.STOP, problem or None)
@@ -190,15 +183,13 @@ class Engine:
     def _issue_tickets(self, planned: PlannedStep) -> None:
         now = self._clock() if planned.reserved else 0.0
         for live in planned.reserved:
-            assert self._transfers is not None
             live.start(now)
             self._transfers.issue(live)
 
     def _remove(self, live: LiveRequest) -> None:
         """All samples of a request have ended at once, whatever its state."""
         live.mark(self._clock())
-        if self._transfers is not None:
-            self._transfers.end(live)
+        self._transfers.end(live)
         self._scheduler.abort(live)
 
     def _handle_result(self, planned: PlannedStep, result: StepResult) -> None:
@@ -206,13 +197,13 @@ class Engine:
             raise RuntimeError(f"the runner answered step {planned.plan.step_id} with step {result.step_id}")
         now = self._clock()
         for live in planned.prefilled:
-            if self._scheduler.prefixes is not None:
-                self._scheduler.prefixes.written(live)
+            if self._prefixes is not None:
+                self._prefixes.written(live)
             if live.is_over:  # aborted
                 continue
             prefill = result.prefilled[live.request_id]
             live.take_prefill(prefill, now)
-            if self._transfers is not None and live.request.ticket is not None:
+            if live.request.ticket is not None:
                 self._transfers.finish(live, prefill)
                 continue
             for sample, token in zip(live.samples, prefill.tokens, strict=True):
@@ -233,7 +224,6 @@ class Engine:
         for request_id, live in self._changed.items():
             if live.is_over:
                 self._live.pop(request_id, None)
-                if self._transfers is not None:
-                    self._transfers.end(live)
+                self._transfers.end(live)
         self._changed = {}
         return outputs

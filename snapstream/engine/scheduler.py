@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 from snapstream.config import EngineConfig
 from snapstream.engine.admission import Admission, Job, unit_work
-from snapstream.engine.prefix_cache import PrefixLookup
 from snapstream.engine.request_state import LiveRequest, LiveSample
 from snapstream.step import JobSpec, KVReceived, PrefillEntry, PrefixTier, ReceivedRow, StepPlan, UnitRange
 
@@ -51,7 +50,7 @@ class Scheduler:
     """Owns every request from arrival until its last token is planned."""
 
     def __init__(self, config: EngineConfig, *, num_layers: int, tier: PrefixTier | None = None) -> None:
-        self._admission = Admission(config, num_layers=num_layers, tier=tier)
+        self.admission = Admission(config, num_layers=num_layers, tier=tier)
         self._chunking, self._num_layers = config.chunking, num_layers
         self._quantum = config.chunking.prefill_quantum or num_layers
         self._idle_quantum = max(self._quantum, IDLE_PASSES * num_layers)
@@ -67,29 +66,10 @@ class Scheduler:
         self._next_step_id = 0
 
     @property
-    def num_waiting(self) -> int:
-        """Requests without a row."""
-        return self._admission.num_waiting
-
-    @property
-    def rows_free(self) -> int:
-        return self._admission.rows_free
-
-    @property
-    def staging_free(self) -> int:
-        """Tokens of the staging pool that no job uses."""
-        return self._admission.staging_free
-
-    @property
-    def prefixes(self) -> PrefixLookup | None:
-        """The prefix store's index; None where there is no store."""
-        return self._admission.prefixes
-
-    @property
     def has_work(self) -> bool:
         """Whether a plan would hold anything; KV transfers in progress do not count."""
         is_busy = self._jobs or self._decoding or self._dropped or self._kv_received
-        return bool(is_busy or self._admission.has_room)
+        return bool(is_busy or self.admission.has_room)
 
     def holds_id(self, request_id: str) -> bool:
         """Whether an open job still has the id; an aborted prompt stays in a job that others share."""
@@ -97,7 +77,7 @@ class Scheduler:
 
     def add(self, live: LiveRequest) -> None:
         """Queue a request that ``validate.py`` has passed."""
-        self._admission.add(live)
+        self.admission.add(live)
 
     def release(self, sample: LiveSample) -> None:
         """The sample has ended: free its row, unless it was freed when its last token was planned."""
@@ -105,7 +85,7 @@ class Scheduler:
             if owners.get(sample.row) is sample:
                 del owners[sample.row]
                 self._batch = None
-                self._admission.free_row(sample.row)
+                self.admission.free_row(sample.row)
 
     def receive_kv(self, live: LiveRequest, row: KVReceived) -> None:
         """The KV of a request is here; ignored if the request does not wait for it."""
@@ -118,11 +98,11 @@ class Scheduler:
 
     def abort(self, live: LiveRequest) -> None:
         """Remove a request whose samples are over, whatever its state."""
-        if self._admission.remove(live):
+        if self.admission.remove(live):
             return
         if self._awaiting_kv.pop(live, None) or self._kv_received.pop(live, None):
             for sample in live.samples:
-                self._admission.free_row(sample.row)
+                self.admission.free_row(sample.row)
             return
         for job in self._jobs.values():
             if live in job.requests:
@@ -138,9 +118,11 @@ class Scheduler:
             rows = tuple(sorted(self._decoding))
             self._batch = rows, tuple(self._decoding[row] for row in rows)
         decode_rows, decoding = self._batch
-        if self.prefixes is not None:
-            self.prefixes.poll()
-        if not (self._jobs or self._dropped or self.num_waiting or self._kv_received):  # most steps: decode only
+        if self.admission.prefixes is not None:
+            self.admission.prefixes.poll()
+        if not (
+            self._jobs or self._dropped or self.admission.num_waiting or self._kv_received
+        ):  # most steps: decode only
             self._count_decoded(decoding)
             plan = StepPlan(step_id=self._next_step_id, decode_rows=decode_rows)
             self._next_step_id += not plan.is_empty
@@ -179,7 +161,7 @@ class Scheduler:
     def _reserve(self) -> dict[LiveRequest, PrefillEntry]:
         """Give rows to the requests with a remote prefill at the head of the queue."""
         reserved: dict[LiveRequest, PrefillEntry] = {}
-        while (found := self._admission.next_remote()) is not None:
+        while (found := self.admission.next_remote()) is not None:
             reserved[found[0]] = found[1]
         self._awaiting_kv |= reserved
         return reserved
@@ -244,7 +226,7 @@ class Scheduler:
         opened: list[JobSpec] = []
         while True:
             wants_short = not any(job.is_short and job.next_unit == 0 for job in self._jobs.values())
-            job = self._admission.next_job(wants_short=wants_short)
+            job = self.admission.next_job(wants_short=wants_short)
             if job is None:
                 return opened
             self._jobs[job.job_id] = job
@@ -267,7 +249,7 @@ class Scheduler:
     def _end(self, job: Job) -> None:
         """The last unit is planned: its samples decode from the next plan on."""
         del self._jobs[job.job_id]
-        self._admission.close(job, is_done=True)
+        self.admission.close(job, is_done=True)
         for live in job.requests:
             self._begin(live)
 
@@ -276,11 +258,11 @@ class Scheduler:
         for sample in live.samples:
             sample.num_planned = 1
             if sample.is_over:
-                self._admission.free_row(sample.row)
+                self.admission.free_row(sample.row)
             elif live.request.ticket is not None:
                 self._sending[sample.row] = sample
             elif sample.is_fully_planned:
-                self._admission.free_row(sample.row)
+                self.admission.free_row(sample.row)
             else:
                 self._decoding[sample.row] = sample
                 self._batch = None
@@ -288,6 +270,6 @@ class Scheduler:
     def _drop(self, job: Job) -> None:
         del self._jobs[job.job_id]
         self._dropped.append(job.job_id)
-        self._admission.close(job, is_done=False)
+        self.admission.close(job, is_done=False)
         for sample in (sample for live in job.requests for sample in live.samples):
-            self._admission.free_row(sample.row)
+            self.admission.free_row(sample.row)

@@ -38,28 +38,44 @@ class TransferStats:
 class Transfers:
     """Requests of one engine that send or receive KV."""
 
-    def __init__(self, connector: KVConnector, scheduler: Scheduler) -> None:
-        self._connector, self._scheduler = connector, scheduler
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._connector: KVConnector | None = None  # then there are no such requests
         self._lives: dict[str, LiveRequest] = {}
         self._keys: dict[str, str] = {}  # of the last ticket, by request
         self._notices: list[TicketIssued | KVTransferFailed] = []
         self.stats = TransferStats()
 
+    def connect(self, connector: KVConnector) -> None:
+        self._connector = connector
+
+    @property
+    def _connected(self) -> KVConnector:
+        assert self._connector is not None
+        return self._connector
+
     @property
     def has_events(self) -> bool:
-        return self._connector.has_events
+        return self._connector is not None and self._connector.has_events
+
+    def validate(self, request: Request) -> None:
+        """ValueError for KV transfer without a connector."""
+        if self._connector is None and uses_kv_transfer(request):
+            raise ValueError("KV transfer requested, but no connector is configured")
 
     def add(self, live: LiveRequest) -> None:
         """A request joins the queue. ValueError for a transfer that this engine does not support."""
-        if live.request.is_prefilled_remotely and not self._connector.receives:
+        if not uses_kv_transfer(live.request):
+            return
+        if live.request.is_prefilled_remotely and not self._connected.receives:
             raise ValueError("a remote prefill was requested, and this engine has no transfer address to receive KV")
         if live.request.ticket is not None:
-            self._connector.open(live.request, live.budget)
+            self._connected.open(live.request, live.budget)
         self._lives[live.request_id] = live
 
     def issue(self, live: LiveRequest) -> None:
         """Its rows are reserved."""
-        ticket = self._connector.expect(live.request, live.budget)
+        ticket = self._connected.expect(live.request, live.budget)
         self._keys[live.request_id] = ticket.key
         self._notices.append(TicketIssued(live.request_id, ticket))
 
@@ -76,7 +92,7 @@ class Transfers:
     def poll(self) -> list[tuple[LiveRequest, str]]:
         """Pass received rows to the scheduler; requests whose row was sent, or with the reason why it was not."""
         ended: list[tuple[LiveRequest, str]] = []
-        for news in self._connector.poll():
+        for news in [] if self._connector is None else self._connector.poll():
             live = self._lives.get(news.request_id)
             if live is None:
                 continue
@@ -100,19 +116,20 @@ class Transfers:
         report = PrefillReport(
             compression=result.compression, prompt_logprobs=result.prompt_logprobs, prefix=live.output.prefix
         )
-        self._connector.finish(live.request_id, report)
+        self._connected.finish(live.request_id, report)
 
     def end(self, live: LiveRequest) -> None:
         if self._lives.pop(live.request_id, None) is None:
             return
         if live.request.ticket is not None:
-            self._connector.cancel(live.request_id)
+            self._connected.cancel(live.request_id)
         else:
             self._keys.pop(live.request_id, None)
-            self._connector.void(live.request_id)
+            self._connected.void(live.request_id)
 
     def close(self) -> None:
-        self._connector.close()
+        if self._connector is not None:
+            self._connector.close()
 
 
 def uses_kv_transfer(request: Request) -> bool:

@@ -168,9 +168,9 @@ def read_block_scales(name: str, cut: Cut, manifest: Mapping[str, StoredTensor])
 def pack_matrix(name: str, numbers: Tensor, form: WeightFormat) -> dict[str, Tensor]:
     """The tensors of a matrix ``[out, in]`` as ``pack-quantized`` stores it, scales in its dtype."""
     dtype = torch.float32 if numbers.dtype == torch.float64 else numbers.dtype
-    codes, scales = quantize(numbers, form.bits, form.group, dtype)
+    values, scales = quantize(numbers, form.bits, form.group, dtype)
     return {
-        name + PACKED: codes.view(torch.int32),
+        name + PACKED: values.view(torch.int32),
         name + SCALES: scales.to(dtype),
         name + SHAPE: torch.tensor(numbers.shape),
     }
@@ -236,18 +236,18 @@ def _fill_quantized(
 ) -> dict[str, Tensor]:
     """Store a matrix that is quantized in the file; by name, the bounds of what was read."""
     part, own = cut.part, plain_name(name)
-    outer = cut.widened((FP8_BLOCK, FP8_BLOCK) if form.is_fp8 else (1, form.group))
+    outer = cut.aligned((FP8_BLOCK, FP8_BLOCK) if form.is_fp8 else (1, form.group))
     if form.is_fp8:
-        codes, scales = read_part(shard, name, outer.slices), read_block_scales(own, outer, manifest)
-        bounds = {own: _block_bounds(codes, scales)}
+        values, scales = read_part(shard, name, outer.slices), read_block_scales(own, outer, manifest)
+        bounds = {own: _block_bounds(values, scales)}
     else:
-        codes = read_part(shard, name, outer.scaled((1, 32 // form.bits))).view(torch.uint8)
+        values = read_part(shard, name, outer.scaled((1, 32 // form.bits))).view(torch.uint8)
         scales = read_scales(own, outer, form.group, manifest).to(SCALE_DTYPE)
         bounds = {own + SCALES: _minmax(scales)}
     if outer == cut:
-        weights.fill_quantized(part.target, part.place, *_padded_values(codes, scales, cut, form))
+        weights.fill_quantized(part.target, part.place, *_padded_values(values, scales, cut, form))
     else:  # the shard cuts through groups: it is stored as floats
-        numbers = decode(codes, scales, form)
+        numbers = decode(values, scales, form)
         weights.fill(part.target, part.place, _padded(_in_order(numbers[cut.within(outer)], part), cut))
     return bounds
 
@@ -258,9 +258,9 @@ def _read_floats(shard: Any, name: str, cut: Cut, rounded: WeightFormat | None) 
     """
     if rounded is None or rounded.is_fp8:
         return read_part(shard, name, cut.slices)
-    outer = cut.widened((1, rounded.group))
-    codes = quantize(read_part(shard, name, outer.slices), rounded.bits, rounded.group)
-    return dequantize(*codes, rounded.bits)[cut.within(outer)]
+    outer = cut.aligned((1, rounded.group))
+    values = quantize(read_part(shard, name, outer.slices), rounded.bits, rounded.group)
+    return dequantize(*values, rounded.bits)[cut.within(outer)]
 
 
 def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
@@ -286,13 +286,13 @@ def _in_order(rows: Tensor, part: Part) -> Tensor:
     return rows if part.row_order is None else rows[list(part.row_order)]
 
 
-def _blocks_in_order(codes: Tensor, part: Part) -> Tensor:
+def _blocks_in_order(values: Tensor, part: Part) -> Tensor:
     """The same of FP8 numbers, whose scales keep their order."""
     if part.row_order is None:
-        return codes
+        return values
     if any(at // FP8_BLOCK != row // FP8_BLOCK for at, row in enumerate(part.row_order)):
         raise ValueError(f"rows of {part.name} change their order across the blocks that share an FP8 scale")
-    return codes.view(torch.uint8)[list(part.row_order)].view(FP8.dtype)
+    return values.view(torch.uint8)[list(part.row_order)].view(FP8.dtype)
 
 
 def _padded(numbers: Tensor, cut: Cut) -> Tensor:
@@ -301,17 +301,17 @@ def _padded(numbers: Tensor, cut: Cut) -> Tensor:
     return torch.nn.functional.pad(numbers, ends) if any(ends) else numbers
 
 
-def _padded_values(codes: Tensor, scales: Tensor, cut: Cut, form: WeightFormat) -> tuple[Tensor, Tensor]:
+def _padded_values(values: Tensor, scales: Tensor, cut: Cut, form: WeightFormat) -> tuple[Tensor, Tensor]:
     """Quantized values and scales in the order of the storage, padded with zeros."""
     if form.is_fp8:
-        codes, units = _blocks_in_order(codes, cut.part), (FP8_BLOCK, FP8_BLOCK)
+        values, units = _blocks_in_order(values, cut.part), (FP8_BLOCK, FP8_BLOCK)
     else:
-        codes, scales, units = _in_order(codes, cut.part), _in_order(scales, cut.part), (1, form.group)
+        values, scales, units = _in_order(values, cut.part), _in_order(scales, cut.part), (1, form.group)
     if not any(cut.missing):
-        return codes, scales
+        return values, scales
     rows, columns = cut.part.shape
-    padded = codes.new_zeros(rows, columns * form.bits // 8)
-    padded[: codes.shape[0], : codes.shape[1]] = codes
+    padded = values.new_zeros(rows, columns * form.bits // 8)
+    padded[: values.shape[0], : values.shape[1]] = values
     of_scales = scales.new_zeros(-(-rows // units[0]), -(-columns // units[1]))
     of_scales[: scales.shape[0], : scales.shape[1]] = scales
     return padded, of_scales
@@ -349,9 +349,9 @@ def _minmax(numbers: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(numbers)) if numbers.numel() else torch.zeros(2)
 
 
-def _block_bounds(codes: Tensor, scales: Tensor) -> Tensor:
+def _block_bounds(values: Tensor, scales: Tensor) -> Tensor:
     """Least and greatest scale of an FP8 matrix; NaN if one of its numbers is. FP8 has no infinity."""
-    has_nan = bool((codes.view(torch.uint8) & 127).eq(127).any())
+    has_nan = bool((values.view(torch.uint8) & 127).eq(127).any())
     bounds = _minmax(scales)
     return bounds.fill_(torch.nan) if has_nan else bounds
 

@@ -118,10 +118,10 @@ class LatentLayer:
         """Queries ``[T, H, N_o + P]`` and latents ``[T, 1, R + P]``, both rotated in their last P numbers."""
         latent, kernels = self._latent, self._kernels
         if self._q_a is not None and self._q_a_norm is not None:
-            narrow = kernels.rms_norm(self._q_a.multiply(normed, None, kernels), self._q_a_norm, LATENT_EPS)
+            reduced = kernels.rms_norm(self._q_a.multiply(normed, None, kernels), self._q_a_norm, LATENT_EPS)
         else:
-            narrow = normed
-        queries = self._q.multiply(narrow, None, kernels).view(len(normed), -1, latent.query_dim)
+            reduced = normed
+        queries = self._q.multiply(reduced, None, kernels).view(len(normed), -1, latent.query_dim)
         kept = self._kv_a.multiply(normed, None, kernels)  # [T, R + P]
         compressed = kernels.rms_norm(kept[:, : latent.kv_rank].contiguous(), self._kv_a_norm, LATENT_EPS)
         unturned = torch.cat((queries[..., latent.nope_dim :], kept[:, None, latent.kv_rank :]), 1)  # [T, H+1, P]

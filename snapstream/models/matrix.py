@@ -250,8 +250,8 @@ def quantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
     tiles = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [out / 128, 128, in / 128, 128]
     largest = tiles.abs().amax((1, 3))
     scales = torch.where(largest == 0, 1.0, largest / FP8_MAX)
-    codes = FP8.encode(tiles, scales[:, None, :, None]).view(torch.uint8).flatten(2).flatten(0, 1)
-    return codes[: numbers.shape[0], : numbers.shape[1]].contiguous().view(FP8.dtype), scales
+    values = FP8.encode(tiles, scales[:, None, :, None]).view(torch.uint8).flatten(2).flatten(0, 1)
+    return values[: numbers.shape[0], : numbers.shape[1]].contiguous().view(FP8.dtype), scales
 
 
 # From a format, the shape of a matrix or a stack, the dtype of the computation and a device: its storage.

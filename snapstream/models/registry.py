@@ -117,17 +117,17 @@ def read_model_config(path: str | Path) -> ModelConfig:
         raise ValueError(f"{file} does not exist; expected a checkpoint folder or a config.json{hint}")
     check_folder(file.parent)
     settings = read_object(file)
-    with _naming(file):
+    with _with_path(file):
         config = replace(model_config_from_dict(settings), stored=stored_weights(file.parent, settings))
         if config.tie_word_embeddings and has_own_head(file.parent):
             config = replace(config, tie_word_embeddings=False)
-    beside = file.parent / "generation_config.json"
-    if not beside.is_file():
+    generation = file.parent / "generation_config.json"
+    if not generation.is_file():
         return _checked_ends(config, file)
     stated = token_ids(settings, "eos_token_id")  # transformers' default counts only without a generation_config.json
-    with _naming(beside):
-        extra = token_ids(read_object(beside), "eos_token_id")
-    return _checked_ends(replace(config, eos_token_ids=tuple(dict.fromkeys(stated + extra))), beside)
+    with _with_path(generation):
+        extra = token_ids(read_object(generation), "eos_token_id")
+    return _checked_ends(replace(config, eos_token_ids=tuple(dict.fromkeys(stated + extra))), generation)
 
 
 def _checked_ends(config: ModelConfig, file: Path) -> ModelConfig:
@@ -139,7 +139,7 @@ def _checked_ends(config: ModelConfig, file: Path) -> ModelConfig:
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def _with_path(file: Path) -> Iterator[None]:
     """Prefix ValueErrors with the path."""
     try:
         yield

@@ -286,7 +286,7 @@ class Cut(NamedTuple):
         """The same slice of a tensor that has one entry for every ``units`` numbers along each dimension."""
         return tuple(slice(c.start // unit, -(-c.stop // unit)) for c, unit in zip(self.slices, units, strict=True))
 
-    def widened(self, units: tuple[int, ...]) -> Cut:
+    def aligned(self, units: tuple[int, ...]) -> Cut:
         """The smallest slice around this one that is whole ``units`` along each dimension."""
         outer = tuple(
             slice(scaled.start * unit, min(scaled.stop * unit, size))

@@ -146,10 +146,10 @@ class DecoderWeights:
             vector = self.vectors[name]
             (vector[place] if place else vector).copy_(numbers)
 
-    def fill_quantized(self, name: str, place: tuple[Place, ...], codes: Tensor, scales: Tensor) -> None:
+    def fill_quantized(self, name: str, place: tuple[Place, ...], values: Tensor, scales: Tensor) -> None:
         """The same of quantized values."""
         matrix = self.matrices[name]
-        (matrix[place] if place else matrix).fill_quantized(codes, scales)
+        (matrix[place] if place else matrix).fill_quantized(values, scales)
 
     def layer(self, index: int) -> LayerWeights:
         """Parameters of one layer, as views."""
