@@ -52,6 +52,9 @@ LLAMA_8B = {
     "vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14_336, "tie_word_embeddings": False,
 }  # fmt: skip
+WINDOWS = {
+    "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2,
+}  # fmt: skip
 CHUNK, ROWS, SLOTS, LENGTH = 2048, 12, 16_384, 32_768
 _EVEN = (1 / 64,) * 8
 PROFILE = HeadProfile(
@@ -67,6 +70,8 @@ CASES: dict[str, dict[str, Any]] = {
     "heads": {"heads": HEADS},
     "heads, fp8": {"heads": HEADS, "kv_dtype": "fp8"},
     "heads, KV re-selection": {"heads": HEADS, "reselection": ReselectionConfig(every=40)},
+    "windows": {},
+    "windows, fp8": {"kv_dtype": "fp8"},
     "latents": {},
     "latents, hops": {"selector": Hops()},
     "latents, fp8": {"kv_dtype": "fp8"},
@@ -78,9 +83,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
-    """Llama, or in cases of latents six layers of DeepSeek-V2-Lite, of which the first has no experts."""
+    """Llama, or six layers of DeepSeek-V2-Lite, of which the first has no experts, or four of six with windows."""
     case = request.node.callspec.params["case"]
     settings = DEEPSEEK_V2_LITE | {"num_hidden_layers": 6} if case.startswith("latents") else LLAMA_8B
+    if case.startswith("windows"):
+        settings = LLAMA_8B | WINDOWS
     (tmp_path / "config.json").write_text(json.dumps(settings))
     return read_model_config(tmp_path)
 
@@ -112,6 +119,7 @@ def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.Captu
     heads = str(folder / "heads.json")
     options = {"fp32": ["--dtype", "float32"], "fp8": ["--kv-dtype", "fp8"], "hops": ["--selector", "hops"],
                "latents, hops": ["--selector", "hops"], "latents, fp8": ["--kv-dtype", "fp8"],
+               "windows, fp8": ["--kv-dtype", "fp8"],
                "reselection": ["--reselect-every", "40"], "heads": ["--heads", heads],
                "heads, fp8": ["--heads", heads, "--kv-dtype", "fp8"],
                "heads, KV re-selection": ["--heads", heads, "--reselect-every", "40"],

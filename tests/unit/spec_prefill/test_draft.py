@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,10 @@ def test_refusals(draft: Draft, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(TINY_MODEL, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(ValueError, match="no tokenizer"):
+        Draft.load(bare)
+    windows = {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    (bare / "config.json").write_text(json.dumps(json.loads((bare / "config.json").read_text()) | windows))
+    with pytest.raises(ValueError, match="layers with sliding windows; a draft must see the whole text"):
         Draft.load(bare)
     with pytest.raises(ValueError, match="dtype is 'int8'"):
         Draft.load(TINY_MODEL, dtype="int8")  # type: ignore[arg-type]

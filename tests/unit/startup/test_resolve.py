@@ -10,6 +10,7 @@ import pytest
 from benchmarks.published import DEEPSEEK_V3, QWEN3_30B
 from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.config import AutoCount, EngineConfig, EngineOptions, ReselectionConfig, Settings, WeightFormat
+from snapstream.config.kv import HeadProfile
 from snapstream.config.model import LatentConfig, StoredWeights
 from snapstream.llm import LLM
 from snapstream.models.registry import model_config_from_dict, read_model_config
@@ -63,6 +64,29 @@ def test_as_many_rows_as_fit_and_not_one_more() -> None:
     assert decided(slots=32_768, max_rows=rows).max_rows == rows
     with pytest.raises(ValueError, match=rf"{rows + 1} \+ 1 rows of 1 GiB.* need .* this GPU has 80 GiB free"):
         decided(slots=32_768, max_rows=rows + 1)
+
+
+def test_sliding_windows_are_slots_that_no_budget_changes() -> None:
+    """Layers with a window hold 1,024 slots in place of 8,192; a model of such layers alone holds them whatever is asked."""
+    options = EngineOptions(budget=8192, dtype="bfloat16", max_rows="auto", device="cuda", executor="eager")
+    half = replace(LLAMA_1B, windows=(1024,) * 8 + (None,) * 8)
+    one_row = {model: engine_memory(model, resolve(model, options, H100)).row_bytes for model in (LLAMA_1B, half)}
+    assert one_row[half] / one_row[LLAMA_1B] == (8 * 1024 + 8 * 8192) / (16 * 8192)
+    alone = replace(LLAMA_1B, windows=(1024,) * 16)
+    config = resolve(alone, options, H100)
+    assert config.budget.capacity == config.max_model_len == 131_072
+    assert engine_memory(alone, config).row_bytes == one_row[LLAMA_1B] / 8
+    assert half.describe_windows().endswith(
+        "8 of 16 layers keep the last 1,024 tokens; the budget applies to the other 8"
+    )
+    assert alone.describe_windows().endswith("no budget applies") and LLAMA_1B.describe_windows() == ""
+    short = resolve(alone, replace(options, max_model_len=512), H100)
+    assert engine_memory(alone, short).row_bytes == one_row[LLAMA_1B] / 16  # no sequence fills a window
+    with pytest.raises(ValueError, match="KV re-selection is not supported for LlamaForCausalLM with sliding windows"):
+        resolve(half, replace(options, reselection=ReselectionConfig(every=64)), H100)
+    profile = HeadProfile(shares=((1 / 128,) * 8,) * 16, model="")
+    with pytest.raises(ValueError, match="per-head KV budgets are not supported for LlamaForCausalLM with sliding"):
+        resolve(half, replace(options, heads=profile), H100)
 
 
 def test_auto_rows_have_a_bound_and_need_room_for_one() -> None:
