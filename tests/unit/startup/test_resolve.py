@@ -67,7 +67,7 @@ def test_as_many_rows_as_fit_and_not_one_more() -> None:
 
 
 def test_sliding_windows_are_slots_that_no_budget_changes() -> None:
-    """Layers with a window hold 1,024 slots in place of 8,192; a model of such layers alone holds them whatever is asked."""
+    """Layers with a window hold 1,024 slots in place of 8,192; of such layers alone, a model takes any budget."""
     options = EngineOptions(budget=8192, dtype="bfloat16", max_rows="auto", device="cuda", executor="eager")
     half = replace(LLAMA_1B, windows=(1024,) * 8 + (None,) * 8)
     one_row = {model: engine_memory(model, resolve(model, options, H100)).row_bytes for model in (LLAMA_1B, half)}
