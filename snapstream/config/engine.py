@@ -32,6 +32,7 @@ from snapstream.config.values import (
     as_kind,
     as_path,
     check,
+    kv_dtype_help,
     parse_bytes,
     row_format,
     set_counts,
@@ -208,11 +209,7 @@ class Settings:
         parse=lambda text: ReselectionConfig(every=whole(text)),
     )
     dtype: DType = setting("float32", "Of the computation and of rows.")  # and of staging
-    kv_dtype: KVDType = setting(
-        "auto",
-        "Of rows: auto is that of --dtype, with bfloat16 weights on a CPU bfloat16; fp8 (e4m3) and int8 take a byte "
-        "per number, and scales. bfloat16 and int8 are for a CPU.",
-    )
+    kv_dtype: KVDType = setting("auto", kv_dtype_help())
     prefill_attention: PrefillAttentionName = setting(  # chosen, or refused, in kernels/backends
         "auto", "Kernel that attends prompts; auto: by a table, printed at the start.", metavar="NAME"
     )

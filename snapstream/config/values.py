@@ -46,6 +46,17 @@ ROW_FORMATS: dict[str, RowFormat] = {
 }
 
 
+def kv_dtype_help() -> str:
+    """What the option says of the formats."""
+    own = [ROW_FORMATS[name] for name in KV_DTYPES if name != "auto"]
+    scaled = ", ".join(f"{form.name} {form.bits} bits and a scale per {form.scales}" for form in own if form.scales)
+    cpu_only = ", ".join(form.name for form in own if form.cpu_only)
+    return (
+        f"Of rows: auto is that of --dtype, with bfloat16 weights on a CPU bfloat16; {scaled}. "
+        f"Only for a CPU: {cpu_only}."
+    )
+
+
 class InvalidValue(ValueError):
     """A refused value. ``field``: the setting or parameter that holds it, whatever the message begins with."""
 

@@ -291,7 +291,7 @@ def _rows(parts: StepParts) -> RowTable:
         row_slots=0 if slots is None else slots.row_slots, ring=parts.config.budget.num_recent,
         layer_starts=address(layers[0]), layer_slots=address(layers[1]), windows=address(layers[2]),
         num_rows=cache.num_rows + 1, slots=max(cache.layer_slots) if slots is None else slots.widest.capacity,
-        format=FORMATS[str(cache.k.dtype).removeprefix("torch.")],
+        format=FORMATS[cache.encoding.format.name],
     )  # fmt: skip
     table.kept = layers
     return table

@@ -1,8 +1,8 @@
 """How rows store numbers: for each format of ``config.ROW_FORMATS`` its dtype, its scales, and the rounding.
 
-To add a format edit ``config/values.py`` (size and limits) and this file (arithmetic); that is all for eager decode on
-a CPU. The looped CPU library reads it from ``kernels/cpu/looped/rows.h``, with an entry in ``Format`` (``abi.h`` and
-``library.py``) for a new type of number; GPUs from ``kernels/triton/rows.py`` and ``attention.py``.
+To add a format edit ``config/values.py`` (size, limits, help) and this file (arithmetic); that is all for eager decode
+on a CPU. The looped CPU library has a struct per format in ``kernels/cpu/looped/rows.h``, and an entry in ``Format``
+(``abi.h`` and ``library.py``) per type of number; GPUs read rows in ``kernels/triton/rows.py`` and ``attention.py``.
 
 Scales are fp32, and K and V have their own. In ``fp8`` (e4m3fn: at most 448, no infinity) a scale per layer, row and kv
 head is fixed when a prompt is written, from the largest magnitude of the whole prompt, and holds for the tokens that
@@ -49,13 +49,22 @@ class Encoding:
     scale_of: Callable[[Tensor], Tensor] = _no_scale
     scaled: Callable[[Tensor, Tensor], Tensor] = _no_scale
 
+    def width(self, num: int) -> int:
+        """How many elements of ``dtype`` store a head of ``num`` numbers. ValueError if they do not fill them."""
+        elements, left = divmod(num * self.format.bits, 8 * self.dtype.itemsize)
+        if left:
+            raise ValueError(f"{self.format.name} rows pack numbers into bytes; a head of {num} numbers fills no byte")
+        return elements
+
     def encode(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """``x`` as it is stored; without a scale only cast."""
         return (x if scale is None else self.scaled(x, spread(scale, x))).to(self.dtype)
 
     def decode(self, stored: Tensor, scale: Tensor | None) -> Tensor:
         """The numbers that ``stored`` stands for, fp32."""
-        return stored.float() if scale is None else stored.float() * spread(scale, stored)
+        if scale is None:
+            return stored.float()
+        return stored.to(torch.float32, copy=True).mul_(spread(scale, stored))
 
     def store(self, place: Tensor, scale: Tensor | None, tokens: Tensor) -> None:
         """Put ``tokens [G, n, E]`` into ``place [G, n, E]``, a view of rows.

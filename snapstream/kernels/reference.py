@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.kernels import groups
-from snapstream.kernels.formats import encoding_of, spread
+from snapstream.kernels.formats import encoding_of
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 
 BLOCK = 128  # rows and columns of an FP8 weight that share a scale
@@ -44,9 +44,10 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
     ``q [B, H, E]``, ``rows, lengths [B]`` int64, lengths >= 1 -> ``[B, H, E']``, E' numbers of a value.
     """
     batch, num_heads, head_dim = q.shape
-    keys, values = cache.k[rows].float(), cache.v[rows].float()  # [B, G, C, E], [B, G, C, E']
-    if cache.scales is not None:
-        keys, values = (x * spread(scale[rows], x) for x, scale in zip((keys, values), cache.scales, strict=True))
+    keys, values = (  # [B, G, C, E], [B, G, C, E']
+        encoding_of(stored).decode(stored[rows], None if scale is None else scale[rows])
+        for stored, scale in zip((cache.k, cache.v), cache.scales or (None, None), strict=True)
+    )
     grouped = q.float().view(batch, keys.shape[1], -1, head_dim)
     logits = torch.einsum("bgre,bgce->bgrc", grouped, keys) * head_dim**-0.5
     unseen = torch.arange(keys.shape[2], device=q.device) >= lengths[:, None, None, None]

@@ -191,7 +191,7 @@ class KVCache:
         self.kernels = kernels or bind(device)
         self.heads = None if heads is None else HeadTable(heads, device)
         self.encoding = ENCODINGS[spec.format.name]
-        dtype = self.encoding.dtype
+        dtype, width = self.encoding.dtype, self.encoding.width  # E numbers, or fewer elements of several each
         # Slots of each kv head by layer, and the first slot of each layer's block; of per-head budgets neither is used.
         self.layer_slots = [own.capacity for own in spec.budgets(KVBudget.full(capacity))]
         sizes = [(num_rows + 1) * spec.num_kv_heads * own for own in self.layer_slots]
@@ -203,12 +203,12 @@ class KVCache:
         elif self._has_blocks:
             slots = (self.layer_starts[-1],)
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: so rows begin as zeros.
-        self.k = _zeros((*slots, spec.key_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E]
-        self.k_scale = self._scales(slots, device)  # [L, rows+1, G] fp32, of int8 [L, rows+1, G, C] or per slot
+        self.k = _zeros((*slots, width(spec.key_dim)), dtype, torch.device(device))  # [L, rows+1, G, C, E]
+        self.k_scale = self._scales(slots, device)  # [L, rows+1, G] fp32, per slot [L, rows+1, G, C]
         if spec.values_are_keys:
             self.v, self.v_scale = self.k[..., : spec.value_dim], self.k_scale  # [L, rows+1, G, C, E']
         else:
-            self.v = _zeros((*slots, spec.value_dim), dtype, torch.device(device))  # [L, rows+1, G, C, E']
+            self.v = _zeros((*slots, width(spec.value_dim)), dtype, torch.device(device))  # [L, rows+1, G, C, E']
             self.v_scale = self._scales(slots, device)
         self._seen, self._seen_scales = (self.k, self.v), (self.k_scale, self.v_scale)  # by kernels
         if heads is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from snapstream.config import KVBudget, PrefixStoreConfig, ReselectionConfig
+from snapstream.config import ROW_FORMATS, KVBudget, PrefixStoreConfig, ReselectionConfig
 from snapstream.config.kv import HeadProfile
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.config_json import fingerprint as checkpoint_fingerprint
@@ -36,6 +36,7 @@ PARAMS = {
     "penalties and bias": replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={7: 2.0}),
     "one token": replace(GREEDY, max_tokens=1),
 }
+SCALED: list[dict[str, Any]] = [{"kv_dtype": name} for name, form in ROW_FORMATS.items() if form.scales]
 TEXTS = {
     "grammar": SamplingParams(max_tokens=40, temperature=0.0, grammar=Grammar.regex("(ab|cd){3,6}")),
     "stop string": SamplingParams(max_tokens=40, temperature=0.8, seed=3, stop=["e", "t"], ignore_eos=True),
@@ -110,8 +111,7 @@ def test_every_kind_of_request(letters: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"kv_dtype": "fp8"},
-        {"kv_dtype": "int8"},
+        *SCALED,
         {"reselection": ReselectionConfig(every=4, num_queries=8)},
         {"dtype": "bfloat16"},
         {"budget": KVBudget(num_sink=2, num_topk=10, num_window=6, num_recent=14)},
@@ -136,7 +136,7 @@ def shares(folder: Path, *, turned: bool = False) -> HeadProfile:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"kv_dtype": "fp8"}, {"kv_dtype": "int8"}, {"reselection": ReselectionConfig(every=4, num_queries=8)}],
+    [{}, *SCALED, {"reselection": ReselectionConfig(every=4, num_queries=8)}],
     ids=str,
 )
 def test_rows_whose_heads_have_slots_of_their_own(letters: Path, more: dict[str, Any]) -> None:

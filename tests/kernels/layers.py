@@ -1,14 +1,23 @@
-"""A layer of rows out of tensors of one layer, for tests of kernels."""
+"""A layer of rows out of tensors of one layer, and the precision of rows, for tests of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from snapstream.config import ROW_FORMATS
 from snapstream.kernels.rows import LayerRows
 
 
 def one_layer(k: Tensor, v: Tensor, scales: Sequence[Tensor] = ()) -> LayerRows:
     """``k, v [rows+1, G, C, E]``; for rows in FP8 the scales of both, ``[rows+1, G]``."""
     return LayerRows(k[None], v[None], 0, *(scale[None] for scale in scales))
+
+
+def step_of(kv_dtype: str, numbers: Tensor) -> Tensor:
+    """From a code of such rows to the next, by slot of ``numbers [..., E]``; 0 where rows have no codes."""
+    form = ROW_FORMATS.get(kv_dtype)
+    levels = 2 ** (form.bits - 1) - 1 if form is not None and form.scales == "slot" else torch.inf
+    return numbers.abs().amax(-1, keepdim=True) / levels

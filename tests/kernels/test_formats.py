@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from snapstream.config import EngineOptions, KVBudget, KVDType
+from snapstream.config import KV_DTYPES, ROW_FORMATS, EngineOptions, KVBudget, KVDType
 from snapstream.kernels import reference
 from snapstream.kernels.cpu import attention
-from snapstream.kernels.formats import FP8, FP8_MAX, INT8
+from snapstream.kernels.formats import ENCODINGS, FP8, FP8_MAX, Encoding
 from snapstream.kernels.groups import dequantize, largest_value, pack, quantize, round_inputs, unpack
 from snapstream.kernels.interface import KernelVersion, bind
 from snapstream.kernels.rows import LayerRows
@@ -24,6 +24,7 @@ from snapstream.llm import LLM
 from snapstream.models.registry import read_model_config
 from snapstream.plan.fit import engine_config
 from snapstream.types import SamplingParams
+from tests.kernels.layers import step_of
 from tests.parity.checkpoints import make_model, save
 
 
@@ -273,9 +274,10 @@ def test_a_share_of_a_stack_is_read_where_it_lies() -> None:
     torch.testing.assert_close(got, reference.grouped_linear(x[:, :48], share, None, ends), rtol=1e-5, atol=1e-5)
 
 
-# Rows in bf16 and int8: what int8 stands for, and attention on a CPU over both against the reference.
+# Rows for a CPU: what the codes of slots stand for, and attention on a CPU over all of them against the reference.
 
-KINDS: tuple[KVDType, ...] = ("bfloat16", "int8")
+KINDS = tuple(name for name in KV_DTYPES if name != "auto" and ROW_FORMATS[name].cpu_only)
+OF_SLOTS = [encoding for encoding in ENCODINGS.values() if encoding.format.scales == "slot"]
 
 
 def cache_of(kv_dtype: KVDType, capacity: int) -> KVCache:
@@ -284,23 +286,24 @@ def cache_of(kv_dtype: KVDType, capacity: int) -> KVCache:
 
 
 def widened(cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = cache.layer(layer)
-    if rows.scales is None:
-        return rows.k.float(), rows.v.float()
-    return INT8.decode(rows.k, rows.scales[0]), INT8.decode(rows.v, rows.scales[1])
+    rows, decode = cache.layer(layer), cache.encoding.decode
+    k_scale, v_scale = rows.scales or (None, None)
+    return decode(rows.k, k_scale), decode(rows.v, v_scale)
 
 
-def test_a_slot_keeps_its_numbers_within_half_a_step() -> None:
+@pytest.mark.parametrize("own", OF_SLOTS, ids=lambda own: own.format.name)
+def test_a_slot_keeps_its_numbers_within_half_a_step(own: Encoding) -> None:
     x = torch.randn(50, 32) * 10.0 ** torch.randint(-30, 30, (50, 1))
     x[3] = 0.0
-    scale = INT8.scale_of(x)
-    back = INT8.decode(INT8.encode(x, scale), scale)
+    scale = own.scale_of(x)
+    back = own.decode(own.encode(x, scale), scale)
+    torch.testing.assert_close(scale[:, None], step_of(own.format.name, x))
     assert ((back - x).abs() <= 0.5001 * scale[:, None]).all()
     assert torch.equal(back[3], x[3]) and (back - x).norm() > 0
     for wrong in (torch.nan, torch.inf):
         x[5, 7] = wrong
-        scale = INT8.scale_of(x)
-        assert INT8.decode(INT8.encode(x, scale), scale)[5].isnan().all()
+        scale = own.scale_of(x)
+        assert own.decode(own.encode(x, scale), scale)[5].isnan().all()
 
 
 @pytest.mark.parametrize("kv_dtype", KINDS)
@@ -327,11 +330,10 @@ def test_attention_over_what_was_written(kv_dtype: KVDType, lengths: list[int], 
     for own, prompt, token in zip(widened(cache, layer), (keys, values), new, strict=True):
         for row, length in enumerate(lengths):
             want = torch.cat((prompt[:, : length - 1], token[row][:, None]), 1)
-            step = 0.501 * want.abs().amax(-1, keepdim=True) / 127 if kv_dtype == "int8" else 0.0
-            assert ((own[row, :, :length] - want).abs() <= near * want.abs() + step).all()
+            assert ((own[row, :, :length] - want).abs() <= near * want.abs() + 0.501 * step_of(kv_dtype, want)).all()
     for stored, own in zip((wide.k, wide.v), widened(cache, layer), strict=True):
         stored[layer] = own
-    for tensor in (cache.k_scale, cache.v_scale) if kv_dtype == "int8" else (cache.k, cache.v):
+    for tensor in (cache.k, cache.v) if cache.k_scale is None else (cache.k_scale, cache.v_scale):
         assert tensor is not None
         for row, length in enumerate(lengths):
             tensor[layer, row, :, length:] = float("nan")
@@ -356,8 +358,9 @@ def test_tokens_are_gathered_whole_as_the_reference_does(kv_dtype: KVDType) -> N
     assert native.k[1, 2].float().abs().sum() > 0 and not native.k[1, 1].float().any()
 
 
-@pytest.mark.parametrize(("kv_dtype", "token_bytes"), [("bfloat16", 2 * 2 * 16), ("int8", 2 * (16 + 4))])
-def test_an_engine_counts_them(kv_dtype: KVDType, token_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", KINDS)
+def test_an_engine_counts_them(kv_dtype: KVDType, tmp_path: Path) -> None:
+    token_bytes = 2 * {"bfloat16": 2 * 16, "int8": 16 + 4}[kv_dtype]
     folder = save(make_model("qwen3", head_dim=16), tmp_path)
     model = read_model_config(folder)
     with LLM(folder, budget=40, max_model_len=90, kv_dtype=kv_dtype, executor="eager", progress=False) as llm:

@@ -21,7 +21,7 @@ from snapstream.config import KVBudget, PrefixStoreConfig, ReselectionConfig, Se
 from snapstream.config.kv import HeadProfile
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.cpu.looped.build import find_compiler
-from snapstream.kernels.formats import FP8, INT8
+from snapstream.kernels.formats import ENCODINGS, FP8, Encoding
 from snapstream.kernels.interface import HeadNorm, KernelVersion, bind
 from snapstream.kv.cache import KVCache
 from snapstream.kv.compress import write_rows
@@ -247,7 +247,7 @@ def test_requests_that_such_rows_cannot_serve_are_refused(qwen: Path, prompts: l
         assert llm.generate([prompts[0]], GREEDY, budget=BUDGET)[0].token_ids
 
 
-# Narrow rows whose kv heads have slots of their own: FP8 with scales per head, int8 with scales per slot, bf16.
+# Quantized rows with per-head budgets: FP8 with scales per head, integers with scales per slot, bf16.
 # The twin keeps a tensor of numbers per head and rounds what goes there by the forms' own definitions.
 
 __all__ = ["prompts"]  # a fixture
@@ -258,19 +258,21 @@ def of_fp8(prompt: Tensor) -> Rounding:
     return lambda tokens: FP8.decode(FP8.encode(tokens, scale), scale)
 
 
-def of_int8(prompt: Tensor) -> Rounding:
+def of_slots(encoding: Encoding) -> RoundingOf:
     def rounded(tokens: Tensor) -> Tensor:
-        scale = INT8.scale_of(tokens)
-        return INT8.decode(INT8.encode(tokens, scale), scale)
+        scale = encoding.scale_of(tokens)
+        return encoding.decode(encoding.encode(tokens, scale), scale)
 
-    return rounded
+    return lambda prompt: rounded
 
 
 def of_bfloat16(prompt: Tensor) -> Rounding:
     return lambda tokens: tokens.bfloat16().float()
 
 
-ROUNDING: dict[str, RoundingOf] = {"fp8": of_fp8, "int8": of_int8, "bfloat16": of_bfloat16}
+ROUNDING: dict[str, RoundingOf] = {"fp8": of_fp8, "bfloat16": of_bfloat16} | {
+    name: of_slots(encoding) for name, encoding in ENCODINGS.items() if encoding.format.scales == "slot"
+}
 
 
 @pytest.mark.parametrize(("name", "executor"), [("qwen3", "eager"), ("llama-mha", "looped")])

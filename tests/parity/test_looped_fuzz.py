@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapstream.config import KVBudget, ModelConfig, ReselectionConfig, WeightFormat, WeightFormats
+from snapstream.config import KV_DTYPES, KVBudget, ModelConfig, ReselectionConfig, WeightFormat, WeightFormats
 from snapstream.config.model import MoEConfig
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.looped_cpu import LoopedDecode
@@ -116,7 +116,7 @@ class Drawn:
         architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "fp8"])
         group = random.choice([32, 64, 128]) if width in ("int8", "int4") else 1
         model, formats = draw_model(random, architecture, group), forms_of(width, group)
-        kv_dtype = random.choice(["auto", "fp8"] if model.latent else ["auto", "bfloat16", "fp8", "int8"])
+        kv_dtype = random.choice(["auto", "fp8"] if model.latent else [own for own in KV_DTYPES if own != "float32"])
         instructions = random.choice(instruction_sets())
         plain = formats
         if model.moe is None and model.latent is None and width != "fp8" and random.random() < 0.5:

@@ -202,7 +202,8 @@ def test_rows_of_any_kind_and_length(
     for kv_dtype in get_args(KVDType):
         runner = runner_of(model_of(heads, kv_heads, head_dim), "float32", kv_dtype, instructions, capacity, 0)
         cache, rows = runner.cache, torch.tensor([3, 0, 4, 1, 2])
-        for tensor in (cache.k_scale, cache.v_scale) if kv_dtype == "int8" else (cache.k, cache.v):
+        has_slot_scales = cache.encoding.format.scales == "slot"
+        for tensor in (cache.k_scale, cache.v_scale) if has_slot_scales else (cache.k, cache.v):
             assert tensor is not None
             for row, seen in ((0, 1), (1, 2)):
                 tensor[:, row, :, seen:] = 0.0 if kv_dtype == "fp8" else float("nan")

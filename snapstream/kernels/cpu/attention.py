@@ -78,9 +78,11 @@ def _attend_stored(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
     """``_attend`` over rows as they are stored; the scales of a whole head are left to ``q`` and the result."""
     if scales is None:
         return _attend(q, k.to(q.dtype), v.to(q.dtype), visible)
+    encoding = encoding_of(k)
+    if encoding.format.scales == "slot":
+        keys, values = (encoding.decode(x, scale) for x, scale in zip((k, v), scales, strict=True))
+        return _attend(q.float(), keys, values, visible).to(q.dtype)
     k_scale, v_scale = spread(scales[0], k), spread(scales[1], v)
-    if encoding_of(k).format.scales == "slot":
-        return _attend(q.float(), k.float().mul_(k_scale), v.float().mul_(v_scale), visible).to(q.dtype)
     return (_attend(q.float() * k_scale, k.float(), v.float(), visible) * v_scale).to(q.dtype)
 
 

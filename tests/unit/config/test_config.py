@@ -133,7 +133,7 @@ def test_an_unknown_field_is_named_with_the_known_ones() -> None:
         ("budget", 0, "budget is 0"),
         ("selector", "best", "selector is 'best'; it must be one of snapkv, hops"),
         ("dtype", "int8", "dtype is 'int8'; it must be one of float32"),
-        ("kv_dtype", "int4", "kv_dtype is 'int4'; it must be auto, float32, bfloat16, fp8 or int8"),
+        ("kv_dtype", "int3", "kv_dtype is 'int3'; it must be auto, float32, bfloat16, fp8"),
         ("executor", "fast", "executor is 'fast'; it must be one of eager, graph"),
         ("max_rows", "all", "max_rows is 'all'"),
         ("max_rows", 0, "max_rows is 0"),
@@ -160,8 +160,8 @@ def test_they_cross_the_border_of_a_process() -> None:
 
 
 def test_an_engine_checks_what_it_was_decided_to_be() -> None:
-    with pytest.raises(ValueError, match="kv_dtype is 'int4'; it must be auto, float32, bfloat16, fp8 or int8"):
-        EngineConfig(budget=KVBudget.of(64), max_model_len=64, kv_dtype="int4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kv_dtype is 'int3'; it must be auto, float32, bfloat16, fp8"):
+        EngineConfig(budget=KVBudget.of(64), max_model_len=64, kv_dtype="int3")  # type: ignore[arg-type]
 
 
 # Settings of several ranks.

@@ -65,7 +65,7 @@ struct RowTable {  // the persistent state of rows, [rows + 1] each, and their k
     int64_t *last_token, *num_tokens, *next_position, *ring_start, *capacity;
     int64_t* num_sampled;
     char *keys, *values;
-    float *key_scales, *value_scales;  // [L, rows + 1, G], of FP8; of int8 one per slot
+    float *key_scales, *value_scales;  // [L, rows + 1, G] or one per slot; or null
     float* queries;                    // [L, rows + 1, kept, H, E], or null
     // [L]: the first slot of each layer, [rows + 1, G, C] of them; its C; of a sliding window C again, else 0.
     const int64_t *layer_starts, *layer_slots, *windows;

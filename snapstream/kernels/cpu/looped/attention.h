@@ -54,9 +54,9 @@ inline void rotated_head(Work& w, const float* head, const float* weight, const 
 
 inline StoredHead stored_head(Work& w, int64_t first) {  // from that slot of all rows on
     const RowTable& rows = w.rows;
-    const RowForm form(rows.format);
-    const int64_t bytes = first * w.model.head_dim * form.bytes;
-    const auto scales = [&](float* all) { return rows.format == I8 ? all + first : nullptr; };
+    const RowForm form{rows.format};
+    const int64_t bytes = form.bytes(first * w.model.head_dim);
+    const auto scales = [&](float* all) { return form.has_slot_scales() ? all + first : nullptr; };
     return {form, w.model.head_dim, rows.keys + bytes, rows.values + bytes, scales(rows.key_scales),
             scales(rows.value_scales)};
 }
@@ -80,8 +80,9 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     const int64_t size = w.model.head_dim, group = w.model.heads / w.model.kv_heads, row = w.step.rows[b];
     const int64_t head = (layer * rows.num_rows + row) * w.model.kv_heads + kv_head;
     const StoredHead stored = stored_head(w, seen.first);
-    const float k_scale = rows.format == FP8 ? rows.key_scales[head] : 1.0f;
-    const float v_scale = rows.format == FP8 ? rows.value_scales[head] : 1.0f;
+    const bool has_head_scales = rows.key_scales && !stored.key_scales;
+    const float k_scale = has_head_scales ? rows.key_scales[head] : 1.0f;
+    const float v_scale = has_head_scales ? rows.value_scales[head] : 1.0f;
     const float *own = w.engine.heads + b * (w.model.heads + 2 * w.model.kv_heads) * size,
         *angle = w.model.rotated_layers && !w.model.rotated_layers[layer] ? nullptr : w.engine.angles + b * size;
     float *q = w.scratch, *rest = w.scratch + group * size;

@@ -33,12 +33,12 @@ inline void rotate_halves(Work& w, const float* x, int64_t b, float* out) {
 }
 
 inline char* row_of(Work& w, int64_t layer, int64_t row) {
-    const RowForm form(w.rows.format);
-    return w.rows.keys + (layer * w.rows.num_rows + row) * w.rows.slots * latent_size(w) * form.bytes;
+    const RowForm form{w.rows.format};
+    return w.rows.keys + form.bytes((layer * w.rows.num_rows + row) * w.rows.slots * latent_size(w));
 }
 
-inline float scale_of(Work& w, int64_t layer, int64_t row) {  // of rows in FP8
-    return w.rows.format == FP8 ? w.rows.key_scales[layer * w.rows.num_rows + row] : 1.0f;
+inline float scale_of(Work& w, int64_t layer, int64_t row) {  // of a row
+    return w.rows.key_scales ? w.rows.key_scales[layer * w.rows.num_rows + row] : 1.0f;
 }
 
 inline void norm_narrow(Work& w, int64_t layer) {
@@ -75,12 +75,12 @@ inline void absorb_block(Work& w, int64_t layer, int64_t head, int64_t block) {
 inline void store_latent(Work& w, int64_t layer, int64_t b) {
     const float *kept = w.absorbed.kept + b * latent_size(w), *weight = w.latent.c_norm + layer * w.latent.rank;
     const float factor = norm_factor(kept, w.latent.rank, LATENT_EPS);
-    const RowForm form(w.rows.format);
+    const RowForm form{w.rows.format};
     for (int64_t i = 0; i < w.latent.rank; ++i) w.scratch[i] = kept[i] * factor * weight[i];
     rotate_halves(w, kept + w.latent.rank, b, w.scratch + w.latent.rank);
     const int64_t row = w.step.rows[b];
-    form.narrow(w.scratch, latent_size(w), scale_of(w, layer, row),
-                row_of(w, layer, row) + slot(w, b) * latent_size(w) * form.bytes);
+    form.put(w.scratch, latent_size(w), scale_of(w, layer, row),
+             row_of(w, layer, row) + form.bytes(slot(w, b) * latent_size(w)));
 }
 
 // Queries to the space of the latents, and the new latents to their slots.
@@ -94,7 +94,7 @@ inline void absorb(Work& w, int64_t layer) {
 
 inline void attend_tile(Work& w, int64_t layer, int64_t b, int64_t first_head, int64_t count, int64_t part) {
     const RowTable& rows = w.rows;
-    const RowForm form(rows.format);
+    const RowForm form{rows.format};
     const int64_t row = w.step.rows[b], begin = part * PART, end = std::min(begin + PART, length(w, b));
     const float* queries = w.absorbed.queries + (b * w.model.heads + first_head) * latent_size(w);
     if (rows.queries && part == 0) {
@@ -116,7 +116,7 @@ inline void attend_tile(Work& w, int64_t layer, int64_t b, int64_t first_head, i
     }
     for (int64_t at = begin; at < end; at += LATENTS_AT_ONCE) {
         const int64_t n = std::min(LATENTS_AT_ONCE, end - at);
-        const float* own = form.widened(latents + at * latent_size(w) * form.bytes, n * latent_size(w), wide);
+        const float* own = form.widened(latents + form.bytes(at * latent_size(w)), n * latent_size(w), wide);
         for (int64_t head = 0; head < count; head += MOST_DOTS) {
             const int64_t heads = std::min<int64_t>(MOST_DOTS, count - head);
             dots(heads, queries + head * latent_size(w), latent_size(w), own, n, latent_size(w), scores,

@@ -11,15 +11,16 @@
 #pragma once
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "abi.h"
 #include "simd.h"
 
 namespace looped {
 
-// -- formats: fp32, bf16, FP8 with a scale per row and kv head, or int8 with one per slot and kv head
+// -- formats, reference: ../../formats.py
 
-// FP8 is e4m3fn, reference: ../../formats.py. As fp16 its bits lie 7 higher and count 2^-8.
+// FP8 is e4m3fn. As fp16 its bits lie 7 higher and count 2^-8.
 inline float widen_fp8(uint8_t byte) {
     const uint32_t moved = static_cast<uint32_t>(byte & 127) << 20;
     if ((byte & 127) < 8) return (byte & 128 ? -1.0f : 1.0f) * static_cast<float>(byte & 7) * 0x1p-9f;
@@ -45,11 +46,6 @@ INLINE vec load_fp8(const uint8_t* from) {
     return out;
 #endif
 }
-inline void widen_fp8(const uint8_t* from, int64_t count, float* to) {
-    int64_t i = 0;
-    for (; i + W <= count; i += W) store(to + i, load_fp8(from + i) * FP8_UNIT);
-    for (; i < count; ++i) to[i] = widen_fp8(from[i]);
-}
 // Rounds to nearest even and saturates.
 inline uint8_t narrow_fp8(float x, float scale) {
     x /= scale;
@@ -71,14 +67,6 @@ INLINE vec load_bf16(const uint16_t* from) {
     std::memcpy(&own, from, sizeof own);
     return as_floats(__builtin_convertvector(own, bits) << 16);
 }
-inline void widen_bf16(const uint16_t* from, int64_t count, float* to) {
-    int64_t i = 0;
-    for (; i + W <= count; i += W) store(to + i, load_bf16(from + i));
-    for (; i < count; ++i) {
-        const uint32_t number = static_cast<uint32_t>(from[i]) << 16;
-        std::memcpy(to + i, &number, 4);
-    }
-}
 inline uint16_t narrow_bf16(float x) {
     uint32_t number;
     std::memcpy(&number, &x, 4);
@@ -86,7 +74,7 @@ inline uint16_t narrow_bf16(float x) {
     return (number + 0x7fffu + (number >> 16 & 1u)) >> 16;
 }
 
-// int8, reference: ../../formats.py: a slot's largest magnitude is 127.
+// int8: a slot's largest magnitude is 127.
 inline vec load_int8(const int8_t* from) {
     // Of a conversion to numbers of four times the size GCC 12 makes one for each lane, so bytes are widened by hand.
 #if ISA == 512
@@ -116,62 +104,97 @@ inline float narrow_int8(const float* from, int64_t count, int8_t* to) {  // the
     return scale;
 }
 
-// How attention reads W numbers of a row, without their scales: BYTES of a number; at(address).
-struct RowF32 {
-    static constexpr int64_t BYTES = 4;
+// A row format: how numbers are stored, and a scale per row and kv head or per slot and kv head, if it has scales.
+//   at(from)                   W numbers, each a part of `unit` of what it stands for, without their scale
+//   put(token, n, scale, to)   stores the n numbers of a slot; returns the slot's scale, if slots have one
+template <int64_t BITS>
+struct RowOf {
+    static constexpr bool has_slot_scales = false;
+    static constexpr float unit = 1.0f;
+    static constexpr int64_t bytes(int64_t numbers) { return numbers * BITS / 8; }
+};
+struct RowF32 : RowOf<32> {
     static INLINE vec at(const char* from) { return load(reinterpret_cast<const float*>(from)); }
+    static float put(const float* token, int64_t n, float, char* to) {
+        std::memcpy(to, token, n * 4);
+        return 1.0f;
+    }
 };
-struct RowBF16 {
-    static constexpr int64_t BYTES = 2;
+struct RowBF16 : RowOf<16> {
     static INLINE vec at(const char* from) { return load_bf16(reinterpret_cast<const uint16_t*>(from)); }
+    static float put(const float* token, int64_t n, float, char* to) {
+        for (int64_t i = 0; i < n; ++i) reinterpret_cast<uint16_t*>(to)[i] = narrow_bf16(token[i]);
+        return 1.0f;
+    }
 };
-struct RowFP8 {
-    static constexpr int64_t BYTES = 1;
+struct RowFP8 : RowOf<8> {
+    static constexpr float unit = FP8_UNIT;
     static INLINE vec at(const char* from) { return load_fp8(reinterpret_cast<const uint8_t*>(from)); }
+    static float put(const float* token, int64_t n, float scale, char* to) {
+        for (int64_t i = 0; i < n; ++i) reinterpret_cast<uint8_t*>(to)[i] = narrow_fp8(token[i], scale);
+        return 1.0f;
+    }
 };
-struct RowI8 {
-    static constexpr int64_t BYTES = 1;
+struct RowI8 : RowOf<8> {
+    static constexpr bool has_slot_scales = true;
     static INLINE vec at(const char* from) { return load_int8(reinterpret_cast<const int8_t*>(from)); }
+    static float put(const float* token, int64_t n, float, char* to) {
+        return narrow_int8(token, n, reinterpret_cast<int8_t*>(to));
+    }
 };
+
+// use(the struct of `format`); a new row format is a struct and a line here.
+template <class Use>
+INLINE auto with_row_format(int64_t format, Use use) {
+    switch (format) {
+        case BF16: return use(RowBF16{});
+        case FP8: return use(RowFP8{});
+        case I8: return use(RowI8{});
+        default: return use(RowF32{});
+    }
+}
+
 // The first `count` of W numbers, zeros after them.
 template <class Form>
 INLINE vec some_at(const char* from, int64_t count) {
-    char own[W * Form::BYTES] = {};
-    std::memcpy(own, from, count * Form::BYTES);
+    char own[Form::bytes(W)] = {};
+    std::memcpy(own, from, Form::bytes(count));
     return Form::at(own);
 }
 
 struct RowForm {
-    int64_t format, bytes;
-    explicit RowForm(int64_t format) : format(format), bytes(format == F32 ? 4 : format == BF16 ? 2 : 1) {}
-    float unit() const { return format == FP8 ? FP8_UNIT : 1.0f; }  // of what attention reads
-    // Of any form but int8, without the scales of FP8.
-    const float* widened(const char* from, int64_t count, float* buffer) const {
-        if (format == F32) return reinterpret_cast<const float*>(from);
-        if (format == BF16) widen_bf16(reinterpret_cast<const uint16_t*>(from), count, buffer);
-        else widen_fp8(reinterpret_cast<const uint8_t*>(from), count, buffer);
-        return buffer;
+    int64_t format;
+    int64_t bytes(int64_t numbers) const {
+        return with_row_format(format, [&](auto form) { return form.bytes(numbers); });
     }
-    void narrow(const float* from, int64_t count, float scale, char* to) const {
-        if (format == F32) std::memcpy(to, from, count * 4);
-        else if (format == BF16)
-            for (int64_t i = 0; i < count; ++i) reinterpret_cast<uint16_t*>(to)[i] = narrow_bf16(from[i]);
-        else
-            for (int64_t i = 0; i < count; ++i) reinterpret_cast<uint8_t*>(to)[i] = narrow_fp8(from[i], scale);
+    bool has_slot_scales() const { return with_row_format(format, [](auto form) { return form.has_slot_scales; }); }
+    float unit() const { return with_row_format(format, [](auto form) { return form.unit; }); }
+    float put(const float* token, int64_t n, float scale, char* to) const {
+        return with_row_format(format, [&](auto form) { return form.put(token, n, scale, to); });
+    }
+    // Numbers as fp32, without their scales; in `buffer` unless they are stored so.
+    const float* widened(const char* from, int64_t count, float* buffer) const {
+        return with_row_format(format, [&]<class Form>(Form) -> const float* {
+            if constexpr (std::is_same_v<Form, RowF32>) return reinterpret_cast<const float*>(from);
+            int64_t i = 0;
+            for (; i + W <= count; i += W) store(buffer + i, Form::at(from + Form::bytes(i)) * Form::unit);
+            const vec rest = some_at<Form>(from + Form::bytes(i), count - i) * Form::unit;
+            std::memcpy(buffer + i, &rest, (count - i) * 4);
+            return buffer;
+        });
     }
 };
 
-struct StoredHead {  // keys and values of one kv head of a row, and of int8 the scales of its slots
+struct StoredHead {  // keys and values of one kv head of a row, and the scales of its slots or null
     RowForm form;
     int64_t head_dim;
     char *keys, *values;
     float *key_scales, *value_scales;
 
-    // One token to a slot; scale: of FP8.
+    // One token to a slot; scale: of the head, if it has one.
     void put(const float* token, int64_t slot, float scale, char* to, float* scales) const {
-        to += slot * head_dim * form.bytes;
-        if (form.format == I8) scales[slot] = narrow_int8(token, head_dim, reinterpret_cast<int8_t*>(to));
-        else form.narrow(token, head_dim, scale, to);
+        const float own = form.put(token, head_dim, scale, to + form.bytes(slot * head_dim));
+        if (scales) scales[slot] = own;
     }
 };
 
@@ -221,7 +244,7 @@ INLINE void join_blocks(const vec* sums, vec* to) {
 template <class Form, int R>
 void score(const float* q, const char* keys, const float* scales, int64_t n, int64_t head_dim, float* scores,
            float* most) {
-    const int64_t token = head_dim * Form::BYTES, whole = head_dim / W * W, rest = head_dim - whole;
+    const int64_t token = Form::bytes(head_dim), whole = head_dim / W * W, rest = head_dim - whole;
     for (int64_t first = 0; first < n; first += W) {
         const int64_t left = n - first;
         const char* ahead = keys + first * token + ROW_AHEAD;
@@ -234,7 +257,7 @@ void score(const float* q, const char* keys, const float* scales, int64_t n, int
             vec acc[R][SLOTS_AT_ONCE] = {};
             for (int64_t e = 0; e < whole; e += W) {
                 vec own[SLOTS_AT_ONCE];
-                UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) own[k] = Form::at(key[k] + e * Form::BYTES);
+                UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) own[k] = Form::at(key[k] + Form::bytes(e));
                 UNROLL for (int r = 0; r < R; ++r) {
                     const vec x = load(q + r * head_dim + e);
                     UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) acc[r][k] += x * own[k];
@@ -242,7 +265,7 @@ void score(const float* q, const char* keys, const float* scales, int64_t n, int
             }
             if (rest) {
                 UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) {
-                    const vec own = some_at<Form>(key[k] + whole * Form::BYTES, rest);
+                    const vec own = some_at<Form>(key[k] + Form::bytes(whole), rest);
                     UNROLL for (int r = 0; r < R; ++r) acc[r][k] += load_some(q + r * head_dim + whole, rest) * own;
                 }
             }
@@ -284,9 +307,9 @@ INLINE void mix_columns(const float* shares, const char* values, int64_t token, 
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int v = 0; v < COLUMNS; ++v) acc[r][v] = load_some(mixed + r * head_dim + v * W, count);
     for (int64_t j = 0; j < n; ++j, values += token) {
-        UNROLL for (int i = 0; i < COLUMNS * W * Form::BYTES; i += 64) __builtin_prefetch(values + ROW_AHEAD + i);
+        UNROLL for (int i = 0; i < Form::bytes(COLUMNS * W); i += 64) __builtin_prefetch(values + ROW_AHEAD + i);
         vec own[COLUMNS];
-        UNROLL for (int v = 0; v < COLUMNS; ++v) own[v] = read(values + v * W * Form::BYTES);
+        UNROLL for (int v = 0; v < COLUMNS; ++v) own[v] = read(values + Form::bytes(v * W));
         UNROLL for (int r = 0; r < R; ++r) {
             const vec share = all(shares[r * SCORE_LINE + j]);
             UNROLL for (int v = 0; v < COLUMNS; ++v) acc[r][v] += share * own[v];
@@ -303,12 +326,12 @@ INLINE void mix_columns(const float* shares, const char* values, int64_t token, 
 // mixed [R, E] += shares [R][SCORE_LINE] times values [n, E], from the first slot to the last.
 template <class Form, int R>
 void mix(const float* shares, const char* values, int64_t n, int64_t head_dim, float* mixed) {
-    const int64_t token = head_dim * Form::BYTES;
+    const int64_t token = Form::bytes(head_dim);
     int64_t e = 0;
     for (; e + COLUMNS_AT_ONCE * W <= head_dim; e += COLUMNS_AT_ONCE * W)
-        mix_columns<Form, R, COLUMNS_AT_ONCE>(shares, values + e * Form::BYTES, token, n, head_dim, mixed + e, W);
+        mix_columns<Form, R, COLUMNS_AT_ONCE>(shares, values + Form::bytes(e), token, n, head_dim, mixed + e, W);
     for (; e < head_dim; e += W)
-        mix_columns<Form, R, 1>(shares, values + e * Form::BYTES, token, n, head_dim, mixed + e,
+        mix_columns<Form, R, 1>(shares, values + Form::bytes(e), token, n, head_dim, mixed + e,
                                 std::min<int64_t>(W, head_dim - e));
 }
 
@@ -332,7 +355,7 @@ INLINE void for_heads(int64_t group, Use use) {
 template <class Form>
 void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_t end, int64_t group, const Part& part,
                  float* scratch) {
-    const int64_t size = stored.head_dim, token = size * Form::BYTES, n = end - begin;
+    const int64_t size = stored.head_dim, token = Form::bytes(size), n = end - begin;
     const int64_t block = std::max<int64_t>(W, BLOCK_BYTES / token / W * W);
     const char *keys = stored.keys + begin * token, *values = stored.values + begin * token;
     float *scores = scratch, *most = scratch + group * SCORE_LINE;
@@ -358,12 +381,7 @@ void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_
 using AttendPart = void (*)(const float*, const StoredHead&, int64_t, int64_t, int64_t, const Part&, float*);
 
 inline AttendPart attend_part_of(int64_t format) {
-    switch (format) {
-        case BF16: return attend_part<RowBF16>;
-        case FP8: return attend_part<RowFP8>;
-        case I8: return attend_part<RowI8>;
-        default: return attend_part<RowF32>;
-    }
+    return with_row_format(format, []<class Form>(Form) -> AttendPart { return attend_part<Form>; });
 }
 
 inline int64_t attend_scratch(int64_t group) { return group * (SCORE_LINE + 16); }
