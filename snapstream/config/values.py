@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
-KVDType = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
+KVDType = Literal["auto", "float32", "bfloat16", "fp8", "int8", "int4"]
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ ROW_FORMATS: dict[str, RowFormat] = {
         RowFormat("float16", 16),  # only as the dtype of the computation
         RowFormat("fp8", 8, scales="head", capability=FP8_CAPABILITY),
         RowFormat("int8", 8, scales="slot", cpu_only=True),
+        RowFormat("int4", 4, scales="slot", cpu_only=True),
     )
 }
 

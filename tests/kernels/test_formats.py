@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from snapstream.config import KV_DTYPES, ROW_FORMATS, EngineOptions, KVBudget, KVDType
+from snapstream.config import KV_DTYPES, ROW_FORMATS, EngineOptions, KVBudget, KVDType, PrefixStoreConfig
 from snapstream.kernels import reference
 from snapstream.kernels.cpu import attention
-from snapstream.kernels.formats import ENCODINGS, FP8, FP8_MAX, Encoding
+from snapstream.kernels.formats import ENCODINGS, FP8, FP8_MAX, INT4, Encoding
 from snapstream.kernels.groups import dequantize, largest_value, pack, quantize, round_inputs, unpack
 from snapstream.kernels.interface import KernelVersion, bind
 from snapstream.kernels.rows import LayerRows
@@ -360,7 +360,7 @@ def test_tokens_are_gathered_whole_as_the_reference_does(kv_dtype: KVDType) -> N
 
 @pytest.mark.parametrize("kv_dtype", KINDS)
 def test_an_engine_counts_them(kv_dtype: KVDType, tmp_path: Path) -> None:
-    token_bytes = 2 * {"bfloat16": 2 * 16, "int8": 16 + 4}[kv_dtype]
+    token_bytes = 2 * {"bfloat16": 2 * 16, "int8": 16 + 4, "int4": 8 + 4}[kv_dtype]
     folder = save(make_model("qwen3", head_dim=16), tmp_path)
     model = read_model_config(folder)
     with LLM(folder, budget=40, max_model_len=90, kv_dtype=kv_dtype, executor="eager", progress=False) as llm:
@@ -369,6 +369,34 @@ def test_an_engine_counts_them(kv_dtype: KVDType, tmp_path: Path) -> None:
     assert output.compression is not None
     assert output.compression.row_bytes == 40 * model.num_layers * model.num_kv_heads * token_bytes
     assert cache.num_bytes == 9 * output.compression.row_bytes  # eight rows and the padding row
+
+
+def test_two_codes_lie_in_a_byte() -> None:
+    x = torch.tensor([[7.0, -7.0, 0.0, 1.0, -1.0, 3.6, -14.0 / 4, 2.5]])
+    stored = INT4.encode(x, torch.ones(1))
+    assert stored.tolist() == [[0x97, 0x10, 0x4F, 0x2C]]  # ties to even
+    assert INT4.decode(stored, torch.full((1,), 2.0)).tolist() == [[14.0, -14.0, 0.0, 2.0, -2.0, 8.0, -8.0, 4.0]]
+    with pytest.raises(ValueError, match="int4 rows pack numbers into bytes; a head of 15 numbers fills no byte"):
+        KVCache(
+            KVSpec(num_layers=1, num_heads=1, num_kv_heads=1, key_dim=15, value_dim=16, kv_dtype="int4"), 1, 8, "cpu"
+        )
+
+
+@pytest.mark.parametrize("kv_dtype", KINDS)
+def test_selection_and_prefix_store_read_what_is_staged(kv_dtype: KVDType, tmp_path: Path) -> None:
+    """Exact keys: the tokens that a row keeps are those of fp32 rows, and a hit answers as the cold prompt did."""
+    folder, prompt = save(make_model("qwen3", head_dim=16), tmp_path), [5 + 7 * i % 60 for i in range(80)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, return_kept=True)
+    store = PrefixStoreConfig(num_bytes=2**20, block_len=16, min_tokens=16)
+    outputs = []
+    for more in ({}, {"kv_dtype": kv_dtype, "prefix_store": store}):
+        with LLM(folder, budget=40, max_model_len=90, chunk_len=16, progress=False, **more) as llm:
+            outputs += [llm.generate([prompt], params)[0] for _ in range(1 + len(more) // 2)]
+            prefix_stats = llm.engine.prefix_stats
+    _, cold, hit = outputs
+    positions = [output.compression and output.compression.kept_positions for output in outputs]
+    assert positions[0] and positions == positions[:1] * 3
+    assert cold.token_ids == hit.token_ids and prefix_stats is not None and prefix_stats.hits
 
 
 @pytest.mark.parametrize("kv_dtype", KINDS)

@@ -74,7 +74,14 @@ inline uint16_t narrow_bf16(float x) {
     return (number + 0x7fffu + (number >> 16 & 1u)) >> 16;
 }
 
-// int8: a slot's largest magnitude is 127.
+// Integers, of which a slot's largest magnitude is the largest code.
+template <int... lane>
+INLINE vec load_int4(const char* from, std::integer_sequence<int, lane...>) {
+    uint32_t eight[2] = {};  // numbers each
+    std::memcpy(eight, from, W / 2);
+    const bits all_eight = {eight[lane / 8]...}, up = {static_cast<uint32_t>(28 - lane % 8 * 4)...};
+    return __builtin_convertvector((ints)(all_eight << up) >> 28, vec);
+}
 inline vec load_int8(const int8_t* from) {
     // Of a conversion to numbers of four times the size GCC 12 makes one for each lane, so bytes are widened by hand.
 #if ISA == 512
@@ -89,18 +96,20 @@ inline vec load_int8(const int8_t* from) {
     return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(own, shorts), ints), vec);
 #endif
 }
-inline float narrow_int8(const float* from, int64_t count, int8_t* to) {  // the scale
+// put(i, the code of number i); returns the scale: the largest magnitude over `levels`.
+template <class Put>
+inline float narrow_to_codes(const float* from, int64_t count, float levels, Put put) {
     float most = 0.0f;
     for (int64_t i = 0; i < count; ++i) {
         const float own = std::fabs(from[i]);
         if (own > most || own != own) most = own;
         if (most != most) break;
     }
-    float scale = most / 127.0f;
+    float scale = most / levels;
     if (scale < std::numeric_limits<float>::min()) scale = 0.0f;
     const float divisor = scale == 0.0f ? 1.0f : scale;
     const bool is_finite = std::isfinite(scale);
-    for (int64_t i = 0; i < count; ++i) to[i] = is_finite ? static_cast<int8_t>(std::lrintf(from[i] / divisor)) : 0;
+    for (int64_t i = 0; i < count; ++i) put(i, is_finite ? static_cast<int>(std::lrintf(from[i] / divisor)) : 0);
     return scale;
 }
 
@@ -139,7 +148,16 @@ struct RowI8 : RowOf<8> {
     static constexpr bool has_slot_scales = true;
     static INLINE vec at(const char* from) { return load_int8(reinterpret_cast<const int8_t*>(from)); }
     static float put(const float* token, int64_t n, float, char* to) {
-        return narrow_int8(token, n, reinterpret_cast<int8_t*>(to));
+        return narrow_to_codes(token, n, 127.0f, [&](int64_t i, int code) { to[i] = static_cast<char>(code); });
+    }
+};
+struct RowI4 : RowOf<4> {  // two's complement, the first of two numbers in the low half of a byte
+    static constexpr bool has_slot_scales = true;
+    static INLINE vec at(const char* from) { return load_int4(from, std::make_integer_sequence<int, W>{}); }
+    static float put(const float* token, int64_t n, float, char* to) {
+        return narrow_to_codes(token, n, 7.0f, [&](int64_t i, int code) {
+            to[i / 2] = static_cast<char>(i % 2 ? to[i / 2] | code << 4 : code & 15);
+        });
     }
 };
 
@@ -150,6 +168,7 @@ INLINE auto with_row_format(int64_t format, Use use) {
         case BF16: return use(RowBF16{});
         case FP8: return use(RowFP8{});
         case I8: return use(RowI8{});
+        case I4: return use(RowI4{});
         default: return use(RowF32{});
     }
 }
