@@ -12,15 +12,10 @@ from torch.nn import functional as F
 from snapstream.kernels import reference
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 
-# Prefill attention through PyTorch's fused kernels: flash or cuDNN on a GPU, no matrix of scores.
-#
-# The T queries of a chunk are the last of N tokens. A GPU's flash kernel aligns its causal mask with the last key. It
-# is called by its own name: PyTorch's choice among its kernels may prefer cuDNN, which plans every new pair of lengths
-# on the host. Elsewhere a chunk that is the whole prompt is plainly causal, one query sees every key, and between a
-# mask of bits is aligned with the last key; ``torch.nn.attention.bias`` would make the same one, and import the
-# compiler for it. ``split`` is the other way: keys before the chunk unmasked, the chunk as one causal square, merged
-# by their log-sum-exp; it works with kernels that know only the plain causal mask, cuDNN's among them. Extra memory is
-# ``O(T)`` and the mask, where the reference holds ``[H, T, N]`` fp32 scores.
+# Prefill attention by PyTorch's fused kernels, without a matrix of scores. A GPU's flash kernel aligns its causal mask
+# with the last key; it is called by name, because PyTorch may prefer cuDNN, which plans every new pair of lengths on
+# the host. ``split`` is for kernels that only know the square causal mask: keys before the chunk unmasked, the chunk as
+# a square, merged by their log-sum-exp.
 
 # q, k, v [1, heads, tokens, E] and whether causal -> output and log-sum-exp [1, H, T]
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]

@@ -1,10 +1,9 @@
-"""Which kernel attends a prefill chunk: the fastest that this machine has and that answers rightly.
+"""Chooses the prefill attention of an engine: the fastest correct kernel of this machine.
 
-On a GPU every candidate first answers a small case (a chunk behind other keys, and two packed prompts) that is compared
-with the reference; one that raises, or is wrong, is passed over with its reason. The others then run against the clock
-(``race.py``); between equals the table's order holds. On a CPU two race, PyTorch's and ours.
-Invariant: a choice is made once, at start-up, and says why; a kernel that was asked for by name and cannot serve is an
-error, never replaced.
+On a GPU every candidate is first compared with the reference on small cases; one that raises or is wrong is skipped,
+and the reason is reported. The others are timed; without a clear winner the order of ``table.json`` holds. On a CPU
+PyTorch's kernel and ours are timed. The choice is made once, at start. A kernel requested by name that cannot serve is
+an error, never replaced.
 """
 
 from __future__ import annotations
@@ -23,11 +22,8 @@ from snapstream.kernels import reference
 from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.backends.prefill import VERSIONS, Attend, AttendPacked, Case, StageHeads, Version
 
-# The table behind the choice: ``table.json``, an order of preference per compute capability, dtype and head dimension.
-#
-# An entry says where it was measured, or that it was not. ``python -m benchmarks.prefill_table RESULT.json`` writes
-# the entries of a measured machine; it is the only writer, so that the file stays sorted and whole.
-
+# An order of preference per compute capability, dtype and head dimension; ``python -m benchmarks.prefill_table
+# RESULT.json`` writes the entries of a measured machine.
 FILE = Path(__file__).with_name("table.json")
 
 
@@ -85,15 +81,13 @@ def find(entries: tuple[Entry, ...], capability: str, dtype: str, head_dim: int)
     raise ValueError(f"the table of prefill attention has no entry for {dtype}")
 
 
-# Queries, keys and values as an engine passes them, for the trials of prefill kernels.
-
-_BEFORE, _AFTER = 16, 16  # tokens of others in the pool
+_BEFORE, _AFTER = 16, 16  # tokens of other prompts in the pool
 
 
 def random_chunk(
     case: Case, num_queries: int, num_keys: int, *, num_kv_heads: int = 2
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``q [T, H, E]`` and a range of a pool, ``k, v [G, N, E]``: the same numbers every time."""
+    """``q [T, H, E]`` and a range of a staging pool, ``k, v [G, N, E]``; from a fixed seed."""
     generator = torch.Generator(case.device).manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
@@ -104,13 +98,8 @@ def random_chunk(
     return numbers(num_queries, num_kv_heads * case.group_size, case.head_dim), k, v
 
 
-# Which of the prefill kernels that can serve is fastest here: a trial at load, of some tens of milliseconds on a GPU
-# and a few on a CPU.
-#
-# Each attends a chunk of a long prompt, on a GPU at a few lengths, twice each: a kernel may plan every new pair of
-# lengths on the host, and a pair comes once per layer. The first stays unless another is faster by a tenth. Invariant:
-# what a process has measured holds until it ends, so two engines of one process choose alike.
-
+# Timing takes tens of milliseconds on a GPU, a few on a CPU. On a GPU each kernel runs at a few lengths, twice each: it
+# may plan every new pair of lengths on the host, and a pair comes once per layer.
 Timer = Callable[[Version, Case], float]  # -> seconds of a chunk
 Known = dict[tuple[Case, tuple[str, ...]], dict[str, float]]
 
@@ -123,12 +112,12 @@ _LAYERS = 32  # of an 8B model: how often a pair of lengths comes
 
 @cache
 def known() -> Known:
-    """The measurements of this process."""
+    """The measurements of this process, kept so that all its engines choose the same."""
     return {}
 
 
 def race(serving: Sequence[Version], case: Case, timer: Timer, measured: Known) -> dict[str, float]:
-    """Seconds of each of ``serving``; one that fails beside a model's weights has infinitely many."""
+    """Seconds of each of ``serving``; infinite for one that fails, as for lack of memory."""
     names = tuple(version.name for version in serving)
     if (case, names) not in measured:
         measured[case, names] = {version.name: _time_of(version, case, timer) for version in serving}
@@ -142,7 +131,7 @@ def winner(times: dict[str, float]) -> str:
 
 
 def seconds(version: Version, case: Case) -> float:
-    """Time of a call on the device, with its share of what new lengths cost; the best of a few lengths."""
+    """Time of a call, with its share of the cost of new lengths; the best of a few lengths."""
     q, k, v = random_chunk(case, _QUERIES, _KEYS[0], num_kv_heads=4)
 
     def timed(num_keys: int) -> float:
@@ -161,7 +150,7 @@ def seconds(version: Version, case: Case) -> float:
 
 
 def seconds_on_a_cpu(version: Version, case: Case) -> float:
-    """Time of a short chunk behind other tokens: the best of some turns, which other programs disturb least."""
+    """Time of a short chunk behind other tokens: the best of a few, least disturbed by other programs."""
     q, k, v = random_chunk(case, 64, 512)
     version.attend(q, k, v)  # loads, starts threads
     times = []
@@ -184,10 +173,8 @@ def _time_of(version: Version, case: Case, timer: Timer) -> float:
         return float("inf")
 
 
-pass
-
-TOLERANCE = 0.03  # of a trial in half precision; fp32 may use tf32 products
-_SHOWN = 3  # reasons that a start-up line has room for
+TOLERANCE = 0.03  # of a comparison in half precision; fp32 may use tf32 products
+_SHOWN = 3  # reasons in a start-up line
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +183,11 @@ class PrefillAttention:
 
     name: str
     attend: Attend
-    packed_name: str  # "loop": short prompts that share a chunk are attended one by one
+    packed_name: str  # "loop": one call per prompt of a chunk
     attend_packed: AttendPacked | None
     why: str
     stage_heads: StageHeads | None = None  # norms, rotates and stages heads; None: PyTorch does
-    takes_narrow_values: bool = False  # values may have fewer numbers than keys
+    takes_narrow_values: bool = False  # values may be shorter than keys
 
     def describe(self) -> str:
         """One line for the start."""
@@ -241,17 +228,17 @@ def _on_a_cpu(case: Case) -> PrefillAttention:
 
 
 def _fastest(entry: Entry, case: Case) -> tuple[Version, str]:
-    """The first of the table's order that can serve, unless another is faster here; and why it is the one."""
+    """The first of the table's order that can serve, unless another is faster here; and why."""
     problems = {name: problem_of(VERSIONS[name], case) for name in entry.chunk}
     serving = [VERSIONS[name] for name in entry.chunk if not problems[name]]
     if not serving:
         reasons = "; ".join(f"{name} {problem}" for name, problem in problems.items())
         raise ValueError(f"no prefill attention can serve here: {reasons}")
-    racing = [version for version in serving if version.name != "reference"]  # it holds a matrix of scores
-    if len(racing) > 1:
-        times = race(racing, case, seconds, known())
+    timed = [version for version in serving if version.name != "reference"]  # which holds all scores
+    if len(timed) > 1:
+        times = race(timed, case, seconds, known())
         best = VERSIONS[winner(times)]
-        if best is not racing[0]:
+        if best is not timed[0]:
             return best, f"fastest in a trial at this start: {describe(times)}"
     first, why = serving[0], f"first of {entry.describe()}"
     before = entry.chunk[: entry.chunk.index(first.name)]

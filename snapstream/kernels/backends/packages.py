@@ -1,8 +1,7 @@
-"""Decode attention over latents by FlashMLA and FlashInfer, which read pages of 64 slots.
+"""Attention by optional packages: prompts by FlashAttention, FlashInfer and PyTorch's kernel for packed sequences;
+decode over latents by FlashMLA and FlashInfer.
 
-A row whose capacity is a multiple of 64 is a run of such pages: nothing is copied, and the table of pages follows from
-the number of the row. Neither package is required; a call imports its own, ``versions.py`` asks beforehand whether it
-is there. All that they are handed lies on the device, so that a step which calls them can be captured.
+A call imports its package; whether that is installed is checked beforehand (``prefill.py``, ``latents.py``).
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Prefill attention by FlashAttention, FlashInfer and PyTorch's own kernel for packed sequences.
-#
-# The first two are never required: a call imports its package, ``versions.py`` asks beforehand whether it is there.
-# All of them align the causal mask with the last key (flash-attn since 2.1), take fewer kv heads than query heads, and
-# read K and V through strides, so that a range of the staging buffers is passed as it is.
+# Prefill. All align the causal mask with the last key (flash-attn since 2.1), take fewer kv heads than query heads and
+# strided K and V, so that a range of the staging buffers is passed without a copy.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ def _window_size(window: int | None) -> dict[str, tuple[int, int]]:
 
 
 def _output(found: Any) -> Tensor:
-    """Some releases of FlashAttention-3 return the log-sum-exp beside the output."""
+    """Some releases of FlashAttention-3 also return the log-sum-exp."""
     out: Tensor = found[0] if isinstance(found, tuple) else found
     return out
 
@@ -132,6 +128,8 @@ def _parameters(call: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(call).parameters)
 
 
+# Decode over latents. A row of a multiple of 64 slots is a run of pages, so nothing is copied. All arguments are on the
+# device, so that the step can be captured.
 PAGE = 64  # slots
 WORKSPACE_BYTES = 128 * 2**20  # as FlashInfer recommends
 
@@ -146,7 +144,7 @@ def page_table(rows: Tensor, capacity: int) -> Tensor:
 def flash_mla(q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:
     """FlashMLA's dense decode: ``q [B, H, E]`` over ``latents [rows+1, 1, C, E]`` -> ``[B, H, R]``.
 
-    Its schedule follows from the lengths and is made on the device in every call, since lengths change with every step.
+    Its schedule depends on the lengths, so every call makes it, on the device.
     """
     package = import_module("flash_mla")
     capacity, size = latents.shape[2:]
@@ -170,7 +168,7 @@ class FlashInfer:
     """FlashInfer's decode that needs no plan from the host (``trtllm_batch_decode_with_kv_cache_mla``)."""
 
     def __init__(self, nope_dim: int, device: torch.device) -> None:
-        """``nope_dim``: numbers of a query head before it was absorbed, which FlashInfer wants to know."""
+        """``nope_dim``: numbers of a query head before absorption."""
         self._nope_dim, self._device = nope_dim, device
         self._workspace: Tensor | None = None  # zeros before its first use
 

@@ -1,14 +1,11 @@
-"""The kernels that can attend a prefill chunk, each with its requirements; none is loaded before it is asked for.
-
-Two calls, the same for all of them:
+"""The kernels that can attend a prefill chunk, each with its requirements. Two calls, the same for all:
 
 * ``attend(q [T, H, E], k [G, N, E], v [G, N, E], window=None) -> [T, H, E]``: ``reference.prefill_attention``, for one
   prompt;
 * ``attend_packed(q, k, v, lens, window=None) -> [T, H, E]``: the same for several prompts that lie one after the other,
   without padding. Only kernels that take a length per prompt have it; the others are called once per prompt.
 
-K and V are ranges of the staging buffers and therefore views, contiguous in E only; every kernel here takes strides.
-``packages.py`` holds what comes from outside PyTorch; ``choice.py`` decides.
+K and V are ranges of the staging buffers: views, contiguous in E only. ``autotune.py`` chooses.
 """
 
 from __future__ import annotations
