@@ -80,7 +80,7 @@ def test_a_rank_from_elsewhere_is_one_like_any(folder: Path, tmp_path: Path, spr
         assert isinstance(runner, ParallelRunner) and runner.worker_pids == ()
         llm.close()
         assert worker.wait(HANG_S) == 0
-        assert worker.stderr is not None and "rank 0 has closed its engine, or is gone" in worker.stderr.read()
+        assert worker.stderr is not None and "rank 0 has closed its engine, or is lost" in worker.stderr.read()
 
 
 def test_a_rank_from_elsewhere_that_dies_is_missed(folder: Path, spread: dict[str, Any]) -> None:

@@ -242,7 +242,7 @@ def test_profiles_of_other_models_are_refused(qwen: Path, tmp_path: Path) -> Non
 def test_requests_that_such_rows_cannot_serve_are_refused(qwen: Path, prompts: list[list[int]]) -> None:
     with LLM(qwen, heads=profile(qwen), **SETTINGS) as llm:
         smaller = KVBudget(num_sink=2, num_topk=6, num_recent=16)
-        with pytest.raises(ValueError, match="heads of this engine's rows have slots of their own"):
+        with pytest.raises(ValueError, match="with per-head budgets \\(heads\\) every request of this engine has its"):
             llm.generate([prompts[0]], GREEDY, budget=smaller)
         assert llm.generate([prompts[0]], GREEDY, budget=BUDGET)[0].token_ids
 
