@@ -17,7 +17,7 @@ from snapstream.config import DType, EngineConfig, KVDType, ModelConfig
 from snapstream.exec.runner import ModelRunner
 from snapstream.grammar import GrammarCompiler
 from snapstream.kernels.interface import CosSin, HeadNorm
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import Full, KVSpec
 from snapstream.models.decoder import Decoder
 from snapstream.models.latent import LATENT_EPS, LatentLayer
 from snapstream.models.layers import KVView
@@ -38,17 +38,16 @@ class ByHeadLayer(LatentLayer):
         keys, values = asked.new_zeros(2, num_heads, num_tokens, size)
         self._heads.expand(latents[:, 0], keys, values)
         heads = torch.cat((asked, keys.transpose(0, 1), values.transpose(0, 1)), 1)  # [T, 3H, X]
-        turned = torch.ones(num_tokens, 1, size), torch.zeros(num_tokens, 1, size)  # by no angle: they are rotated
-        return view.attend(self._index, heads, HeadNorm(None, LATENT_EPS), turned)[..., : self._heads.value_dim]
+        identity = torch.ones(num_tokens, 1, size), torch.zeros(num_tokens, 1, size)  # heads are already rotated
+        return view.attend(self._index, heads, HeadNorm(None, LATENT_EPS), identity)[..., : self._heads.value_dim]
 
 
 def by_head_spec(config: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
     """A key and a value for every query head, both of the larger size of the two."""
     latents = kv_spec_of(replace(config, architecture=config.architecture.removesuffix(_SUFFIX)), dtype, kv_dtype)
-    return replace(
-        latents, num_kv_heads=latents.num_heads, key_dim=latents.expanded_dim, value_dim=latents.expanded_dim,
-        values_are_keys=False, expanded_dim=0,
-    )  # fmt: skip
+    size = latents.expanded_dim
+    layer = Full(num_kv_heads=latents.num_heads, key_dim=size, value_dim=size)
+    return replace(latents, layers=(layer,) * latents.num_layers)
 
 
 def by_head_runner(

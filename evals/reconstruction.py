@@ -8,7 +8,7 @@ is the largest weight that any of these queries of the head's group gives it, wh
 chunk and what the request to repeat has of its own, as published. That is a second prefill in operations, whoever asks
 later; so nothing here is an option of the package (docs/research/accuracy.md has what it would gain).
 
-Compared at equal slots in all with SnapKV's votes, with a share for unlike keys, and with mixtures, over equal heads
+Compared at equal slots in all with SnapKV, with a share for unlike keys, and with mixtures, over equal heads
 and over those of the profile that ``evals.uneven`` measured. Stored in ``results/reconstruction.jsonl``.
 """
 
@@ -55,36 +55,36 @@ TASKS_OF = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Repeated(SnapKV):
-    """SnapKV's votes for ``1 - share`` of the slots, the best scores of repeating for the rest."""
+    """SnapKV for ``1 - share`` of the slots, the best scores of repeating for the rest."""
 
     name: ClassVar[str] = "repeated"
     share: float = 1.0
     pool_width: int = 1  # of the scores; KVzip pools nothing
-    scores: tuple[Tensor, ...] = ()  # of one prompt and kv head, by layer: [1, N]
+    repeat_scores: tuple[Tensor, ...] = ()  # of one prompt and kv head, by layer: [1, N]
 
     def select(
         self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Kernels
     ) -> Tensor:
-        own = pool_max(self.scores[layer][:, candidates.start : candidates.stop], self.pool_width)  # [1, n]
-        votes = self.pool(self.votes(queries[-self.observation_len :], keys, candidates, kernels))
-        return _with_rest(votes, own, num_topk, self.share) + candidates.start
+        own = pool_max(self.repeat_scores[layer][:, candidates.start : candidates.stop], self.pool_width)  # [1, n]
+        snapkv = self.pool(self.scores(queries[-self.observation_len :], keys, candidates, kernels))
+        return _with_rest(snapkv, own, num_topk, self.share) + candidates.start
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiverseAhead(Diverse):
-    """The share for unlike keys, carried ahead as votes are, so that a long value stays with its key."""
+    """The share for unlike keys, carried ahead as SnapKV's scores are, so that a long value stays with its key."""
 
     def select(
         self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Kernels
     ) -> Tensor:
-        votes = self.pool(self.votes(queries[-self.observation_len :], keys, candidates, kernels))  # [G, n]
+        snapkv = self.pool(self.scores(queries[-self.observation_len :], keys, candidates, kernels))  # [G, n]
         unlike = 1 + kernels.key_diversity(keys, candidates.start, candidates.stop)  # carrying ahead wants them >= 0
-        return _with_rest(votes, self.pool(unlike), num_topk, self.share) + candidates.start
+        return _with_rest(snapkv, self.pool(unlike), num_topk, self.share) + candidates.start
 
 
-def _with_rest(votes: Tensor, scores: Tensor, num_topk: int, share: float) -> Tensor:
-    """Indices ``[G, K]``: the best of ``votes`` for ``1 - share`` of the slots, then the best of ``scores``."""
-    first = select_topk(votes, min(num_topk, math.ceil((1 - share) * num_topk)))
+def _with_rest(snapkv: Tensor, scores: Tensor, num_topk: int, share: float) -> Tensor:
+    """Indices ``[G, K]``: the best of ``snapkv`` for ``1 - share`` of the slots, then the best of ``scores``."""
+    first = select_topk(snapkv, min(num_topk, math.ceil((1 - share) * num_topk)))
     return select_topk(scores.scatter(1, first, float("inf")), num_topk)
 
 
@@ -208,7 +208,7 @@ def answers(runner: ModelRunner, chat: Chat, item: Item, rules: Sequence[HeadRul
     def of_head(rule: HeadRule, head: int) -> Selector:
         if not isinstance(rule.selector, Repeated):
             return rule.selector
-        return replace(rule.selector, scores=tuple(layer[head : head + 1] for layer in scores))
+        return replace(rule.selector, repeat_scores=tuple(layer[head : head + 1] for layer in scores))
 
     eos = set(runner.decoder.config.eos_token_ids)
     return uneven.answers(runner, item, rules, max_tokens, eos, of_head)

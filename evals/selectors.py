@@ -17,7 +17,7 @@ from torch import Tensor
 from snapstream.config import DEFAULT_OBSERVATION, Selector, as_count, as_number, make_selector
 from snapstream.kernels.interface import Kernels
 from snapstream.kv.selectors.diverse import Diverse, choose
-from snapstream.kv.selectors.hops import Hops, votes_of_rounds
+from snapstream.kv.selectors.hops import Hops, add_hops
 from snapstream.kv.selectors.scoring import carry_ahead, pool_max, select_topk
 from snapstream.kv.selectors.snapkv import POOL_WIDTH, SnapKV
 
@@ -78,26 +78,26 @@ class Variant(Selector):
     def select(
         self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Kernels
     ) -> Tensor:
-        votes = self.votes(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
+        scores = self.scores(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
         if self.num_hops == 0:
-            return choose(self.pool(votes), keys, candidates, num_topk, self.diverse_share, kernels) + candidates.start
-        first = select_topk(self.pool(votes), -(-num_topk // 2))
-        total = votes_of_rounds(votes, queries, keys, candidates, self.num_hops, self.observation_len, kernels)
+            return choose(self.pool(scores), keys, candidates, num_topk, self.diverse_share, kernels) + candidates.start
+        first = select_topk(self.pool(scores), -(-num_topk // 2))
+        total = add_hops(scores, queries, keys, candidates, self.num_hops, self.observation_len, kernels)
         return select_topk(self._centred(total).scatter_(1, first, float("inf")), num_topk) + candidates.start
 
-    def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Kernels) -> Tensor:
+    def scores(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Kernels) -> Tensor:
         return kernels.snapkv_scores(
             queries, keys, keys.shape[1] - queries.shape[0], candidates.start, candidates.stop,
             over_row=self.softmax_over == "row", group_max=self.group_reduce == "max",
         )  # fmt: skip
 
-    def pool(self, votes: Tensor) -> Tensor:
-        return carry_ahead(self._centred(votes), self.pool_half_life)
+    def pool(self, scores: Tensor) -> Tensor:
+        return carry_ahead(self._centred(scores), self.pool_half_life)
 
-    def _centred(self, votes: Tensor) -> Tensor:
+    def _centred(self, scores: Tensor) -> Tensor:
         if self.pooling == "max":
-            return pool_max(votes, self.pool_width)
-        return F.avg_pool1d(votes[None], self.pool_width, stride=1, padding=self.pool_width // 2)[0]
+            return pool_max(scores, self.pool_width)
+        return F.avg_pool1d(scores[None], self.pool_width, stride=1, padding=self.pool_width // 2)[0]
 
 
 def as_variant(selector: Selector) -> Variant:

@@ -57,7 +57,7 @@ class SharedWriter(RowWriter):
             last = queries[-selector.num_queries(keys.shape[1]) :]
             kept = write_rows(self.cache, layer, own.rows, keys, values, last, budget, selector)
             if self.reselector is not None and reselection is not None:
-                self.reselector.keep_votes(layer, own, last[-reselection.num_queries :], keys, kept)
+                self.reselector.store_scores(layer, own, last[-reselection.num_queries :], keys, kept)
         return None
 
     def counters(self, entry: PrefillEntry) -> list[Counters]:

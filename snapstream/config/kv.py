@@ -36,8 +36,8 @@ class Selector(ABC):
     """
 
     name: ClassVar[str]  # as in SELECTORS, on the command line and in requests
-    can_reselect: ClassVar[bool] = False  # whether a full row may re-select by ``votes`` and ``pool``
-    observation_len: int = DEFAULT_OBSERVATION  # the last prompt queries, whose attention scores select
+    can_reselect: ClassVar[bool] = False  # whether a full row may re-select by ``scores`` and ``pool``
+    observation_len: int = DEFAULT_OBSERVATION  # last prompt queries, which score the candidates
 
     def num_queries(self, prompt_len: int) -> int:
         """How many of the last queries of a prompt ``select`` needs; a layer keeps them until it is staged."""
@@ -59,17 +59,17 @@ class Selector(ABC):
         (``kernels/interface.py``). The host must not wait for the device.
         """
 
-    def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Any) -> Tensor:
-        """Attention scores of ``queries [w, H, E]`` for the candidates among ``keys [G, N, E]``: ``[G, n]`` fp32, >= 0.
+    def scores(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Any) -> Tensor:
+        """Scores of the candidates among ``keys [G, N, E]``, summed over ``queries [w, H, E]``: ``[G, n]`` fp32, >= 0.
 
-        The queries are those of the last ``w`` keys; they may be fewer or more than ``observation_len``. Scores are
-        summed over the queries. Needed where ``can_reselect``: they are remembered from one re-selection to the next.
+        The queries are those of the last ``w`` keys, fewer or more than ``observation_len``. Needed where
+        ``can_reselect``: KV re-selection stores them from one re-selection to the next.
         """
-        raise NotImplementedError(f"selector {self.name!r} has no attention scores; it cannot re-select")
+        raise NotImplementedError(f"selector {self.name!r} has no scores; it cannot re-select")
 
-    def pool(self, votes: Tensor) -> Tensor:
-        """``votes [G, n]`` as they are ranked: smoothed along the candidates, or unchanged."""
-        return votes
+    def pool(self, scores: Tensor) -> Tensor:
+        """``scores [G, n]`` as the top-k ranks them: smoothed along the candidates, or unchanged."""
+        return scores
 
 
 SELECTORS: Registry[type[Selector]] = Registry(

@@ -30,7 +30,7 @@ def eager_batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
         return 2 * batch
     if config.kv_dtype != "auto":  # the visible slots of one layer are dequantized, with per-head budgets head by head
         spec = kv_spec_of(model, "float32").limited(config.max_model_len)
-        dequantized = spec.layer_bytes(spec.most_slots(config.row_budget.capacity))
+        dequantized = spec.layer_bytes(spec.max_slots(config.row_budget.capacity))
         batch += dequantized if config.heads is None else dequantized // model.num_kv_heads
     return batch
 

@@ -137,7 +137,7 @@ class Workspace:
 
 def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int) -> Workspace:
     """``model``: as the device stores it."""
-    slots = kv_spec_of(model, config.dtype).limited(config.max_model_len).most_slots(config.row_budget.capacity)
+    slots = kv_spec_of(model, config.dtype).limited(config.max_model_len).max_slots(config.row_budget.capacity)
     entry = _dense_entry(model, slots) + _latent_entry(model) + _mixture_entry(model, num_threads)
     around = config.weights and (config.weights.attention or config.weights.layers)
     if around and around.is_quantized and around.rounds_inputs:

@@ -59,13 +59,13 @@ class RowWriter:
         """
         prompt_len = keys.shape[1]
         kept = write_rows(
-            self.cache, layer, self.cache.own(entry.rows), keys, values, queries, entry.budget, entry.selector
+            self.cache, layer, self.cache.local_rows(entry.rows), keys, values, queries, entry.budget, entry.selector
         )
         asked = self._budget_of_other_ranks(layer, prompt_len)
         if asked is not None:
             kept_positions(queries, keys, layer, asked, entry.selector, self.cache.kernels)
         if self.reselector is not None:
-            self.reselector.keep_votes(layer, entry, queries, keys, kept)
+            self.reselector.store_scores(layer, entry, queries, keys, kept)
         if not entry.sampling.return_kept:
             return None
         if not any(layout.is_compressed(budget, prompt_len) for budget in self._budgets(entry)):

@@ -1,12 +1,12 @@
-"""When full rows re-select what they keep, and with which queries; ``kv/reselection.py`` says how.
+"""KV re-selection of full rows during decode: when, and with which queries. ``kv/reselection.py`` has the selection.
 
-A re-selection happens between two steps, outside compiled or captured code: a step only writes its queries into a
-buffer whose address never changes. The host decides from counts alone. Invariant: a row is re-selected at most once in
-``every`` tokens, and what it keeps depends on nothing but that row.
+It runs between two steps, outside captured code: a step only writes its queries to a buffer with a fixed address. The
+host decides from counts alone. Invariant: a row is re-selected at most once in ``every`` tokens, and what it keeps
+depends on that row only.
 
-Where kv heads have budgets of their own, each head re-selects as a row of its own budget would. Heads of one budget are
-due at the same steps, so the host keeps a ``RowState`` per row and budget. A row whose heads are equal is set back in
-its counters; other heads are set back behind their row (``HeadTable.behind``), whose counters go on.
+With per-head budgets each head re-selects as a row with its budget would. Heads with the same budget are due at the
+same steps, so the host keeps a ``RowState`` per row and budget. A re-selection sets back the counters of the row, or
+with per-head budgets ``HeadTable.behind`` of its heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from snapstream.config import ReselectionConfig
 from snapstream.exec.rows import Rows
 from snapstream.kernels.interface import Kernels
 from snapstream.kv.cache import KVCache
-from snapstream.kv.reselection import RowState, choose, prompt_votes, slots_by_age
+from snapstream.kv.reselection import RowState, prompt_scores, reselect, slots_by_age
 from snapstream.kv.spec import KVSpec
 from snapstream.step import PrefillEntry
 
@@ -40,7 +40,7 @@ class StepQueries:
 
 
 class RecentQueries:
-    """The last ``num_queries`` decode queries of every row: position p lies in place p mod w."""
+    """The last w = ``num_queries`` decode queries of every row; position p is at index p mod w."""
 
     def __init__(
         self, spec: KVSpec, num_rows: int, num_queries: int, dtype: torch.dtype, device: torch.device | str
@@ -50,7 +50,7 @@ class RecentQueries:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffer, the padding row's included."""
+        """Bytes of the buffer, including the padding row."""
         return self.buffer.nbytes
 
     def of_step(self, rows: Tensor, positions: Tensor) -> StepQueries:
@@ -58,7 +58,7 @@ class RecentQueries:
         return StepQueries(self.buffer, rows, positions % self.buffer.shape[2])
 
     def put(self, layer: int, row: int, position: int, q: Tensor) -> None:
-        """Keep a query ``[H, E]`` that no decode step made: of a prompt's token."""
+        """Store a query ``[H, E]`` outside of a decode step."""
         self.buffer[layer, row, position % self.buffer.shape[2]] = q
 
     def last(self, row: int, position: int, count: int) -> Tensor:
@@ -68,47 +68,45 @@ class RecentQueries:
 
 
 class Reselector:
-    """Re-selects in the rows that are due; has what ``RowState`` holds of every row, and the votes of its tokens.
+    """Re-selects rows that are due; holds the ``RowState`` of every row and the scores of its tokens.
 
-    With data-parallel attention each rank has the queries and votes of its own rows; the counts are known to all.
+    With data-parallel attention each rank holds the queries and scores of its local rows, and the states of all.
     """
 
     def __init__(
         self, cache: KVCache, rows: Rows, queries: RecentQueries, config: ReselectionConfig, kernels: Kernels
     ) -> None:
-        """``kernels`` count the votes of the queries that are kept here."""
+        """``kernels`` score candidates with the queries that this rank stores."""
         self._cache, self._rows, self.queries = cache, rows, queries
         self._config, self._kernels = config, kernels
-        self._states: dict[int, list[RowState]] = {}  # of a row, one per budget that selects
-        # One per slot; entry i of a head belongs to its i-th slot after the sinks; only selected tokens have one
-        self.votes = torch.zeros(cache.k.shape[:-1], dtype=torch.float32, device=cache.k.device)
-        # [L, rows+1, G] where heads have budgets of their own
+        self._states: dict[int, list[RowState]] = {}  # by row; one per budget with a top-k
+        # One per slot: entry i of a head is of its i-th slot after the sinks, if that holds a selected token.
+        self.scores = torch.zeros(cache.k.shape[:-1], dtype=torch.float32, device=cache.k.device)
+        # [L, rows+1, G] with per-head budgets
         self._behind = None if cache.heads is None else cache.heads.count_reselections(cache.num_rows)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of queries and votes, the padding row's included."""
-        return self.queries.num_bytes + self.votes.nbytes + (0 if self._behind is None else self._behind.nbytes)
+        """Bytes of queries and scores, including the padding row."""
+        return self.queries.num_bytes + self.scores.nbytes + (0 if self._behind is None else self._behind.nbytes)
 
-    def keep_votes(
+    def store_scores(
         self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, kept: Sequence[Tensor | None]
     ) -> None:
         """A layer of a prompt was written to its rows: ``keys [G, N, E]``, ``kept`` what ``write_rows`` returned."""
         cache = self._cache
         for span, index in zip(cache.spans(layer, entry.budget), kept, strict=True):
-            votes: Tensor | None = None
+            scores: Tensor | None = None  # [g, K]
             if index is not None and queries is not None and span.budget.num_topk:
                 last = span.queries(queries[-self._config.num_queries :], len(keys))
-                votes = prompt_votes(
-                    last, keys[span.heads], index, span.budget, entry.selector, cache.kernels
-                )  # [g, K]
-            for row in cache.own(entry.rows):  # one by one: a list as an index would be sent to the device
-                own = cache.slots(self.votes, layer, row, span).zero_()  # [g, C]
-                if votes is not None:
-                    own[:, : span.budget.num_topk] = votes
+                scores = prompt_scores(last, keys[span.heads], index, span.budget, entry.selector, cache.kernels)
+            for row in cache.local_rows(entry.rows):  # one by one: a list as an index would be sent to the device
+                stored = cache.slots(self.scores, layer, row, span).zero_()  # [g, C]
+                if scores is not None:
+                    stored[:, : span.budget.num_topk] = scores
 
     def admit(self, entry: PrefillEntry, config: ReselectionConfig | None) -> None:
-        """A prompt has been written to its rows. Without ``config``, or a budget that selects, none re-selects."""
+        """A prompt was written to its rows. Without ``config`` or a top-k they are never re-selected."""
         heads = self._cache.heads
         budgets = (entry.budget,) if heads is None else heads.slots.distinct
         for row in entry.rows:
@@ -129,12 +127,12 @@ class Reselector:
                 state.fed()
 
     def reselect(self, row: int) -> None:
-        """Re-select what all heads of an admitted row keep."""
+        """Re-select all heads of an admitted row."""
         for state in self._states[row]:
             self._reselect(row, state)
 
     def _reselect(self, row: int, state: RowState) -> None:
-        """Re-select in all heads of one budget."""
+        """Re-select all heads with the budget of ``state``."""
         cache, before = self._cache, state.num_tokens
         order = slots_by_age(state, cache.k.device)
         spans = [
@@ -143,15 +141,15 @@ class Reselector:
             for span in cache.spans(layer, state.budget)
             if span.budget == state.budget
         ]
-        for own in cache.own([row]):
-            queries = self.queries.last(own, state.position, state.config.num_queries)  # [L, w, H, E]
+        for local in cache.local_rows([row]):
+            queries = self.queries.last(local, state.position, state.config.num_queries)  # [L, w, H, E]
             for layer, span in spans:
-                asking = span.queries(queries[layer], cache.spec.num_kv_heads)
-                votes = cache.slots(self.votes, layer, own, span)  # [g, C]
-                keys, values = cache.tokens(layer, own, order, span)
-                kept, total = choose(asking, keys, votes[:, : state.num_selected], state, self._kernels)
-                cache.gather(layer, [own], keys, values, kept, span)
-                votes[:, : total.shape[1]] = total
+                q = span.queries(queries[layer], cache.spec.num_kv_heads)
+                scores = cache.slots(self.scores, layer, local, span)  # [g, C]
+                keys, values = cache.tokens(layer, local, order, span)
+                kept, selected = reselect(q, keys, scores[:, : state.num_selected], state, self._kernels)
+                cache.gather(layer, [local], keys, values, kept, span)
+                scores[:, : selected.shape[1]] = selected
         state.reselected()
         if self._behind is None:
             self._rows.reselect(row, state.num_tokens, state.ring_start)

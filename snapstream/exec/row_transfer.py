@@ -29,7 +29,7 @@ class RowParts:
     """Reads and writes layers of the rows of one cache as bytes."""
 
     def __init__(self, cache: KVCache, reselector: Reselector | None, decoder: Decoder) -> None:
-        self._cache, self._votes = cache, None if reselector is None else reselector.votes
+        self._cache, self._votes = cache, None if reselector is None else reselector.scores
         self._decoder, self._group = decoder, decoder.group
         self._num_heads = decoder.whole_kv_spec().num_kv_heads  # G
         first = self._group.rank * self._num_heads // self._group.size
@@ -45,7 +45,7 @@ class RowParts:
         partition = self._cache.partition
         if partition is None:
             return self._decoder.all_kv_heads(self._bytes(layer, entry.rows[0], entry), 0)
-        row = next(iter(partition.own(entry.rows[:1])), self._cache.padding_row)
+        row = next(iter(partition.local_rows(entry.rows[:1])), self._cache.padding_row)
         return self._group.broadcast(self._bytes(layer, row, entry), partition.owner(entry.rows[0]))
 
     def place(self, layer: int, entry: PrefillEntry, part: bytearray | None) -> None:
@@ -58,7 +58,7 @@ class RowParts:
         else:
             data = torch.frombuffer(part, dtype=torch.uint8).view(shape).to(device)
         data = self._group.broadcast(data, 0)[self._own]
-        for row in self._cache.own(entry.rows):
+        for row in self._cache.local_rows(entry.rows):
             start = 0
             if self._votes is not None:
                 for span in self._cache.spans(layer, entry.budget):

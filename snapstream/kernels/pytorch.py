@@ -351,7 +351,7 @@ def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Ten
 
 
 def whole_tokens(tokens: Tensor, index: Tensor) -> Tensor:
-    """See ``reference.taken``: a call per kv head, so for a CPU."""
+    """See ``reference.gather_tokens``: a call per kv head, so for a CPU."""
     out = tokens.new_empty(*index.shape, tokens.shape[-1])  # [G, n, E]
     for head, own in enumerate(index):
         torch.index_select(tokens[head], 0, own, out=out[head])

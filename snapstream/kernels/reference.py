@@ -71,7 +71,7 @@ def write_slots(k: Tensor, v: Tensor, cache: LayerRows, rows: Tensor, slots: Ten
         stored[rows, :, slots] = encoded
 
 
-def taken(tokens: Tensor, index: Tensor) -> Tensor:
+def gather_tokens(tokens: Tensor, index: Tensor) -> Tensor:
     """Of ``tokens [G, N, E]`` those that ``index [G, n]`` names: ``[G, n, E]``, a copy."""
     return tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))
 
@@ -81,14 +81,14 @@ def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Ten
 
     ``keys [G, N, E], values [G, N, E']``; ``index [G, n]`` is the token of each slot.
     """
-    fill_rows(cache, rows, keys, values, index, taken)
+    fill_rows(cache, rows, keys, values, index, gather_tokens)
 
 
 def fill_rows(
     cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
     take: Callable[[Tensor, Tensor], Tensor],
 ) -> None:  # fmt: skip
-    """``gather_rows`` by another ``take``, which means what ``taken`` does."""
+    """``gather_rows`` by another ``take``, which means what ``gather_tokens`` does."""
     for stored, tokens, scale in _stored(cache, keys, values):
         kept, slots, encoding = take(tokens, index), slice(index.shape[1]), encoding_of(stored)
         for row in rows:

@@ -1,2 +1,1 @@
-"""The fixed-budget KV cache: sizes (spec), slot arithmetic (layout), storage (cache), selectors/, the write (compress),
-KV re-selection, and the blocks of the prefix store."""
+"""The fixed-budget KV cache: sizes, slot arithmetic, storage, selectors, compression, re-selection, prefix store."""

@@ -6,12 +6,12 @@ A row has ``C = S + K + W + R`` slots in the order ``sink | top-k | window | rec
     N >  C :  [0, S) sinks   [S, S+K) selected, ascending   [S+K, S+K+W) the last W tokens of the prompt
               [S+K+W, C) the R tokens before those, as a ring
 
-``p`` is the ordinal of a token fed to the row. Invariant: after ``num_tokens`` tokens exactly the slots
-``0 .. min(num_tokens, C) - 1`` are visible, so attention over a row needs one length and nothing else. Slots that a
-short prompt leaves without a selected token belong to the ring, so nothing is evicted before ``num_tokens > C``
-(SnapStream, arXiv 2511.03092, section 3, leaves them idle). The window region (W = 0 in the paper) is frozen like the
-top-k. The ring is written so that its oldest token is the next to be overwritten, by the same rule ``slot_of``; of a
-prompt that fits, the window is moved in front of the ring.
+``p`` is the index of a token among those fed to the row. Invariant: after ``num_tokens`` tokens exactly the slots
+``0 .. min(num_tokens, C) - 1`` are visible, so attention over a row needs only a length. Slots that a short prompt
+leaves without a selected token belong to the ring, so nothing is evicted before ``num_tokens > C`` (SnapStream,
+arXiv 2511.03092, section 3, leaves them unused). The window region (W = 0 in the paper) is frozen like the top-k. The
+ring is written so that ``slot_of`` overwrites its oldest token first. If the prompt fits, its window is placed before
+the ring.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def valid_topk(budget: KVBudget, prompt_len: int) -> int:
 
 
 def valid_window(budget: KVBudget, prompt_len: int) -> int:
-    """Slots of the window region that the prompt fills: at most what sinks and top-k leave of it."""
+    """Slots of the window region that the prompt fills, after sinks and top-k."""
     return min(max(prompt_len - budget.num_sink - valid_topk(budget, prompt_len), 0), budget.num_window)
 
 
@@ -35,7 +35,7 @@ def ring_start(budget: KVBudget, prompt_len: int) -> int:
 
 
 def uncompressed_parts(budget: KVBudget, prompt_len: int) -> list[tuple[int, range]]:
-    """Where a prompt that fits its row goes: first slot and prompt positions of each part."""
+    """First slot and prompt positions of each part of a prompt that fits its row."""
     window = range(prompt_len - valid_window(budget, prompt_len), prompt_len)
     ring = range(budget.num_sink + valid_topk(budget, prompt_len), window.start)
     if not window or not ring:
@@ -51,7 +51,7 @@ def slot_of(ordinal: int, ring_start: int, capacity: int) -> int:
 
 
 def num_visible(num_tokens: int, capacity: int) -> int:
-    """Slots that attention reads after ``num_tokens`` tokens were fed."""
+    """Slots that attention reads after ``num_tokens`` tokens."""
     return min(num_tokens, capacity)
 
 

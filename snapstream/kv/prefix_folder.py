@@ -1,9 +1,9 @@
-"""The folder of the disk cache: private, used by one engine at a time. No torch: a server checks it before it starts.
+"""The directory of the disk cache: private, locked by one engine. No torch, so that a server can check it at startup.
 
-It holds keys and values of prompts, which can be turned back into text, so only its owner may read it (0700). A marker
-file shows that it is a disk cache; a folder with other files in it is refused, never cleaned. ``secret`` keys the names
-of all files, so that they reveal nothing about prompts, and namespaces survive a restart. Each rank of a distributed
-engine has a folder within it (``rank_part``), with its own secret and lock.
+It holds keys and values of prompts, from which text can be recovered, so only its owner may read it (0700). A marker
+file identifies it; a directory with other files is refused, never cleaned. ``secret`` keys all file names, so that they
+reveal nothing about prompts and namespaces survive a restart. Each rank of a distributed engine has a subdirectory
+(``rank_part``) with its own secret and lock.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SECRET_BYTES = 32
 
 
 class PrefixFolder:
-    """An open folder; ValueError for one that cannot be used."""
+    """An open, locked folder; ValueError for one that cannot be used."""
 
     def __init__(self, path: Path, part: str = "") -> None:
-        """``part``: the folder in ``path`` of one rank; other ranks may then have the other parts."""
+        """``part``: a rank's subdirectory of ``path``; other ranks may then use the others."""
         self._locks = [_locked(path, fcntl.LOCK_SH if part else fcntl.LOCK_EX)]
         self.part, self.path = part, path / part
         try:
@@ -37,20 +37,20 @@ class PrefixFolder:
             raise
 
     def close(self) -> None:
-        """Release the folder; may be repeated."""
+        """Release the locks; idempotent."""
         while self._locks:
             os.close(self._locks.pop())
 
 
 def rank_part(parallel: ParallelConfig, rank: int) -> str:
-    """The name of a rank's folder, another one for each way to split a model. Empty for one device."""
+    """A rank's subdirectory, different for each parallel configuration; empty for one device."""
     if parallel.size == 1:
         return ""
     return f"rank-{rank}-of-{parallel.size}-{parallel.experts}-{parallel.attention}"
 
 
 def _locked(path: Path, kind: int) -> int:
-    """The open, locked marker of a folder; ValueError if another engine has locked it."""
+    """File descriptor of a folder's locked marker; ValueError if another engine has locked it."""
     lock = os.open(_prepared(path) / MARKER, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
@@ -61,7 +61,7 @@ def _locked(path: Path, kind: int) -> int:
 
 
 def folder_secret(path: Path) -> bytes:
-    """The secret of a folder, which is prepared if it is new; ValueError for one that cannot be used."""
+    """The secret of a folder, created if new; ValueError for a folder that cannot be used."""
     _prepared(path)
     file = path / SECRET
     try:
@@ -94,11 +94,11 @@ def _prepared(path: Path) -> Path:
             raise ValueError(f"prefix_dir {path} belongs to user {info.st_uid}, not to this one")
         if info.st_mode & 0o077:
             mode = stat.S_IMODE(info.st_mode)
-            raise ValueError(f"prefix_dir {path} has mode {mode:o}; prompts lie in it, so it must be private (700)")
+            raise ValueError(f"prefix_dir {path} has mode {mode:o}; it holds prompts, so it must be private (700)")
         if not (path / MARKER).exists():
-            others = [own.name for own in path.iterdir() if not own.name.startswith(SECRET)]
+            others = [file.name for file in path.iterdir() if not file.name.startswith(SECRET)]
             if others and not (path / MARKER).exists():  # another process may have made it meanwhile
-                raise ValueError(f"prefix_dir {path} is not ours: it holds {others[0]!r}; give an empty folder")
+                raise ValueError(f"prefix_dir {path} is not a disk cache: it holds {others[0]!r}; give an empty folder")
             (path / MARKER).touch(mode=0o600)
         if not os.access(path, os.W_OK | os.X_OK):
             raise ValueError(f"prefix_dir {path} cannot be written to")

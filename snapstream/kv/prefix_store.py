@@ -1,15 +1,14 @@
-"""Storage of the prefix cache: exact keys and values of prompt tokens, block by block, in host memory and on disk.
+"""Storage of the prefix store: exact keys and values of prompt tokens, in blocks, in host memory and on disk.
 
-A block has ``block_len`` tokens of all layers. The keys and values of one layer of it are contiguous, so that a copy to
-or from a device is one copy per layer. ``engine/prefix_cache.py`` knows which block holds what, and decides what is
-read and written.
+A block holds ``block_len`` tokens of all layers. The keys and values of one layer of a block are contiguous, so a
+transfer to or from a device is one copy per layer. ``engine/prefix_cache.py`` knows which block holds what, and decides
+what is read and written.
 
-On disk a block is a safetensors file, written by a thread. Its name is a keyed hash along the chain of blocks, so it
-depends on all tokens up to its own, their namespace and the model that computed them. A file that is read must carry
-that name, its own tokens, the rank whose shard it is, and the checksum of its numbers; with any error it is a cache
-miss, the file is deleted, and a warning is logged. Files are written under another name, synced and renamed, so a crash
-leaves no partial block. The least recently used files are deleted when there are more bytes than allowed. Nothing of a
-file is executed.
+On disk a block is a safetensors file, written by a background thread. Its name is a keyed hash over the chain of blocks
+up to it, so it depends on all tokens so far, their namespace and the model that computed them. A file must carry its
+name, its tokens, the rank whose shard it is, and a checksum of its data; on any mismatch it is a cache miss, the file
+is deleted, and a warning is logged. Files are written under a temporary name, synced and renamed, so a crash leaves no
+partial block. When the byte limit is exceeded, the least recently used files are deleted. Files contain no code.
 """
 
 from __future__ import annotations
@@ -35,13 +34,15 @@ from snapstream.kv.spec import KVSpec
 from snapstream.step import StoredBlock
 from snapstream.types import NAMESPACE_BORDER
 
+log = logging.getLogger(__name__)
+
 SLAB_BYTES = 256 * 2**20
 
 
 class PrefixBlocks:
-    """``num_blocks`` blocks in the dtype of staging; ``pins`` memory for copies from and to a GPU.
+    """``num_blocks`` blocks in the staging dtype; ``pins`` memory for copies to and from a GPU.
 
-    Memory is allocated in slabs, when a block in one is first used; low block numbers are used first.
+    Memory is allocated in slabs on first use; low block numbers are used first.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_len: int, *, pins: bool = False) -> None:
@@ -49,17 +50,17 @@ class PrefixBlocks:
         self._pins = pins
         self._per_slab = min(max(SLAB_BYTES // (block_len * spec.prefix_token_bytes), 1), num_blocks)
         self._lock = Lock()
-        self._slabs: dict[int, Tensor] = {}  # [blocks, L, numbers of a block in a layer]
+        self._slabs: dict[int, Tensor] = {}  # [blocks, L, elements of a block in a layer]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes taken so far."""
+        """Bytes allocated so far."""
         return sum(slab.nbytes for slab in self._slabs.values())
 
     def whole(self, block: int) -> Tensor:
-        """All layers of a block, ``[L, numbers]``, in the order of ``layer``."""
+        """All layers of a block, ``[L, elements]``."""
         index, place = divmod(block, self._per_slab)
-        with self._lock:  # the disk fills blocks from a thread of its own
+        with self._lock:  # the reader thread fills blocks too
             if index not in self._slabs:
                 self._slabs[index] = self._new_slab(index)
         return self._slabs[index][place]
@@ -73,20 +74,18 @@ class PrefixBlocks:
         return torch.empty(size, dtype=getattr(torch, self.spec.dtype), pin_memory=self._pins)
 
     def layer(self, block: int, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Keys ``[G, block_len, E]`` and values ``[G, block_len, E']`` of a block; no values where keys hold them."""
+        """Keys ``[G, block_len, E]`` and values ``[G, block_len, E']`` of a block; None if keys hold the values."""
         return split(self.spec, self.whole(block)[layer], self.block_len)
 
 
 def split(spec: KVSpec, piece: Tensor, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-    """The numbers of ``num_tokens`` tokens in a layer as keys ``[G, n, E]`` and values ``[G, n, E']``."""
+    """One layer of ``num_tokens`` tokens as keys ``[G, n, E]`` and values ``[G, n, E']``; None if keys hold them."""
     num_keys = num_tokens * spec.key_size
     keys = piece[:num_keys].view(spec.num_kv_heads, num_tokens, spec.key_dim)
     if spec.values_are_keys:
         return keys, None
     return keys, piece[num_keys:].view(spec.num_kv_heads, num_tokens, spec.value_dim)
 
-
-log = logging.getLogger(__name__)
 
 FORMAT = "1"
 SUFFIX, PARTIAL = ".safetensors", ".partial"
@@ -107,8 +106,8 @@ class PrefixFiles:
         max_bytes: int,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """``model`` identifies the model and its numbers. ``settle`` waits for the device's copies from and to blocks;
-        a worker rank needs it, because nothing reads its steps.
+        """``model`` identifies the model and its weights. ``settle`` waits for the device's copies to and from blocks;
+        needed on worker ranks, where no step result is awaited.
         """
         self._blocks, self._folder, self._max_bytes, self._settle = blocks, folder, max_bytes, settle
         sizes = f"{FORMAT} {blocks.block_len} {blocks.spec}".encode()
@@ -126,7 +125,7 @@ class PrefixFiles:
             return sum(self._sizes.values())
 
     def names(self, namespace: str, chain: Sequence[bytes]) -> tuple[str, ...]:
-        """The names of a chain's blocks in a namespace."""
+        """File names of a chain's blocks in a namespace."""
         place, digest = self.place(namespace), self._root
         names = []
         for tokens in chain:
@@ -139,34 +138,34 @@ class PrefixFiles:
             return name in self._sizes
 
     def load(self, wanted: Sequence[StoredBlock]) -> Future[int]:
-        """Fill blocks from their files; how many of the first ones are valid. ValueError for invalid names."""
+        """Fill blocks from their files; the result counts those before the first invalid. ValueError for a bad name."""
         for block in wanted:
             _check(_NAME, block.name)
         return self._reader.submit(self._load, wanted)
 
     def save(self, block: StoredBlock) -> Future[int]:
-        """Write a block, which must not change until that is done. ValueError for an invalid name."""
+        """Write a block, which must not change until then. ValueError for an invalid name."""
         _check(_NAME, block.name)
         return self._writer.submit(self._save, block)
 
     def forget(self, namespace: str | None) -> None:
-        """Delete the files of a namespace and those below it, by default all."""
+        """Delete the files of a namespace and of those below it; None: all."""
         self.forget_place("" if namespace is None else self.place(namespace))
 
     def forget_place(self, place: str) -> Future[int]:
-        """The same for the folder of a namespace; empty: all. ValueError for an invalid folder."""
+        """``forget`` by the folder of a namespace; empty: all. ValueError for an invalid folder."""
         _check(_PLACE, place)
         self._drop(place)
-        return self._writer.submit(self._delete_all, place)  # after what is being written
+        return self._writer.submit(self._delete_all, place)  # after pending writes
 
     def close(self) -> None:
-        """Finish what is being written; may be repeated."""
+        """Finish pending writes; idempotent."""
         self._reader.shutdown()
         self._writer.shutdown()
         self._folder.close()
 
     def place(self, namespace: str) -> str:
-        """The folder of a namespace; those below it lie in it."""
+        """The folder of a namespace, which contains those of namespaces below it."""
         parts = [part.encode("utf-8", "surrogatepass") for part in namespace.split(NAMESPACE_BORDER)]
         return "/".join(_keyed(self._folder.secret, b"space", part).hex() for part in parts)
 
@@ -192,23 +191,23 @@ class PrefixFiles:
                 return count
         return len(wanted)
 
-    @torch.inference_mode()  # as blocks are filled by prompts
+    @torch.inference_mode()  # blocks are inference tensors
     def _read(self, block: StoredBlock) -> None:
         path = self._folder.path / block.name
-        own = self._blocks.whole(block.number)
+        stored = self._blocks.whole(block.number)
         with safe_open(path, framework="pt") as file:
-            said, numbers, tokens = file.metadata() or {}, file.get_tensor("kv"), file.get_tensor("tokens")
-        if said.get("format") != FORMAT or said.get("name") != block.name:
+            metadata, kv, tokens = file.metadata() or {}, file.get_tensor("kv"), file.get_tensor("tokens")
+        if metadata.get("format") != FORMAT or metadata.get("name") != block.name:
             raise ValueError("its name belongs to another block")
-        if said.get("share", "") != self._folder.part:
-            raise ValueError("it is another rank's share")
+        if metadata.get("share", "") != self._folder.part:
+            raise ValueError("it is another rank's shard")
         if tokens.dtype != torch.int32 or tokens.numpy().tobytes() != block.tokens:
-            raise ValueError("its tokens are others")
-        if numbers.dtype != own.dtype or numbers.shape != own.shape:
-            raise ValueError(f"it has {numbers.dtype} {tuple(numbers.shape)}, not {own.dtype} {tuple(own.shape)}")
-        if said.get("checksum") != _checksum(numbers):
+            raise ValueError("its tokens differ")
+        if kv.dtype != stored.dtype or kv.shape != stored.shape:
+            raise ValueError(f"it has {kv.dtype} {tuple(kv.shape)}, not {stored.dtype} {tuple(stored.shape)}")
+        if metadata.get("checksum") != _checksum(kv):
             raise ValueError("its checksum is wrong")
-        own.copy_(numbers)
+        stored.copy_(kv)
         os.utime(path)
         with self._lock:
             if block.name in self._sizes:
@@ -218,10 +217,10 @@ class PrefixFiles:
         if self.has(block.name):
             return 0
         self._settle()
-        numbers = self._blocks.whole(block.number)
+        kv = self._blocks.whole(block.number)
         tokens = torch.from_numpy(np.frombuffer(block.tokens, dtype=np.int32).copy())
-        said = {"format": FORMAT, "name": block.name, "share": self._folder.part, "checksum": _checksum(numbers)}
-        data = save({"kv": numbers.contiguous(), "tokens": tokens}, said)
+        metadata = {"format": FORMAT, "name": block.name, "share": self._folder.part, "checksum": _checksum(kv)}
+        data = save({"kv": kv.contiguous(), "tokens": tokens}, metadata)
         path = self._folder.path / block.name
         partial = path.with_suffix(PARTIAL)
         try:
@@ -259,15 +258,15 @@ class PrefixFiles:
                 del self._sizes[name]
 
     def _delete_all(self, place: str) -> int:
-        tops = [self._folder.path / place] if place else [own for own in self._folder.path.iterdir() if own.is_dir()]
+        tops = [self._folder.path / place] if place else [path for path in self._folder.path.iterdir() if path.is_dir()]
         for top in tops:
             shutil.rmtree(top, ignore_errors=True)
         self._drop(place)
         return 0
 
 
-def _check(form: re.Pattern[str], name: str) -> None:
-    if not form.fullmatch(name):
+def _check(pattern: re.Pattern[str], name: str) -> None:
+    if not pattern.fullmatch(name):
         raise ValueError(f"{name!r:.100} names no block of the prefix store")
 
 
@@ -275,5 +274,5 @@ def _keyed(key: bytes, kind: bytes, value: bytes) -> bytes:
     return hashlib.blake2b(kind + b"\0" + value, key=key, digest_size=_HASH_BYTES).digest()
 
 
-def _checksum(numbers: Tensor) -> str:
-    return hashlib.blake2b(numbers.contiguous().view(torch.uint8).numpy().data, digest_size=_HASH_BYTES).hexdigest()
+def _checksum(kv: Tensor) -> str:
+    return hashlib.blake2b(kv.contiguous().view(torch.uint8).numpy().data, digest_size=_HASH_BYTES).hexdigest()

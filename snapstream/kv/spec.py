@@ -1,8 +1,8 @@
-"""What a layer caches of a sequence, in plain integers. Nothing else multiplies heads by sizes. No torch.
+"""Sizes of the KV cache in elements and bytes, per layer and per row. No torch.
 
-A row is the sum of its layers' caches. ``Full`` layers hold the slots of the row's budget; ``Window`` layers
-(sliding-window attention) hold a ring of the last tokens, which is all that the model sees of them; ``Latent`` layers
-(DeepSeek) hold one latent per slot for all heads, whose first ``value_dim`` numbers are the value.
+A row is the sum of its layers' caches. ``Full`` layers hold the slots of the row's budget. ``Window`` layers
+(sliding-window attention) hold a ring of the last tokens, all that the model attends to. ``Latent`` layers (DeepSeek)
+hold one latent per slot for all heads; its first ``value_dim`` elements are the value.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ SCALE_BYTES = 4  # fp32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Full:
-    """A key and a value per kv head, of the tokens that the row's budget keeps."""
+    """A key and a value per kv head for each token that the row's budget keeps."""
 
     num_kv_heads: int  # G
-    key_dim: int  # numbers of a key, and of a query, per head
-    value_dim: int  # numbers of a value per kv head
+    key_dim: int  # elements of a key or query per head
+    value_dim: int  # elements of a value per kv head
 
-    def budget(self, of_row: KVBudget) -> KVBudget:
-        """The slots of each kv head, where those of the row are ``of_row``."""
-        return of_row
+    def budget(self, row_budget: KVBudget) -> KVBudget:
+        """Slots of each kv head of this layer in a row with ``row_budget``."""
+        return row_budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window(Full):
-    """A key and a value per kv head, of the last ``num_tokens`` tokens. A row's budget does not apply."""
+    """A key and a value per kv head for the last ``num_tokens`` tokens. The row's budget does not apply."""
 
     num_tokens: int
 
-    def budget(self, of_row: KVBudget) -> KVBudget:
-        """See ``Full.budget``: a ring, whatever the row has."""
+    def budget(self, row_budget: KVBudget) -> KVBudget:
+        """A ring of ``num_tokens`` slots, independent of ``row_budget``."""
         return KVBudget(num_sink=0, num_topk=0, num_recent=self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent(Full):
-    """A latent for all heads (``num_kv_heads`` is 1); the value is its first ``value_dim`` numbers."""
+    """A latent for all heads (``num_kv_heads`` is 1); the value is its first ``value_dim`` elements."""
 
-    expanded_dim: int = 0  # numbers of a key, and of a value, that staging holds per query head
+    expanded_dim: int = 0  # elements of an expanded key or value per query head, in staging
 
 
 LayerCache = Full | Window | Latent
@@ -60,10 +60,10 @@ LayerCache = Full | Window | Latent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """The caches of all layers. Bytes are over all layers unless a name says otherwise."""
+    """The caches of all layers. Byte counts are totals over layers unless the name says otherwise."""
 
     layers: tuple[LayerCache, ...]
-    num_heads: int  # H, query heads that attend
+    num_heads: int  # H, query heads
     dtype: DType = "float32"  # of staging
     kv_dtype: KVDType = "auto"  # of rows
 
@@ -73,7 +73,7 @@ class KVSpec:
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
-        """The caches of a model whose layers are those of its recipe."""
+        """The caches of a model's layers."""
         return cls(
             layers=tuple(_layer_cache(model, window) for window in model.layer_windows),
             num_heads=model.num_heads,
@@ -82,10 +82,10 @@ class KVSpec:
         )
 
     def limited(self, max_model_len: int) -> KVSpec:
-        """The same for sequences of at most ``max_model_len`` tokens: no window has more slots."""
+        """The same with windows of at most ``max_model_len`` slots."""
         layers = (
-            replace(own, num_tokens=min(own.num_tokens, max_model_len)) if isinstance(own, Window) else own
-            for own in self.layers
+            replace(layer, num_tokens=min(layer.num_tokens, max_model_len)) if isinstance(layer, Window) else layer
+            for layer in self.layers
         )
         return replace(self, layers=tuple(layers))
 
@@ -101,22 +101,22 @@ class KVSpec:
 
     @property
     def key_dim(self) -> int:
-        """Numbers of a key, and of a query, per head."""
+        """Elements of a key or query per head."""
         return self.layers[0].key_dim
 
     @property
     def value_dim(self) -> int:
-        """Numbers of a value per kv head."""
+        """Elements of a value per kv head."""
         return self.layers[0].value_dim
 
     @property
     def values_are_keys(self) -> bool:
-        """Whether values are the first ``value_dim`` numbers of the keys and take no bytes."""
+        """Whether values are the first ``value_dim`` elements of the keys and take no memory."""
         return isinstance(self.layers[0], Latent)
 
     @property
     def expanded_dim(self) -> int:
-        """Numbers of a key, and of a value, that staging holds per query head in addition to latents; 0 without."""
+        """Elements of an expanded key or value per query head in staging; 0 without latents."""
         layer = self.layers[0]
         return layer.expanded_dim if isinstance(layer, Latent) else 0
 
@@ -125,95 +125,97 @@ class KVSpec:
         """Whether any layer has a sliding window."""
         return any(isinstance(layer, Window) for layer in self.layers)
 
-    def budgets(self, of_row: KVBudget) -> tuple[KVBudget, ...]:
-        """By layer, the slots of each kv head."""
-        return tuple(layer.budget(of_row) for layer in self.layers)
+    def budgets(self, row_budget: KVBudget) -> tuple[KVBudget, ...]:
+        """Slots of each kv head, by layer."""
+        return tuple(layer.budget(row_budget) for layer in self.layers)
 
     @property
     def token_size(self) -> int:
-        """Numbers that one layer keeps of one token."""
+        """Elements that one layer caches per token."""
         return self.num_kv_heads * (self.key_dim + (0 if self.values_are_keys else self.value_dim))
 
     @property
     def key_size(self) -> int:
-        """Numbers of one token's keys in one layer."""
+        """Elements of one token's keys in one layer."""
         return self.num_kv_heads * self.key_dim
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of one staged number."""
+        """Bytes of one staged element."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def format(self) -> RowFormat:
-        """Of rows."""
+        """How rows store K and V."""
         return row_format(self.dtype, self.kv_dtype)
 
     def slot_bytes(self) -> int:
-        """Bytes of one token in one layer of a row, with its scales if the format has scales per slot."""
+        """Bytes of one token in one layer of a row, including per-slot scales."""
         scales = self._scales_bytes() if self.format.scales == "slot" else 0
         return self.token_size * self.format.bits // 8 + scales
 
     def token_bytes(self) -> int:
-        """Bytes of one token in a row that holds it in every layer."""
+        """Bytes of one token in all layers of a row."""
         return self.num_layers * self.slot_bytes()
 
     def scale_bytes(self) -> int:
-        """Scales per kv head of a whole row; 0 in formats without."""
+        """Bytes of a row's per-head scales; 0 for formats without."""
         return self.num_layers * self._scales_bytes() if self.format.scales == "head" else 0
 
     def _scales_bytes(self) -> int:
-        """A scale per kv head of one layer, of K and of V."""
+        """One scale per kv head of one layer, for K and for V."""
         return (1 if self.values_are_keys else 2) * self.num_kv_heads * SCALE_BYTES
 
     def row_bytes(self, capacity: int) -> int:
-        """A row of ``capacity`` slots, with its windows and scales."""
-        slots = sum(own.capacity for own in self.budgets(KVBudget.full(capacity)))
+        """Bytes of a row of ``capacity`` slots, including windows and scales."""
+        slots = sum(budget.capacity for budget in self.budgets(KVBudget.full(capacity)))
         return slots * self.slot_bytes() + self.scale_bytes()
 
-    def most_slots(self, capacity: int) -> int:
-        """Slots of a kv head in the layer that has most, in a row of ``capacity`` slots."""
-        return max(own.capacity for own in self.budgets(KVBudget.full(capacity)))
+    def max_slots(self, capacity: int) -> int:
+        """Most slots per kv head of any layer in a row of ``capacity`` slots."""
+        return max(budget.capacity for budget in self.budgets(KVBudget.full(capacity)))
 
-    def visible_slots(self, of_row: int, num_tokens: int) -> int:
-        """Slots of a kv head that attention reads after ``num_tokens`` tokens, summed over layers: ``of_row`` where the
-        row's budget applies.
+    def visible_slots(self, row_slots: int, num_tokens: int) -> int:
+        """Slots per kv head that attention reads after ``num_tokens`` tokens, summed over layers: ``row_slots`` in each
+        layer to which the row's budget applies.
         """
-        return sum(min(num_tokens, own.num_tokens) if isinstance(own, Window) else of_row for own in self.layers)
+        return sum(
+            min(num_tokens, layer.num_tokens) if isinstance(layer, Window) else row_slots for layer in self.layers
+        )
 
-    def visible_bytes(self, of_row: int, num_tokens: int) -> int:
-        """Bytes of these slots of all heads, and of the row's scales."""
-        return self.visible_slots(of_row, num_tokens) * self.slot_bytes() + self.scale_bytes()
+    def visible_bytes(self, row_slots: int, num_tokens: int) -> int:
+        """Bytes of ``visible_slots`` for all heads, and of the row's scales."""
+        return self.visible_slots(row_slots, num_tokens) * self.slot_bytes() + self.scale_bytes()
 
     def layer_bytes(self, num_tokens: int) -> int:
-        """``num_tokens`` tokens of one layer, in the dtype of staging."""
+        """Bytes of ``num_tokens`` tokens of one layer in the staging dtype, without expanded keys and values."""
         return num_tokens * self.token_size * self.number_bytes
 
     def expanded_bytes(self, num_tokens: int) -> int:
-        """Keys and values of every head that are made from ``num_tokens`` latents of one layer; 0 without latents."""
+        """Bytes of the keys and values expanded from ``num_tokens`` latents of one layer; 0 without latents."""
         return 2 * num_tokens * self.num_heads * self.expanded_dim * self.number_bytes
 
     def staging_bytes(self, num_tokens: int) -> int:
-        """``num_tokens`` staged tokens of one layer."""
+        """Bytes of ``num_tokens`` staged tokens of one layer."""
         return self.layer_bytes(num_tokens) + self.expanded_bytes(num_tokens)
 
     @property
     def prefix_token_bytes(self) -> int:
-        """One token in the prefix store: all layers, as they are staged; what is expanded from latents is made anew."""
+        """Bytes of one token in the prefix store: all layers in the staging dtype; latents are stored unexpanded."""
         return self.num_layers * self.layer_bytes(1)
 
     def query_bytes(self, num_tokens: int) -> int:
-        """Queries of ``num_tokens`` tokens of one layer, as they are kept for selection or KV re-selection."""
+        """Bytes of the queries of ``num_tokens`` tokens of one layer, kept for selection or KV re-selection."""
         return num_tokens * self.num_heads * self.key_dim * self.number_bytes
 
     def reselection_bytes(self, reselection: ReselectionConfig | None, capacity: int) -> int:
-        """What KV re-selection keeps of a row with its tokens: the last queries, and an fp32 vote per slot."""
+        """Bytes that KV re-selection adds to a row: the last queries, and an fp32 score per slot."""
         if reselection is None:
             return 0
         return self.num_layers * (self.query_bytes(reselection.num_queries) + 4 * self.num_kv_heads * capacity)
 
     def reselection_work_bytes(self, reselection: ReselectionConfig | None, capacity: int) -> int:
-        """One layer of a row in the order of age, and the tokens that stay: what a re-selection holds."""
+        """Temporary bytes of a re-selection: one layer of a row ordered by age, and the kept tokens."""
         return 0 if reselection is None else 2 * self.layer_bytes(capacity)
 
 

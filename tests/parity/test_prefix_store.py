@@ -483,7 +483,7 @@ def start(model: Path, folder: Path, **settings: Any) -> None:
 def test_bad_folders_are_refused_at_the_start(model: Path, tmp_path: Path) -> None:
     public = tmp_path / "public"
     public.mkdir(mode=0o755)
-    with pytest.raises(ValueError, match=r"has mode 755; prompts lie in it, so it must be private"):
+    with pytest.raises(ValueError, match=r"has mode 755; it holds prompts, so it must be private"):
         start(model, public)
     file = tmp_path / "file"
     file.touch()
@@ -497,7 +497,7 @@ def test_bad_folders_are_refused_at_the_start(model: Path, tmp_path: Path) -> No
     foreign = tmp_path / "foreign"
     foreign.mkdir(mode=0o700)
     (foreign / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="is not ours: it holds 'thesis.tex'"):
+    with pytest.raises(ValueError, match="is not a disk cache: it holds 'thesis.tex'"):
         start(model, foreign)
     assert (foreign / "thesis.tex").exists()
     ours = tmp_path / "ours"

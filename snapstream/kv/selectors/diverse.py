@@ -1,11 +1,11 @@
-"""Diverse: part of the slots goes to keys that are unlike the rest, whatever the question. Not in a paper.
+"""Diverse: part of the slots goes to keys that differ from the rest, whatever the question. Not in a paper.
 
-The observation window finds what the question points at; a later question, or the next link of a chain, points at
-other tokens. KeyDiff (arXiv 2504.15364) keeps keys far from the mean key of the prompt, which needs no queries. SnapKV
-selects first; then the best of the others by that distance, pooled so that neighbors stay together.
+Observation queries find what the question points at; a later question, or the next link of a chain, points at other
+tokens. KeyDiff (arXiv 2504.15364) keeps keys far from the mean key of the prompt, which needs no queries. SnapKV
+selects first; the rest are the best of the others by that distance, pooled so that neighboring tokens stay together.
 
-The cost is the tail of SnapKV's scores: long values lose their ends at small budgets. docs/research/accuracy.md has
-both, on documents whose facts stand in filler, where unlike keys *are* the facts, and on dense ones.
+The cost is the tail of SnapKV's scores: long values lose their ends at small budgets. docs/research/accuracy.md
+measures both, on documents whose facts are embedded in filler, where distinct keys *are* the facts, and on dense ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Diverse(SnapKV):
-    """SnapKV's votes for ``1 - share`` of the slots, unlike keys for the rest. A full row re-selects by votes alone."""
+    """SnapKV for ``1 - share`` of the slots, distinct keys for the rest. A full row re-selects by SnapKV alone."""
 
     name: ClassVar[str] = "diverse"
     share: float = 0.5  # of the top-k slots; docs/research/accuracy.md has the sweep
@@ -37,17 +37,17 @@ class Diverse(SnapKV):
     def select(
         self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Kernels
     ) -> Tensor:
-        votes = self.votes(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
-        chosen = choose(self.pool(votes), keys, candidates, num_topk, self.share, kernels)
+        scores = self.scores(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
+        chosen = choose(self.pool(scores), keys, candidates, num_topk, self.share, kernels)
         return chosen + candidates.start
 
 
 def choose(pooled: Tensor, keys: Tensor, candidates: range, num_topk: int, share: float, kernels: Kernels) -> Tensor:
-    """Indices ``[G, K]`` among the candidates, ascending: the best of ``pooled [G, n]``, then the most unlike keys."""
+    """Indices ``[G, K]`` among the candidates, ascending: the best of ``pooled [G, n]``, then distinct keys."""
     from snapstream.kv.selectors.scoring import pool_max, select_topk
 
     first = select_topk(pooled, min(num_topk, math.ceil((1.0 - share) * num_topk)))  # [G, K']
     if first.shape[1] == num_topk:
         return first
-    unlike = pool_max(kernels.key_diversity(keys, candidates.start, candidates.stop), POOL_WIDTH)  # [G, n]
-    return select_topk(unlike.scatter_(1, first, float("inf")), num_topk)
+    distinct = pool_max(kernels.key_diversity(keys, candidates.start, candidates.stop), POOL_WIDTH)  # [G, n]
+    return select_topk(distinct.scatter_(1, first, float("inf")), num_topk)

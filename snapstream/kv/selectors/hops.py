@@ -1,9 +1,9 @@
 """Hops: the tokens that the end of the prompt attends to score the others in turn, for chains of facts. Not in a paper.
 
 A question points at some tokens, and these may point at others that the answer needs. SnapKV's scores come first; then,
-in each of ``num_hops`` rounds, the tokens with the best scores score the others with their own queries, weighted by
-their scores, and all rounds count equally. Half of the slots are selected by SnapKV, whatever the rounds find; only
-that half is pooled ahead. The cost is a layer's queries of the whole prompt, held until the layer is staged.
+in each of ``num_hops`` rounds, the queries of the best-scored tokens score the others, weighted by their own scores;
+all rounds count equally. SnapKV alone selects half of the slots; only that half is pooled ahead. The cost is a layer's
+queries of the whole prompt, held until the layer is staged.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
     from snapstream.kernels.interface import Kernels
 
-SMALLEST = 2.0**-126  # of fp32's normal numbers: keeps a sum of no votes from dividing by zero
+SMALLEST = 2.0**-126  # smallest normal fp32 number: avoids dividing by a zero sum
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hops(SnapKV):
-    """SnapKV's votes and ``num_hops`` rounds more. A full row re-selects by SnapKV's votes alone."""
+    """SnapKV and ``num_hops`` more rounds of scores. A full row re-selects by SnapKV alone."""
 
     name: ClassVar[str] = "hops"
-    num_hops: int = 4  # a chain of as many links is followed; docs/research/accuracy.md has the sweep
+    num_hops: int = 4  # links of a chain that are followed; docs/research/accuracy.md has the sweep
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,31 +42,32 @@ class Hops(SnapKV):
     ) -> Tensor:
         from snapstream.kv.selectors.scoring import pool_max, select_topk
 
-        votes = self.votes(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
-        first = select_topk(self.pool(votes), -(-num_topk // 2))  # [G, K / 2]; only these are carried ahead
-        total = votes_of_rounds(votes, queries, keys, candidates, self.num_hops, self.observation_len, kernels)
+        scores = self.scores(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
+        first = select_topk(self.pool(scores), -(-num_topk // 2))  # [G, K / 2]; only these are carried ahead
+        total = add_hops(scores, queries, keys, candidates, self.num_hops, self.observation_len, kernels)
         best = pool_max(total, POOL_WIDTH).scatter_(1, first, float("inf"))
         return select_topk(best, num_topk) + candidates.start
 
 
-def votes_of_rounds(
-    votes: Tensor, queries: Tensor, keys: Tensor, candidates: range, num_hops: int, num_voters: int, kernels: Kernels
+def add_hops(
+    scores: Tensor, queries: Tensor, keys: Tensor, candidates: range, num_hops: int, num_sources: int, kernels: Kernels
 ) -> Tensor:
-    """``votes [G, n]`` plus those of every round, in proportion to what its ``num_voters`` voters got; all count alike.
+    """``scores [G, n]`` plus those of every hop, normalized to equal sums.
 
+    In each hop the ``num_sources`` best tokens of the hop before score all candidates, weighted by their own scores.
     ``queries [N, H, E]`` and ``keys [G, N, E]`` are those of the whole prompt.
     """
     from snapstream.kv.selectors.scoring import select_topk
 
-    total = latest = _normalised(votes)
+    total = latest = _normalized(scores)
     for _ in range(num_hops):
-        voters = select_topk(latest, num_voters)  # [G, m]
-        weights = latest.gather(1, voters)
-        latest = _normalised(kernels.hop_scores(weights, voters, queries, keys, candidates.start, candidates.stop))
+        sources = select_topk(latest, num_sources)  # [G, m]
+        weights = latest.gather(1, sources)
+        latest = _normalized(kernels.hop_scores(weights, sources, queries, keys, candidates.start, candidates.stop))
         total = total + latest
     return total
 
 
-def _normalised(votes: Tensor) -> Tensor:
-    """Votes that sum to 1 per kv head, or to 0 where all are 0."""
-    return votes / votes.sum(-1, keepdim=True).clamp_min(SMALLEST)
+def _normalized(scores: Tensor) -> Tensor:
+    """Scores that sum to 1 per kv head, or to 0 if all are 0."""
+    return scores / scores.sum(-1, keepdim=True).clamp_min(SMALLEST)

@@ -1,13 +1,13 @@
 """SnapKV (arXiv 2404.14469, section 4), as SnapStream uses it (arXiv 2511.03092, section 3): the default.
 
 The last ``observation_len`` prompt queries are the observation window. Per layer and query head: softmax of
-``q k / sqrt(E)`` over the eviction candidates, summed over these queries and over the query heads that share a kv head;
-then the scores ("votes") are pooled along the keys, and the best ``K`` positions are kept, ascending; ties go to the
-lower position. Reference: ``kernels/reference.py``.
+``q k / sqrt(E)`` over the eviction candidates, summed over these queries and over the query heads that share a kv head.
+The scores are pooled along the keys and the best ``K`` positions kept, ascending; ties go to the lower position.
+Reference: ``kernels/reference.py``.
 
-Two things differ from the paper: grouped heads are merged, so that a group shares one set of tokens, and scores are
+Two differences from the paper: grouped heads are merged, so that a group shares one set of tokens, and scores are also
 pooled ahead, because a question points at the key and the answer follows it. docs/research/accuracy.md has the sweeps
-behind every constant, and ``evals/selectors.py`` the variants that were swept, SnapKV as published among them.
+behind every constant, ``evals/selectors.py`` the swept variants, SnapKV as published among them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ POOL_WIDTH = 7
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Selector):
-    """Scores by the end of the prompt; a hit is kept with its neighbors, and with more of those after it."""
+    """Scores by the observation queries; a hit is kept with the tokens around it, and with more of those after it."""
 
     name: ClassVar[str] = "snapkv"
     can_reselect: ClassVar[bool] = True
     observation_len: int = DEFAULT_OBSERVATION
-    pool_half_life: int = 8  # tokens ahead over which a pooled vote halves; 0 carries none ahead, as SnapKV has it
+    pool_half_life: int = 8  # tokens ahead over which a pooled score halves; 0 carries none ahead, as in the paper
 
     def __post_init__(self) -> None:
         set_counts(self, observation_len=1, pool_half_life=0)
@@ -45,16 +45,16 @@ class SnapKV(Selector):
     ) -> Tensor:
         from snapstream.kv.selectors.scoring import select_topk
 
-        votes = self.votes(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
-        return select_topk(self.pool(votes), num_topk) + candidates.start
+        scores = self.scores(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
+        return select_topk(self.pool(scores), num_topk) + candidates.start
 
-    def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Kernels) -> Tensor:
+    def scores(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Kernels) -> Tensor:
         first_query = keys.shape[1] - queries.shape[0]
         return kernels.snapkv_scores(
             queries, keys, first_query, candidates.start, candidates.stop, over_row=False, group_max=False
         )
 
-    def pool(self, votes: Tensor) -> Tensor:
+    def pool(self, scores: Tensor) -> Tensor:
         from snapstream.kv.selectors.scoring import carry_ahead, pool_max
 
-        return carry_ahead(pool_max(votes, POOL_WIDTH), self.pool_half_life)
+        return carry_ahead(pool_max(scores, POOL_WIDTH), self.pool_half_life)

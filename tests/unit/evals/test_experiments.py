@@ -167,12 +167,12 @@ def _weights(runner: ModelRunner, text: list[int], num_prompt: int, chunk: range
     return found
 
 
-def test_a_share_is_taken_by_votes_first() -> None:
+def test_snapkv_fills_its_share_first() -> None:
     torch.manual_seed(0)
     queries, keys, scores = torch.randn(4, 2, 8), torch.randn(1, 40, 8), torch.rand(1, 40)
     kernels, candidates = bind(torch.device("cpu")), range(4, 36)
-    mine = Repeated(share=0.5, scores=(scores,))
-    votes = mine.pool(mine.votes(queries, keys, candidates, kernels))[0]
+    mine = Repeated(share=0.5, repeat_scores=(scores,))
+    votes = mine.pool(mine.scores(queries, keys, candidates, kernels))[0]
     first = {4 + int(i) for i in votes.topk(4).indices}
     rest = [i for i in (4 + scores[0, 4:36].argsort(descending=True)).tolist() if i not in first][:4]
     chosen = mine.select(queries, keys, 0, candidates, 8, kernels)

@@ -171,7 +171,7 @@ def test_windows_have_their_own_slots_whatever_the_budget() -> None:
     assert WINDOWS.limited(4).row_bytes(10) == (4 + 10 + 3) * 64 * 2  # no sequence is longer
     assert WINDOWS.visible_bytes(8, 20) == (5 + 8 + 3) * 64 * 2
     assert WINDOWS.visible_bytes(2, 2) == 3 * 2 * 64 * 2 == WINDOWS.visible_bytes(4, 4) - (4 + 4 + 3 - 6) * 64 * 2
-    assert WINDOWS.most_slots(4) == 5 and WINDOWS.most_slots(6) == 6
+    assert WINDOWS.max_slots(4) == 5 and WINDOWS.max_slots(6) == 6
     assert WINDOWS.token_bytes() == GROUPED.token_bytes() and WINDOWS.has_windows and not GROUPED.has_windows
 
 
@@ -426,10 +426,10 @@ def test_both_forms_tell_the_same(prompt_len: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 16])
 def test_every_row_lies_on_one_rank(num_ranks: int) -> None:
     partitions = [RowPartition(37, rank, num_ranks) for rank in range(num_ranks)]
-    found = [(rank, row) for rank, partition in enumerate(partitions) for row in partition.own(range(37))]
+    found = [(rank, row) for rank, partition in enumerate(partitions) for row in partition.local_rows(range(37))]
     assert len(set(found)) == len(found) == 37
-    assert max(row for _, row in found) < partitions[0].num_own == -(-37 // num_ranks)
-    assert all(partition.own([37]) == (partition.num_own,) for partition in partitions)  # the padding row
+    assert max(row for _, row in found) < partitions[0].num_local == -(-37 // num_ranks)
+    assert all(partition.local_rows([37]) == (partition.num_local,) for partition in partitions)  # the padding row
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 16])
@@ -447,7 +447,7 @@ def test_a_batch_is_put_together_again(num_ranks: int, batch: int) -> None:
         assert sizes == {min(batch + num_padding, -(-37 // num_ranks))}
         told = []
         for rank, (entries, places, order) in enumerate(shares):
-            is_padding = places.rows == RowPartition(37, rank, num_ranks).num_own
+            is_padding = places.rows == RowPartition(37, rank, num_ranks).num_local
             assert (places.slots[is_padding] == 0).all() and (places.lengths[is_padding] == 1).all()
             row = places.rows * num_ranks + rank
             assert torch.equal(rows[entries][~is_padding], row[~is_padding])

@@ -419,10 +419,10 @@ class Loudest(Selector):
     def select(
         self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Kernels
     ) -> Tensor:
-        best = self.votes(queries, keys, candidates, kernels).topk(num_topk).indices.sort().values
+        best = self.scores(queries, keys, candidates, kernels).topk(num_topk).indices.sort().values
         return best + candidates.start
 
-    def votes(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Kernels) -> Tensor:
+    def scores(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Kernels) -> Tensor:
         return keys[:, candidates.start : candidates.stop].float().norm(dim=-1) * queries.shape[0]
 
 
