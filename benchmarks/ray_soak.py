@@ -106,13 +106,13 @@ async def _kill(watch: ReplicaWatch, tally: Tally, every_s: float, seed: int) ->
     for number in count():
         await asyncio.sleep(every_s)
         reports = await asyncio.to_thread(watch.reports)
-        ready = [each for each in reports if not each.load.absence]
+        ready = [each for each in reports if not each.load.unavailable]
         if len(ready) < 2:
             tally.kills["put off"] += 1
             continue
         victim = rng.choice(ready)
         part = "engine" if number % 2 else "replica"
-        os.kill(victim.facts.pid if part == "engine" else victim.pid, signal.SIGKILL)
+        os.kill(victim.metadata.pid if part == "engine" else victim.pid, signal.SIGKILL)
         tally.kills[part] += 1
 
 
@@ -140,7 +140,7 @@ def _leftovers(watch: ReplicaWatch) -> list[str]:
     while True:
         reports = watch.reports()
         found = [f"{len(reports)} replicas answer"] if len(reports) != REPLICAS else []
-        found += [f"{each.replica}: {each.load.absence}" for each in reports if each.load.absence]
+        found += [f"{each.replica}: {each.load.unavailable}" for each in reports if each.load.unavailable]
         found += [f"{each.replica}: {each.load.open_rows} rows are open" for each in reports if each.load.open_rows]
         found += [
             f"{each.replica}: {each.stats.rows_free} of {each.stats.rows_total} rows are free"

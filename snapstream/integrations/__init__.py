@@ -1,1 +1,1 @@
-"""The engine behind other people's tools: one file per tool, which it imports and which is not a dependency of ours."""
+"""Integrations with other tools, each of which is an optional dependency: one module per tool."""

@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from snapstream.proxy.options import ProxyOptions
 from snapstream.server.apis import APIS
 from snapstream.server.http.admission import Admission, OpenRequests, RequestContext
-from snapstream.server.http.connections import ConnectionGuard, cut_off
+from snapstream.server.http.connections import ConnectionGuard, abort_connection
 from snapstream.server.http.errors import ApiError, SelectApi, add_error_handlers, api_of, bad_value
 from snapstream.server.http.lifecycle import (
     LIVE_PATH,
@@ -45,9 +45,9 @@ from snapstream.server.http.lifecycle import (
     uvicorn_config,
     warn_if_open,
 )
-from snapstream.server.http.middleware import BearerAuth, HostGuard, OneLength
+from snapstream.server.http.middleware import BearerAuth, HostGuard, SingleBodyLength
 from snapstream.server.http.prompt_compression import FIELD, DraftThread, parse_compression
-from snapstream.server.http.sse import DONE, ClientGone, frame, until_gone
+from snapstream.server.http.sse import DONE, ClientDisconnected, frame, run_until_disconnect
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.types import CompressionSummary
 from snapstream.version import __version__
@@ -199,13 +199,13 @@ class Upstream:
         return kept if key is None else [*kept, (b"authorization", b"Bearer " + key.encode("ascii"))]
 
 
-class PassedOn(Response):
+class ForwardedResponse(Response):
     """An upstream answer on its way to the client, with ``extra`` headers."""
 
     def __init__(self, answer: httpx.Response, extra: Mapping[str, str], on_end: Callable[[int, str], None]) -> None:
         super().__init__(status_code=answer.status_code)
         self._answer, self._on_end = answer, on_end
-        self._how = "left"
+        self._end_reason = "left"
         pairs = [(name.lower(), value) for name, value in answer.headers.raw]
         own = [(name.lower().encode("ascii"), value.encode("ascii")) for name, value in extra.items()]
         dropped = _connection_only(pairs) | {name for name, _ in own}
@@ -213,14 +213,14 @@ class PassedOn(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_gone(receive, self._send_all(scope, send))
-        except ClientGone:
+            await run_until_disconnect(receive, self._send_all(scope, send))
+        except ClientDisconnected:
             pass
         finally:
             try:
                 await self._answer.aclose()
             finally:
-                self._on_end(self.status_code, self._how)
+                self._on_end(self.status_code, self._end_reason)
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         # In the task of the first piece, so that both leave in one write.
@@ -229,11 +229,11 @@ class PassedOn(Response):
             async for piece in self._answer.aiter_raw():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except httpx.HTTPError as error:
-            self._how = "upstream"
+            self._end_reason = "upstream"
             log.warning("the upstream server broke off an answer: %s", type(error).__name__)
             kind = self._answer.headers.get("content-type", "")
             if not kind.startswith("text/event-stream") or "content-encoding" in self._answer.headers:
-                await cut_off(scope)  # which the client sees: what came was not all
+                await abort_connection(scope)  # which the client sees: what came was not all
                 raise
             fault = _fault(502, "the upstream server broke off its answer")
             api = api_of(scope)
@@ -242,7 +242,7 @@ class PassedOn(Response):
             # A blank line first: the stream may have stopped inside of a frame.
             await send({"type": "http.response.body", "body": b"\n\n" + last, "more_body": False})
             return
-        self._how = ""
+        self._end_reason = ""
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -298,7 +298,7 @@ def make_proxy(compressor: PromptCompressor, target: PreTrainedTokenizerBase | N
     @app.head("/health", include_in_schema=False)
     @app.head("/health/ready", include_in_schema=False)
     async def health() -> Response:
-        proxy.need_open()
+        proxy.require_open()
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -322,7 +322,7 @@ def make_proxy(compressor: PromptCompressor, target: PreTrainedTokenizerBase | N
     app.add_middleware(BearerAuth, keys=options.api_keys, apis=APIS)
     if options.allowed_hosts:  # a page on the web must not reach a proxy on its reader's machine
         app.add_middleware(HostGuard, allowed=options.allowed_hosts)
-    app.add_middleware(OneLength)
+    app.add_middleware(SingleBodyLength)
     app.add_middleware(SelectApi, apis=APIS)
     return app
 
@@ -333,7 +333,7 @@ class Proxy(Admission):
     def __init__(
         self, compressor: PromptCompressor, target: PreTrainedTokenizerBase | None, options: ProxyOptions
     ) -> None:
-        super().__init__(options, "proxy", PassedOn)
+        super().__init__(options, "proxy", ForwardedResponse)
         self.options = options
         self.metrics = ProxyMetrics()
         self._client = make_client(options)
@@ -354,9 +354,9 @@ class Proxy(Admission):
         async def watched() -> Response:
             data = await self.read_object(request, context) if compress else None
             raw = b"" if compress else await self.read_bytes(request, context)
-            return await until_gone(request.receive, self._pass(request, data, raw, compress, context))
+            return await run_until_disconnect(request.receive, self._pass(request, data, raw, compress, context))
 
-        return await self.pass_through(context, watched)
+        return await self.handle(context, watched)
 
     async def _pass(
         self,
@@ -374,7 +374,7 @@ class Proxy(Admission):
         path, query = request.scope["raw_path"], request.scope["query_string"]
         answer = await self._upstream.open(request.method, path, query, request.headers.raw, raw)
         try:
-            return PassedOn(answer, extra, context.end)
+            return ForwardedResponse(answer, extra, context.end)
         except BaseException:
             await answer.aclose()
             raise
@@ -425,14 +425,14 @@ class ProxyContext(RequestContext):
         super().enter()
         self._metrics.open.set(self.open_requests.num_open)
 
-    def end(self, status: int, how: str = "") -> None:
-        super().end(status, how)
+    def end(self, status: int, reason: str = "") -> None:
+        super().end(status, reason)
         self._metrics.open.set(self.open_requests.num_open)
         self._metrics.count_answer(status)
 
-    def fields(self, status: int, how: str) -> dict[str, Any]:
+    def fields(self, status: int, reason: str) -> dict[str, Any]:
         compressed = {"tokens_before": self.tokens_before, "tokens_after": self.tokens_after}
-        return super().fields(status, how) | compressed
+        return super().fields(status, reason) | compressed
 
 
 def summary(compressed: CompressedBody) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class ProxyOptions(RequestLimits):
         None, "Key sent upstream. Default: the client's own.", metavar="KEY", envvar=UPSTREAM_KEY_VARIABLE
     )
     allowed_hosts: tuple[str, ...] = setting(
-        (), "Host to answer to, besides localhost.", metavar="HOST", flag="--allowed-host"
+        (), "Host to answer to, in addition to localhost.", metavar="HOST", flag="--allowed-host"
     )
     is_strict: bool = setting(False, "A failing draft is a 500, not an uncompressed prompt.", flag="--strict")
     drain_timeout: float = setting(30.0, "Seconds that open answers get after SIGTERM.")
@@ -85,8 +85,8 @@ class ProxyOptions(RequestLimits):
 def _is_base_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        has_place = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        template_has_tools = bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:  # a port that is no number or above 65535, half an IPv6 address
         return False
     is_whole = not any(char.isspace() for char in text)
-    return parts.scheme in ("http", "https") and has_place and is_whole and not (parts.query or parts.fragment)
+    return parts.scheme in ("http", "https") and template_has_tools and is_whole and not (parts.query or parts.fragment)

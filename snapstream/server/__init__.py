@@ -1,4 +1,4 @@
-"""The HTTP server, with the engine in a process of its own.
+"""The HTTP server; the engine runs in a separate process.
 
 ``apis.py`` lists the wire APIs (``openai/``, ``responses/``, ``anthropic/``), ``http/`` serves any of them, ``engine/``
 runs the engine process, ``page/`` is the chat page. ``app.py`` puts them together, ``run.py`` serves them on a socket.

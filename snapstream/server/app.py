@@ -22,12 +22,12 @@ from snapstream.server.http.middleware import (
     Cors,
     HeadAsGet,
     HostGuard,
-    OneLength,
-    PlainPath,
+    NormalizePath,
     RequestId,
+    SingleBodyLength,
 )
 from snapstream.server.openai.routes import tokenizer_routes
-from snapstream.server.openai.state import CheckReaders, ServerState, nothing_to_check
+from snapstream.server.openai.state import CheckPrefill, ServerState, no_prefill_check
 from snapstream.server.options import ServerSettings
 from snapstream.server.page import page_routes
 from snapstream.server.roles import peer_routes
@@ -48,14 +48,14 @@ def make_app(
     compressor: PromptCompressor | None = None,
     guard: ConnectionGuard | None = None,
     tracing: Tracing | None = None,
-    check_readers: CheckReaders = nothing_to_check,
+    check_prefill: CheckPrefill = no_prefill_check,
 ) -> FastAPI:
     """``metadata`` may raise EngineDead while the engine loads; callers get a 503 until then. ``compressor``: the
-    draft. ``guard``: the connections that it is reached by, for its metrics. ``check_readers``: see ``ServerState``.
+    draft. ``guard``: the connections that it is reached by, for its metrics. ``check_prefill``: see ``ServerState``.
 
     ``app.state.server`` is the shared state; set its ``is_draining`` to refuse new work.
     """
-    state = ServerState(engine, tokenizer, settings, metadata, compressor, guard, check_readers)
+    state = ServerState(engine, tokenizer, settings, metadata, compressor, guard, check_prefill)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -69,14 +69,14 @@ def make_app(
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
-        redirect_slashes=False,  # PlainPath makes one path of both spellings
+        redirect_slashes=False,  # NormalizePath makes one path of both spellings
         servers=[{"url": settings.root_path}] if settings.root_path else None,
     )
     app.state.server = state
-    app.include_router(status_routes(state.need_live, state.check_ready, state.metrics.render))
+    app.include_router(status_routes(state.require_live, state.check_ready, state.metrics.render))
     if settings.role == "prefill":  # clients talk to the servers that answer
         secret = settings.transfer_secret
-        app.include_router(peer_routes(state, engine, secret, state.need_ready, lambda: state.metadata))
+        app.include_router(peer_routes(state, engine, secret, state.require_ready, lambda: state.metadata))
     else:
         for api in APIS:
             app.include_router(api.routes(state))
@@ -96,8 +96,8 @@ def make_app(
         )
     if settings.allowed_hosts:
         app.add_middleware(HostGuard, allowed=settings.allowed_hosts)
-    app.add_middleware(PlainPath, root_path=settings.root_path)  # outside of all that goes by paths
-    app.add_middleware(OneLength)
+    app.add_middleware(NormalizePath, root_path=settings.root_path)  # outside of all that goes by paths
+    app.add_middleware(SingleBodyLength)
     if tracing is not None:
         state.metrics.on_request = tracing.note
         app.add_middleware(TraceRequests, tracing=tracing)

@@ -1,8 +1,7 @@
-"""Log lines for people (``text``) or for machines (``json``), on stderr, from one set-up at the start of a server.
+"""Log lines for people (``text``) or for machines (``json``), on stderr, set up once at the start of a server.
 
-A record may carry ``fields`` (``extra={"fields": {...}}``): text shows them as ``name=value``, JSON as members of their
-own. Invariant: every record is one line, and no prompt or answer is ever part of one. ``http/admission.py`` writes
-the line of each request.
+A record may carry ``fields`` (``extra={"fields": {...}}``): text shows them as ``name=value``, JSON as members.
+Invariant: every record is one line without any prompt or answer. ``http/admission.py`` writes the line of each request.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LogFormat = Literal["text", "json"]
 
 
 class TextFormatter(logging.Formatter):
-    """``time=... level=... message name=value ...``; a traceback goes on in lines of its own, as people expect."""
+    """``time=... level=... message name=value ...``; a traceback follows on its own lines."""
 
     def __init__(self) -> None:
         super().__init__("time=%(asctime)s level=%(levelname)s %(message)s")
@@ -65,4 +64,4 @@ def _plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1f}"
     text = str(value)
-    return text if text.isprintable() and " " not in text else json.dumps(text)  # a path is what its client made it
+    return text if text.isprintable() and " " not in text else json.dumps(text)  # a client chooses the path

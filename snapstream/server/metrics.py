@@ -39,7 +39,7 @@ _HISTOGRAMS = (
     ("request_prompt_tokens", "Prompt tokens of a request, before any compression.", _TOKENS),
     ("request_generation_tokens", "Generated tokens of a request.", _TOKENS),
 )
-# Errors that are there from the first scrape on, so that an alert sees the first of a kind grow.
+# Errors that are listed from the first scrape on, so that an alert sees the first of a kind.
 _USUAL_FAULTS = (
     (400, "invalid_request_error"),
     (401, "invalid_api_key"),
@@ -102,10 +102,10 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         model = self._model_name()
-        if not model:  # still loading: series without a name would stay for ever
+        if not model:  # still loading: series without a name would stay forever
             return
         for histogram in self._histograms.values():
-            histogram.labels(model)  # so that every series is there from the first scrape on
+            histogram.labels(model)  # so that every series exists from the first scrape on
         for reason in FinishReason:
             self._success.labels(model, reason.value)
         for family in (*self._registry.collect(), *self._engine_families(model)):
@@ -135,14 +135,14 @@ class Metrics:
             ("evicted_tokens", "Prompt tokens that rows did not keep.", stats.evicted_tokens_total),
             ("compressions", "Prompts longer than their row.", stats.compressions_total),
             ("compression_seconds", "Spent on scoring, selection and writing rows.", stats.compression_seconds_total),
-            ("prompt_tokens_dropped", "Prompt tokens that the draft took out before prefill.", self._num_dropped),
+            ("prompt_tokens_dropped", "Prompt tokens that the draft dropped before prefill.", self._num_dropped),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix store.", stats.prefix_queries_total),
-            ("prefix_cache_hits", "Prompt tokens that it gave back.", stats.prefix_hits_total),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix store.", stats.prefix_hits_total),
             ("prefix_saved_tokens", "Prompt tokens put into the prefix store.", stats.prefix_saved_total),
-            ("prefix_evicted_blocks", "Blocks that made room for others.", stats.prefix_evicted_blocks_total),
+            ("prefix_evicted_blocks", "Blocks evicted from the prefix store.", stats.prefix_evicted_blocks_total),
             *self._row_totals(stats),
             ("engine_restarts", "Restarts of the engine process.", stats.restarts_total),
-            ("engine_stalls", "Engines that were ended because they no longer got on.", stats.stalls_total),
+            ("engine_stalls", "Engines that were killed because they made no progress.", stats.stalls_total),
         ):
             counter = CounterMetricFamily(OURS + name, text, labels=["model_name"])
             counter.add_metric([model], total)
@@ -163,14 +163,14 @@ class Metrics:
         yield closed
 
     def _row_totals(self, stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
-        """Of rows that travel, where they do."""
+        """Of KV transfer, if there is any."""
         if not self._has_transfers:
             return ()
         return (
-            ("rows_sent", "Rows that went to servers which answer.", stats.rows_sent_total),
-            ("rows_received", "Rows that came from servers which read prompts.", stats.rows_received_total),
-            ("rows_lost", "Rows that were lost on their way, or refused.", stats.rows_lost_total),
-            ("row_bytes_received", "Keys and values of the rows that came.", stats.row_bytes_received_total),
+            ("rows_sent", "Rows sent to decode servers.", stats.rows_sent_total),
+            ("rows_received", "Rows received from prefill servers.", stats.rows_received_total),
+            ("rows_lost", "Rows that were lost in transfer, or refused.", stats.rows_lost_total),
+            ("row_bytes_received", "Bytes of the received rows.", stats.row_bytes_received_total),
         )
 
 

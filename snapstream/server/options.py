@@ -22,11 +22,11 @@ TOOL_PARSERS = (
     "auto", "none", "hermes", "llama3_json", "llama4_pythonic", "qwen3_coder", "glm45", "glm47", "deepseek_v3",
     "deepseek_v31", "kimi_k2", "mistral",
 )  # fmt: skip
-Role = Literal["both", "prefill", "decode"]  # what a server does of a request
+Role = Literal["both", "prefill", "decode"]
 ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "none"]
 KEY_VARIABLE, ADMIN_VARIABLE = "SNAPSTREAM_API_KEY", "SNAPSTREAM_ADMIN_KEY"
 MIB = 2**20
-# What a server sets of an engine, other than the package alone.
+# Engine options whose default differs in a server.
 ENGINE_DEFAULTS: dict[str, Any] = {"max_waiting": 128, "prefix_store": "auto"}
 
 
@@ -70,7 +70,7 @@ def check_keys(keys: Sequence[str]) -> None:
 
 
 def refuse_blank(variable: str) -> None:
-    """ValueError for a key in the environment that is blank: it looks like one and would let everyone in."""
+    """ValueError for a key in the environment that is blank: it looks set and would leave the server open."""
     if not os.environ.get(variable, "unset").strip():
         raise ValueError(f"{variable} is set but blank; give it a key, or unset it to serve without")
 
@@ -78,7 +78,7 @@ def refuse_blank(variable: str) -> None:
 def all_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
     """Keys of the command line, of the file (one a line) and of the environment, together.
 
-    ValueError for a file or a variable that holds none: naming one means that keys are wanted.
+    ValueError for a file or a variable that holds none: giving one means that keys are wanted.
     """
     refuse_blank(KEY_VARIABLE)
     lines = [] if file is None else [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
@@ -165,7 +165,7 @@ class ApiOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggregationOptions:
-    """Which half of a request a server does, and where the other half is done."""
+    """Whether a server does prefill, decode or both, and where the other part is done."""
 
     role: Role = setting("both", "Prefill for other servers (prefill), or have such servers prefill (decode).")
     prefill: tuple[str, ...] = setting((), "With --role decode: server with --role prefill; repeatable.", metavar="URL")
@@ -200,7 +200,7 @@ class DisaggregationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(DisaggregationOptions, DraftOptions, ApiOptions, ListenOptions):
-    """The whole command, but for the engine's options."""
+    """All options of the command but the engine's."""
 
     api_keys: tuple[str, ...] = setting(
         (),
@@ -241,7 +241,7 @@ class RequestLimits:
     max_requests: int = 1024  # open at once, from before their body is read; more get 429
     max_body_bytes: int = 32 * MIB
     max_open_body_bytes: int = 256 * MIB  # of all requests being answered together; more get 429
-    body_timeout_s: float = 60.0  # for a client to send its body: one that trickles may not hold a place for ever
+    body_timeout_s: float = 60.0  # for a client to send its body
     retry_after_s: int = 1  # sent to clients with 429 and 503
 
     def __post_init__(self) -> None:
@@ -256,10 +256,10 @@ class RequestLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(ApiOptions, RequestLimits):
-    """How the HTTP server behaves; nothing here reaches the engine."""
+    """Settings of the HTTP server; nothing here reaches the engine."""
 
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # any of them opens /v1/*; none means open to all
-    admin_key: str = field(default="", repr=False)  # what it resets, it resets for all callers; none by default
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # of /v1/*; none: open to all
+    admin_key: str = field(default="", repr=False)  # resets the prefix store of all callers; none by default
     max_prompts: int = 256  # prompts of one completions request
     max_samples: int = 256  # n times prompts of one request
     max_stored_bytes: int = 256 * MIB  # of their conversations, all keys together
@@ -268,7 +268,7 @@ class ServerSettings(ApiOptions, RequestLimits):
     max_kept_bits: int = 64 * MIB  # the same as a bitmap: layers x kv heads x prompt tokens
     tokenizer_threads: int = 2  # each has its own copy of the tokenizer
     role: Role = "both"
-    transfer_secret: bytes = field(default=b"", repr=False)  # opens the routes for other servers of ours
+    transfer_secret: bytes = field(default=b"", repr=False)  # of the routes for other servers of the same deployment
     prompt_compression: PromptCompression | None = None  # of requests that bring none; needs a draft
     namespace_secret: bytes = field(default=b"", repr=False)  # of the prefix store; empty: one of this process
     max_draft_waiting: int = 64  # prompts that wait for the draft; more get 429
@@ -276,7 +276,7 @@ class ServerSettings(ApiOptions, RequestLimits):
 
     @classmethod
     def of(cls, api: ApiOptions, **own: Any) -> ServerSettings:
-        """Settings with a user's options of the API."""
+        """From the API's options, and the server's own settings."""
         return cls(**{each.name: getattr(api, each.name) for each in fields(ApiOptions)} | own)
 
     def __post_init__(self) -> None:
@@ -287,7 +287,7 @@ class ServerSettings(ApiOptions, RequestLimits):
             as_count(name, getattr(self, name), 1)
         check_keys((*self.api_keys, *([self.admin_key] if self.admin_key else [])))
         if self.admin_key in self.api_keys:
-            raise ValueError("the admin key is an API key, too; give callers and the operator keys of their own")
+            raise ValueError("the admin key is also an API key; give callers and the operator different keys")
         check_root_path(self.root_path)
         check_hosts(self.allowed_hosts)
         for origin in self.cors_origins:

@@ -1,6 +1,6 @@
 """``serve --role``: options of disaggregated serving, and the routes of a prefill server.
 
-Invariant: options that a role does not use are refused before anything is loaded, by name. A request without the
+Invariants: options that a role does not use are refused by name before anything is loaded. A request without the
 transfer secret is refused before its body is read; a decode server that disconnects aborts its request.
 """
 
@@ -22,25 +22,23 @@ from snapstream.server.engine.api import AsyncEngine, ModelMetadata
 from snapstream.server.engine.process import EngineProcess
 from snapstream.server.engine.remote_prefill import (
     CHECK_PATH,
-    READ_PATH,
+    PREFILL_PATH,
+    PrefillBackend,
     PrefillServers,
-    PromptReaders,
     check_urls,
-    told_of,
-    why_not_sent,
+    compatibility_info,
+    transfer_error,
 )
 from snapstream.server.http.admission import Admission, RequestContext
 from snapstream.server.http.errors import ApiError, api_of, bad_value
 from snapstream.server.http.middleware import log_refusal
-from snapstream.server.http.sse import until_gone
+from snapstream.server.http.sse import run_until_disconnect
 from snapstream.server.options import ServeOptions
 from snapstream.types import Request
 
-# ``serve --role``: what a role cannot do is refused before anything is loaded, with the option's name.
-
 
 def transfer_settings(options: ServeOptions) -> TransferSettings | None:
-    """ValueError for what would be open to others."""
+    """ValueError for addresses where prompts or rows would be sent unencrypted to another machine."""
     if options.role == "both":
         return None
     check_urls(options.prefill)
@@ -61,29 +59,31 @@ def transfer_settings(options: ServeOptions) -> TransferSettings | None:
 
 
 def engine_options(options: ServeOptions, engine: EngineOptions) -> EngineOptions:
-    """The engine's, as far as the role has any use for them."""
+    """The engine's options, without those that the role does not use."""
     if options.role == "prefill" and options.draft is not None:
-        raise ValueError("--draft shortens prompts where they come in; give it to the servers with --role decode")
+        raise ValueError(
+            "--draft compresses prompts where clients send them; give it to the servers with --role decode"
+        )
     if options.role != "decode":
         return engine
     if engine.prefix_dir is not None or engine.prefix_store not in (None, "auto"):
-        raise ValueError("--prefix-store and --prefix-dir are for the servers that read prompts: --role prefill")
+        raise ValueError("--prefix-store and --prefix-dir are for prefill servers: --role prefill")
     return replace(engine, prefix_store=None)
 
 
-def make_readers(
+def make_prefill(
     options: ServeOptions, transfer: TransferSettings | None
-) -> Callable[[EngineProcess], PromptReaders] | None:
+) -> Callable[[EngineProcess], PrefillBackend] | None:
     """Remote prefill for an engine with the role decode."""
     if options.role != "decode" or transfer is None:
         return None
-    return lambda engine: PrefillServers(options.prefill, transfer, lambda: engine.facts)
+    return lambda engine: PrefillServers(options.prefill, transfer, lambda: engine.metadata)
 
 
 log = logging.getLogger(__name__)
 
 
-def _stranger(http: HttpRequest) -> ApiError:
+def _bad_proof(http: HttpRequest) -> ApiError:
     log_refusal("a request without the transfer secret was refused", http.scope)
     return ApiError(401, "This route is for servers that know the transfer secret.", code="invalid_proof")
 
@@ -98,9 +98,9 @@ class PrefillRequests:
     num_tokens: int = 0
 
     async def answer(self, http: HttpRequest) -> Response:
-        digest = digest_of(self.secret, READ_PATH, http.headers.get(HEADER, ""))
+        digest = digest_of(self.secret, PREFILL_PATH, http.headers.get(HEADER, ""))
         if digest is None:
-            raise _stranger(http)
+            raise _bad_proof(http)
         context = RequestContext(
             self.admission.open_requests, http.state.own_id, http.state.request_id, http.url.path, api_of(http.scope)
         )
@@ -109,17 +109,17 @@ class PrefillRequests:
             body = await self.admission.read_bytes(http, context)
             if not has_digest(body, digest):
                 raise bad_value("the body is not the one that the proof is for", None, "invalid_proof")
-            return await until_gone(http.receive, self._read(request_from_bytes(body)))
+            return await run_until_disconnect(http.receive, self._prefill(request_from_bytes(body)))
 
-        return await self.admission.pass_through(context, work)
+        return await self.admission.handle(context, work)
 
-    async def _read(self, request: Request) -> Response:
+    async def _prefill(self, request: Request) -> Response:
         assert request.ticket is not None
         own = replace(request, request_id=prefill_request_id(request.ticket))
         num_tokens = len(request.prompt_token_ids)
         self.num_tokens += num_tokens
         try:
-            problem = await why_not_sent(self.engine.generate(own))
+            problem = await transfer_error(self.engine.generate(own))
         finally:
             self.num_tokens -= num_tokens
         if problem:
@@ -132,22 +132,22 @@ def peer_routes(
     admission: Admission,
     engine: AsyncEngine,
     secret: bytes,
-    need_ready: Callable[[], None],
+    require_ready: Callable[[], None],
     metadata: Callable[[], ModelMetadata],
 ) -> APIRouter:
     """Routes for other servers; they are not in /openapi.json."""
     router, prefills = APIRouter(), PrefillRequests(admission, engine, secret)
 
-    @router.post(READ_PATH, include_in_schema=False)
-    async def read_prompt(request: HttpRequest) -> Response:
+    @router.post(PREFILL_PATH, include_in_schema=False)
+    async def prefill(request: HttpRequest) -> Response:
         return await prefills.answer(request)
 
     @router.get(CHECK_PATH, include_in_schema=False)
     async def check(request: HttpRequest) -> Response:
         digest = digest_of(secret, CHECK_PATH, request.headers.get(HEADER, ""))
         if digest is None or not has_digest(b"", digest):
-            raise _stranger(request)
-        need_ready()
-        return JSONResponse(told_of(metadata()))
+            raise _bad_proof(request)
+        require_ready()
+        return JSONResponse(compatibility_info(metadata()))
 
     return router

@@ -27,7 +27,7 @@ from snapstream.server.apis import APIS
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineSpec, ModelMetadata
 from snapstream.server.engine.process import EngineProcess
-from snapstream.server.engine.remote_prefill import ReadFailed
+from snapstream.server.engine.remote_prefill import PrefillFailed
 from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.lifecycle import (
     StartupApp,
@@ -39,7 +39,7 @@ from snapstream.server.http.lifecycle import (
 )
 from snapstream.server.openai.state import ServerState
 from snapstream.server.options import ServeOptions, ServerSettings, all_keys, answered_hosts
-from snapstream.server.roles import engine_options, make_readers, transfer_settings
+from snapstream.server.roles import engine_options, make_prefill, transfer_settings
 from snapstream.server.tracing import Tracing, otlp_tracing
 from snapstream.spec_prefill.settings import protection_of
 
@@ -103,10 +103,10 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
         warn_if_open(options.host, settings.api_keys, "server")
         log.info("loading %s", spec.model)
         engine = EngineProcess(
-            replace(spec, beside=memory_beside(spec, options)),
+            replace(spec, draft_memory=draft_memory_of(spec, options)),
             restart=options.restart,
             stall_timeout_s=options.stall_timeout,
-            make_readers=make_readers(options, spec.transfer),
+            make_prefill=make_prefill(options, spec.transfer),
         )
         startup = StartupApp(settings.retry_after_s, apis=APIS)
         guard = ConnectionGuard()
@@ -145,8 +145,8 @@ async def _start(engine: EngineProcess) -> None:
     """Load the engine. ValueError, too, if every prefill server differs from it, or has another secret."""
     await engine.start()
     try:
-        await engine.check_readers()
-    except ReadFailed as error:  # they may start later
+        await engine.check_prefill()
+    except PrefillFailed as error:  # they may start later
         log.warning("no prefill server can be used yet, and /health/ready is 503 until one can: %s", error)
     except ValueError as error:
         raise ValueError(f"no prefill server can be used: {error}") from None
@@ -170,12 +170,12 @@ async def _load_server(
         raise ValueError(f"{spec.model} has no tokenizer; a draft hands over text")
 
     def metadata() -> ModelMetadata:
-        return ModelMetadata.of(engine.facts, names, created)
+        return ModelMetadata.of(engine.metadata, names, created)
 
     if spec.options.prefix_dir is not None:  # stored prompts outlive this process, so their namespaces must, too
         secret = await asyncio.to_thread(folder_secret, Path(spec.options.prefix_dir))
         settings = replace(settings, namespace_secret=secret)
-    app = make_app(engine, tokenizer, settings, metadata, compressor, guard, tracing, engine.check_readers)
+    app = make_app(engine, tokenizer, settings, metadata, compressor, guard, tracing, engine.check_prefill)
     state: ServerState = app.state.server
     startup.start(app, state)
     return state
@@ -195,7 +195,7 @@ def _load_tokenizer(spec: EngineSpec, options: ServeOptions) -> PreTrainedTokeni
     return tokenizer
 
 
-def memory_beside(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None:
+def draft_memory_of(spec: EngineSpec, options: ServeOptions) -> DraftMemory | None:
     """What the engine must leave to the draft. Weights too: they may or may not be there when it measures."""
     if options.draft is None:
         return None

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for each HTTP request under /v1/, and below it what became of each of its prompts.
+"""OpenTelemetry traces: a span for each HTTP request under /v1/, and one for each of its prompts below it.
 
             POST /v1/chat/completions          the caller's trace goes on, by W3C's traceparent
               generate                         one per prompt: tokens, how it ended
@@ -6,7 +6,7 @@
                 first_token                    from the arrival of the request to its first token
 
 Invariant: nothing of a prompt, an answer or a key is in a span. Without ``--otlp-traces-endpoint`` nothing here is
-imported or called. The packages are those of the extra [otel]; the spans go out on a thread of their own.
+imported or called. The packages are those of the extra [otel]; spans are sent on a separate thread.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TraceRequests:
                 if message["type"] == "http.response.start":
                     status = message["status"]
                     span.set_attribute("http.response.status_code", status)
-                    if status != 404:  # else a path is what its client made it, and names are to be few
+                    if status != 404:  # else clients could make any number of names
                         span.update_name(f"{scope['method']} {scope['path']}")
                     if status >= 500:
                         span.set_attribute("error.type", str(status))

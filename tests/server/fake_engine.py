@@ -152,7 +152,7 @@ class FakeEngine:
         )
 
     @property
-    def absence(self) -> EngineDead | None:
+    def unavailable(self) -> EngineDead | None:
         return None if self.is_ready else EngineDead("the engine is loading")
 
     def stats(self) -> EngineStats:

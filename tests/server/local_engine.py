@@ -31,10 +31,10 @@ class LocalEngine:
 
     @property
     def is_ready(self) -> bool:
-        return self.absence is None
+        return self.unavailable is None
 
     @property
-    def absence(self) -> EngineDead | None:
+    def unavailable(self) -> EngineDead | None:
         if self._is_closing:
             return EngineDead("the engine is shutting down")
         try:
@@ -74,5 +74,5 @@ class LocalEngine:
         await asyncio.to_thread(self._llm.engine_thread.stop)
 
     def _check_ready(self) -> None:
-        if (absence := self.absence) is not None:
-            raise absence
+        if (unavailable := self.unavailable) is not None:
+            raise unavailable

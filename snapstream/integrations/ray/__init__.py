@@ -1,4 +1,4 @@
-"""Replicas of the engine on Ray Serve: one HTTP front or several, and engines on as many machines as there are.
+"""Replicas of the engine on Ray Serve: one or more HTTP servers (ingresses), and engines on any number of machines.
 
     clients -> Ray's proxy -> ingress (the HTTP server) -> handle, router -> replica (one ``EngineProcess``)
 

@@ -31,7 +31,7 @@ from ray.serve.schema import LoggingConfig
 
 from snapstream.integrations.ray.config import DecodeSettings, DeployConfig, ReplicaSettings, config_of, read_config
 from snapstream.integrations.ray.ingress import Ingress
-from snapstream.integrations.ray.registry import ByRowsAndTokens, Route
+from snapstream.integrations.ray.registry import Route, ScaleByLoad
 from snapstream.integrations.ray.replica import EngineReplica
 from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import rank_config
@@ -42,7 +42,7 @@ from snapstream.server.run import check_models, most_requests
 
 
 class RegistryRouter(RequestRouter):
-    """Sends each call where the registry of its route says. Ray's API for this is alpha, so this does little.
+    """Sends each call where the registry of its route says. Ray's API for this is alpha, so this is minimal.
 
     Ray makes a router for each handle, on a thread of the ingress; a request's ``Route`` is still the ingress's own
     object there, and so has the ingress's registry.
@@ -51,7 +51,7 @@ class RegistryRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """A rank for each replica: Ray takes the first that has room for another call."""
+        """One replica per rank: Ray takes the first that has room for another call."""
         route = None if pending_request is None else _route_of(pending_request)
         if route is None or route.registry is None:
             return [candidate_replicas]
@@ -68,10 +68,10 @@ def _route_of(pending_request: PendingRequest) -> Route | None:
     return next((arg for arg in pending_request.args if isinstance(arg, Route)), None)
 
 
-QUIET = LoggingConfig(enable_access_log=False)  # the front logs requests itself, and a report is no news
-MAX_FAILED_STARTS = 3  # of a deployment's replicas, together, before it is given up; a load can take minutes
+QUIET = LoggingConfig(enable_access_log=False)  # the server logs requests itself, and reports are frequent
+MAX_FAILED_STARTS = 3  # of all replicas of a deployment, before it is given up; a load can take minutes
 SPARE_CALLS = 64  # reports and health checks beside requests
-DRAIN_LOOK_S = 0.2  # between two looks at whether a replica has drained
+DRAIN_POLL_S = 0.2  # between two checks whether a replica has drained
 
 
 def build(args: Mapping[str, Any]) -> Application:
@@ -83,14 +83,16 @@ def application_of(config: DeployConfig) -> Application:
     """ValueError for a config that cannot be served."""
     settings = _settings(config)
     check_models(EngineSpec(model=config.model, options=config.engine), ServeOptions())
-    answering = _spec(config, config.decode)
+    decode_spec = _spec(config, config.decode)
     decode = _replicas(config, "decode", config.decode)
     if config.prefill is None:
-        bound = decode.bind(answering, config.decode.stall_timeout)
+        bound = decode.bind(decode_spec, config.decode.stall_timeout)
     else:
-        reading = _spec(config, config.prefill)
-        prefill = _replicas(config, "prefill", config.prefill).bind(reading, config.prefill.stall_timeout, "prefill")
-        bound = decode.bind(answering, config.decode.stall_timeout, "decode", prefill)
+        prefill_spec = _spec(config, config.prefill)
+        prefill = _replicas(config, "prefill", config.prefill).bind(
+            prefill_spec, config.prefill.stall_timeout, "prefill"
+        )
+        bound = decode.bind(decode_spec, config.decode.stall_timeout, "decode", prefill)
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="ingress",
@@ -99,7 +101,7 @@ def application_of(config: DeployConfig) -> Application:
         max_ongoing_requests=settings.max_requests + SPARE_CALLS,
         max_constructor_retry_count=MAX_FAILED_STARTS,
         graceful_shutdown_timeout_s=config.drain_timeout,
-        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         logging_config=QUIET,
         max_surge_percent=100,  # the next one answers before the last one drains
     )
@@ -114,12 +116,12 @@ def _spec(config: DeployConfig, own: ReplicaSettings) -> EngineSpec:
 
 
 def _replicas(config: DeployConfig, name: str, own: ReplicaSettings) -> Deployment:
-    # The engine itself says when its queue is full; one that reads for others has at most their rows.
-    num_askers = config.decode.most if config.prefill is own else 1
-    num_calls = num_askers * most_requests(config.engine.max_rows, config.engine.max_waiting) + SPARE_CALLS
+    # The engine itself reports a full queue; one that prefills for others has at most their rows.
+    num_callers = config.decode.most if config.prefill is own else 1
+    num_calls = num_callers * most_requests(config.engine.max_rows, config.engine.max_waiting) + SPARE_CALLS
     options = config.options_of(own)
     num_gpus = options.tensor_parallel if options.device.startswith("cuda") else 0
-    scaling = scaling_of(own, reads=name == "prefill" or config.prefill is None)
+    scaling = scaling_of(own, prefills=name == "prefill" or config.prefill is None)
     count: dict[str, Any] = {"num_replicas": own.replicas} if scaling is None else {"autoscaling_config": scaling}
     return serve.deployment(
         EngineReplica,
@@ -129,7 +131,7 @@ def _replicas(config: DeployConfig, name: str, own: ReplicaSettings) -> Deployme
         request_router_config=RequestRouterConfig(request_router_class=_path(RegistryRouter)),
         max_constructor_retry_count=MAX_FAILED_STARTS,
         graceful_shutdown_timeout_s=config.drain_timeout,
-        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         logging_config=QUIET,
         **count,
     )
@@ -146,14 +148,14 @@ def _settings(config: DeployConfig) -> ServerSettings:
     )
 
 
-def scaling_of(own: ReplicaSettings, *, reads: bool) -> AutoscalingConfig | None:
-    """How the number of replicas follows the load; None where it does not. ``reads``: they read prompts."""
+def scaling_of(own: ReplicaSettings, *, prefills: bool) -> AutoscalingConfig | None:
+    """How the number of replicas follows the load; None where it does not. ``prefills``: they prefill."""
     if own.most == own.replicas:
         return None
     aims = {"rows_in_use": own.rows_in_use} if isinstance(own, DecodeSettings) else {}
     policy = AutoscalingPolicy(
-        policy_function=_path(ByRowsAndTokens, ":"),
-        policy_kwargs=aims | ({"queued_tokens": own.queued_tokens} if reads else {}),
+        policy_function=_path(ScaleByLoad, ":"),
+        policy_kwargs=aims | ({"queued_tokens": own.queued_tokens} if prefills else {}),
     )
     return AutoscalingConfig(min_replicas=own.replicas, max_replicas=own.most, policy=policy)
 
@@ -166,7 +168,7 @@ log = logging.getLogger(__name__)
 
 APPLICATION = "snapstream"
 KEEP_ALIVE_S = 75  # of an idle connection, as in ``server/run.py``
-OBJECT_STORE_BYTES = 100 * 2**20  # of a cluster of our own: nothing of ours is so large that Ray puts it there
+OBJECT_STORE_BYTES = 100 * 2**20  # of a cluster of our own: we send nothing large enough for Ray to store it there
 CONNECT_S = 10.0
 ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|EngineDead): (.+)$", re.MULTILINE)  # the last line of a traceback
 
@@ -176,11 +178,11 @@ class CannotDeploy(RuntimeError):
 
 
 def deploy(config: DeployConfig, address: str | None) -> None:
-    """Deploy to the cluster at ``address``, or to one of our own until a signal. CannotDeploy, ValueError, OSError."""
-    application = application_of(config)  # refused before anything is started
+    """Deploy to the cluster at ``address``, or to a new one until a signal. CannotDeploy, ValueError, OSError."""
+    application = application_of(config)  # errors before anything is started
     if address is None:
         check_free(config.host, config.port)
-    with _cluster(address), _signals() as signals:  # Ray sets handlers of its own when it starts
+    with _cluster(address), _signals() as signals:  # Ray sets its own handlers when it starts
         options = HTTPOptions(
             host=config.host, port=config.port, keep_alive_timeout_s=KEEP_ALIVE_S, location="EveryNode"
         )
@@ -210,7 +212,7 @@ def check_served(host: str, port: int) -> None:
             return
     except OSError:
         raise CannotDeploy(
-            f"the application runs, but not at {host}:{port}: Serve was started in this cluster before, with another "
+            f"the application runs, but not at {host}:{port}: Serve was started in this cluster before with another "
             "address, which only `serve shutdown` and a new start can change"
         ) from None
 
@@ -247,7 +249,7 @@ class _Signals:
 
 @contextmanager
 def _signals() -> Iterator[_Signals]:
-    """Handles signals meanwhile; restores the handlers that were there."""
+    """Handle signals within; restore the handlers that were there."""
     signals = _Signals()
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, signals.note) for number in numbers}

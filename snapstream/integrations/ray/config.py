@@ -37,7 +37,7 @@ def prepare(address: str | None) -> None:
     A cluster that Ray starts asks for a token, but its clients send theirs only if configured to.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # a line of a request is not "repeated", however alike two are
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # log lines of two requests are not duplicates, however similar
     if address is None:
         for name, value in OWN_CLUSTER.items():
             os.environ.setdefault(name, value)
@@ -52,7 +52,7 @@ QUEUED_TOKENS = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class FrontSettings(ApiOptions):
-    """``[front]``: the HTTP front; names and meanings are those of ``snapstream serve``."""
+    """``[front]``: the HTTP server; names and meanings are those of ``snapstream serve``."""
 
     replicas: int = 1
     responses_store: int = 0
@@ -63,7 +63,7 @@ class FrontSettings(ApiOptions):
         if self.responses_store and self.replicas > 1:
             raise ValueError(
                 f"responses_store is {self.responses_store} and replicas is {self.replicas}; "
-                "responses are stored in one front, and others would not find them"
+                "responses are stored in one HTTP server, and others would not find them"
             )
 
 
@@ -75,8 +75,8 @@ class ReplicaSettings:
     max_replicas: int | None = None  # None: as many as ``replicas``, always
     cpus: int = 1  # of a replica, and threads of its torch; 0: Ray does not count them, and torch has one thread
     stall_timeout: float = STALL_TIMEOUT_S  # as of ``snapstream serve``; 0: never
-    queued_tokens: int = QUEUED_TOKENS  # prompt tokens that may wait at a replica before there should be another
-    tensor_parallel: int | None = None  # ranks of a replica, all on one machine; None: what ``[engine]`` says
+    queued_tokens: int = QUEUED_TOKENS  # prompt tokens that may wait at a replica before another is started
+    tensor_parallel: int | None = None  # ranks of a replica, all on one machine; None: as in ``[engine]``
 
     def __post_init__(self) -> None:
         _count(self, "replicas", 1, MAX_REPLICAS)
@@ -97,12 +97,12 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillSettings(ReplicaSettings):
-    """``[prefill]``: replicas that read prompts and send the rows; then those of ``[decode]`` only answer."""
+    """``[prefill]``: replicas that prefill and send the rows; then those of ``[decode]`` only decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings(ReplicaSettings):
-    """``[decode]``: the replicas that answer, and read prompts if no others do."""
+    """``[decode]``: replicas that decode, and prefill if there are no prefill replicas."""
 
     rows_in_use: float = 0.8  # share of the rows that scaling aims at
 
@@ -135,7 +135,7 @@ class DeployConfig(ListenOptions):
         if self.engine.prefix_dir is not None and (self.prefill or self.decode).most > 1:
             raise ValueError("engine: prefix_dir is one folder, and one engine at a time may use it")
         if self.prefill is not None:
-            self._check_apart()
+            self._check_disaggregation()
         for name, own in (("decode", self.decode), ("prefill", self.prefill)):
             if own is not None and own.tensor_parallel is not None:
                 try:
@@ -143,23 +143,23 @@ class DeployConfig(ListenOptions):
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
 
-    def _check_apart(self) -> None:
-        """What rows that travel rule out, before any engine is loaded."""
+    def _check_disaggregation(self) -> None:
+        """What KV transfer rules out, before any engine is loaded."""
         if self.engine.heads is not None:
             raise ValueError(
-                "engine: heads is given; a deployment sends no rows whose kv heads have slots of their own, so there "
+                "engine: heads is given; a deployment does not transfer rows with per-head KV budgets, so there "
                 "can be no prefill replicas"
             )
         if self.decode.queued_tokens != QUEUED_TOKENS:
-            raise ValueError("decode: queued_tokens is for replicas that read prompts; give it to prefill")
+            raise ValueError("decode: queued_tokens is for replicas that prefill; give it to prefill")
         if sys.platform != "linux":
             raise ValueError(f"prefill: keys of rows are held in files in memory, which {sys.platform} does not have")
 
     def options_of(self, own: ReplicaSettings) -> EngineOptions:
-        """Of the engines of one kind of replica. Those that others read prompts for store no beginnings of prompts."""
+        """Of the engines of one kind of replica. Those that others prefill for have no prefix store."""
         options = replace(self.engine, tensor_parallel=own.tensor_parallel or self.engine.tensor_parallel)
-        only_answers = self.prefill is not None and own is self.decode
-        return replace(options, prefix_store=None, prefix_dir=None) if only_answers else options
+        only_decodes = self.prefill is not None and own is self.decode
+        return replace(options, prefix_store=None, prefix_dir=None) if only_decodes else options
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -175,17 +175,17 @@ def read_config(path: Path) -> DeployConfig:
 
 
 def config_of(table: Any) -> DeployConfig:
-    """The same of what such a file holds."""
+    """The same from the parsed file."""
     given = dict(_table("", table))
-    rooms: dict[str, Any] = {
+    sections: dict[str, Any] = {
         name: _make(kind, name, given.pop(name, {}))
         for name, kind in (("front", FrontSettings), ("decode", DecodeSettings))
     }
     if "prefill" in given:
-        rooms["prefill"] = _make(PrefillSettings, "prefill", given.pop("prefill"))
+        sections["prefill"] = _make(PrefillSettings, "prefill", given.pop("prefill"))
     engine = {**ENGINE_DEFAULTS, **_table("engine", given.pop("engine", {}))}
-    rooms["engine"] = _make(EngineOptions, "engine", engine)
-    return _make(DeployConfig, "", {**given, **rooms})
+    sections["engine"] = _make(EngineOptions, "engine", engine)
+    return _make(DeployConfig, "", {**given, **sections})
 
 
 def _parse(path: Path) -> Any:

@@ -23,8 +23,8 @@ from snapstream.config import EngineConfig
 from snapstream.disaggregation.requests import prefill_request, prefill_request_id
 from snapstream.engine.validate import QueueFull
 from snapstream.integrations.ray.registry import DeltaBatch, ReplicaRegistry, Report, Route, route_key
-from snapstream.server.engine.api import EngineDead, EngineFacts, EngineStats, RequestDelta
-from snapstream.server.engine.remote_prefill import SHUN_S, ReadFailed, why_not_sent
+from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats, RequestDelta
+from snapstream.server.engine.remote_prefill import AVOID_S, PrefillFailed, transfer_error
 from snapstream.types import Request, RowTicket
 
 log = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ REPORT_S = 10.0  # for a replica to report; one that takes longer keeps its last
 
 
 class ReplicaLost(RuntimeError):
-    """The replica died, or Ray could not reach it; what it had not said is lost."""
+    """The replica died, or Ray could not reach it; what it had not sent is lost."""
 
 
 class Replicas(Protocol):
     """Calls to replicas. Each goes where the registry of its route says."""
 
     def generate(self, request: Request, route: Route) -> AsyncGenerator[DeltaBatch, None]:
-        """Parcels of a request; the first has no deltas. ReplicaLost. Closing it early aborts the request."""
+        """Batches of a request; the first has no deltas. ReplicaLost. Closing it early aborts the request."""
         ...
 
     async def report(self, route: Route) -> Report:
@@ -61,16 +61,16 @@ class WatchedReplicas:
     def __init__(self, replicas: Replicas, registry: ReplicaRegistry) -> None:
         self._replicas, self.registry = replicas, registry
         self.caller = uuid4().hex
-        self.facts: EngineFacts | None = None  # about the engine of the replica that reported last
+        self.metadata: EngineMetadata | None = None  # about the engine of the replica that reported last
 
     async def watch(self) -> None:
-        """Ask every replica for a report, for ever."""
+        """Poll every replica, forever."""
         while True:
             await self.look()
-            await asyncio.sleep(SOON_S if self.registry.absences else POLL_S)
+            await asyncio.sleep(SOON_S if self.registry.unavailable_reasons else POLL_S)
 
     async def look(self) -> None:
-        """Ask every replica once. Where none is known, whichever Ray offers."""
+        """Poll every replica once; if none is known, whichever Ray chooses."""
         await asyncio.gather(*(self._ask(name) for name in self.registry.names or ("",)))
 
     async def run(self, request: Request, route: Route) -> AsyncGenerator[RequestDelta, None]:
@@ -97,11 +97,11 @@ class WatchedReplicas:
             raise EngineDead("a replica's answer ended early") from None
         except ReplicaLost as error:
             if name:
-                self.registry.mark_absent(name, str(error))
+                self.registry.mark_unavailable(name, str(error))
             raise EngineDead(f"the replica was lost: {error}") from error
 
     async def reset_prefixes(self, namespace: str | None, name: str) -> None:
-        """One replica is to forget the beginnings that it stores; one that is lost has forgotten."""
+        """Drop stored prefixes of one replica; one that is lost has none."""
         try:
             async with asyncio.timeout(REPORT_S):
                 await self._replicas.reset_prefixes(namespace, Route(self.registry, to=name))
@@ -115,13 +115,13 @@ class WatchedReplicas:
         except TimeoutError:
             return
         except ReplicaLost as error:
-            self.registry.mark_absent(name, str(error))
+            self.registry.mark_unavailable(name, str(error))
             return
-        except Exception as error:  # a bug of ours, here or there: the watch must go on
-            log.error("replica %s could not be asked how it is: %r", name or "?", error)
+        except Exception as error:  # a bug, here or there: the watch must go on
+            log.error("replica %s could not be polled: %r", name or "?", error)
             return
         self.registry.note_report(report)
-        self.facts = report.facts
+        self.metadata = report.metadata
 
 
 MAX_TRIES = 3
@@ -141,32 +141,32 @@ class ReplicatedEngine:
 
     @property
     def is_ready(self) -> bool:
-        return self.absence is None
+        return self.unavailable is None
 
     @property
-    def absence(self) -> EngineDead | None:
+    def unavailable(self) -> EngineDead | None:
         if self._is_closing:
             return EngineDead("the engine is shutting down")
-        if self._replicas.facts is not None and self._registry.num_ready:
+        if self._replicas.metadata is not None and self._registry.num_ready:
             return None
-        whys = self._registry.absences
-        return EngineDead(f"no replica takes requests: {whys[0]}" if whys else "no replica has been started yet")
+        reasons = self._registry.unavailable_reasons
+        return EngineDead(f"no replica takes requests: {reasons[0]}" if reasons else "no replica has been started yet")
 
     @property
-    def facts(self) -> EngineFacts:
+    def metadata(self) -> EngineMetadata:
         """Facts about the engine of the replica that reported last."""
-        if self._replicas.facts is None:
+        if self._replicas.metadata is None:
             raise EngineDead("no replica has been loaded yet")
-        return self._replicas.facts
+        return self._replicas.metadata
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestDelta, None]:
-        """Run a request on one replica, or on another if the first is lost before it has said anything."""
+        """Run a request on one replica, or on another if the first is lost before its first delta."""
         if self._is_closing:
             raise EngineDead("the engine is shutting down")
-        if self._resets:  # they must arrive before what follows, even if the caller has left
+        if self._resets:  # they must arrive before later requests, even if the caller has left
             await asyncio.wait(self._resets)
-        facts = self._replicas.facts
-        key = route_key(request, None if facts is None else facts.engine)
+        metadata = self._replicas.metadata
+        key = route_key(request, None if metadata is None else metadata.engine)
         avoid: set[str] = set()
         num_rows = request.sampling.n
         self._open()
@@ -190,8 +190,8 @@ class ReplicatedEngine:
                     return
                 except (EngineDead, QueueFull) as error:
                     avoid.update(claim.names)
-                    is_told = has_begun or num_tries == MAX_TRIES or not self._has_other(avoid, error)
-                    if is_told:
+                    is_last = has_begun or num_tries == MAX_TRIES or not self._has_other(avoid, error)
+                    if is_last:
                         raise
                     log.warning("request=%s is repeated on another replica: %s", request.request_id, error)
                 finally:
@@ -203,23 +203,20 @@ class ReplicatedEngine:
         return self._registry.stats()
 
     async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
-        """0: which replica gets a prompt is decided later, so a draft here cannot know what is cached."""
+        """0: which replica gets the prompt is decided later."""
         return 0
 
     def reset_prefixes(self, namespace: str | None) -> None:
-        """Forget the stored beginnings of a namespace's prompts, or of all, on every replica.
-
-        EngineDead if there is none.
-        """
-        if self.absence is not None:
-            raise self.absence
+        """Drop the stored prefixes of a namespace, or all, on every replica. EngineDead if there is none."""
+        if self.unavailable is not None:
+            raise self.unavailable
         for name in self._registry.names:
             task = asyncio.create_task(self._replicas.reset_prefixes(namespace, name))
             self._resets.add(task)
             task.add_done_callback(self._resets.discard)
 
     async def shutdown(self, drain_s: float) -> None:
-        """Take no more requests, and let running ones finish for at most ``drain_s``. Replicas are Ray's to end."""
+        """Refuse requests, and let running ones finish for at most ``drain_s``. Ray ends the replicas."""
         self._is_closing = True
         try:
             await asyncio.wait_for(self._idle.wait(), drain_s)
@@ -227,11 +224,11 @@ class ReplicatedEngine:
             log.warning("requests still run at the end of the drain")
 
     async def watch(self) -> None:
-        """Ask every replica for a report, for ever."""
+        """Poll every replica, forever."""
         await self._replicas.watch()
 
     async def look(self) -> None:
-        """Ask every replica once."""
+        """Poll every replica once."""
         await self._replicas.look()
 
     def _has_other(self, avoid: set[str], error: Exception) -> bool:
@@ -249,39 +246,43 @@ class ReplicatedEngine:
             self._idle.set()
 
 
-class ReplicaReaders:
-    """Prefill replicas of a decode replica; a ``PromptReaders``. Make it on the event loop that will use it.
+class ReplicaPrefill:
+    """Prefill replicas of a decode replica; a ``PrefillBackend``. Make it on the event loop that will use it.
 
-    Ray carries the request and the end of its transfer; the row goes from engine to engine. The registry orders the
-    replicas; one that lost a row is asked last for a while. While there is none, a prompt waits for one as long as its
-    ticket is good.
+    Ray transports the request and the report of its transfer; the row goes from engine to engine. The registry orders
+    the replicas; one that lost a row comes last for a while. While there is none, a prompt waits for one as long as its
+    ticket is valid.
     """
 
     def __init__(self, replicas: Replicas, config: Callable[[], EngineConfig]) -> None:
         """``config``: of the engine that answers; its budget and selector are those of requests that name none."""
-        self._registry = ReplicaRegistry(reads_only=True)
+        self._registry = ReplicaRegistry(prefill_only=True)
         self._watched = WatchedReplicas(replicas, self._registry)
         self._config = config
-        self._shunned: dict[str, float] = {}  # until when
+        self._avoided: dict[str, float] = {}  # until when
         self._watching = asyncio.create_task(self._watched.watch(), name="prefill-watch")
 
     @property
-    def absence(self) -> EngineDead | None:
-        """Why no replica prefills; None if one does, or the first is awaited."""
-        whys = self._registry.absences
-        return EngineDead(f"no replica reads prompts: {whys[0]}") if whys and not self._registry.num_ready else None
+    def unavailable(self) -> EngineDead | None:
+        """The error if no replica prefills; None if one does, or the first is awaited."""
+        reasons = self._registry.unavailable_reasons
+        return (
+            EngineDead(f"no prefill replica takes requests: {reasons[0]}")
+            if reasons and not self._registry.num_ready
+            else None
+        )
 
     def choose(self, request: Request, tried: frozenset[str]) -> str:
-        """Who is to read it; "" for the first to be there."""
+        """The replica to ask; "" for the first to be ready."""
         return self._registry.best(self._route(request, tried))
 
-    async def read(self, name: str, request: Request, ticket: RowTicket) -> None:
-        """Returns when the row has gone to ``ticket``. ReadFailed if it could not."""
+    async def prefill(self, name: str, request: Request, ticket: RowTicket) -> None:
+        """Returns when the row has gone to ``ticket``. PrefillFailed if it could not."""
         config = self._config()
         asked = replace(
             prefill_request(request, ticket),
             request_id=prefill_request_id(ticket),
-            budget=request.budget or config.budget,  # its own might be others, on a machine of another size
+            budget=request.budget or config.budget,  # its own may differ, on a machine of another size
             selector=request.selector or config.selector,
         )
         claim = self._registry.claim(len(request.prompt_token_ids))
@@ -290,25 +291,25 @@ class ReplicaReaders:
             to = name if name in self._registry.names else ""
             route = replace(self._route(request, frozenset()), to=to, on_taken=claim.take)
             async with aclosing(self._watched.run(asked, route)) as deltas:
-                problem = await why_not_sent(deltas)
+                problem = await transfer_error(deltas)
         except (EngineDead, QueueFull, ValueError) as error:
             problem = str(error)
         finally:
             claim.give_back()
         if problem:
-            for asked_one in claim.names:
-                self.shun(asked_one)
-            raise ReadFailed(problem)
+            for name in claim.names:
+                self.avoid(name)
+            raise PrefillFailed(problem)
 
     async def check(self) -> None:
-        if self.absence is not None:
-            raise ReadFailed(str(self.absence))
+        if self.unavailable is not None:
+            raise PrefillFailed(str(self.unavailable))
 
-    def shun(self, name: str) -> None:
-        self._shunned[name] = monotonic() + SHUN_S
+    def avoid(self, name: str) -> None:
+        self._avoided[name] = monotonic() + AVOID_S
 
     async def reset_prefixes(self, namespace: str | None) -> None:
-        """Every replica forgets the beginnings that it stores of a namespace's prompts."""
+        """Drop the stored prefixes of a namespace on every replica."""
         await asyncio.gather(*(self._watched.reset_prefixes(namespace, name) for name in self._registry.names))
 
     async def close(self) -> None:
@@ -317,18 +318,18 @@ class ReplicaReaders:
 
     def _route(self, request: Request, tried: frozenset[str]) -> Route:
         now = monotonic()
-        self._shunned = {name: until for name, until in self._shunned.items() if until > now}
-        facts = self._watched.facts
+        self._avoided = {name: until for name, until in self._avoided.items() if until > now}
+        metadata = self._watched.metadata
         return Route(
             self._registry,
             self._watched.caller,
-            key=route_key(request, None if facts is None else facts.engine),
+            key=route_key(request, None if metadata is None else metadata.engine),
             size=len(request.prompt_token_ids),
-            avoid=tried | self._shunned.keys(),
+            avoid=tried | self._avoided.keys(),
         )
 
     async def _until_ready(self) -> None:
-        """Replicas that are known, but take nothing now, are given time: their engines come back, or others come."""
+        """Wait for a replica: known ones may be loading."""
         deadline = monotonic() + ACCEPT_S
-        while self.absence is not None and monotonic() < deadline:
+        while self.unavailable is not None and monotonic() < deadline:
             await asyncio.sleep(SOON_S)

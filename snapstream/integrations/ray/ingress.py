@@ -33,19 +33,19 @@ from snapstream.types import Request
 
 
 class HandleReplicas:
-    """Calls to the replicas of one deployment through a Serve handle; Ray's errors become ReplicaLost."""
+    """Calls to the replicas of a deployment through a Serve handle; Ray's errors become ReplicaLost."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
         self._streaming = handle.options(stream=True)
 
     async def generate(self, request: Request, route: Route) -> AsyncGenerator[DeltaBatch, None]:
-        """Parcels of a request. ReplicaLost. Closing it early aborts the request."""
+        """Batches of a request. ReplicaLost. Closing it early aborts the request."""
         response = self._streaming.generate.remote(request, route)
         is_over = False
         try:
             while not is_over:
-                with _losses():
+                with _ray_errors():
                     batch: DeltaBatch = await anext(response)
                 deltas = batch.deltas.deltas
                 is_over = batch.fault is not None or any(delta.is_finished for delta in deltas)
@@ -58,18 +58,18 @@ class HandleReplicas:
                     response.cancel()
 
     async def report(self, route: Route) -> Report:
-        with _losses():
+        with _ray_errors():
             report: Report = await self._handle.report.remote(route)
         return report
 
     async def reset_prefixes(self, namespace: str | None, route: Route) -> None:
-        with _losses():
+        with _ray_errors():
             await self._handle.reset_prefixes.remote(namespace, route)
 
 
 @contextmanager
-def _losses() -> Iterator[None]:
-    """Turns what Ray raises if a replica is gone, or ended during a call, into ReplicaLost."""
+def _ray_errors() -> Iterator[None]:
+    """Raise ReplicaLost for what Ray raises if a replica is gone, or ended during a call."""
     try:
         yield
     except RayTaskError:  # a bug of ours in the replica
@@ -100,15 +100,15 @@ class Ingress:
         settings = replace(settings, namespace_secret=_secret(settings.api_keys))
         created = int(time.time())
         self._app = make_app(
-            self._engine, tokenizer, settings, lambda: ModelMetadata.of(self._engine.facts, config.names, created)
+            self._engine, tokenizer, settings, lambda: ModelMetadata.of(self._engine.metadata, config.names, created)
         )
-        self._app.add_middleware(IdByProxy)
+        self._app.add_middleware(DropRequestId)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # the name is Ray's
         return self._app
 
 
-class IdByProxy:
+class DropRequestId:
     """Middleware: removes our request id from answers, because Ray's proxy adds its own."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -124,5 +124,5 @@ class IdByProxy:
 
 
 def _secret(api_keys: tuple[str, ...]) -> bytes:
-    """Of namespaces: the same wherever the keys are; who has one key and not the others cannot compute it."""
+    """Of namespaces: the same at every ingress; a caller with only one of the keys cannot compute it."""
     return sha256(b"\0".join([b"snapstream namespaces", *(key.encode() for key in sorted(api_keys))])).digest()

@@ -1,10 +1,10 @@
 """The replica registry: which replicas there are, their load, and which one gets the next request. No ray, no clock.
 
-A prompt whose beginning may be in a prefix cache goes to the replica that has it: replicas are ordered by the hash of
-key and replica (highest random weight), which is the same at every ingress and changes only for the keys of a replica
-that comes or goes. The first in that order takes the request unless it is overloaded: consistent hashing with bounded
-loads (Mirrokni et al., arXiv 1608.01350). Any other prompt goes where most rows are free; for prefill only, where the
-fewest prompt tokens wait.
+A prompt whose prefix may be cached goes to the replica that has it: replicas are ordered by the hash of key and replica
+(highest random weight), which is the same at every ingress and changes only for the keys of a replica that comes or
+goes. The first in that order takes the request unless it is overloaded: consistent hashing with bounded loads (Mirrokni
+et al., arXiv 1608.01350). Any other prompt goes where most rows are free; for prefill, where the fewest prompt tokens
+wait.
 
 Invariant: a request of this caller counts as soon as a replica was chosen, not when the replica reports it. Ray's
 router runs on another thread, so every method takes the lock.
@@ -25,12 +25,8 @@ from snapstream.engine.prefix_cache import chain_of
 from snapstream.engine.stats import add_totals, without_gauges
 from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import Deltas
-from snapstream.server.engine.api import EngineDead, EngineFacts, EngineStats
+from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats
 from snapstream.types import Request
-
-# Messages from a replica: plain data. The first batch of a call has no deltas and is sent as soon as the replica has
-# the request, so the caller knows which one has it. Errors are data, because Ray would replace their message by a
-# remote traceback.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +34,9 @@ class Load:
     """A replica's load at this moment."""
 
     rows: int = 0  # that its engine has
-    open_rows: int = 0  # asked for by requests that it has not answered to the end; may be more than ``rows``
-    queued_tokens: int = 0  # prompt tokens of requests that have no token of an answer yet
-    absence: str = ""  # why its engine takes no requests; "" where it does
+    open_rows: int = 0  # asked for by its open requests; may be more than ``rows``
+    queued_tokens: int = 0  # prompt tokens of requests without a generated token
+    unavailable: str = ""  # why its engine takes no requests; "" where it does
 
     @property
     def free_rows(self) -> int:
@@ -49,7 +45,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """How a request ended that was not answered; an exception of ``engine/api.py`` as data."""
+    """The error that ended a request, as data: Ray would replace the message of an exception by a remote traceback."""
 
     kind: Literal["value", "queue_full", "dead"]
     message: str
@@ -60,7 +56,7 @@ class Fault:
         return cls(next((name for kind, name in kinds.items() if isinstance(error, kind)), "value"), str(error))
 
     def error(self) -> Exception:
-        """The exception again. A lost engine is never final here: there are other replicas, or will be."""
+        """As an exception. A lost engine is never final here: there are other replicas, or will be."""
         if self.kind == "value":
             return ValueError(self.message)
         return QueueFull(self.message) if self.kind == "queue_full" else EngineDead(self.message)
@@ -68,7 +64,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class DeltaBatch:
-    """Deltas of one request since the last batch."""
+    """Deltas of one request since the last batch. The first has none: it reports which replica has the request."""
 
     replica: str
     load: Load
@@ -83,12 +79,8 @@ class Report:
     replica: str
     load: Load
     stats: EngineStats
-    facts: EngineFacts
-    pid: int  # of the replica's process; that of its engine is in ``facts``
-
-
-# Autoscaling. Ray runs the policy in its controller on averages of ``EngineReplica.record_autoscaling_stats``, holds
-# the result within the bounds of the config, and waits before it scales: 30 s up, 600 s down by default.
+    metadata: EngineMetadata
+    pid: int  # of the replica's process; that of its engine is in ``metadata``
 
 
 class Metrics(Protocol):
@@ -100,8 +92,12 @@ class Metrics(Protocol):
     def target_num_replicas(self) -> int: ...
 
 
-class ByRowsAndTokens:
-    """Ray's policy: the larger of the numbers of replicas asked for, each from what all replicas have together."""
+class ScaleByLoad:
+    """Autoscaling policy: as many replicas as open rows, or waiting prompt tokens, need.
+
+    Ray runs it in its controller on averages of ``EngineReplica.record_autoscaling_stats``, keeps the result within the
+    bounds of the config, and waits before it scales: 30 s up, 600 s down by default.
+    """
 
     def __init__(self, rows_in_use: float | None = None, queued_tokens: int | None = None) -> None:
         """Of one replica: the share of its rows that should be open, and the prompt tokens that may wait."""
@@ -121,16 +117,16 @@ class ByRowsAndTokens:
         return ceil(wanted), {}
 
 
-MOST_OF_MEAN = 1.5  # of the mean number of open rows, or tokens, that a replica may have before prompts go elsewhere
+MAX_OVER_MEAN = 1.5  # times the mean of open rows, or tokens, that a replica may have before others are preferred
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Route:
-    """Where one call may go. It rides along with the call as an argument; of it, the replica gets the caller only."""
+    """Where one call may go: an argument of the call, of which the replica only gets ``caller``."""
 
     registry: ReplicaRegistry | None = None
     caller: str = ""  # an ingress, or a replica that answers; it renews its leases by asking for reports
-    key: bytes = b""  # of the prompt's beginning; b"": no replica can have it
+    key: bytes = b""  # of the prompt's prefix; b"": no replica can have it
     size: int = 0  # in what the registry counts: rows, or prompt tokens
     avoid: frozenset[str] = frozenset()  # replicas that have failed this request
     to: str = ""  # this replica and no other, while it lives
@@ -141,7 +137,7 @@ class Route:
 
 
 def route_key(request: Request, config: EngineConfig | None) -> bytes:
-    """Hash of what decides whether the prefix store can have the beginning of a prompt; b"" where it cannot."""
+    """Hash of the prefix by which the prefix store finds a prompt; b"" where it holds none."""
     store = None if config is None else config.prefix_store
     if store is None or request.positions is not None:
         return b""
@@ -155,13 +151,13 @@ def route_key(request: Request, config: EngineConfig | None) -> bytes:
     return digest.digest()
 
 
-def ranked(loads: Mapping[str, Load], key: bytes, num_rows: int) -> list[str]:
-    """Replicas in the order in which they should be asked to take a request of ``num_rows``."""
+def rank_for_decode(loads: Mapping[str, Load], key: bytes, num_rows: int) -> list[str]:
+    """Replicas for a request of ``num_rows``, the best first."""
     freest = sorted(loads, key=lambda name: (-loads[name].free_rows, loads[name].open_rows, name))
     if not key:
         return freest
     total = sum(load.open_rows for load in loads.values())
-    most = ceil(MOST_OF_MEAN * (total + num_rows) / max(1, len(loads)))
+    most = ceil(MAX_OVER_MEAN * (total + num_rows) / max(1, len(loads)))
     by_hash = sorted(loads, key=lambda name: blake2b(key + name.encode(), digest_size=8).digest())
     near = [name for name in by_hash if _fits(loads[name], num_rows, most)]
     return [*near, *(name for name in freest if name not in near)]
@@ -171,13 +167,13 @@ def _fits(load: Load, num_rows: int, most: int) -> bool:
     return load.free_rows >= num_rows and load.open_rows + num_rows <= max(most, num_rows)
 
 
-def ranked_readers(loads: Mapping[str, Load], key: bytes, num_tokens: int) -> list[str]:
+def rank_for_prefill(loads: Mapping[str, Load], key: bytes, num_tokens: int) -> list[str]:
     """The same for prefill replicas and a prompt of ``num_tokens``."""
     idlest = sorted(loads, key=lambda name: (loads[name].queued_tokens, loads[name].open_rows, name))
     if not key:
         return idlest
     total = sum(load.queued_tokens for load in loads.values())
-    most = max(num_tokens, ceil(MOST_OF_MEAN * (total + num_tokens) / max(1, len(loads))))
+    most = max(num_tokens, ceil(MAX_OVER_MEAN * (total + num_tokens) / max(1, len(loads))))
     by_hash = sorted(loads, key=lambda name: blake2b(key + name.encode(), digest_size=8).digest())
     near = [name for name in by_hash if loads[name].queued_tokens + num_tokens <= most]
     return [*near, *(name for name in idlest if name not in near)]
@@ -212,15 +208,15 @@ class Claim:
 class ReplicaRegistry:
     """The replicas of a deployment, as one caller knows them."""
 
-    def __init__(self, *, reads_only: bool = False) -> None:
-        """``reads_only``: the replicas read prompts for others, and count by tokens that wait; else by rows."""
-        self._reads_only = reads_only
+    def __init__(self, *, prefill_only: bool = False) -> None:
+        """``prefill_only``: the replicas prefill for others, and count waiting tokens; else rows."""
+        self._reads_only = prefill_only
         self._lock = Lock()
         self._reports: dict[str, Report] = {}
-        self._names: tuple[str, ...] = ()  # replicas that Ray offers; some may not have reported yet
+        self._names: tuple[str, ...] = ()  # of Ray's replicas; some may not have reported yet
         self._loads: dict[str, Load] = {}
         self._own: Counter[str] = Counter()  # rows, or tokens, of requests that this caller has open
-        self._gone = EngineStats()  # totals of replicas that are no more
+        self._gone = EngineStats()  # totals of earlier replicas
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -229,30 +225,30 @@ class ReplicaRegistry:
     @property
     def num_ready(self) -> int:
         with self._lock:
-            return sum(not load.absence for load in self._loads.values())
+            return sum(not load.unavailable for load in self._loads.values())
 
     @property
-    def absences(self) -> list[str]:
+    def unavailable_reasons(self) -> list[str]:
         """Why replicas take no requests."""
         with self._lock:
-            return [load.absence for load in self._loads.values() if load.absence]
+            return [load.unavailable for load in self._loads.values() if load.unavailable]
 
     def rank(self, present: Collection[str], route: Route) -> list[str]:
-        """Replicas for a call, the best first, of all that Ray offers; those to avoid only where there is no other."""
+        """Replicas for a call, the best first; those to avoid only if there is no other."""
         with self._lock:
             self._keep(present)
             if route.to in present:
                 return [route.to]
             loads = {name: self._load(name) for name in present}
-            usable = {name: load for name, load in loads.items() if not load.absence and name not in route.avoid}
+            usable = {name: load for name, load in loads.items() if not load.unavailable and name not in route.avoid}
             usable = usable or {name: load for name, load in loads.items() if name not in route.avoid} or loads
             return self._order(usable, route)
 
     def best(self, route: Route) -> str:
-        """Of the replicas known to take requests the one to ask, if possible none to avoid; "" where there is none."""
+        """The best replica known to take requests, if possible none to avoid; "" if there is none."""
         with self._lock:
             loads = {name: self._load(name) for name in self._names}
-            ready = {name: load for name, load in loads.items() if not load.absence}
+            ready = {name: load for name, load in loads.items() if not load.unavailable}
             usable = {name: load for name, load in ready.items() if name not in route.avoid} or ready
             return self._order(usable, route)[0] if usable else ""
 
@@ -267,18 +263,18 @@ class ReplicaRegistry:
                 self._loads[report.replica] = report.load
                 self._reports[report.replica] = report
 
-    def mark_absent(self, name: str, why: str) -> None:
-        """It does not answer; Ray will offer another one, or it will report again."""
+    def mark_unavailable(self, name: str, why: str) -> None:
+        """It does not answer; Ray will start another one, or it will report again."""
         with self._lock:
             if name in self._names:
-                self._loads[name] = replace(self._loads.get(name, Load()), absence=why)
+                self._loads[name] = replace(self._loads.get(name, Load()), unavailable=why)
 
     def claim(self, size: int) -> Claim:
         """For a request that is about to be sent to a replica."""
         return Claim(self._lock, self._own, size)
 
     def stats(self) -> EngineStats:
-        """Gauges of the replicas that there are; totals also of those that there were."""
+        """Gauges of the present replicas; totals also of earlier ones."""
         with self._lock:
             total = self._gone
             for name in self._names:
@@ -287,11 +283,11 @@ class ReplicaRegistry:
             return total
 
     def _order(self, loads: Mapping[str, Load], route: Route) -> list[str]:
-        order = ranked_readers if self._reads_only else ranked
+        order = rank_for_prefill if self._reads_only else rank_for_decode
         return order(loads, route.key, route.size)
 
     def _load(self, name: str) -> Load:
-        """As reported, or what this caller knows better; one that never reported is worth a try."""
+        """As reported, or as this caller knows better; one that never reported is tried."""
         load = self._loads.get(name, Load())
         if self._reads_only:
             return replace(load, queued_tokens=max(load.queued_tokens, self._own[name]))
@@ -325,7 +321,7 @@ NUM_TICKS = 10  # without a report asked for: then a caller is gone
 
 
 class Leases:
-    """Which callers of a replica are gone: Ray does not report that a caller was killed, and goes on with its calls.
+    """Which callers of a replica are gone: Ray does not report a killed caller, and continues its calls.
 
     Every caller asks for a report about once a second; one that is silent while others ask is gone. If none asks, none
     is gone: Ray lets no call through to a replica that drains. Time is counted in ticks, because a replica that was

@@ -1,8 +1,8 @@
 """``EngineReplica``: one replica, which owns one ``EngineProcess``.
 
-It does prefill, decode or both (``role``). Invariant: the rows of a request whose caller has left are freed, whether
-the caller closed the call, was cancelled by Ray, or was killed. Ray does not report a killed caller, so callers hold
-their requests by leases. Deltas that gather while Ray carries the last batch go out together in the next.
+It does prefill, decode or both (``role``). Invariant: the rows of a request whose caller is gone are freed, whether the
+caller closed the call, was cancelled by Ray, or was killed. Ray does not report a killed caller, so callers hold their
+requests by leases. Deltas that accumulate while Ray sends a batch go into the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import Deltas
 from snapstream.integrations.ray.certificates import receiver_settings, sender_settings
-from snapstream.integrations.ray.engine import ReplicaReaders
+from snapstream.integrations.ray.engine import ReplicaPrefill
 from snapstream.integrations.ray.ingress import HandleReplicas
 from snapstream.integrations.ray.registry import TICK_S, DeltaBatch, Fault, Leases, Load, Report, Route
 from snapstream.server import logs
@@ -29,8 +29,8 @@ from snapstream.server.engine.process import EngineProcess
 from snapstream.server.options import Role
 from snapstream.types import Request
 
-LEAST_ABSENCE_S = 60.0  # an engine that restarts may take so long at least; in all
-LOADS_OF_ABSENCE = 3.0  # as many times what its first load took
+MIN_UNAVAILABLE_S = 60.0  # a restarting engine gets at least this long
+LOADS_UNAVAILABLE = 3.0  # or this many times its first load
 
 
 log = logging.getLogger(__name__)
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request that is not answered to its end."""
+    """A request that has not ended."""
 
     caller: str
     num_rows: int
     queued_tokens: int  # of its prompt, until it has a token
-    reading: asyncio.Task[None]  # takes its deltas from the engine; cancelling it aborts the request
+    reader: asyncio.Task[None]  # takes its deltas from the engine; cancelling it aborts the request
 
 
 class EngineReplica:
@@ -54,114 +54,114 @@ class EngineReplica:
     ) -> None:
         """Returns when the engine serves. ValueError, EngineDead: it cannot be loaded; Ray shows the message.
 
-        ``prefill``: the replicas that read prompts for one with the role "decode".
+        ``prefill``: the prefill replicas of one with the role "decode".
         """
         logs.set_up("text")
         self._name = serve.get_replica_context().replica_id.unique_id
         if role != "both":
             settings = await asyncio.to_thread(receiver_settings if role == "decode" else sender_settings)
             spec = replace(spec, transfer=settings)
-        self._readers: ReplicaReaders | None = None
+        self._prefill: ReplicaPrefill | None = None
         if prefill is not None:
-            self._readers = ReplicaReaders(HandleReplicas(prefill), lambda: self._engine.facts.engine)
-        readers = self._readers
-        make_readers = None if readers is None else lambda engine: readers
-        self._engine = EngineProcess(spec, stall_timeout_s=stall_timeout_s, make_readers=make_readers)
+            self._prefill = ReplicaPrefill(HandleReplicas(prefill), lambda: self._engine.metadata.engine)
+        remote = self._prefill
+        make_prefill = None if remote is None else lambda engine: remote
+        self._engine = EngineProcess(spec, stall_timeout_s=stall_timeout_s, make_prefill=make_prefill)
         began = monotonic()
         await self._engine.start()
-        self._patience_s = max(LEAST_ABSENCE_S, LOADS_OF_ABSENCE * (monotonic() - began))
-        self._absent_since: float | None = None
+        self._patience_s = max(MIN_UNAVAILABLE_S, LOADS_UNAVAILABLE * (monotonic() - began))
+        self._unavailable_since: float | None = None
         self._open: dict[int, OpenRequest] = {}
         self._leases = Leases()
         self._sweeping = asyncio.create_task(self._sweep(), name="lease-sweep")
 
     async def generate(self, request: Request, route: Route) -> AsyncGenerator[DeltaBatch, None]:
-        """The batches of a request (``messages.py``); ``route`` was for the router."""
-        waiting: list[RequestDelta | Fault] = []
-        news = asyncio.Event()
-        reading = asyncio.create_task(self._read(request, waiting, news))
-        own = OpenRequest(route.caller, request.sampling.n, len(request.prompt_token_ids), reading)
+        """The batches of a request; ``route`` was for the router."""
+        pending: list[RequestDelta | Fault] = []
+        arrived = asyncio.Event()
+        reader = asyncio.create_task(self._read(request, pending, arrived))
+        own = OpenRequest(route.caller, request.sampling.n, len(request.prompt_token_ids), reader)
         self._open[id(own)] = own
         self._leases.open(route.caller)
         try:
             yield DeltaBatch(self._name, self._load())
             is_over = False
             while not is_over:
-                await news.wait()
-                news.clear()
-                if any(not isinstance(item, Fault) for item in waiting):
+                await arrived.wait()
+                arrived.clear()
+                if any(not isinstance(item, Fault) for item in pending):
                     own.queued_tokens = 0
-                is_over = isinstance(waiting[-1], Fault) or waiting[-1].is_finished
-                if is_over:  # so that the last batch says what is left to do without this request
+                is_over = isinstance(pending[-1], Fault) or pending[-1].is_finished
+                if is_over:  # so that the load in the last batch does not count this request
                     self._open.pop(id(own), None)
-                batch = self._batch(waiting)
-                waiting.clear()
+                batch = self._batch(pending)
+                pending.clear()
                 yield batch
         finally:
             self._open.pop(id(own), None)
-            reading.cancel()
-            await asyncio.wait([reading])
+            reader.cancel()
+            await asyncio.wait([reader])
 
     async def report(self, route: Route) -> Report:
-        """This replica on itself; asking renews the caller's lease."""
+        """This replica on itself; asking rearrived the caller's lease."""
         self._leases.renew(route.caller)
         return Report(
             replica=self._name,
             load=self._load(),
             stats=self._engine.stats(),
-            facts=self._engine.facts,
+            metadata=self._engine.metadata,
             pid=os.getpid(),
         )
 
     async def reset_prefixes(self, namespace: str | None, route: Route) -> None:
-        """Forget the stored beginnings of a namespace's prompts. An engine that is gone has forgotten them."""
-        if self._readers is not None:
-            await self._readers.reset_prefixes(namespace)
+        """Drop the stored prefixes of a namespace. An engine that is gone has none."""
+        if self._prefill is not None:
+            await self._prefill.reset_prefixes(namespace)
         elif self._engine.is_ready:
             self._engine.reset_prefixes(namespace)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What ``scaling.py`` goes by."""
+        """For ``ScaleByLoad``."""
         load = self._load()
         return {"rows": load.rows, "open_rows": load.open_rows, "queued_tokens": load.queued_tokens}
 
     async def check_health(self) -> None:
-        """EngineDead where Ray had better start another replica: the engine will not come back, or takes too long."""
-        absence = self._engine.absence
-        if absence is None:
-            self._absent_since = None
+        """EngineDead if Ray should start another replica: the engine will not come back, or takes too long."""
+        unavailable = self._engine.unavailable
+        if unavailable is None:
+            self._unavailable_since = None
             return
         now = monotonic()
-        self._absent_since = now if self._absent_since is None else self._absent_since
-        if absence.is_final or now - self._absent_since > self._patience_s:
-            raise absence
+        self._unavailable_since = now if self._unavailable_since is None else self._unavailable_since
+        if unavailable.is_final or now - self._unavailable_since > self._patience_s:
+            raise unavailable
 
     async def __del__(self) -> None:
-        """Ray calls it when the requests have ended, or their time is over."""
+        """Ray calls it after the drain."""
         if hasattr(self, "_sweeping"):
             self._sweeping.cancel()
         if hasattr(self, "_engine"):
             await self._engine.shutdown(0)
 
-    async def _read(self, request: Request, waiting: list[RequestDelta | Fault], news: asyncio.Event) -> None:
+    async def _read(self, request: Request, pending: list[RequestDelta | Fault], arrived: asyncio.Event) -> None:
         try:
             async for delta in self._engine.generate(request):
-                waiting.append(delta)
-                news.set()
+                pending.append(delta)
+                arrived.set()
         except (ValueError, QueueFull, EngineDead) as error:
-            waiting.append(Fault.of(error))
-            news.set()
-        except Exception as error:  # a bug of ours: the caller would wait for ever
+            pending.append(Fault.of(error))
+            arrived.set()
+        except Exception as error:  # a bug: the caller would wait forever
             log.exception("request=%s failed", request.request_id)
-            waiting.append(Fault("dead", f"the replica failed: {type(error).__name__}: {error}"))
-            news.set()
+            pending.append(Fault("dead", f"the replica failed: {type(error).__name__}: {error}"))
+            arrived.set()
         except asyncio.CancelledError:
-            waiting.append(Fault("dead", "the client has left"))
-            news.set()
+            pending.append(Fault("dead", "the client has left"))
+            arrived.set()
             raise
 
     async def _sweep(self) -> None:
-        """End the requests of callers that are gone."""
+        """Abort the requests of callers that are gone."""
         while True:
             await asyncio.sleep(TICK_S)
             for caller in self._leases.tick():
@@ -169,19 +169,19 @@ class EngineReplica:
                 if lost:
                     log.warning("ingress %s is gone; requests that it had open: %d", caller, len(lost))
                 for number, own in lost.items():
-                    del self._open[number]  # whatever becomes of a call that Ray cannot end
-                    own.reading.cancel()
+                    del self._open[number]  # also if Ray cannot end the call
+                    own.reader.cancel()
 
     def _load(self) -> Load:
-        absence = self._engine.absence or (None if self._readers is None else self._readers.absence)
+        unavailable = self._engine.unavailable or (None if self._prefill is None else self._prefill.unavailable)
         return Load(
-            rows=self._engine.facts.max_rows,
+            rows=self._engine.metadata.max_rows,
             open_rows=sum(own.num_rows for own in self._open.values()),
             queued_tokens=sum(own.queued_tokens for own in self._open.values()),
-            absence="" if absence is None else str(absence),
+            unavailable="" if unavailable is None else str(unavailable),
         )
 
-    def _batch(self, waiting: list[RequestDelta | Fault]) -> DeltaBatch:
-        deltas = tuple(item for item in waiting if not isinstance(item, Fault))
-        fault = waiting[-1] if isinstance(waiting[-1], Fault) else None
+    def _batch(self, pending: list[RequestDelta | Fault]) -> DeltaBatch:
+        deltas = tuple(item for item in pending if not isinstance(item, Fault))
+        fault = pending[-1] if isinstance(pending[-1], Fault) else None
         return DeltaBatch(self._name, self._load(), Deltas(deltas), fault)

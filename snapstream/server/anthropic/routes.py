@@ -74,7 +74,7 @@ def anthropic_routes(server: ServerState) -> APIRouter:
 
 
 async def _messages(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
-    server.need_engine()
+    server.require_engine()
     body = _parsed(server, MessagesBody, data)
     try:
         as_count("max_tokens", body.max_tokens, 1)
@@ -98,9 +98,9 @@ async def _messages(server: ServerState, data: dict[str, Any], context: AnswerCo
 async def _count(server: ServerState, data: dict[str, Any]) -> Response:
     """Tokens of the prompt that ``/v1/messages`` would make of the same fields."""
     body = _parsed(server, CountBody, data)
-    server.need_model(body.model)
+    server.require_model(body.model)
     chat = _as_chat(body)
-    tools = tools_of(chat, server.call_format, has_place=server.tells_tools)
+    tools = tools_of(chat, server.call_format, template_has_tools=server.template_has_tools)
     prompt = await server.prompts.chat(chat, server.metadata.max_model_len, has_tools=not tools.is_off)
     return JSONResponse({"input_tokens": len(prompt.ids)})
 

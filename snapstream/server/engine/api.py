@@ -1,8 +1,9 @@
-"""What the engine process says beside the messages of every engine (``snapstream/engine/worker.py``), and its orders.
+"""The interface between the HTTP server and an engine, in whatever process it runs.
 
-It sends ``Ready`` once, then the answers of its engine, and ``Failed`` as its last word if it can still speak.
-Invariant: nothing here imports torch. The front loads it only together with a tokenizer, whose library brings it, and
-holds no weights but those of a draft. ``process_main.py`` and ``child.py`` are the two ends.
+``AsyncEngine`` is implemented by a child process (``process.py``), by Ray replicas and by tests in process. Requests
+are sent whole, answers come back as deltas. Besides the messages of every engine (``snapstream/engine/worker.py``) the
+engine process sends ``Loading``, ``Ready`` once, and ``Failed`` before it ends, if it still can. Nothing here imports
+torch: the server loads it only with a tokenizer, whose library does, and holds no weights but those of a draft.
 """
 
 from __future__ import annotations
@@ -22,11 +23,6 @@ from snapstream.engine.worker import FromEngine
 from snapstream.plan.memory import DraftMemory
 from snapstream.types import Request
 from snapstream.version import __version__
-
-# The interface between the HTTP front and an engine, whatever process the engine lives in.
-#
-# ``process.py`` implements it with a child process, tests with the engine in-process. Requests go over whole, answers
-# come back as deltas: only what is new crosses the border.
 
 __all__ = ["AsyncEngine", "EngineDead", "EngineStats", "RequestDelta", "SampleDelta"]
 
@@ -48,8 +44,8 @@ class AsyncEngine(Protocol):
         ...
 
     @property
-    def absence(self) -> EngineDead | None:
-        """Why it is not ready; None if it is."""
+    def unavailable(self) -> EngineDead | None:
+        """The error that requests get while it is not ready; None if it is."""
         ...
 
     def generate(self, request: Request) -> AsyncIterator[RequestDelta]:
@@ -62,14 +58,11 @@ class AsyncEngine(Protocol):
     def stats(self) -> EngineStats: ...
 
     async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
-        """Tokens at the beginning of a prompt that lie in the prefix store when the engine reads this. EngineDead."""
+        """Leading tokens of a prompt that the prefix store holds when the engine reads this. EngineDead."""
         ...
 
     def reset_prefixes(self, namespace: str | None) -> None:
-        """Forget the stored beginnings of a namespace's prompts, or of all, before any request that follows.
-
-        EngineDead.
-        """
+        """Drop the stored prefixes of a namespace, or all, before any later request runs. EngineDead."""
         ...
 
     async def shutdown(self, drain_s: float) -> None:
@@ -79,26 +72,26 @@ class AsyncEngine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """All that the engine process needs to build its engine."""
+    """What the engine process needs to build its engine."""
 
     model: str  # checkpoint folder
     options: EngineOptions = field(default_factory=EngineOptions)
     num_threads: int | None = None  # of torch on the CPU; None means its default
-    beside: DraftMemory | None = None  # the front's draft on the same device
+    draft_memory: DraftMemory | None = None  # of the server's draft on the same device
     transfer: TransferSettings | None = None  # to send rows to other engines, or to receive some
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineFacts:
-    """Facts about the loaded engine."""
+class EngineMetadata:
+    """The loaded engine."""
 
     model: str
     engine: EngineConfig
     architecture: ModelConfig
     has_tokenizer: bool
     pid: int
-    notes: tuple[str, ...] = ()  # lines about choices that were made at the start
-    row_facts: dict[str, str] = field(default_factory=dict)  # what the other side of a KV transfer must agree with
+    notes: tuple[str, ...] = ()  # for the log: what was decided at the start
+    transfer_fingerprint: dict[str, str] = field(default_factory=dict)  # both sides of a KV transfer must have it
 
     @property
     def max_model_len(self) -> int:
@@ -128,7 +121,7 @@ class ModelMetadata:
     created: int = 0  # seconds since the epoch
     num_layers: int = 1
     num_kv_heads: int = 1  # of one layer
-    row_facts: dict[str, str] = field(default_factory=dict)  # what the other side of a KV transfer must agree with
+    transfer_fingerprint: dict[str, str] = field(default_factory=dict)  # both sides of a KV transfer must have it
     has_examples: bool = False  # it is the shipped model, which answers questions on the package's own documents
 
     def __post_init__(self) -> None:
@@ -136,16 +129,16 @@ class ModelMetadata:
             raise ValueError(f"served model names are {self.names!r}; at least one, none empty, is needed")
 
     @classmethod
-    def of(cls, facts: EngineFacts, names: tuple[str, ...], created: int) -> ModelMetadata:
+    def of(cls, metadata: EngineMetadata, names: tuple[str, ...], created: int) -> ModelMetadata:
         return cls(
             names=names,
-            vocab_size=facts.vocab_size,
-            engine=facts.engine,
+            vocab_size=metadata.vocab_size,
+            engine=metadata.engine,
             created=created,
-            num_layers=facts.architecture.num_layers,
-            num_kv_heads=facts.architecture.num_kv_heads,
-            row_facts=facts.row_facts,
-            has_examples=Path(facts.model).resolve() == TINY_MODEL.resolve(),
+            num_layers=metadata.architecture.num_layers,
+            num_kv_heads=metadata.architecture.num_kv_heads,
+            transfer_fingerprint=metadata.transfer_fingerprint,
+            has_examples=Path(metadata.model).resolve() == TINY_MODEL.resolve(),
         )
 
     @property
@@ -170,19 +163,19 @@ class ModelMetadata:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What the engine process does before it is ready."""
+    """The stage of loading, for the log."""
 
     stage: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    facts: EngineFacts
+    metadata: EngineMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine could not be built, or broke; its process ends. "value": the settings are wrong."""
+    """The engine could not be built, or failed; its process ends. "value": the settings are wrong."""
 
     kind: Literal["value", "error"]
     message: str

@@ -1,12 +1,13 @@
-"""Tries the grammars of callers before they reach the engine, where one that hangs would stop everybody.
+"""Compiles callers' grammars in a separate process before they reach the engine, where one that hangs would stop all
+requests.
 
 The library's own limits count operations, and some schemas (like two large ``multipleOf``) escape them. So each new
-grammar is compiled first in a process of its own, which is killed when it takes too long or too much memory. A grammar
-that passes is compiled again by the engine, in a thread, while the prompt is prefilled.
+grammar is compiled first in a process that is killed when it takes too long or too much memory. A grammar that passes
+is compiled again by the engine, in a thread, during prefill.
 
-Invariant: ``check`` returns or raises within the limits; the event loop never waits. Grammars are tried one after the
-other, and callers that wait for that are bounded in number: hostile ones delay other callers' new grammars, and nothing
-else. ``close`` leaves no process behind, whatever is under way.
+Invariant: ``check`` returns or raises within the limits; the event loop never waits. Grammars are checked one at a
+time, and the number of waiting callers is bounded: a hostile one delays only other callers' new grammars. ``close``
+leaves no process behind.
 """
 
 from __future__ import annotations
@@ -30,17 +31,15 @@ from snapstream.engine.validate import QueueFull
 from snapstream.grammar import GrammarCompiler
 from snapstream.types import Grammar
 
-# Compiles grammars for ``grammar_gate.py``, in a process that may be killed at any moment.
-#
-# Invariant: it says "ready" once, then one verdict per grammar, empty where the grammar is sound. It imports neither
-# torch nor transformers, so that it starts in a fraction of a second.
-
 MAX_BYTES = 4 * 2**30  # of address space: a grammar that needs more ends this process, not the machine
 
 
 def child_main(connection: Connection, tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]) -> None:
-    """Life of the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # both reach the whole group; the front ends this one
+    """Entry point of the process: reports an error or "" once loaded, then one error or "" per grammar.
+
+    It imports neither torch nor transformers, so that it starts in a fraction of a second.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # both reach the process group; the server ends this process
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     compiler = GrammarCompiler(lambda: tokenizer_json, vocab_size, end_ids)
@@ -54,12 +53,12 @@ def child_main(connection: Connection, tokenizer_json: str, vocab_size: int, end
     while True:
         try:
             grammar: Grammar = connection.recv()
-            connection.send(_verdict(compiler, grammar))
+            connection.send(_compile_error(compiler, grammar))
         except (EOFError, OSError):
             return
 
 
-def _verdict(compiler: GrammarCompiler, grammar: Grammar) -> str:
+def _compile_error(compiler: GrammarCompiler, grammar: Grammar) -> str:
     try:
         compiler.matcher(grammar)
     except ValueError as error:
@@ -68,7 +67,7 @@ def _verdict(compiler: GrammarCompiler, grammar: Grammar) -> str:
 
 
 def _end_with_parent() -> None:
-    """A front that is killed leaves none behind, not even one that compiles for ever."""
+    """Exit when the server is killed, also while a grammar compiles."""
     parent = parent_process()
     if parent is not None:
         parent.join()
@@ -77,11 +76,11 @@ def _end_with_parent() -> None:
 
 COMPILE_S = 2.0
 LOAD_S = 60.0  # for the tokenizer
-MAX_VERDICTS = 1024  # remembered
+MAX_RESULTS = 1024  # cached
 MAX_WAITING = 64  # checks at once; one that compiles takes milliseconds
 
 
-class GrammarGate:
+class GrammarChecker:
     """Make it anywhere, use it on one event loop. The process starts with the first grammar."""
 
     def __init__(
@@ -97,7 +96,7 @@ class GrammarGate:
         self._compile_s = compile_s
         self._max_waiting = max_waiting
         self._num_waiting = 0
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._results: OrderedDict[bytes, str] = OrderedDict()
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
         self._is_closed = False
@@ -106,7 +105,7 @@ class GrammarGate:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that tries grammars; None while there is none."""
+        """Of the compiling process; None while there is none."""
         process = self._process
         return None if process is None else process.pid
 
@@ -114,23 +113,23 @@ class GrammarGate:
         """ValueError, with the reason, for a grammar that the engine must not get; QueueFull if too many wait."""
         whole = f"{grammar.kind} {grammar.strict} {grammar.preface}\0{grammar.text}"
         digest = sha256(whole.encode(errors="surrogatepass")).digest()
-        verdict = self._verdicts.get(digest)
-        if verdict is None:
-            verdict, is_lasting = await self._wait_for(grammar, vocab_size)
-            if is_lasting:
-                self._verdicts[digest] = verdict
-                if len(self._verdicts) > MAX_VERDICTS:
-                    self._verdicts.popitem(last=False)
-        if verdict:
-            raise ValueError(verdict)
+        error = self._results.get(digest)
+        if error is None:
+            error, is_final = await self._check_new(grammar, vocab_size)
+            if is_final:
+                self._results[digest] = error
+                if len(self._results) > MAX_RESULTS:
+                    self._results.popitem(last=False)
+        if error:
+            raise ValueError(error)
 
-    async def _wait_for(self, grammar: Grammar, vocab_size: int) -> tuple[str, bool]:
+    async def _check_new(self, grammar: Grammar, vocab_size: int) -> tuple[str, bool]:
         if self._num_waiting >= self._max_waiting:
-            raise QueueFull(f"{self._max_waiting} new grammars are being tried, which is the limit")
+            raise QueueFull(f"{self._max_waiting} new grammars are being checked, which is the limit")
         self._num_waiting += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._pool, self._try, grammar, vocab_size)
+            return await loop.run_in_executor(self._pool, self._compile, grammar, vocab_size)
         finally:
             self._num_waiting -= 1
 
@@ -141,8 +140,8 @@ class GrammarGate:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._end()
 
-    def _try(self, grammar: Grammar, vocab_size: int) -> tuple[str, bool]:
-        """Verdict, and whether it would always be the same. Runs on the pool's only thread."""
+    def _compile(self, grammar: Grammar, vocab_size: int) -> tuple[str, bool]:
+        """The error or "", and whether it would be the same again. Runs on the pool's only thread."""
         try:
             connection = self._connection or self._start(vocab_size)
             connection.send(grammar)
@@ -163,7 +162,7 @@ class GrammarGate:
         process = context.Process(target=child_main, args=arguments, name="snapstream-grammar", daemon=True)
         with self._lock:
             if self._is_closed:
-                raise ValueError("grammar: the server was closed while it was tried")
+                raise ValueError("grammar: the server was closed while it was checked")
             process.start()
             self._process, self._connection = process, ours
         theirs.close()

@@ -1,6 +1,6 @@
-"""The engine process: loads the model, reports it, and serves until it is stopped or the server has gone.
+"""The engine process: loads the model, reports it, and serves until it is stopped or the server is gone.
 
-``worker.py`` of ``snapstream/engine`` is the loop; ``child.py`` is the other end of the pipe.
+``snapstream/engine/worker.py`` is the loop; ``process.py`` is the other end of the pipe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from snapstream.disaggregation.connector import TcpConnector
 from snapstream.disaggregation.protocol import TransferSettings
 from snapstream.engine.worker import Beat, EngineWorker, ToEngine
-from snapstream.server.engine.api import EngineFacts, EngineSpec, Failed, FromProcess, Loading, Ready
+from snapstream.server.engine.api import EngineMetadata, EngineSpec, Failed, FromProcess, Loading, Ready
 from snapstream.startup.build import make_connector
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 BEAT_S = 0.1
 
 
-class FrontGone(Exception):
-    """The other end of the pipe is closed: the server has gone."""
+class ServerGone(Exception):
+    """The other end of the pipe is closed."""
 
 
-class Pulse:
-    """Shows a front, at most every ``BEAT_S``, that a long step still gets on."""
+class Heartbeat:
+    """Reports to the server, at most every ``BEAT_S``, that a long step makes progress."""
 
     def __init__(self, send: Callable[[Beat], None], *, clock: Callable[[], float] = monotonic) -> None:
         self._send, self._clock = send, clock
@@ -51,30 +51,30 @@ class Pulse:
 
 
 class PipePort:
-    """A port at the end of a pipe, which other threads may wake."""
+    """The engine loop's port: a pipe, and a socket pair by which other threads wake it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._sending = threading.Lock()  # the news that a rank has gone come on a thread
-        self._bell, self._ear = socket.socketpair()
-        for end in (self._bell, self._ear):
+        self._sending = threading.Lock()  # the loss of a rank is reported on another thread
+        self._wake_send, self._wake_receive = socket.socketpair()
+        for end in (self._wake_send, self._wake_receive):
             end.setblocking(False)
 
     def wake(self) -> None:
-        """From any thread: there is news that came beside the messages."""
-        with suppress(BlockingIOError):  # it rings already
-            self._bell.send(b"\0")
+        """From any thread: there is an event besides the messages."""
+        with suppress(BlockingIOError):  # a wake-up is pending
+            self._wake_send.send(b"\0")
 
     def receive(self, *, block: bool) -> ToEngine | None:
         try:
-            if block and self._connection not in wait([self._connection, self._ear]):
-                self._ear.recv(4096)
+            if block and self._connection not in wait([self._connection, self._wake_receive]):
+                self._wake_receive.recv(4096)
                 return None
             if not block and not self._connection.poll():
                 return None
             message: ToEngine = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise FrontGone from error
+            raise ServerGone from error
         return message
 
     def send(self, message: FromProcess) -> None:
@@ -82,7 +82,7 @@ class PipePort:
             with self._sending:
                 self._connection.send(message)
         except OSError as error:
-            raise FrontGone from error
+            raise ServerGone from error
 
 
 def build(
@@ -106,32 +106,34 @@ def build(
         return build_ranks(*given, on_unit=on_unit, on_lost=on_lost)
 
     on_stage("choosing and compiling kernels")
-    return LLM(spec.model, spec.options, progress=False, draft_memory=spec.beside, make_runner=make_runner)
+    return LLM(
+        spec.model, spec.options, progress=False, draft_memory=spec.draft_memory, make_runner=make_runner
+    )
 
 
 def child_main(connection: Connection, spec: EngineSpec) -> None:
-    """Life of the engine process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # both reach the whole group; the front drains, then says Stop
+    """Entry point of the engine process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # both reach the process group; the server drains, then sends Stop
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     port = PipePort(connection)
     is_loaded = False
     try:
         with build(
-            spec, Pulse(port.send).note, partial(_end_without_rank, port), lambda stage: port.send(Loading(stage))
+            spec, Heartbeat(port.send).note, partial(_end_without_rank, port), lambda stage: port.send(Loading(stage))
         ) as llm:
             connector = None if spec.transfer is None else _connect(spec, spec.transfer, llm, port)
             is_loaded = True
-            port.send(Ready(_facts(spec, llm, connector)))
+            port.send(Ready(_metadata(spec, llm, connector)))
             EngineWorker(llm.engine, llm.config.max_rows, port).run()
-    except FrontGone:
+    except ServerGone:
         return
     except Exception as error:
         if not is_loaded and isinstance(error, (ValueError, FileNotFoundError)):
             port.send(Failed("value", str(error)))
         else:
             port.send(Failed("error", f"the engine failed: {type(error).__name__}: {error}"))
-            if is_loaded:  # else the front ends with that one line
+            if is_loaded:  # else the server ends with that one line
                 raise
             sys.exit(1)
 
@@ -144,7 +146,7 @@ def _connect(spec: EngineSpec, settings: TransferSettings, llm: LLM, port: PipeP
 
 
 def _transfer_notes(spec: EngineSpec, connector: TcpConnector | None) -> tuple[str, ...]:
-    """What the log should say of the KV transfer."""
+    """Of the KV transfer, for the log."""
     if connector is None or spec.transfer is None:
         return ()
     if connector.address is None:
@@ -153,27 +155,27 @@ def _transfer_notes(spec: EngineSpec, connector: TcpConnector | None) -> tuple[s
     return (f"rows arrive at {connector.address[0]} port {connector.address[1]}, {how}",)
 
 
-def _facts(spec: EngineSpec, llm: LLM, connector: TcpConnector | None) -> EngineFacts:
-    return EngineFacts(
+def _metadata(spec: EngineSpec, llm: LLM, connector: TcpConnector | None) -> EngineMetadata:
+    return EngineMetadata(
         model=spec.model,
         engine=llm.config,
         architecture=llm.model_config,
         has_tokenizer=llm.tokenizer is not None,
         pid=os.getpid(),
         notes=(*llm.notes, *_transfer_notes(spec, connector)),
-        row_facts={} if connector is None else dict(connector.fingerprint),
+        transfer_fingerprint={} if connector is None else dict(connector.fingerprint),
     )
 
 
 def _end_without_rank(port: PipePort, why: str) -> None:
-    """End at once, in a step or idle: a collective without that rank may wait for very long."""
-    with suppress(FrontGone):
+    """Exit at once, in a step or idle: a collective without that rank may hang."""
+    with suppress(ServerGone):
         port.send(Failed("error", f"the engine failed: {why}"))
     os._exit(1)
 
 
 def _end_with_parent() -> None:
-    """A front that is killed leaves no engine behind, not even one that is loading or in a long step."""
+    """Exit when the server is killed, also while loading or in a long step."""
     parent = parent_process()
     if parent is not None:
         parent.join()

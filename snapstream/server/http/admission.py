@@ -1,9 +1,9 @@
 """Admission, body and end of each request, in the server and in the proxy.
 
-    admit -> read the body -> work, cancelled if the client leaves -> answer or error -> count and log
+    admit -> read the body -> work, cancelled if the client disconnects -> answer or error -> count and log
 
 Invariants: a request over a limit is refused before a byte of its body is read. An admitted request ends exactly once
-and logs one line. A drain waits until none is open, requests whose prompts have not been submitted yet included.
+and logs one line. A drain waits for all open requests, also those whose prompts have not been submitted yet.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fastapi import Request, Response
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from snapstream.server.http.errors import CLIENT_GONE, Api, ApiError, bad_value, internal, queue_full, unavailable
-from snapstream.server.http.sse import ClientGone
+from snapstream.server.http.errors import CLIENT_CLOSED, Api, ApiError, bad_value, internal, queue_full, unavailable
+from snapstream.server.http.sse import ClientDisconnected
 from snapstream.server.options import RequestLimits
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class OpenRequests:
 
 @dataclass
 class RequestContext:
-    """One HTTP request. ``answer_id`` is ours and unique; ``request_id`` may be the client's."""
+    """One HTTP request. ``answer_id`` is unique; ``request_id`` may be the client's."""
 
     open_requests: OpenRequests
     answer_id: str
@@ -77,25 +77,25 @@ class RequestContext:
         self.open_requests.enter()
 
     def take(self, num_bytes: int) -> None:
-        """Hold so many bytes of body until the end: what was parsed from them lives as long as the answer."""
+        """Count so many bytes of body until the end: what was parsed from them lives as long as the answer."""
         self.num_bytes += num_bytes
         self.open_requests.num_bytes += num_bytes
 
-    def end(self, status: int, how: str = "") -> None:
-        """``how``: why a stream ended early, or "". Also called for requests that were not admitted."""
+    def end(self, status: int, reason: str = "") -> None:
+        """``reason``: why a stream ended early, or "". Also called for requests that were not admitted."""
         if self.is_open:
             self.is_open = False
             self.open_requests.leave()
             self.open_requests.num_bytes -= self.num_bytes
-        log.info("answered", extra={"fields": self.fields(status, how)})
+        log.info("answered", extra={"fields": self.fields(status, reason)})
 
-    def fields(self, status: int, how: str) -> dict[str, Any]:
-        """For the log. Nothing of a prompt or an answer is in it."""
+    def fields(self, status: int, reason: str) -> dict[str, Any]:
+        """For the log; nothing of a prompt or an answer."""
         return {
             "request": self.request_id,
             "path": self.path,
             "status": status,
-            "end": how or None,
+            "end": reason or None,
             "ms": 1e3 * (monotonic() - self.arrived_at),
         }
 
@@ -104,47 +104,47 @@ class Admission:
     """Admits, bounds and ends the requests of one application."""
 
     def __init__(self, limits: RequestLimits, name: str, ends_itself: type[Response]) -> None:
-        """``name`` is what shuts down; an ``ends_itself`` response ends its context once sent."""
+        """``name`` is for messages; a response of type ``ends_itself`` ends its context once sent."""
         self._limits, self._name, self._ends_itself = limits, name, ends_itself
         self.open_requests = OpenRequests()
         self.is_draining = False
 
-    def need_open(self) -> None:
+    def require_open(self) -> None:
         """503 while the application drains."""
         if self.is_draining:
             raise unavailable(f"the {self._name} is shutting down; try again later", self._limits.retry_after_s)
 
     def error(self, error: Exception) -> ApiError:
-        """The answer to any error; subclasses handle more kinds first."""
+        """Any error as an ``ApiError``; subclasses handle more kinds first."""
         if isinstance(error, ApiError):
             return error
         return bad_value(str(error), None) if isinstance(error, ValueError) else internal()
 
-    async def pass_through(self, context: RequestContext, work: Callable[[], Awaitable[Response]]) -> Response:
+    async def handle(self, context: RequestContext, work: Callable[[], Awaitable[Response]]) -> Response:
         """Admit a request, do its work, and end it."""
         response: Response | None = None
         try:
-            response = await self._guarded(context, work)
+            response = await self._run(context, work)
             return response
         finally:
             if not isinstance(response, self._ends_itself):
-                context.end(CLIENT_GONE if response is None else response.status_code)
+                context.end(CLIENT_CLOSED if response is None else response.status_code)
 
-    async def _guarded(self, context: RequestContext, work: Callable[[], Awaitable[Response]]) -> Response:
+    async def _run(self, context: RequestContext, work: Callable[[], Awaitable[Response]]) -> Response:
         try:
             self._admit(context)
             return await work()
-        except (ClientGone, ClientDisconnect):
-            return Response(status_code=CLIENT_GONE)
+        except (ClientDisconnected, ClientDisconnect):
+            return Response(status_code=CLIENT_CLOSED)
         except Exception as error:
             fault = self.error(error)
-            if fault.status == internal().status and fault is not error:  # a bug of ours
+            if fault.status == internal().status and fault is not error:  # a bug
                 log.exception("request=%s failed", context.request_id)
             return fault.response(context.api)
 
     def _admit(self, context: RequestContext) -> None:
-        """Before a byte of the body is read: refused requests cost no memory for bodies and tokens."""
-        self.need_open()
+        """Before the body is read, so that refused requests take no memory for bodies and tokens."""
+        self.require_open()
         limit = self._limits.max_requests
         if self.open_requests.num_open >= limit:
             raise queue_full(f"{limit} requests are being answered, which is the limit", self._limits.retry_after_s)

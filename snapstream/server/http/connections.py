@@ -5,9 +5,9 @@
             answer               the client must read some of it every ``write_timeout_s``
             between requests     uvicorn's keep-alive
 
-A client may close its sending half after its request and wait for the answer. The server cannot tell it from one that
-has left, so it sends an interim answer, ``100 Continue``: a client that waits ignores it, and the system of one that
-has left answers with a reset.
+A client may close its sending half after its request and wait for the answer. To tell it from one that has
+disconnected, the server sends an interim answer, ``100 Continue``: a client that waits ignores it, and the operating
+system of one that has disconnected answers with a reset.
 
 Invariants: a connection that breaks a limit is aborted, its request is cancelled, and the reason is counted. Beyond a
 limit a new connection replaces the one that has been silent the longest - of its own address, or of any if the process
@@ -42,8 +42,8 @@ class Connection(Protocol):
     @property
     def address(self) -> str: ...
 
-    def crowd_out(self) -> None:
-        """Close it, at once; it is silent."""
+    def evict(self) -> None:
+        """Close it at once; it is idle."""
         ...
 
 
@@ -68,7 +68,7 @@ class Connections:
             if victim is None:
                 return False
             self.leave(victim)
-            victim.crowd_out()
+            victim.evict()
         self._open.add(connection)
         self._counts[address] += 1
         self._silent[connection] = None
@@ -93,7 +93,7 @@ class Connections:
 
 
 def raise_file_limit() -> int:
-    """As many descriptors as the system lets this process have, within reason; returns how many."""
+    """Raise the limit of file descriptors as far as allowed, up to ``MOST_FILES``; returns it."""
     try:
         import resource
     except ImportError:  # not a POSIX system
@@ -107,13 +107,13 @@ def raise_file_limit() -> int:
 
 
 def connections_for(num_files: int) -> Connections:
-    """A server that may open so many files; one address gets half of the connections."""
+    """For a server that may open so many files; one address gets half of the connections."""
     most = max(LEAST, num_files - SPARE_FILES)
     return Connections(most, max(LEAST, most // 2))
 
 
-UNSENT_BYTES = 65536  # of an answer that the system keeps for a slow reader, beside what is on its way
-ASKED_AGAIN_S = (0.01, 0.05, 0.25, 1.0)  # is a half-closed client still there? The last one repeats
+UNSENT_BYTES = 65536  # of an answer that the system buffers for a slow reader, besides what is in flight
+HALF_CLOSED_CHECKS_S = (0.01, 0.05, 0.25, 1.0)  # intervals of checking a half-closed client; the last one repeats
 TCP_CLOSE = 7  # the state of a connection that was reset, in Linux' tcp_info
 REASONS = ("silent", "slow_head", "not_reading", "too_many", "crowded_out", "left_half_closed")
 
@@ -198,13 +198,13 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        transport.set_write_buffer_limits(high=1, low=0)  # so that nothing is unsent without our knowledge
-        keep_little_unsent(transport)
+        transport.set_write_buffer_limits(high=1, low=0)  # so that unsent bytes are noticed
+        limit_unsent(transport)
         # asyncio does so only for sockets with proto IPPROTO_TCP, and those of socket.create_server have 0. Nagle's
         # algorithm and the client's delayed ACK would add 40 ms to every response on a kept-alive connection.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.conn = JoinedHead(lambda: self.loop.call_soon(self._write_head))
-        self.app_state = {**self.app_state, CUT: self.cut}
+        self.app_state = {**self.app_state, ABORT: self.abort}
         if self.guard.connections.enter(self):
             self._head_timer = self.loop.call_later(self.guard.limits.head_timeout_s, self._end_head)
         else:
@@ -217,11 +217,11 @@ class GuardedProtocol(H11Protocol):
                 timer.cancel()
         super().connection_lost(exc)
 
-    def crowd_out(self) -> None:
+    def evict(self) -> None:
         self._close("crowded_out")
 
-    def cut(self) -> None:
-        """End the connection during an answer, so that its reader knows that it is incomplete."""
+    def abort(self) -> None:
+        """Abort the connection during an answer, so that the client sees that it is incomplete."""
         self.transport.abort()
 
     # requests
@@ -297,13 +297,13 @@ class GuardedProtocol(H11Protocol):
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """True keeps the other half open."""
-        # Only a client that waits for its answer is asked; one that closes during the answer has left.
+        # Only for a client that waits for its answer; one that closes during the answer has left.
         waits = self.is_busy and not self.cycle.more_body and not self.cycle.response_started
         if not waits or self.scheme == "https" or self.scope["http_version"] != "1.1" or sys.platform != "linux":
             return None  # TLS cannot be half closed; HTTP/1.0 has no interim answers
         self._is_half_closed = True
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._leave_timer = self.loop.call_later(ASKED_AGAIN_S[0], self._end_if_left, 1)
+        self._leave_timer = self.loop.call_later(HALF_CLOSED_CHECKS_S[0], self._end_if_left, 1)
         return True
 
     def _end_if_left(self, count: int) -> None:
@@ -314,7 +314,7 @@ class GuardedProtocol(H11Protocol):
         if peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE:
             self._close("left_half_closed")
             return
-        delay = ASKED_AGAIN_S[min(count, len(ASKED_AGAIN_S) - 1)]
+        delay = HALF_CLOSED_CHECKS_S[min(count, len(HALF_CLOSED_CHECKS_S) - 1)]
         self._leave_timer = self.loop.call_later(delay, self._end_if_left, count + 1)
 
     def _close(self, reason: str) -> None:
@@ -323,18 +323,18 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort()
 
 
-CUT = "cut"  # in a request's state: a function that ends its connection
+ABORT = "abort_connection"  # in a request's state: a function that aborts its connection
 
 
-async def cut_off(scope: Scope) -> None:
-    """End the connection of a request during its answer, and wait to be cancelled; returns at once without one."""
-    cut = scope.get("state", {}).get(CUT)
-    if cut is not None:
-        cut()
+async def abort_connection(scope: Scope) -> None:
+    """Abort a request's connection during its answer, and wait to be cancelled; returns at once without one."""
+    abort = scope.get("state", {}).get(ABORT)
+    if abort is not None:
+        abort()
         await asyncio.Event().wait()
 
 
-def keep_little_unsent(transport: asyncio.BaseTransport) -> None:
-    """Else the system buffers megabytes for a client that reads nothing, unnoticed."""
+def limit_unsent(transport: asyncio.BaseTransport) -> None:
+    """Else the system buffers megabytes for a client that reads nothing."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)

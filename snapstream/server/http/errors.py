@@ -1,8 +1,8 @@
 """Errors that clients see, in the form of the API of their request, and what an API is to the middleware (``Api``).
 
 Invariants: outside of all APIs the body is ``{"error": {"message", "type", "param", "code"}}``, always with all four.
-5xx only where a retry may help, or for a bug: clients retry 408, 409, 429 and 5xx. A request is counted as an error at
-most once, by status and a reason that is never a client's text. The reason is kept in the request's scope
+5xx only where a retry may help, or for a bug, because clients retry 408, 409, 429 and 5xx. A request is counted as an
+error at most once, by status and a reason that is never a client's text. The reason is kept in the request's scope
 (``note_fault``), because an error within a stream has status 200. This package names no API: ``server/apis.py`` has the
 list.
 """
@@ -25,7 +25,7 @@ from snapstream.types import NOT_FINITE
 
 log = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # nginx's number; only logs and metrics see it
+CLIENT_CLOSED = 499  # nginx's number; only logs and metrics see it
 MAX_MESSAGE_CHARS = 500
 API, FAULT = "api", "fault"  # in a request's state
 
@@ -72,12 +72,12 @@ def note_fault(scope: Scope, status: int, reason: str) -> None:
 
 
 def note_no_fault(scope: Scope) -> None:
-    """The answer to this request is what was asked for, whatever its status."""
+    """The answer to this request is no error, whatever its status."""
     scope.setdefault("state", {})[FAULT] = None
 
 
 class FaultCount:
-    """Counts errors when the answer is over. Outermost middleware, so that it sees every refusal."""
+    """Middleware around everything that refuses requests: counts errors at the end of each answer."""
 
     def __init__(self, app: ASGIApp, *, count: Callable[[int, str], None]) -> None:
         """``count`` takes status and reason."""
@@ -106,11 +106,11 @@ class FaultCount:
                 if state[FAULT] is not None:
                     self._count(*state[FAULT])
             elif status >= 400:
-                self._count(status, "client_left" if status == CLIENT_GONE else "other")
+                self._count(status, "client_left" if status == CLIENT_CLOSED else "other")
 
 
 class ApiError(Exception):
-    """An answer that is an error. ``status`` decides how clients react, ``param`` names the field at fault."""
+    """An answer that is an error; ``param`` names the field at fault."""
 
     def __init__(
         self,
@@ -129,11 +129,11 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
-        self.details = details  # for APIs whose errors have a place for them
+        self.details = details  # for APIs whose errors have details
 
     @property
     def message(self) -> str:
-        """Cut where it is long: it may quote what the client sent."""
+        """Truncated: it may quote what the client sent."""
         message = str(self)
         return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
 
@@ -143,7 +143,7 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """For metrics: its code, or where it has none its type."""
+        """For metrics: its code, else its type."""
         return self.code or self.kind
 
     def body_for(self, api: Api | None) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class ApiError(Exception):
         return ErrorResponse(self, self.body_for(api))
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same error in an API that has other names for the fields at fault."""
+        """The same error with the API's own names of fields."""
         param = self.param if self.param is None else names.get(self.param, self.param)
         return ApiError(
             self.status, str(self), kind=self.kind, param=param, code=self.code, headers=self.headers,
@@ -171,7 +171,7 @@ class ContextLengthError(ApiError):
 
 
 class ErrorResponse(JSONResponse):
-    """The answer of an ``ApiError``; it is counted as one."""
+    """The answer to an ``ApiError``; it is counted as an error."""
 
     def __init__(self, error: ApiError, body: dict[str, Any]) -> None:
         super().__init__(body, status_code=error.status, headers=error.headers)
@@ -183,34 +183,34 @@ class ErrorResponse(JSONResponse):
 
 
 def bad_value(message: str, param: str | None, code: str | None = None) -> ApiError:
-    """400: the request itself is at fault and will stay so."""
+    """400: the request is at fault; a retry does not help."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(reason: str, retry_after_s: int | None) -> ApiError:
-    """503: loading, draining, or the engine is gone; without a time to wait if it will not come back."""
+    """503: loading, draining, or the engine is gone; no time to wait if it will not come back."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return ApiError(503, reason, kind="service_unavailable", code="engine_unavailable", headers=headers)
 
 
 def queue_full(reason: str, retry_after_s: int) -> ApiError:
-    """429: a sound request at a bad moment."""
+    """429: a valid request at a time of high load."""
     headers = {"Retry-After": str(retry_after_s)}
     return ApiError(429, reason, kind="rate_limit_error", code="queue_full", headers=headers)
 
 
 def internal() -> ApiError:
-    """500: a bug of ours. The cause goes to the log, not to the client."""
+    """500: a bug. The cause goes to the log, not to the client."""
     return ApiError(500, "internal error; the server's log has the cause", kind="server_error", code="internal_error")
 
 
 def not_finite() -> ApiError:
-    """500: the model computed NaN or infinity for this request. Nothing that it answered can be trusted."""
+    """500: the model computed NaN or infinity for this request, so no part of the answer is valid."""
     return ApiError(500, f"the model failed: its {NOT_FINITE}", kind="server_error", code="logits_not_finite")
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Give every error of ``app`` the shape of its API: ours, unknown paths, wrong methods and bugs alike."""
+    """Give every error of ``app`` the form of its API, also for unknown paths, wrong methods and bugs."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -233,14 +233,14 @@ def add_error_handlers(app: FastAPI) -> None:
         return internal().response(api_of(request.scope))
 
     def _methods(request: Request) -> str:
-        """Of every route at this path: Starlette names those of the first."""
+        """Of all routes at this path: Starlette names those of the first."""
         methods = {
             name
             for name in ("DELETE", "GET", "POST")
             for route in app.routes
             if route.matches({**request.scope, "method": name})[0] is Match.FULL
         }
-        return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))  # ``head.py``
+        return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))  # ``HeadAsGet``
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)

@@ -1,7 +1,7 @@
-"""Life of a server: its listening socket, answers while the model loads, draining, and the health and metrics routes.
+"""Start and end of a server: its listening socket, answers while the model loads, draining, health and metrics routes.
 
 The first signal drains, a second one ends at once. The socket is open from the start; until the application is loaded,
-``StartupApp`` answers 503 to everything but ``/health/live``. A signal that comes while loading is not lost.
+``StartupApp`` answers 503 to everything but ``/health/live``. A signal during loading is not lost.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from snapstream.version import __version__
 
 log = logging.getLogger(__name__)
 
-LAST_FRAMES_S = 5  # for error frames to leave after draining
+LAST_FRAMES_S = 5  # for error frames to be sent after draining
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listener; OSError, in words, if the port is taken or the address is none of this machine's."""
+    """A listener; OSError with a remedy if the port is taken or the address is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -55,7 +55,7 @@ class Drainable(Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, except that the first signal drains: it goes on answering until ``state.drain`` returns."""
+    """uvicorn, except that the first signal drains: it answers until ``state.drain`` returns."""
 
     def __init__(self, config: uvicorn.Config, state: Drainable, drain_timeout_s: float) -> None:
         super().__init__(config)
@@ -88,7 +88,7 @@ class StartupApp:
     """Answers until another application is loaded, then forwards to it; also its ``Drainable``."""
 
     def __init__(self, retry_after_s: int, name: str = "server", *, apis: Sequence[Api] = ()) -> None:
-        """``name`` is what loads; ``apis``: whose form its errors have."""
+        """``name`` is for messages; errors have the form of ``apis``."""
         self._retry_after_s, self._name = retry_after_s, name
         self._app: ASGIApp = SelectApi(RequestId(self._refuse), apis=apis)
         self._state: Drainable | None = None
@@ -119,7 +119,7 @@ class StartupApp:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            if scope["path"].rstrip("/") == LIVE_PATH:  # a process that loads must not be restarted for it
+            if scope["path"].rstrip("/") == LIVE_PATH:  # a loading process must not be restarted
                 await JSONResponse({"status": "ok"})(scope, receive, send)
                 return
             what = "shutting down" if self._is_draining else "loading"
@@ -174,24 +174,24 @@ LIVE_PATH = "/health/live"  # also answered while the model loads
 
 
 def status_routes(
-    need_live: Callable[[], None], need_ready: Callable[[], Awaitable[None]], render_metrics: Callable[[], bytes]
+    require_live: Callable[[], None], require_ready: Callable[[], Awaitable[None]], render_metrics: Callable[[], bytes]
 ) -> APIRouter:
-    """``need_live`` raises if only a restart of the process helps, ``need_ready`` if no requests are admitted."""
+    """``require_live`` raises if only a restart of the process helps, ``require_ready`` if no requests are admitted."""
     router = APIRouter()
     ok = answers({"status": {"const": "ok"}})
 
     @router.get(LIVE_PATH, responses=ok)
     async def live() -> Response:
-        need_live()
+        require_live()
         return JSONResponse({"status": "ok"})
 
     @router.get("/health", responses=ok)
     @router.get("/health/ready", responses=ok)
     async def ready(request: Request) -> Response:
         try:
-            await need_ready()
+            await require_ready()
         except ApiError as error:
-            note_no_fault(request.scope)  # who polls during a restart meets no error
+            note_no_fault(request.scope)  # polling during a restart is no error
             return JSONResponse(error.body, status_code=error.status, headers=error.headers)
         return JSONResponse({"status": "ok"})
 

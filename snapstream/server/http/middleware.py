@@ -1,9 +1,8 @@
-"""Middleware and access rules, all pure ASGI, so that streams pass through untouched.
+"""Middleware and access rules, all pure ASGI, so that streams pass through unchanged.
 
-Invariants: keys, routes and logs see one path, without the root path and without a trailing slash, and nothing is
-redirected. Every answer has ``X-Request-Id``, errors of other middleware included. What a client sent as an id is
-repeated only if it matches ``GIVEN``; what it sent as a key is in no log. Comparing keys takes the same time whatever
-they are: all digests are compared, each time.
+Invariants: keys, routes and logs see the same path, without root path and trailing slash, and nothing is redirected.
+Every answer has ``X-Request-Id``, errors of other middleware included. A client's id is repeated only if it matches
+``VALID_ID``; its key is in no log. Comparing keys takes constant time: all digests are compared each time.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from snapstream.types import NAMESPACE_BORDER
 log = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
-GIVEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def log_refusal(what: str, scope: Scope) -> None:
-    """Log a refused request: its id, path and address; nothing that it carried."""
+    """Log a refused request: id, path and address, nothing of its contents."""
     client = scope.get("client")
     log.warning(
         what,
@@ -48,7 +47,7 @@ def log_refusal(what: str, scope: Scope) -> None:
 
 
 class RequestId:
-    """Sets ``own_id``, a new id, and ``request_id``, the client's if it matches ``GIVEN``, in ``request.state``."""
+    """Sets ``own_id``, a new id, and ``request_id``, the client's if it matches ``VALID_ID``, in ``request.state``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -59,7 +58,7 @@ class RequestId:
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
         own_id = uuid4().hex
-        request_id = given if GIVEN.fullmatch(given) else own_id
+        request_id = given if VALID_ID.fullmatch(given) else own_id
         scope.setdefault("state", {}).update(request_id=request_id, own_id=own_id)
         api = api_of(scope)
 
@@ -74,7 +73,7 @@ class RequestId:
 
 
 class HeadAsGet:
-    """Answers HEAD with the status and headers of GET and no body; health checks of proxies ask so."""
+    """Answers HEAD with the status and headers of GET and no body, as health checks of proxies need."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -90,8 +89,8 @@ class HeadAsGet:
         await self._app({**scope, "method": "GET"}, receive, send_bare)
 
 
-class PlainPath:
-    """Removes the root path, where a request has it, and trailing slashes."""
+class NormalizePath:
+    """Removes the root path, if a request has it, and trailing slashes."""
 
     def __init__(self, app: ASGIApp, *, root_path: str) -> None:
         self._app, self._root_path = app, root_path
@@ -105,8 +104,8 @@ class PlainPath:
         await self._app(scope, receive, send)
 
 
-class OneLength:
-    """Refuses a request whose body has two lengths: servers on its way may disagree about it (RFC 9112, 6.1)."""
+class SingleBodyLength:
+    """Refuses a request whose body has two lengths: servers in between may disagree about it (RFC 9112, 6.1)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -173,7 +172,7 @@ class BearerAuth:
 
 
 def keys_of(headers: Headers, others: Sequence[str]) -> list[str]:
-    """The keys that a request carries: a bearer's, and those in ``others``; some clients send both."""
+    """The keys of a request: a bearer key, and those in ``others``; some clients send both."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     own = [headers.get(name, "").strip() for name in others]
     return [*([key.strip()] if scheme.lower() == "bearer" else []), *filter(None, own)]
@@ -184,7 +183,7 @@ def _digest(key: str) -> bytes:
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, but a refused preflight has the body of an ``ApiError``."""
+    """Starlette's middleware; a refused preflight has the body of an ``ApiError``."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
@@ -234,13 +233,13 @@ MAX_SALT_CHARS = 4096
 class Namespaces:
     """Namespaces of the prefix cache: one per API key, divided further by a request's salt.
 
-    Response times tell whether a prompt's beginning was cached, so callers with different keys never share a block,
+    Response times reveal whether a prompt's prefix was cached, so callers with different keys never share a block,
     whatever salts they send: a namespace is a keyed hash of the key, with a secret of this process. It reveals nothing
     about the key, and is not logged.
     """
 
     def __init__(self, secret: bytes = b"") -> None:
-        """``secret``: where namespaces must outlive this process."""
+        """``secret``: for namespaces that outlive this process."""
         self._secret = secret or os.urandom(32)
 
     def of(self, caller: bytes, salt: Any = None) -> str:

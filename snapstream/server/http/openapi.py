@@ -1,7 +1,7 @@
 """Schemas of ``/openapi.json``.
 
-Handlers read bodies and write answers themselves, so that errors keep their one shape; FastAPI derives nothing here.
-Invariant: every route lists its good answer and, as ``default``, the error; FastAPI's own 422 never appears.
+Handlers read bodies and write answers themselves, so that errors keep their form; FastAPI derives nothing here.
+Invariant: every route lists its answer and, as ``default``, the error; FastAPI's own 422 never appears.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def object_of(members: Mapping[str, Any]) -> dict[str, Any]:
 def answers(
     members: Mapping[str, Any], *, can_stream: bool = False, error: Mapping[str, Any] = ERROR
 ) -> dict[int | str, dict[str, Any]]:
-    """For ``responses=`` of a route whose good answer is an object with at least ``members``."""
+    """For ``responses=`` of a route whose answer is an object with at least ``members``."""
     content: dict[str, Any] = {"application/json": {"schema": object_of(members)}}
     if can_stream:
         content["text/event-stream"] = {}  # frames; each API has a form of its own

@@ -1,7 +1,5 @@
-"""Server-sent events, and cancellation of the work when the client leaves.
-
-Invariant: when the client is gone, its work is cancelled at once, not when the next
-byte cannot be sent.
+"""Server-sent events, and cancellation of a request's work when its client disconnects: at once, not when the next byte
+cannot be sent.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 
-class ClientGone(Exception):
-    """The client has closed its connection."""
+class ClientDisconnected(Exception):
+    """The client closed its connection."""
 
 
 def frame(item: dict[str, Any]) -> bytes:
@@ -34,15 +32,15 @@ def frame(item: dict[str, Any]) -> bytes:
     return b"event: " + str(item["type"]).encode() + b"\n" + data if "type" in item else data
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; ClientGone, and ``work`` cancelled, if the client leaves first."""
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; ClientDisconnected, and ``work`` cancelled, if the client disconnects first."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         for future in (task, watcher):
             future.cancel()
@@ -55,7 +53,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Streams items as frames. The first one is already known, so that an early error could have its own status."""
+    """Streams items as frames. The first item is given, so that an error before it could have its own status."""
 
     media_type = "text/event-stream"
 
@@ -68,8 +66,8 @@ class EventStream(Response):
         fault_item: Callable[[ApiError], dict[str, Any]],
         end: bytes = DONE,
     ) -> None:
-        """``on_end`` is called once, with the status and why the stream is not complete, or "". ``fault_item``: the
-        item for an error that ends the stream. ``end`` follows the last item."""
+        """``on_end`` is called once, with the status and why the stream is incomplete, or "". ``fault_item``: the item for
+        an error that ends the stream. ``end`` follows the last item."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
@@ -77,35 +75,35 @@ class EventStream(Response):
         self._as_api_error = as_api_error
         self._on_end = on_end
         self._fault_item, self._end = fault_item, end
-        self._how = "left"  # until something else is known
+        self._end_reason = "left"  # unless it ends otherwise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_gone(receive, self._send_all(scope, send))
-        except (ClientGone, OSError):
+            await run_until_disconnect(receive, self._send_all(scope, send))
+        except (ClientDisconnected, OSError):
             pass
         finally:
             try:
                 await self._rest.aclose()
             finally:
-                self._on_end(200, self._how)
+                self._on_end(200, self._end_reason)
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async def put(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        # In the task of the first frame, so that both leave in one write.
+        # In the task of the first frame, so that both are sent in one write.
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             await put(frame(self._first))
             async for item in self._rest:
                 await put(frame(item))
-            self._how = ""
+            self._end_reason = ""
         except OSError:
             raise
-        except Exception as error:  # the status line is gone: the stream itself must say it
+        except Exception as error:  # the status is sent: the stream itself must report it
             fault = self._as_api_error(error)
-            self._how = fault.code or "error"
+            self._end_reason = fault.code or "error"
             note_fault(scope, fault.status, fault.reason)
             if fault.status == internal().status:
                 log.exception("error in a stream")

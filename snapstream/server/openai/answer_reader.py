@@ -26,12 +26,12 @@ from snapstream.server.openai.tools.format import (
     MAX_HEAD,
     ArgumentReader,
     CallFormat,
+    CustomInput,
     Function,
     Head,
-    InputOnly,
     JsonArguments,
-    NoCall,
-    Unready,
+    NeedMoreText,
+    NotACall,
     overlap,
     skip_space,
     skip_tail,
@@ -137,9 +137,9 @@ class ToolCallParser:
         """The text begins like a call, or it is content."""
         try:
             head = self._read_head()
-        except Unready:
+        except NeedMoreText:
             return False
-        except NoCall:
+        except NotACall:
             mark = next((mark for mark in self._format.marks if self._text.startswith(mark)), "")
             if self._is_next and self._format.marks:
                 self._text = self._text[skip_space(self._text, 0) :]
@@ -152,19 +152,19 @@ class ToolCallParser:
         return True
 
     def _read_head(self) -> Head:
-        """Unready only while more text may come, and while it may be a head at all."""
+        """NeedMoreText only while more text may come, and while it may be a head at all."""
         try:
             return self._format.read_head(self._text[:MAX_HEAD], self._functions, is_next=self._is_next)
-        except Unready:
+        except NeedMoreText:
             if self._is_over or len(self._text) > MAX_HEAD:
-                raise NoCall from None
+                raise NotACall from None
             raise
 
     def _start(self, head: Head) -> None:
         function = self._functions[head.name]
         self._text = self._text[head.end :]
         reader = self._format.arguments(function.parameters)
-        self._arguments = InputOnly(reader) if function.is_custom else reader
+        self._arguments = CustomInput(reader) if function.is_custom else reader
         self._tail = head.tail
         call_id = head.call_id or self._format.new_id()
         self._events.append(CallStart(self.num_calls, head.name, call_id, function.is_custom))
@@ -190,7 +190,7 @@ class ToolCallParser:
         """The end of the call itself, which says nothing; a closing tag may have been forgotten."""
         try:
             place = skip_tail(self._text, 0, self._tail)
-        except Unready:
+        except NeedMoreText:
             if not self._is_over:
                 return False
             place = len(self._text)
@@ -247,7 +247,7 @@ def _joined(events: list[CallEvent]) -> list[CallEvent]:
 #     neither                     there is none; under ``deepseek_r1`` the answer begins inside it all the same
 
 
-class Beginning(Enum):
+class AnswerStart(Enum):
     """Where an answer begins."""
 
     INSIDE = "inside"  # the prompt opened the reasoning
@@ -263,18 +263,18 @@ def choose_reasoning(wanted: ReasoningParser, chat_template: str) -> ReasoningPa
     return "qwen3" if OPENING in chat_template or CLOSING in chat_template else "none"
 
 
-def find_beginning(parser: ReasoningParser, prompt: str, written: str | None = None) -> Beginning:
+def find_answer_start(parser: ReasoningParser, prompt: str, written: str | None = None) -> AnswerStart:
     """``prompt``: the end of the rendered conversation. ``written``: the beginning of an answer that is continued."""
     if parser == "none":
-        return Beginning.ANSWER
+        return AnswerStart.ANSWER
     if written is not None:
-        return Beginning.INSIDE if written.rfind(OPENING) > written.rfind(CLOSING) else Beginning.ANSWER
+        return AnswerStart.INSIDE if written.rfind(OPENING) > written.rfind(CLOSING) else AnswerStart.ANSWER
     prompt = prompt.rstrip()
     if prompt.endswith(OPENING):
-        return Beginning.INSIDE
+        return AnswerStart.INSIDE
     if prompt.endswith(CLOSING):
-        return Beginning.ANSWER
-    return Beginning.LIKELY if parser == "deepseek_r1" else Beginning.OPEN
+        return AnswerStart.ANSWER
+    return AnswerStart.LIKELY if parser == "deepseek_r1" else AnswerStart.OPEN
 
 
 def effort_arguments(template: str, effort: str | None) -> dict[str, Any]:
@@ -298,16 +298,16 @@ def knows(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
-def allow_reasoning(grammar: Grammar, beginning: Beginning, symbols: Collection[str]) -> Grammar:
+def allow_reasoning(grammar: Grammar, beginning: AnswerStart, symbols: Collection[str]) -> Grammar:
     """The same grammar, with reasoning allowed before it. ``symbols``: ``TokenText.symbols``."""
-    if beginning is Beginning.ANSWER:
+    if beginning is AnswerStart.ANSWER:
         return grammar
     opening = OPENING if OPENING in symbols else f'"{OPENING}"'
     is_symbol = CLOSING in symbols
     rules = {
-        Beginning.INSIDE: "preface: reasoning GAP",
-        Beginning.LIKELY: f"preface: {opening}? reasoning GAP",
-        Beginning.OPEN: f"preface: begun?\nbegun: {opening} reasoning GAP",
+        AnswerStart.INSIDE: "preface: reasoning GAP",
+        AnswerStart.LIKELY: f"preface: {opening}? reasoning GAP",
+        AnswerStart.OPEN: f"preface: begun?\nbegun: {opening} reasoning GAP",
     }
     reasoning = (
         f"reasoning: TEXT {CLOSING}\nTEXT: /(.|\\n)*/" if is_symbol else f'reasoning[suffix="{CLOSING}"]: /(.|\\n)*/'
@@ -318,10 +318,10 @@ def allow_reasoning(grammar: Grammar, beginning: Beginning, symbols: Collection[
 class ReasoningSplitter:
     """Splits one sample's text. ``push`` pieces in order, then ``finish`` once; each gives (reasoning, answer)."""
 
-    def __init__(self, beginning: Beginning) -> None:
+    def __init__(self, beginning: AnswerStart) -> None:
         self._beginning = beginning
         self._text = ""  # not dealt with yet
-        self._step = self._after if beginning is Beginning.ANSWER else self._begin
+        self._step = self._after if beginning is AnswerStart.ANSWER else self._begin
         self._is_over = False  # no more text will come
         self._reasoning: list[str] = []
         self._answer: list[str] = []
@@ -368,7 +368,7 @@ class ReasoningSplitter:
             self._text = stripped[len(OPENING) :]
             self._step = self._inside
         else:
-            self._step = self._after if self._beginning is Beginning.OPEN else self._inside
+            self._step = self._after if self._beginning is AnswerStart.OPEN else self._inside
         return True
 
     def _inside(self) -> bool:
@@ -413,7 +413,7 @@ Event = Reasoning | CallEvent
 class AnswerReader:
     """One sample's answer."""
 
-    def __init__(self, beginning: Beginning, closing_id: int | None, calls: ToolCallParser | None) -> None:
+    def __init__(self, beginning: AnswerStart, closing_id: int | None, calls: ToolCallParser | None) -> None:
         """``closing_id``: the token that ends reasoning, if it is one. ``calls`` None: calls are text."""
         self._splitter = ReasoningSplitter(beginning)
         self._closing_id = closing_id

@@ -1,8 +1,7 @@
 """Answers of chat and text completions, whole or as chunks.
 
-``Answer`` follows the deltas of a request's prompts; its two subclasses write the choices. Invariant: a chunk with
-choices carries text, or ends a choice; usage comes once, in a chunk without choices, unless running usage was asked
-for.
+``Answer`` takes the deltas of a request's prompts; its two subclasses write the choices. Invariant: a chunk with
+choices has text, or ends a choice; usage comes once, in a chunk without choices, unless running usage was requested.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pydantic_core import to_json
 from snapstream.server.engine.api import RequestDelta, SampleDelta
 from snapstream.server.openai.answer_reader import (
     AnswerReader,
-    Beginning,
+    AnswerStart,
     CallPiece,
     CallStart,
     Content,
@@ -33,8 +32,6 @@ from snapstream.server.openai.prompts import Offsets, TokenText
 from snapstream.server.openai.state import Usage
 from snapstream.types import FinishReason, Logprob
 
-# Log-probabilities in OpenAI's two shapes: a list of objects for chat, four aligned lists for completions.
-
 LEAST = -9999.0  # JSON has no minus infinity; OpenAI uses this
 
 
@@ -43,6 +40,7 @@ def finite(value: float) -> float:
 
 
 def chat_entries(logprobs: Iterable[Logprob], texts: TokenText) -> list[dict[str, Any]]:
+    """Log-probabilities as chat lists them."""
     return [
         {
             **_entry(one.token_id, one.logprob, texts),
@@ -57,7 +55,7 @@ def _entry(token: int, value: float, texts: TokenText) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """Builds the lists of one choice piece by piece; offsets go on where the last piece ended."""
+    """The four aligned lists of a completion's choice, piece by piece; offsets continue from the last piece."""
 
     def __init__(self, texts: TokenText, *, skip_special_tokens: bool) -> None:
         self._texts = texts
@@ -71,9 +69,9 @@ class CompletionLogprobs:
         for token in ids:
             raw = self._texts.raw(token)
             if self._texts.is_special(token) and not text.startswith(raw.decode(), offsets.num_chars):
-                raw = b""  # put there by the tokenizer, like a beginning-of-text token
+                raw = b""  # added by the tokenizer, like a beginning-of-text token
             starts.append(offsets.push(raw))
-        lead = max(0, offsets.num_chars - len(text))  # a space that the tokenizer put before the text
+        lead = max(0, offsets.num_chars - len(text))  # a space that the tokenizer adds before the text
         for token, start, logprob in zip(ids, starts, logprobs, strict=True):
             self._add(token, max(0, start - lead), logprob)
         self._offsets = Offsets(len(text))
@@ -108,14 +106,14 @@ def _empty() -> dict[str, list[Any]]:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-LARGE = 4096  # log-probabilities or positions; what lists more is put together off the event loop
+LARGE = 4096  # log-probabilities or positions; larger answers are built off the event loop
 
-Offload = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs something elsewhere
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a function off the event loop
 
 
 @dataclass(kw_only=True)
 class Answer(ABC):
-    """The answer to one HTTP request as it grows; each endpoint's choices are a subclass."""
+    """The answer to one HTTP request as it grows; a subclass for each endpoint's choices."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -131,35 +129,33 @@ class Answer(ABC):
     created: int = field(default_factory=lambda: int(time.time()))
     _is_large: bool = field(default=False, init=False)
 
-    # A subclass may hold state per choice; each piece is asked for once, in order.
+    @abstractmethod
+    def add(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
+        """Add a delta of a choice."""
 
     @abstractmethod
-    def see(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
-        """Take note of a delta."""
-
-    @abstractmethod
-    def has_events(self, choice: int) -> bool:
-        """Whether there is text to send."""
+    def has_output(self, choice: int) -> bool:
+        """Whether a chunk can be sent."""
 
     @abstractmethod
     def chunk_choice(self, choice: int) -> dict[str, Any]:
-        """All that came since the last call, without index and finish_reason."""
+        """What was added since the last call, without index and finish_reason."""
 
     @abstractmethod
     def whole_choice(self, choice: int) -> dict[str, Any]:
-        """The same for an answer in one piece."""
+        """The same for an answer that is not streamed."""
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Among the tokens that count; None where no reasoning is read."""
+        """None if no reasoning is parsed."""
         return None
 
     def num_tokens(self, delta: SampleDelta) -> int:
-        """Tokens of this delta that count for the caller."""
+        """Tokens of this delta that usage counts."""
         return len(delta.token_ids)
 
     def finish_reason(self, choice: int, reason: FinishReason) -> str:
-        """The API's word for the end of a choice whose last delta was seen."""
+        """The API's finish reason of a choice that has ended."""
         return reason.value
 
     async def whole(self, steps: AsyncGenerator[Step, None]) -> bytes:
@@ -189,15 +185,15 @@ class Answer(ABC):
             yield {**self._base(self.chunk_object), "choices": [], "usage": self.usage.as_openai}
 
     async def _take(self, prompt: int, delta: RequestDelta) -> list[int]:
-        """``_see``, elsewhere if it takes long."""
+        """``_add``, off the event loop if it takes long."""
         if delta.prompt_logprobs is None or len(delta.prompt_logprobs) <= LARGE:
-            return self._see(prompt, delta)
+            return self._add(prompt, delta)
         self._is_large = True
-        ready: list[int] = await self.offload(lambda: self._see(prompt, delta))
+        ready: list[int] = await self.offload(lambda: self._add(prompt, delta))
         return ready
 
-    def _see(self, prompt: int, delta: RequestDelta) -> list[int]:
-        """Take in a delta; the choices that have something to send."""
+    def _add(self, prompt: int, delta: RequestDelta) -> list[int]:
+        """Add a delta; the choices that have something to send."""
         usage = self.usage
         usage.take(prompt, delta)
         ready = []
@@ -205,11 +201,11 @@ class Answer(ABC):
             index = prompt * usage.requests[prompt].sampling.n + sample.index
             usage.completion_tokens += self.num_tokens(sample)
             usage.count(prompt, index, sample)
-            self.see(index, prompt, delta, sample)
+            self.add(index, prompt, delta, sample)
             if sample.finish_reason is not None:
                 reason = self.finish_reason(index, sample.finish_reason)
                 usage.ends[index] = {"finish_reason": reason, "stop_reason": sample.stop_reason}
-            if index in usage.ends or self.has_events(index):
+            if index in usage.ends or self.has_output(index):
                 ready.append(index)
         usage.reasoning_tokens = self.num_reasoning_tokens
         return ready
@@ -234,12 +230,6 @@ class Answer(ABC):
         }
 
 
-# The choices of /v1/completions: text, with the prompt before it if ``echo`` was asked for.
-#
-# With ``echo`` and ``logprobs`` every prompt token is listed with its exact log-probability, from the uncompressed
-# prefill; harnesses compute likelihoods from it.
-
-
 @dataclass
 class _CompletionChoice:
     logprobs: CompletionLogprobs
@@ -249,10 +239,16 @@ class _CompletionChoice:
 
 @dataclass(kw_only=True)
 class CompletionAnswer(Answer):
+    """/v1/completions: text, after the prompt with ``echo``.
+
+    With ``echo`` and ``logprobs`` every prompt token has its exact log-probability, from the uncompressed prefill;
+    harnesses compute likelihoods from it.
+    """
+
     whole_object = chunk_object = "text_completion"
 
     echo: Sequence[str] | None  # the prompts' texts
-    is_prompt_only: bool  # the one token that the engine made is dropped
+    is_prompt_only: bool  # the engine's one token is dropped
 
     def __post_init__(self) -> None:
         sampling = self.usage.requests[0].sampling
@@ -262,7 +258,7 @@ class CompletionAnswer(Answer):
             lambda: _CompletionChoice(CompletionLogprobs(self.texts, skip_special_tokens=sampling.skip_special_tokens))
         )
 
-    def see(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
+    def add(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
         state = self._choices[choice]
         if self.echo is not None and not state.has_echo:
             state.has_echo = True
@@ -275,7 +271,7 @@ class CompletionAnswer(Answer):
         if self._has_logprobs and delta.logprobs:
             state.logprobs.add(delta.logprobs)
 
-    def has_events(self, choice: int) -> bool:
+    def has_output(self, choice: int) -> bool:
         return bool(self._choices[choice].text)
 
     def num_tokens(self, delta: SampleDelta) -> int:
@@ -291,39 +287,36 @@ class CompletionAnswer(Answer):
 
     def _echo_logprobs(self, state: _CompletionChoice, prompt: int, delta: RequestDelta) -> None:
         assert self.echo is not None
-        if delta.prompt_logprobs is not None:  # once per request, while its samples may begin one by one
+        if delta.prompt_logprobs is not None:  # sent once per request, while its samples may start one by one
             self._prompt_logprobs[prompt] = delta.prompt_logprobs
-        if (
-            prompt not in self._prompt_logprobs
-        ):  # never answer with fewer than asked for: harnesses would score by chance
+        if prompt not in self._prompt_logprobs:  # never answer with fewer: harnesses would compute wrong scores
             raise RuntimeError("the engine sent no prompt logprobs with the first token")
         state.logprobs.add_prompt(
             self.usage.requests[prompt].prompt_token_ids, self._prompt_logprobs[prompt], self.echo[prompt]
         )
 
 
-# The choices of /v1/chat/completions: a message, or deltas of one, with the tool calls that the answer holds.
-#
-# The role comes with the first text, not before it: clients take the first chunk with choices for the first token.
-# Invariant: the deltas of a choice, put together, are its message.
-
-
 @dataclass
 class _Choice:
-    """One choice; reasoning, text, log-probabilities and calls are what has not been sent yet."""
+    """One choice; reasoning, text, log-probabilities and calls are those not sent yet."""
 
     reader: AnswerReader
     reasoning: str = ""
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # by index
-    kinds: dict[int, tuple[str, str]] = field(default_factory=dict)  # of all calls: where their pieces go
+    kinds: dict[int, tuple[str, str]] = field(default_factory=dict)  # of all calls: members that their pieces extend
     has_role: bool = False
-    has_parts: bool = False  # reasoning or calls: then a message without text has the content null
+    has_parts: bool = False  # reasoning or calls: then content without text is null
 
 
 @dataclass(kw_only=True)
 class ChatAnswer(Answer):
+    """/v1/chat/completions: messages, or deltas that add up to them.
+
+    The role comes with the first text, not before it: clients take the first chunk with choices for the first token.
+    """
+
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     prepared: PreparedChat
@@ -334,17 +327,17 @@ class ChatAnswer(Answer):
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        if self.prepared.beginning is Beginning.ANSWER:
+        if self.prepared.beginning is AnswerStart.ANSWER:
             return None
         return sum(choice.reader.num_reasoning_tokens for choice in self._choices.values())
 
-    def see(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
+    def add(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
         state = self._choices[choice]
         _take(state, state.reader.take(delta))
         if self.has_logprobs and delta.logprobs:
             state.logprobs += chat_entries(delta.logprobs, self.texts)
 
-    def has_events(self, choice: int) -> bool:
+    def has_output(self, choice: int) -> bool:
         state = self._choices[choice]
         return bool(state.reasoning or state.text or state.calls)
 

@@ -1,10 +1,8 @@
-"""One conversation made ready for the engine, whatever API it came by, and the answer to it on its way.
+"""From a conversation of any API (as a ``ChatBody``) to a request for the engine, and to the deltas of its answer.
 
-    body -> plan (tools, format) -> requested options (sampling) -> compressed by the draft, if asked for -> token ids
-    -> request
+    body -> plan (tools, format) -> options (sampling) -> compressed by the draft, if requested -> token ids -> request
 
-Other APIs write their conversations as a ``ChatBody`` and go this way. Invariant: what leaves ``prepare_chat`` can be
-served; everything else was a 400 that names a field of the body.
+Invariant: what ``prepare_chat`` returns can be served; everything else is a 400 that names a field of the body.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ from snapstream.server.metrics import Metrics, RequestWatch
 from snapstream.server.openai.answer_reader import (
     CLOSING,
     AnswerReader,
-    Beginning,
+    AnswerStart,
     ToolCallParser,
     allow_reasoning,
-    find_beginning,
+    find_answer_start,
     unused_options,
 )
 from snapstream.server.openai.protocol import ChatBody, not_followed
@@ -43,7 +41,7 @@ from snapstream.types import NOT_FINITE, CompressionSummary, FinishReason, Reque
 RETRY_S = 0.05  # how long a later prompt of a request waits when the queue is full; doubles up to
 MAX_RETRY_S = 1.0
 
-Step = tuple[int, RequestDelta]  # index of the prompt, what it gained
+Step = tuple[int, RequestDelta]  # index of the prompt, its delta
 
 
 async def run_prompts(
@@ -51,8 +49,8 @@ async def run_prompts(
 ) -> AsyncGenerator[Step, None]:
     """Deltas of all prompts in order of arrival. ValueError, QueueFull, EngineDead as in ``engine/api.py``.
 
-    At most ``max_at_once`` prompts are submitted; the next one follows when one of them has ended. More would only
-    fill the queue for other requests. Closing or cancelling it closes every engine iterator, which frees every row.
+    At most ``max_at_once`` prompts are submitted at a time: more would only fill the queue for other requests. Closing
+    or cancelling it closes every engine iterator, which frees every row.
     """
     if len(requests) == 1:  # the common case needs no tasks
         async with aclosing(_run(engine, metrics, requests[0], arrived_at)) as deltas:
@@ -62,7 +60,7 @@ async def run_prompts(
     queue: asyncio.Queue[Step | Exception] = asyncio.Queue()
     waiting = iter(enumerate(requests))  # the tasks take from it in turn
     tasks = [
-        asyncio.create_task(_pump(engine, metrics, waiting, arrived_at, queue))
+        asyncio.create_task(_run_waiting(engine, metrics, waiting, arrived_at, queue))
         for _ in range(min(len(requests), max_at_once))
     ]
     num_open = len(requests)
@@ -79,28 +77,27 @@ async def run_prompts(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(
+async def _run_waiting(
     engine: AsyncEngine,
     metrics: Metrics,
     waiting: Iterator[tuple[int, Request]],
     arrived_at: float,
     queue: asyncio.Queue[Step | Exception],
 ) -> None:
-    """Prompt after prompt into the queue, until none waits."""
+    """Put the deltas of one prompt after the other into the queue, until none is left."""
     try:
         for index, request in waiting:
-            async with aclosing(_patient(engine, metrics, index, request, arrived_at)) as deltas:
+            async with aclosing(_run_retrying(engine, metrics, index, request, arrived_at)) as deltas:
                 async for delta in deltas:
                     queue.put_nowait((index, delta))
     except Exception as error:
         queue.put_nowait(error)
 
 
-async def _patient(
+async def _run_retrying(
     engine: AsyncEngine, metrics: Metrics, index: int, request: Request, arrived_at: float
 ) -> AsyncGenerator[RequestDelta, None]:
-    """One prompt. A full queue refuses the first one, and so the whole HTTP request, at once; the others were promised
-    to be served when the first was taken, and wait for their turn."""
+    """One prompt. A full queue refuses the first one, and so the whole HTTP request, at once; later ones wait."""
     delay = RETRY_S
     while True:
         try:
@@ -119,7 +116,7 @@ async def _run(
     engine: AsyncEngine, metrics: Metrics, request: Request, arrived_at: float
 ) -> AsyncGenerator[RequestDelta, None]:
     watch: RequestWatch | None = None
-    is_finished, given_up = False, FinishReason.ABORT
+    is_finished, open_reason = False, FinishReason.ABORT
     try:
         iterator = cast("AsyncGenerator[RequestDelta, None]", engine.generate(request))
         async with aclosing(iterator) as deltas:
@@ -142,12 +139,12 @@ async def _run(
         raise
     except BaseException as error:
         watch = watch or _watch(metrics, request, arrived_at)
-        if isinstance(error, Exception):  # not a client that left
-            given_up = FinishReason.ERROR
+        if isinstance(error, Exception):  # not a disconnect
+            open_reason = FinishReason.ERROR
         raise
     finally:
         if watch is not None:
-            watch.end(given_up)
+            watch.end(open_reason)
 
 
 def _watch(metrics: Metrics, request: Request, arrived_at: float) -> RequestWatch:
@@ -161,23 +158,23 @@ def _watch(metrics: Metrics, request: Request, arrived_at: float) -> RequestWatc
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedChat:
-    """A conversation that the engine can take, and how its answer is read."""
+    """A request for the engine, and how its answer is parsed."""
 
     model: str  # the served name that the request means
     request: Request
     compression: PromptCompression | None
-    beginning: Beginning
+    beginning: AnswerStart
     closing_id: int | None  # the token that ends reasoning, if it is one
-    make_calls: Callable[[], ToolCallParser] | None  # one for each choice; None: calls are text
+    make_calls: Callable[[], ToolCallParser] | None  # for each choice; None: calls are text
 
     def reader(self) -> AnswerReader:
         return AnswerReader(self.beginning, self.closing_id, self.make_calls() if self.make_calls else None)
 
 
 async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, namespace: str) -> PreparedChat:
-    """Check and prepare a conversation of a caller in ``namespace``; ApiError for what cannot be served."""
-    model = server.need_model(body.model)
-    plan = plan_answer(body, server.call_format, server.texts, has_place=server.tells_tools)
+    """A conversation of a caller in ``namespace`` as a request; ApiError for what cannot be served."""
+    model = server.require_model(body.model)
+    plan = plan_answer(body, server.call_format, server.texts, template_has_tools=server.template_has_tools)
     server.ignored.note(unused_options(server.template, body))
     options = chat_options(
         body, server.metadata, plan.grammar, shows_special=plan.shows_special or server.shows_special
@@ -185,7 +182,7 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
     check_samples(1, options.sampling.n, server.settings)
     compression = server.compression.requested(body.prompt_compression, body.compression_obstacle, is_conversation=True)
     if plan.grammar is not None:
-        await server.need_grammar(plan.grammar, plan.grammar_param)
+        await server.require_grammar(plan.grammar, plan.grammar_param)
     report = None
     if compression is not None:
         report = await left_uncompressed(server, body, compression, namespace, has_tools=plan.has_tools)
@@ -200,10 +197,10 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
             )
             body = body.model_copy(update={"messages": messages})
     prompt = await server.prompts.chat(body, server.metadata.max_model_len, has_tools=plan.has_tools)
-    beginning, ids = find_beginning(server.reasoning, prompt.ending, prompt.written), prompt.ids
-    if plan.grammar is not None and beginning is not Beginning.ANSWER:
+    beginning, ids = find_answer_start(server.reasoning, prompt.ending, prompt.written), prompt.ids
+    if plan.grammar is not None and beginning is not AnswerStart.ANSWER:
         grammar = allow_reasoning(plan.grammar, beginning, server.texts.symbols)
-        await server.need_grammar(grammar, plan.grammar_param)
+        await server.require_grammar(grammar, plan.grammar_param)
         options = replace(options, sampling=replace(options.sampling, grammar=grammar))
     request = make_request(
         answer_id,
@@ -230,7 +227,7 @@ async def left_uncompressed(
 ) -> CompressionSummary | None:
     """Why a conversation stays uncompressed: most of it is in the prefix cache. None where it does not.
 
-    A prompt that is too long as it stands may fit once it is compressed, so it is no error here.
+    A prompt that is too long may fit once it is compressed, so that is no error here.
     """
     if compression.keep is None or server.metadata.engine.prefix_store is None:
         return None
@@ -244,7 +241,7 @@ async def left_uncompressed(
 def new_usage(
     server: ServerState, requests: Sequence[Request], compression: PromptCompression | None, context: AnswerContext
 ) -> Usage:
-    """The usage of an answer; the request's log line reports it."""
+    """The usage of an answer, which the request's log line reports."""
     context.usage = Usage(
         requests=requests,
         budget=requests[0].budget or server.metadata.engine.budget,

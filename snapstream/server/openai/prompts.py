@@ -70,7 +70,7 @@ Span = tuple[int, int]  # of characters
 Message = dict[str, Any]
 
 
-class SpelledTokens:
+class SpelledSpecialTokens:
     """The special tokens of a vocabulary, and added ones in angle brackets, which steer a model just as well."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -225,7 +225,7 @@ class Prompts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, threads: int, trusts_users: bool = False) -> None:
         """``trusts_users``: special tokens that they spell out become such."""
         self.tokenizer = tokenizer
-        self._spelled = None if tokenizer is None or trusts_users else SpelledTokens(tokenizer)
+        self._spelled = None if tokenizer is None or trusts_users else SpelledSpecialTokens(tokenizer)
         # A text longer than so many characters per token of max_model_len cannot fit, so it need not be tokenized.
         # Tokenizers that shrink texts do so by characters that combine, while their longest token is a run of spaces.
         self._longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
@@ -317,7 +317,7 @@ def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, .
 
 
 def _render(
-    tokenizer: Any, options: TemplateOptions, has_tools: bool, spelled: SpelledTokens | None
+    tokenizer: Any, options: TemplateOptions, has_tools: bool, spelled: SpelledSpecialTokens | None
 ) -> tuple[str, str | None, Marks | None]:
     """The text of a conversation, the beginning of the answer where it is continued, and what is to stay text in it."""
     if tokenizer.chat_template is None:

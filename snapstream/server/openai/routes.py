@@ -68,7 +68,7 @@ def tokenizer_routes(server: ServerState) -> APIRouter:
 
     @router.post("/reset_prefix_cache", responses=answers({}))
     async def reset_prefix_cache(request: HttpRequest) -> Response:
-        server.need_engine()
+        server.require_engine()
         is_admin = getattr(request.state, "is_admin", False)
         try:
             server.engine.reset_prefixes(None if is_admin else server.namespace(request))
@@ -88,14 +88,14 @@ async def _tokenize(server: ServerState, data: dict[str, Any]) -> Response:
         body = parse(TokenizeChatBody, data)
         # Clients may send a whole chat request to be counted: fields that only its answer would need are known, too.
         server.ignored.note(unknown_fields(TokenizeChatBody, data) & unknown_fields(ChatBody, data))
-        server.need_model(body.model)
-        tools = tools_of(body, server.call_format, has_place=server.tells_tools)
+        server.require_model(body.model)
+        tools = tools_of(body, server.call_format, template_has_tools=server.template_has_tools)
         ids = (await server.prompts.chat(body, max_len, has_tools=not tools.is_off)).ids
     else:
         check_fields(data, {**REFUSED, **COMPLETION_ONLY_REFUSED})
         body = parse(TokenizePromptBody, data)
         server.ignored.note(unknown_fields(TokenizePromptBody, data) & unknown_fields(CompletionBody, data))
-        server.need_model(body.model)
+        server.require_model(body.model)
         has_special = body.add_special_tokens is not False
         ids = await server.prompts.encode(body.prompt, max_len, add_special_tokens=has_special)
     strings = await server.prompts.token_strings(ids) if body.return_token_strs else None
@@ -108,7 +108,7 @@ async def _tokenize(server: ServerState, data: dict[str, Any]) -> Response:
 async def _detokenize(server: ServerState, data: dict[str, Any]) -> Response:
     body = parse(DetokenizeBody, data)
     server.ignored.note(unknown_fields(DetokenizeBody, data))
-    server.need_model(body.model)
+    server.require_model(body.model)
     return JSONResponse({"prompt": await server.prompts.decode(body.tokens)})
 
 
@@ -158,13 +158,13 @@ def openai_routes(server: ServerState) -> APIRouter:
 
     @router.get("/v1/models/{name:path}", responses=answers(protocol.MODEL))
     async def model(name: str) -> Response:
-        return JSONResponse(_model(server, server.need_model(name)))
+        return JSONResponse(_model(server, server.require_model(name)))
 
     return router
 
 
 async def _chat(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
-    server.need_engine()
+    server.require_engine()
     check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
     body = parse(ChatBody, data)
     server.ignored.note(unknown_fields(ChatBody, data))
@@ -181,11 +181,11 @@ async def _chat(server: ServerState, data: dict[str, Any], context: AnswerContex
 
 
 async def _completion(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
-    server.need_engine()
+    server.require_engine()
     check_fields(data, {**REFUSED, **COMPLETION_ONLY_REFUSED})
     body = parse(CompletionBody, data)
     server.ignored.note(unknown_fields(CompletionBody, data))
-    model, (grammar, param) = server.need_model(body.model), read_structured_output(body)
+    model, (grammar, param) = server.require_model(body.model), read_structured_output(body)
     options = completion_options(body, server.metadata, grammar)
     max_len = server.metadata.max_model_len
     given = as_prompts(body.prompt, server.settings.max_prompts, max_len)
@@ -194,7 +194,7 @@ async def _completion(server: ServerState, data: dict[str, Any], context: Answer
         body.prompt_compression, body.compression_obstacle, is_conversation=False
     )
     if grammar is not None:
-        await server.need_grammar(grammar, param)
+        await server.require_grammar(grammar, param)
     reports: list[CompressionSummary | None] = [None] * len(given)
     if compression is not None:
         is_requested = body.prompt_compression is not None

@@ -1,7 +1,7 @@
-"""What all handlers share (``ServerState``), and what one request has received so far (``AnswerContext``, ``Usage``).
+"""The state that all handlers share (``ServerState``), and that of one request (``AnswerContext``, ``Usage``).
 
-``app.py`` makes one state per application and passes it to the routes; there is no global.
-Invariant: ``Usage`` counts the logical prompt, whatever a draft dropped or a row kept."""
+``app.py`` makes one state per application; there is no global. Invariant: ``Usage`` counts the prompt as it was sent,
+whatever a draft dropped or a row kept."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fastapi import Response
 
 from snapstream.config import KVBudget, Selector
 from snapstream.server.engine.api import AsyncEngine, EngineDead, ModelMetadata, RequestDelta, SampleDelta
-from snapstream.server.engine.grammar import GrammarGate
-from snapstream.server.engine.remote_prefill import ReadFailed
+from snapstream.server.engine.grammar import GrammarChecker
+from snapstream.server.engine.remote_prefill import PrefillFailed
 from snapstream.server.http.admission import Admission, RequestContext
 from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.errors import ApiError, api_of, bad_value, unavailable
 from snapstream.server.http.middleware import SALT, Namespaces
 from snapstream.server.http.prompt_compression import CompressionService
-from snapstream.server.http.sse import EventStream, until_gone
+from snapstream.server.http.sse import EventStream, run_until_disconnect
 from snapstream.server.metrics import Metrics
 from snapstream.server.openai.answer_reader import CLOSING, OPENING, choose_reasoning
 from snapstream.server.openai.prompts import Prompts, TokenText
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Usage:
-    """The figures of one answer as it grows."""
+    """Token counts of one answer as it grows, and what was applied to its prompts."""
 
     requests: Sequence[Request]
-    budget: KVBudget  # what was applied
+    budget: KVBudget  # the applied one
     selector: Selector
     prompt_compression: str | dict[str, Any] = "off"  # the options, as a request writes them
     completion_tokens: int = 0
@@ -56,7 +56,7 @@ class Usage:
     has_listed_kept: bool = False  # positions or bitmaps of what rows kept
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)  # by choice: finish_reason, stop_reason
     num_open: int = 0  # prompts
-    _num_tokens: dict[int, int] = field(default_factory=dict)  # by choice, whether or not they count for the caller
+    _num_tokens: dict[int, int] = field(default_factory=dict)  # by choice, also tokens that usage does not count
     _prompts: list[dict[str, Any]] = field(default_factory=list)
     _prefixes: dict[int, PrefixUse] = field(default_factory=dict)  # by prompt: those that were looked up
 
@@ -76,7 +76,7 @@ class Usage:
         ]
 
     def take(self, prompt: int, delta: RequestDelta) -> None:
-        """Note what a delta says about its prompt; ``count`` notes its samples."""
+        """Add what a delta reports of its prompt; ``count`` adds its samples."""
         if self.first_at is None:
             self.first_at = monotonic()
         if delta.compression is not None:
@@ -94,7 +94,7 @@ class Usage:
         self.num_open -= delta.is_finished
 
     def count(self, prompt: int, choice: int, sample: SampleDelta) -> None:
-        """Note the tokens of a sample, and when it outgrows its row's ring (``RequestOutput.has_outgrown_ring``)."""
+        """Add the tokens of a sample, and whether it outgrew its row's ring (``RequestOutput.has_outgrown_ring``)."""
         self._num_tokens[choice] = self._num_tokens.get(choice, 0) + len(sample.token_ids)
         metadata = self._prompts[prompt]["compression"]
         if metadata is not None:
@@ -127,17 +127,17 @@ class Usage:
 
     @property
     def diverged_at(self) -> int | None:
-        """Where the first prompt left the stored ones (``PrefixUse.diverged_at``)."""
+        """Where the first prompt diverges from the stored ones (``PrefixUse.diverged_at``)."""
         return self._prefixes[0].diverged_at if 0 in self._prefixes else None
 
     @property
     def how_ended(self) -> str:
-        """For the log: the ways in which its choices ended."""
+        """For the log: finish reasons of its choices."""
         return ",".join(sorted({end["finish_reason"] for end in self.ends.values()})) or "-"
 
     @property
     def dropped_tokens(self) -> int:
-        """For the log: prompt tokens that the draft took out."""
+        """For the log: prompt tokens that the draft dropped."""
         return sum(
             request.prompt_compression.dropped_tokens
             for request in self.requests
@@ -157,7 +157,7 @@ class Usage:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Ours: what was applied, and what it did to each prompt."""
+        """The member ``snapstream`` of answers: what was applied, and its effect on each prompt."""
         return {
             "kv_cache": {"budget": self.budget.capacity, **asdict(self.budget), "selector": self.selector.name},
             "prompt_compression": self.prompt_compression,
@@ -180,9 +180,9 @@ class AnswerContext(RequestContext):
     """``usage`` is set once its prompts are known."""
 
     usage: Usage | None = None
-    namespace: str = ""  # of the prefix store: whose prompts this one's may share beginnings with
+    namespace: str = ""  # of the prefix store: the callers that share prefixes
 
-    def fields(self, status: int, how: str) -> dict[str, Any]:
+    def fields(self, status: int, reason: str) -> dict[str, Any]:
         usage = self.usage
         counts = {} if usage is None else usage.as_openai
         first_at = None if usage is None else usage.first_at
@@ -191,7 +191,7 @@ class AnswerContext(RequestContext):
             "answer": self.answer_id,
             "path": self.path,
             "status": status,
-            "end": how or (usage.how_ended if usage is not None and status == 200 else None),
+            "end": reason or (usage.how_ended if usage is not None and status == 200 else None),
             "prompt_tokens": counts.get("prompt_tokens", 0),
             "dropped_tokens": 0 if usage is None else usage.dropped_tokens,
             "cached_tokens": 0 if usage is None else usage.cached_tokens,
@@ -206,12 +206,12 @@ class AnswerContext(RequestContext):
 
 log = logging.getLogger(__name__)
 
-CheckReaders = Callable[[], Awaitable[None]]
+CheckPrefill = Callable[[], Awaitable[None]]
 Work = Callable[[dict[str, Any], AnswerContext], Coroutine[Any, Any, Response]]  # takes the body
 T = TypeVar("T")
 
 
-async def nothing_to_check() -> None:
+async def no_prefill_check() -> None:
     pass
 
 
@@ -226,27 +226,27 @@ class ServerState(Admission):
         metadata: Callable[[], ModelMetadata],
         compressor: PromptCompressor | None = None,
         guard: ConnectionGuard | None = None,
-        check_readers: CheckReaders = nothing_to_check,
+        check_prefill: CheckPrefill = no_prefill_check,
     ) -> None:
-        """``check_readers`` is ``PromptReaders.check``, for an engine whose prompts others read."""
+        """``check_prefill`` is ``PrefillBackend.check``, for an engine with remote prefill."""
         super().__init__(settings, "server", EventStream)
         self.engine = engine
         self.settings = settings
-        self._check_readers = check_readers
-        self._readers_problem = ""
+        self._check_readers = check_prefill
+        self._prefill_problem = ""
         self.prompts = Prompts(tokenizer, threads=settings.tokenizer_threads, trusts_users=settings.trusts_users)
         self.texts = TokenText(tokenizer)
         template = str(getattr(tokenizer, "chat_template", ""))
         self.call_format = choose_format(settings.tool_parser, template)
         self.reasoning = choose_reasoning(settings.reasoning_parser, template)
-        # Answers keep their special tokens where the tags of reasoning are some.
+        # Answers keep special tokens if the tags of reasoning are special tokens.
         self.shows_special = self.reasoning != "none" and bool(self.texts.special & {OPENING, CLOSING})
         self.template = template
-        self.tells_tools = "tools" in template  # the variable that templates find them in
-        self._grammars: GrammarGate | None = None
+        self.template_has_tools = "tools" in template  # templates render tools from this variable
+        self._grammars: GrammarChecker | None = None
         if tokenizer is not None:
             end_ids = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-            self._grammars = GrammarGate(lambda: tokenizer_json(tokenizer), end_ids)
+            self._grammars = GrammarChecker(lambda: tokenizer_json(tokenizer), end_ids)
         self.ignored = IgnoredFields()
         self._metadata = metadata
         self._served_name = ""
@@ -274,7 +274,7 @@ class ServerState(Admission):
 
     @property
     def example_len(self) -> int:
-        """Tokens of the longest document that the page may make up here; 0 where the model knows none of them."""
+        """Tokens of the longest example document for the model; 0: it was not trained on them."""
         return self.metadata.max_model_len if self.metadata.has_examples else 0
 
     async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
@@ -284,38 +284,38 @@ class ServerState(Admission):
     def error(self, error: Exception) -> ApiError:
         return engine_error(error, self.settings.retry_after_s) or super().error(error)
 
-    def need_ready(self) -> None:
+    def require_ready(self) -> None:
         """503 unless new work is taken."""
-        self.need_open()
-        self.need_engine()
+        self.require_open()
+        self.require_engine()
 
-    def need_live(self) -> None:
-        """503 if the engine is gone and will not come back: the process has to be restarted."""
-        absence = self.engine.absence
-        if absence is not None and absence.is_final:
-            raise self.error(absence)
+    def require_live(self) -> None:
+        """503 if the engine is gone for good: the process has to be restarted."""
+        unavailable = self.engine.unavailable
+        if unavailable is not None and unavailable.is_final:
+            raise self.error(unavailable)
 
     async def check_ready(self) -> None:
-        """503 unless new work is taken, and somebody is there to read its prompts."""
-        self.need_ready()
+        """503 unless new work is taken, and a prefill server can be used."""
+        self.require_ready()
         problem = ""
         try:
             await self._check_readers()
-        except (ReadFailed, ValueError) as error:
+        except (PrefillFailed, ValueError) as error:
             problem = str(error)
-        if problem and problem != self._readers_problem:  # with addresses, which are not for everybody
+        if problem and problem != self._prefill_problem:  # with addresses, which clients must not see
             log.warning("no prefill server can be used: %s", problem)
-        self._readers_problem = problem
+        self._prefill_problem = problem
         if problem:
             raise unavailable("no prefill server can be used; the log has the reason", self.settings.retry_after_s)
 
-    def need_engine(self) -> None:
-        """503 unless the engine takes requests. Unlike ``need_ready`` it lets in what came before a drain."""
-        absence = self.engine.absence
-        if absence is not None:
-            raise self.error(absence)
+    def require_engine(self) -> None:
+        """503 unless the engine takes requests. Unlike ``require_ready`` it admits what came before a drain."""
+        unavailable = self.engine.unavailable
+        if unavailable is not None:
+            raise self.error(unavailable)
 
-    def need_model(self, name: str | None) -> str:
+    def require_model(self, name: str | None) -> str:
         """The served name that a request means."""
         if name is None:
             return self.metadata.name
@@ -323,8 +323,8 @@ class ServerState(Admission):
             raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
         return name
 
-    async def need_grammar(self, grammar: Grammar, param: str) -> None:
-        """400 unless it compiles, 429 if too many wait; tried elsewhere, for at most some seconds each."""
+    async def require_grammar(self, grammar: Grammar, param: str) -> None:
+        """400 unless it compiles within the limits of ``GrammarChecker``, 429 if too many wait."""
         if self._grammars is not None:
             try:
                 await self._grammars.check(grammar, self.metadata.vocab_size)
@@ -332,7 +332,7 @@ class ServerState(Admission):
                 raise bad_value(str(error), param) from None
 
     async def answer(self, request: HttpRequest, work: Work) -> Response:
-        """Run a handler that computes: watched for the client's leave, with errors in their shape, and logged."""
+        """Run a handler: cancelled if the client disconnects, errors in the API's form, logged."""
         context = AnswerContext(
             self.open_requests, request.state.own_id, request.state.request_id, request.url.path, api_of(request.scope)
         )
@@ -340,19 +340,17 @@ class ServerState(Admission):
         async def watched() -> Response:
             data = {} if request.method == "GET" else await self.read_object(request, context)
             context.namespace = self.namespace(request, data.get(SALT))
-            return await until_gone(request.receive, work(data, context))
+            return await run_until_disconnect(request.receive, work(data, context))
 
-        return await self.pass_through(context, watched)
+        return await self.handle(context, watched)
 
     def namespace(self, request: HttpRequest, salt: Any = None) -> str:
         """Of the prefix store, for a request of this caller."""
         return self._namespaces.of(getattr(request.state, "caller", b""), salt)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more requests, let the open ones end for at most ``timeout_s``, and end the engine.
-
-        The engine shuts down last: prompts that wait here still have to reach it.
-        """
+        """Refuse requests, let the open ones end for at most ``timeout_s``, then end the engine: prompts that wait here
+        still have to reach it."""
         self.is_draining = True
         start = monotonic()
         await self.open_requests.wait_idle(timeout_s)
@@ -365,7 +363,7 @@ class ServerState(Admission):
             self._grammars.close()
 
     def _model_name(self) -> str:
-        """Asked for with every token; once known, it stays."""
+        """Cached: it is read with every token."""
         if not self._served_name:
             with suppress(EngineDead):
                 self._served_name = self._metadata().name

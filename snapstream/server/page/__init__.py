@@ -1,8 +1,8 @@
-"""The chat page at /, its files under /page/, and its own routes beside the OpenAI API.
+"""The chat page at /, its files under /page/, and its own route next to the OpenAI API.
 
-Invariant: the page gets along with this server alone. The policy that goes with every file lets a browser load scripts
-and styles from here only, and turn no text into HTML, whatever a model or a document says. Files are read once;
-``GET /`` needs no key; all that computes is under /v1/ and needs one.
+Invariant: the page needs this server only. The policy sent with every file lets a browser load scripts and styles from
+here only, and turn no text into HTML, whatever a model or a document contains. Files are read once; ``GET /`` needs no
+key; whatever computes is under /v1/ and needs one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Host(Protocol):
 
     @property
     def example_len(self) -> int:
-        """Tokens of the longest document that may be made up for the model; 0 where it knows none of them."""
+        """Tokens of the longest example document for the model; 0: it was not trained on them."""
         ...
 
     async def with_tokenizer(self, work: Callable[[Any], T]) -> T:

@@ -137,7 +137,7 @@ async def _renamed(work: Awaitable[T]) -> T:
 async def _create(
     server: ServerState, store: ResponseStore, data: dict[str, Any], context: AnswerContext, owner: bytes
 ) -> Response:
-    server.need_engine()
+    server.require_engine()
     body = _parsed(server, data)
     _check(body, store)
     own = store.resolve(read_input(body.input), owner)
@@ -162,10 +162,10 @@ async def _create(
 async def _count(server: ServerState, store: ResponseStore, data: dict[str, Any], owner: bytes) -> Response:
     """Tokens of the prompt that ``/v1/responses`` would make of the same fields."""
     body = _parsed(server, data)
-    server.need_model(body.model)
+    server.require_model(body.model)
     before = store.before(body.previous_response_id, owner)
     chat = _as_chat(body, before.items if before else (), store.resolve(read_input(body.input), owner))
-    tools = tools_of(chat, server.call_format, has_place=server.tells_tools)
+    tools = tools_of(chat, server.call_format, template_has_tools=server.template_has_tools)
     prompt = await server.prompts.chat(chat, server.metadata.max_model_len, has_tools=not tools.is_off)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 

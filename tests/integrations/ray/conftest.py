@@ -39,7 +39,7 @@ def watch(cluster: Deployed) -> Iterator[ReplicaWatch]:
     """Afterwards the whole deployment is ended, and no replica or engine is left."""
     watching = ReplicaWatch(cluster.address)
     yield watching
-    pids = [pid for report in watching.reports() for pid in (report.pid, report.facts.pid)]
+    pids = [pid for report in watching.reports() for pid in (report.pid, report.metadata.pid)]
     watching.close()
     assert len(pids) == 4
     cluster.process.terminate()

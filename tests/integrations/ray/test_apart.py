@@ -49,7 +49,7 @@ def at_rest(watch: ReplicaWatch) -> bool:
     answering, reading = watch.reports(), watch.reports("prefill")
     return (
         (len(answering), len(reading)) == (2, 1)
-        and not any(each.load.absence or each.load.open_rows for each in (*answering, *reading))
+        and not any(each.load.unavailable or each.load.open_rows for each in (*answering, *reading))
         and all(each.stats.rows_free == MAX_ROWS for each in (*answering, *reading))
     )
 
@@ -79,7 +79,7 @@ def test_prompts_are_read_by_another_replica(cluster: Deployed) -> None:
         until(lambda: watch.reports("prefill")[0].stats.rows_sent_total == len(jobs))
         assert reader.stats.generation_tokens_total == 0
 
-        os.kill(reader.facts.pid, signal.SIGSTOP)  # so that no row has come when its replica dies
+        os.kill(reader.metadata.pid, signal.SIGSTOP)  # so that no row has come when its replica dies
         pending = []
         for number in (1, 2):  # one on each replica that answers
             pending.append(pool.submit(ask, *jobs[0]))
@@ -88,16 +88,16 @@ def test_prompts_are_read_by_another_replica(cluster: Deployed) -> None:
         # The next replica must get the keys of those that wait, though who kept them has died as well.
         watch.kill_key_keeper()
         os.kill(reader.pid, signal.SIGKILL)
-        os.kill(reader.facts.pid, signal.SIGKILL)
+        os.kill(reader.metadata.pid, signal.SIGKILL)
         assert [each.result(HANG_S) for each in pending] == [wanted[0]] * 2  # the next one has read both
         until(lambda: at_rest(watch))
 
         [reader] = watch.reports("prefill")
-        os.kill(reader.facts.pid, signal.SIGSTOP)
+        os.kill(reader.metadata.pid, signal.SIGSTOP)
         with pytest.raises(httpx.TimeoutException):  # a client that leaves while its prompt is to be read
             http.post("/v1/completions", json={"prompt": PROMPTS[1], **GREEDY}, timeout=2.0)
         until(lambda: not any(each.load.open_rows for each in (*watch.reports(), *watch.reports("prefill"))))
-        os.kill(reader.facts.pid, signal.SIGCONT)
+        os.kill(reader.metadata.pid, signal.SIGCONT)
         until(lambda: at_rest(watch))
         assert ask(*jobs[0]) == wanted[0]
     cluster.process.terminate()

@@ -13,7 +13,7 @@ from ray.serve import Application
 
 from snapstream.integrations.ray.application import build, scaling_of
 from snapstream.integrations.ray.config import DecodeSettings
-from snapstream.integrations.ray.registry import ByRowsAndTokens
+from snapstream.integrations.ray.registry import ScaleByLoad
 from snapstream.server.run import CannotLoad
 
 
@@ -42,4 +42,4 @@ def test_ray_can_make_the_policy_of_what_it_is_given() -> None:
     scaling = scaling_of(DecodeSettings(replicas=1, max_replicas=5, rows_in_use=0.5), reads=True)
     assert scaling is not None and (scaling.min_replicas, scaling.max_replicas) == (1, 5)
     policy = scaling.policy.get_policy()(**scaling.policy.policy_kwargs)
-    assert type(policy).__name__ == ByRowsAndTokens.__name__
+    assert type(policy).__name__ == ScaleByLoad.__name__

@@ -38,7 +38,7 @@ def until_whole(http: httpx.Client, watch: ReplicaWatch) -> list[Report]:
 
     def is_whole() -> bool:
         found[:] = watch.reports()
-        return len(found) == 2 and not any(each.load.absence or each.load.open_rows for each in found)
+        return len(found) == 2 and not any(each.load.unavailable or each.load.open_rows for each in found)
 
     until(is_whole)
     until(lambda: 'snapstream:rows_free{model_name="tiny"} 8.0' in http.get("/metrics").text)
@@ -129,14 +129,14 @@ def test_a_request_without_a_token_is_repeated_elsewhere(http: httpx.Client, wat
     """Both engines stand still, so that no token can have come; the one that has the request is then killed."""
     reports = until_whole(http, watch)
     for report in reports:
-        os.kill(report.facts.pid, signal.SIGSTOP)
+        os.kill(report.metadata.pid, signal.SIGSTOP)
     with posted(http, SHORT) as response:
         until(lambda: any(report.load.open_rows for report in watch.reports()))
         having = serving(watch)
         os.kill(having.pid, signal.SIGKILL)
         for report in reports:
             if report.replica != having.replica:
-                os.kill(report.facts.pid, signal.SIGCONT)
+                os.kill(report.metadata.pid, signal.SIGCONT)
     assert response.result().status_code == 200
     assert response.result().json()["choices"][0]["text"] == answer(llm, 24)
     until_whole(http, watch)
@@ -147,7 +147,7 @@ def test_a_death_amid_a_stream_ends_it_with_an_error(http: httpx.Client, watch: 
     until_whole(http, watch)
     with begun(http) as lines:
         having = serving(watch)
-        os.kill(having.facts.pid if part == "engine" else having.pid, signal.SIGKILL)
+        os.kill(having.metadata.pid if part == "engine" else having.pid, signal.SIGKILL)
         rest = list(lines)
         assert http.post("/v1/completions", json=SHORT).status_code == 200  # the other one is there
     assert rest[-1] == "data: [DONE]"
@@ -163,12 +163,12 @@ def test_rows_of_a_dead_ingress_are_given_back(cluster: Deployed, http: httpx.Cl
     pids = [int(found) for found in re.findall(r"ServeReplica:snapstream:ingress pid=(\d+)", cluster.log)]
     with begun(http) as lines:
         having = serving(watch)
-        os.kill(having.facts.pid, signal.SIGSTOP)
+        os.kill(having.metadata.pid, signal.SIGSTOP)
         os.kill(pids[-1], signal.SIGKILL)
         with pytest.raises(httpx.HTTPError):
             list(lines)
     until(lambda: not any(report.load.open_rows for report in watch.reports()))
-    os.kill(having.facts.pid, signal.SIGCONT)
+    os.kill(having.metadata.pid, signal.SIGCONT)
     until(lambda: http.get("/health").status_code == 200)
 
 
@@ -180,10 +180,10 @@ def test_an_update_drops_no_stream(
     changed = {**config, "engine": {**config["engine"], "budget": 256}}
     with begun(http) as lines, ThreadPoolExecutor(1) as pool:
         having = serving(watch)
-        os.kill(having.facts.pid, signal.SIGSTOP)
+        os.kill(having.metadata.pid, signal.SIGSTOP)
         updated = pool.submit(cluster.again, changed)
         until(lambda: having.replica not in [report.replica for report in watch.reports()])
-        os.kill(having.facts.pid, signal.SIGCONT)
+        os.kill(having.metadata.pid, signal.SIGCONT)
         rest = list(lines)
         updated.result()
     last = json.loads(rest[-2].removeprefix("data: "))
@@ -191,7 +191,7 @@ def test_an_update_drops_no_stream(
 
     def is_new() -> bool:
         reports = watch.reports()
-        return len(reports) == 2 and all(report.facts.budget_slots == 256 for report in reports)
+        return len(reports) == 2 and all(report.metadata.budget_slots == 256 for report in reports)
 
     until(is_new)
     assert not before & {report.replica for report in until_whole(http, watch)}

@@ -96,7 +96,7 @@ def test_replicas_of_each_kind_have_ranks_of_their_own() -> None:
         ({"engine": {"prefix_dir": "x"}, "decode": {"replicas": 2}}, "engine: prefix_dir is one folder, "),
         ({"prefill": {"replicas": 0}}, "prefill: replicas is 0; it must be a whole number from 1 to 10000"),
         ({"prefill": {"rows_in_use": 0.5}}, "prefill: 'rows_in_use' is no setting; "),
-        ({"prefill": {}, "decode": {"queued_tokens": 5}}, "decode: queued_tokens is for replicas that read prompts; "),
+        ({"prefill": {}, "decode": {"queued_tokens": 5}}, "decode: queued_tokens is for replicas that prefill; "),
         ({"prefill": {"replicas": 2}, "engine": {"prefix_dir": "x"}}, "engine: prefix_dir is one folder, "),
         ({"prefill": {"tensor_parallel": 0}}, "prefill: tensor_parallel is 0; it must be a whole number >= 1"),
         (

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from snapstream.integrations.ray.engine import ReplicaLost, ReplicaReaders
-from snapstream.integrations.ray.registry import ByRowsAndTokens, Fault, Load, ReplicaRegistry, Route, ranked_readers
+from snapstream.integrations.ray.engine import ReplicaLost, ReplicaPrefill
+from snapstream.integrations.ray.registry import Fault, Load, ReplicaRegistry, Route, ScaleByLoad, rank_for_prefill
 from snapstream.server.engine.api import RequestDelta, SampleDelta
-from snapstream.server.engine.remote_prefill import ReadFailed
+from snapstream.server.engine.remote_prefill import PrefillFailed
 from snapstream.types import FinishReason, RowTicket
 from tests.integrations.ray.test_replicated_engine import FACTS, REQUEST, FakeReplicas, Step
 from tests.waiting import until_async
@@ -29,9 +29,9 @@ def waiting(**queued: int) -> dict[str, Load]:
     return {name: Load(rows=8, queued_tokens=count) for name, count in queued.items()}
 
 
-def with_readers(replicas: FakeReplicas, test: Callable[[ReplicaReaders], Awaitable[None]]) -> None:
+def with_readers(replicas: FakeReplicas, test: Callable[[ReplicaPrefill], Awaitable[None]]) -> None:
     async def main() -> None:
-        readers = ReplicaReaders(replicas, lambda: FACTS.engine)
+        readers = ReplicaPrefill(replicas, lambda: FACTS.engine)
         names = frozenset(replicas.scripts)
         await until_async(lambda: all(readers.choose(REQUEST, names - {name}) == name for name in names))
         await test(readers)
@@ -41,14 +41,14 @@ def with_readers(replicas: FakeReplicas, test: Callable[[ReplicaReaders], Awaita
 
 
 def test_the_fewest_waiting_tokens_are_asked_first() -> None:
-    assert ranked_readers(waiting(a=50, b=10, c=30), b"", 5) == ["b", "c", "a"]
-    first, second = ranked_readers(waiting(a=0, b=0), b"key", 5)
-    assert ranked_readers(waiting(**{first: 10, second: 10}), b"key", 5)[0] == first
-    assert ranked_readers(waiting(**{first: 100, second: 0}), b"key", 5)[0] == second  # too much waits there
+    assert rank_for_prefill(waiting(a=50, b=10, c=30), b"", 5) == ["b", "c", "a"]
+    first, second = rank_for_prefill(waiting(a=0, b=0), b"key", 5)
+    assert rank_for_prefill(waiting(**{first: 10, second: 10}), b"key", 5)[0] == first
+    assert rank_for_prefill(waiting(**{first: 100, second: 0}), b"key", 5)[0] == second  # too much waits there
 
 
 def test_what_was_asked_for_counts_before_it_is_reported() -> None:
-    registry = ReplicaRegistry(reads_only=True)
+    registry = ReplicaRegistry(prefill_only=True)
     assert registry.best(Route()) == ""
     registry.rank(("a", "b"), Route())
     assert registry.best(Route()) == "a"  # neither has reported: each is worth a try
@@ -58,16 +58,16 @@ def test_what_was_asked_for_counts_before_it_is_reported() -> None:
     claim.take("a")
     assert registry.best(Route()) == "b" and registry.best(Route(avoid=frozenset("b"))) == "a"
     claim.give_back()
-    registry.mark_absent("a", "it died")
+    registry.mark_unavailable("a", "it died")
     assert registry.best(Route()) == "b" == registry.best(Route(avoid=frozenset("b")))
 
 
 def test_a_row_that_went_is_read() -> None:
     replicas = FakeReplicas({"a": [sent()]})
 
-    async def test(readers: ReplicaReaders) -> None:
-        await readers.read(readers.choose(REQUEST, frozenset()), REQUEST, TICKET)
-        assert replicas.asked == ["a"] and readers.absence is None
+    async def test(readers: ReplicaPrefill) -> None:
+        await readers.prefill(readers.choose(REQUEST, frozenset()), REQUEST, TICKET)
+        assert replicas.asked == ["a"] and readers.unavailable is None
 
     with_readers(replicas, test)
 
@@ -84,11 +84,11 @@ def test_a_row_that_went_is_read() -> None:
 def test_a_row_that_was_lost_is_asked_for_elsewhere(step: Step, why: str) -> None:
     replicas = FakeReplicas({"a": [step], "b": [sent()]})
 
-    async def test(readers: ReplicaReaders) -> None:
-        with pytest.raises(ReadFailed, match=why):
-            await readers.read("a", REQUEST, TICKET)
+    async def test(readers: ReplicaPrefill) -> None:
+        with pytest.raises(PrefillFailed, match=why):
+            await readers.prefill("a", REQUEST, TICKET)
         assert readers.choose(REQUEST, frozenset("a")) == "b" == readers.choose(REQUEST, frozenset())
-        await readers.read("b", REQUEST, TICKET)
+        await readers.prefill("b", REQUEST, TICKET)
 
     with_readers(replicas, test)
 
@@ -96,8 +96,8 @@ def test_a_row_that_was_lost_is_asked_for_elsewhere(step: Step, why: str) -> Non
 def test_who_leaves_closes_the_call() -> None:
     replicas = FakeReplicas({"a": [None], "b": []})
 
-    async def test(readers: ReplicaReaders) -> None:
-        reading = asyncio.create_task(readers.read("a", REQUEST, TICKET))
+    async def test(readers: ReplicaPrefill) -> None:
+        reading = asyncio.create_task(readers.prefill("a", REQUEST, TICKET))
         await until_async(lambda: replicas.asked)
         assert readers.choose(REQUEST, frozenset()) == "b"
         reading.cancel()
@@ -110,7 +110,7 @@ def test_who_leaves_closes_the_call() -> None:
 def test_stored_beginnings_are_forgotten_by_all() -> None:
     replicas = FakeReplicas({"a": [], "b": []})
 
-    async def test(readers: ReplicaReaders) -> None:
+    async def test(readers: ReplicaPrefill) -> None:
         await readers.reset_prefixes("mine")
         assert sorted(replicas.resets) == ["mine@a", "mine@b"]
 
@@ -122,5 +122,5 @@ def test_readers_scale_by_tokens_and_others_by_rows() -> None:
         aggregated_metrics = {"rows": {"a": 4.0}, "open_rows": {"a": 8.0}, "queued_tokens": {"a": 50.0}}
         target_num_replicas = 1
 
-    assert ByRowsAndTokens(queued_tokens=10)(Metrics())[0] == 5
-    assert ByRowsAndTokens(rows_in_use=1.0)(Metrics())[0] == 2
+    assert ScaleByLoad(queued_tokens=10)(Metrics())[0] == 5
+    assert ScaleByLoad(rows_in_use=1.0)(Metrics())[0] == 2

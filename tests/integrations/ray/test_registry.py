@@ -12,13 +12,13 @@ from snapstream.config import EngineConfig, KVBudget, PrefixStoreConfig
 from snapstream.engine.stats import EngineStats
 from snapstream.integrations.ray.registry import (
     NUM_TICKS,
-    ByRowsAndTokens,
     Leases,
     Load,
     ReplicaRegistry,
     Report,
     Route,
-    ranked,
+    ScaleByLoad,
+    rank_for_decode,
     route_key,
 )
 from snapstream.types import Request, SamplingParams
@@ -37,31 +37,31 @@ def request(token_ids: list[int], namespace: str = "") -> Request:
 
 
 def report(name: str, load: Load, stats: EngineStats) -> Report:
-    facts: object = None
-    return Report(replica=name, load=load, stats=stats, facts=facts, pid=1)  # type: ignore[arg-type]
+    metadata: object = None
+    return Report(replica=name, load=load, stats=stats, metadata=metadata, pid=1)  # type: ignore[arg-type]
 
 
 def test_without_a_key_most_free_rows_go_first() -> None:
-    assert ranked(loads(a=5, b=1, c=3), b"", 1) == ["b", "c", "a"]
-    assert ranked(loads(a=12, b=9, c=20), b"", 1) == ["b", "a", "c"]  # none has a free one: the shortest queue
+    assert rank_for_decode(loads(a=5, b=1, c=3), b"", 1) == ["b", "c", "a"]
+    assert rank_for_decode(loads(a=12, b=9, c=20), b"", 1) == ["b", "a", "c"]  # none has a free one: the shortest queue
 
 
 def test_a_key_keeps_its_replica_until_that_has_too_much_to_do() -> None:
-    first = ranked(loads(a=0, b=0, c=0), b"key", 1)[0]
+    first = rank_for_decode(loads(a=0, b=0, c=0), b"key", 1)[0]
     others = {name: 0 for name in NAMES if name != first}
-    assert ranked(loads(**{first: 0}, **others), b"key", 1)[0] == first
-    assert ranked(loads(**{first: 2}, **others), b"key", 1)[0] != first  # 1.5 of the mean of 3 rows is 2
+    assert rank_for_decode(loads(**{first: 0}, **others), b"key", 1)[0] == first
+    assert rank_for_decode(loads(**{first: 2}, **others), b"key", 1)[0] != first  # 1.5 of the mean of 3 rows is 2
     busy = {name: 4 for name in others}
-    assert ranked(loads(**{first: 4}, **busy), b"key", 1)[0] == first
-    assert ranked(loads(**{first: 8}, **busy), b"key", 1)[0] != first  # it has no free row
-    assert sorted(ranked(loads(a=8, b=8, c=9), b"key", 1)) == list(NAMES)
+    assert rank_for_decode(loads(**{first: 4}, **busy), b"key", 1)[0] == first
+    assert rank_for_decode(loads(**{first: 8}, **busy), b"key", 1)[0] != first  # it has no free row
+    assert sorted(rank_for_decode(loads(a=8, b=8, c=9), b"key", 1)) == list(NAMES)
 
 
 def test_keys_spread_and_move_only_with_their_replica() -> None:
     keys = [bytes([number, 7]) for number in range(200)]
-    before = {key: ranked(loads(a=0, b=0, c=0), key, 1)[0] for key in keys}
+    before = {key: rank_for_decode(loads(a=0, b=0, c=0), key, 1)[0] for key in keys}
     assert all(count > 40 for count in Counter(before.values()).values())
-    without = {key: ranked(loads(a=0, c=0), key, 1)[0] for key in keys}
+    without = {key: rank_for_decode(loads(a=0, c=0), key, 1)[0] for key in keys}
     assert all(without[key] == before[key] for key in keys if before[key] != "b")
 
 
@@ -100,15 +100,15 @@ def test_absent_and_avoided_replicas_are_asked_last_of_all() -> None:
     registry.rank(NAMES, Route())
     for name in NAMES:
         registry.note_load(name, Load(rows=4))
-    registry.note_load("a", Load(rows=4, absence="it loads"))
-    assert registry.num_ready == 2 and registry.absences == ["it loads"]
+    registry.note_load("a", Load(rows=4, unavailable="it loads"))
+    assert registry.num_ready == 2 and registry.unavailable_reasons == ["it loads"]
     assert registry.rank(NAMES, Route()) == ["b", "c"]
     assert registry.rank(NAMES, Route(avoid=frozenset("b"))) == ["c"]
     assert registry.rank(NAMES, Route(avoid=frozenset("bc"))) == ["a"]  # rather than one that has failed it
     assert sorted(registry.rank(NAMES, Route(avoid=frozenset("abc")))) == list(NAMES)
     assert registry.rank(NAMES, Route(to="a")) == ["a"]
     assert registry.rank(("b", "c"), Route(to="a")) == ["b", "c"]  # it is no more
-    registry.mark_absent("b", "it died")
+    registry.mark_unavailable("b", "it died")
     assert registry.rank(("b", "c"), Route()) == ["c"]
     registry.note_load("a", Load(rows=4))
     assert registry.num_ready == 1  # who is not offered is not listened to
@@ -173,10 +173,10 @@ class Context:
     [([0, 0], [0, 0], 1), ([6, 6], [0, 0], 2), ([8, 8], [0, 0], 3), ([8, 24], [0, 0], 5), ([1, 1], [1500, 1501], 4)],
 )
 def test_scaling_goes_by_rows_and_by_waiting_tokens(open_rows: list[float], queued: list[float], want: int) -> None:
-    policy = ByRowsAndTokens(rows_in_use=0.8, queued_tokens=1000)
+    policy = ScaleByLoad(rows_in_use=0.8, queued_tokens=1000)
     context = Context(2, rows=[8, 8], open_rows=open_rows, queued_tokens=queued)
     assert policy(context) == (want, {})
 
 
 def test_scaling_waits_for_the_first_reports() -> None:
-    assert ByRowsAndTokens(0.8, 1000)(Context(3)) == (3, {})
+    assert ScaleByLoad(0.8, 1000)(Context(3)) == (3, {})

@@ -37,8 +37,8 @@ class ScriptedEngine:
     """In the place of the engine process: says what a test hands it."""
 
     said: asyncio.Queue[RequestDelta | Exception] = field(default_factory=asyncio.Queue)
-    absence: EngineDead | None = None
-    facts: Any = FACTS
+    unavailable: EngineDead | None = None
+    metadata: Any = FACTS
     num_aborted: int = 0
     is_shut: bool = False
 
@@ -87,7 +87,7 @@ Test = Callable[[Any, ScriptedEngine], Awaitable[None]]
 def run(monkeypatch: pytest.MonkeyPatch, test: Test) -> None:
     async def main() -> None:
         engine = ScriptedEngine()
-        monkeypatch.setattr(replica, "EngineProcess", lambda spec, *, stall_timeout_s, make_readers: engine)
+        monkeypatch.setattr(replica, "EngineProcess", lambda spec, *, stall_timeout_s, make_prefill: engine)
         server: Any = object.__new__(replica.EngineReplica)
         await server.__init__(EngineSpec(model="m"), 0.0)
         await test(server, engine)
@@ -172,20 +172,20 @@ def test_a_caller_that_asks_no_more_loses_its_requests(monkeypatch: pytest.Monke
 def test_it_is_unhealthy_when_its_engine_stays_away(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     async def test(server: Any, engine: ScriptedEngine) -> None:
         await server.check_health()
-        engine.absence = EngineDead("it loads")
+        engine.unavailable = EngineDead("it loads")
         await server.check_health()
         clock.now += 59
         await server.check_health()
-        engine.absence = None  # it came back
+        engine.unavailable = None  # it came back
         await server.check_health()
-        engine.absence = EngineDead("it loads again")
+        engine.unavailable = EngineDead("it loads again")
         clock.now += 59
         await server.check_health()
         clock.now += 61
         with pytest.raises(EngineDead, match="it loads again"):
             await server.check_health()
         clock.now = 0
-        engine.absence = EngineDead("it is not restarted", is_final=True)
+        engine.unavailable = EngineDead("it is not restarted", is_final=True)
         with pytest.raises(EngineDead, match="not restarted"):
             await server.check_health()
 

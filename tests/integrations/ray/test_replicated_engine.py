@@ -15,11 +15,11 @@ from snapstream.engine.worker import Deltas
 from snapstream.integrations.ray.engine import MAX_TRIES, ReplicaLost, ReplicatedEngine
 from snapstream.integrations.ray.registry import DeltaBatch, Fault, Load, Report, Route
 from snapstream.models.registry import read_model_config
-from snapstream.server.engine.api import EngineDead, EngineFacts, EngineStats, RequestDelta, SampleDelta
+from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats, RequestDelta, SampleDelta
 from snapstream.types import FinishReason, Request, SamplingParams
 from tests.waiting import until_async
 
-FACTS = EngineFacts(
+FACTS = EngineMetadata(
     model="tiny",
     engine=EngineConfig(budget=KVBudget.of(128), max_model_len=512, max_rows=4),
     architecture=read_model_config(TINY_MODEL),
@@ -50,7 +50,7 @@ class FakeReplicas:
     num_closed: int = 0
     dead: set[str] = field(default_factory=set)
     faults: list[Exception] = field(default_factory=list)  # of the next reports
-    facts: EngineFacts = FACTS
+    metadata: EngineMetadata = FACTS
 
     def _take(self, route: Route) -> str:
         assert route.registry is not None
@@ -82,7 +82,7 @@ class FakeReplicas:
         if self.faults:
             raise self.faults.pop()
         stats = EngineStats(rows_free=4, rows_total=4)
-        return Report(replica=name, load=EMPTY, stats=stats, facts=self.facts, pid=1)
+        return Report(replica=name, load=EMPTY, stats=stats, metadata=self.metadata, pid=1)
 
     async def reset_prefixes(self, namespace: str | None, route: Route) -> None:
         self.resets.append(f"{namespace}@{self._take(route)}")
@@ -186,18 +186,20 @@ def test_it_is_ready_while_one_replica_is() -> None:
 
     async def main() -> None:
         engine = ReplicatedEngine(replicas)
-        assert engine.absence is not None and not engine.is_ready
+        assert engine.unavailable is not None and not engine.is_ready
         with pytest.raises(EngineDead, match="loaded"):
-            _ = engine.facts
+            _ = engine.metadata
         await engine.look()
         await engine.look()
-        assert engine.is_ready and engine.facts is FACTS and engine.stats().rows_total == 8
+        assert engine.is_ready and engine.metadata is FACTS and engine.stats().rows_total == 8
         replicas.dead = {"a"}
         await engine.look()
         assert engine.is_ready
         replicas.dead = {"a", "b"}
         await engine.look()
-        assert engine.absence is not None and "it died" in str(engine.absence) and not engine.absence.is_final
+        assert (
+            engine.unavailable is not None and "it died" in str(engine.unavailable) and not engine.unavailable.is_final
+        )
         replicas.dead = set()
         await engine.look()
         assert engine.is_ready

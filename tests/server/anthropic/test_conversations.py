@@ -34,8 +34,8 @@ def say(role: str, content: Any) -> dict[str, Any]:
 CONVERSATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"system": "Be brief."}, ["system: Be brief.", "user: hi"]),
     (
-        {"system": [text(HEADER), text("You are X.", cache_control={"type": "ephemeral"}), text("Rules.")]},
-        ["system: You are X.", "Rules.", "user: hi"],
+        {"system": [text(HEADER), text("You are X.", cache_control={"type": "ephemeral"}), text("GrammarBuilder.")]},
+        ["system: You are X.", "GrammarBuilder.", "user: hi"],
     ),
     ({"system": HEADER + "\nYou are X.\n" + HEADER}, ["system: You are X.", HEADER, "user: hi"]),
     ({"system": [text(HEADER)]}, ["user: hi"]),

@@ -27,7 +27,7 @@ from snapstream.llm import LLM
 from snapstream.server.engine import process
 from snapstream.server.engine.api import EngineDead, EngineSpec
 from snapstream.server.engine.process import EngineProcess
-from snapstream.server.engine.process_main import Pulse, build
+from snapstream.server.engine.process_main import Heartbeat, build
 from snapstream.server.metrics import Metrics
 from snapstream.startup.build import build_runner
 from snapstream.types import SamplingParams
@@ -91,7 +91,7 @@ def _no_core_files() -> Iterator[None]:
 
 
 def test_facts_are_those_of_the_loaded_engine(served: Served, folder: Path) -> None:
-    facts = served.engine.facts
+    facts = served.engine.metadata
     with LLM(folder, **SETTINGS, progress=False) as llm:
         assert (facts.model, facts.engine, facts.architecture) == (str(folder), llm.config, llm.model_config)
     assert (facts.max_model_len, facts.max_rows, facts.budget_slots) == (MAX_MODEL_LEN, MAX_ROWS, BUDGET)
@@ -181,7 +181,7 @@ def test_a_full_queue_refuses_and_serves_what_it_took(served: Served, want: list
 def test_signals_of_the_terminal_are_left_to_the_front(served: Served, want: list[Whole]) -> None:
     async def main() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(served.engine.facts.pid, number)
+            os.kill(served.engine.metadata.pid, number)
         assert whole(await collect(served.engine, make_request(3))) == want[3]
 
     served.run(main())
@@ -191,7 +191,7 @@ def test_a_killed_engine_fails_every_request_at_once_and_comes_back(served: Serv
     engine = served.engine
 
     async def main() -> None:
-        before, old_pid = engine.stats(), engine.facts.pid
+        before, old_pid = engine.stats(), engine.metadata.pid
         first = engine.generate(make_request(99, LONG))
         await anext(first)
         running = asyncio.create_task(collect_all(engine, [make_request(n, LONG) for n in range(2 * MAX_ROWS)]))
@@ -206,11 +206,11 @@ def test_a_killed_engine_fails_every_request_at_once_and_comes_back(served: Serv
         page = Metrics(lambda: "tiny", engine.stats, has_vllm_names=True).render().decode()
         for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "rows_used", "rows_free"):
             assert f'snapstream:{gauge}{{model_name="tiny"}} 0.0' in page, gauge
-        assert engine.absence is not None and not engine.absence.is_final
+        assert engine.unavailable is not None and not engine.unavailable.is_final
         with pytest.raises(EngineDead):
             await collect(engine, make_request(0))
         await until_async(lambda: engine.is_ready)
-        assert engine.facts.pid != old_pid and not is_running(old_pid)
+        assert engine.metadata.pid != old_pid and not is_running(old_pid)
         answers = await collect_all(engine, [make_request(number) for number in range(5)])
         assert [whole(answer) for answer in answers] == want[:5]
         after = await until_at_rest(engine)
@@ -267,8 +267,8 @@ def test_without_restart_a_killed_engine_stays_dead(spec: EngineSpec) -> None:
         [outcome] = await running
         assert isinstance(outcome, EngineDead) and "SIGSEGV" in str(outcome)
         assert not engine.is_ready and engine.stats().restarts_total == 0
-        assert outcome.is_final and engine.absence is not None and engine.absence.is_final
-        assert "SIGSEGV" in str(engine.absence) and "not restarted" in str(engine.absence)
+        assert outcome.is_final and engine.unavailable is not None and engine.unavailable.is_final
+        assert "SIGSEGV" in str(engine.unavailable) and "not restarted" in str(engine.unavailable)
         assert not [child for child in multiprocessing.active_children() if child.pid == facts.pid]
         await engine.shutdown(HANG_S)
 
@@ -337,20 +337,20 @@ def test_a_stopped_engine_is_ended_and_replaced(folder: Path) -> None:
 
         running = [asyncio.create_task(collect(engine, make_request(n, LONG))) for n in range(6)]
         await until_async(lambda: engine.stats().num_running or not engine.is_ready)
-        before, pid = engine.stats().stalls_total, engine.facts.pid
+        before, pid = engine.stats().stalls_total, engine.metadata.pid
         os.kill(pid, signal.SIGSTOP)  # amid its work
         for outcome in await asyncio.gather(*running, return_exceptions=True):
-            assert isinstance(outcome, EngineDead) and "did not get on for 3 s" in str(outcome)
+            assert isinstance(outcome, EngineDead) and "made no progress for 3 s" in str(outcome)
         assert not engine.is_ready and engine.stats().stalls_total > before
-        assert engine.absence is not None and not engine.absence.is_final
+        assert engine.unavailable is not None and not engine.unavailable.is_final
         await until_async(lambda: engine.is_ready)
-        assert engine.facts.pid != pid and not Path(f"/proc/{pid}").exists()
+        assert engine.metadata.pid != pid and not Path(f"/proc/{pid}").exists()
         assert whole(await answered(engine)) == want
 
-        before, pid = engine.stats().stalls_total, engine.facts.pid
+        before, pid = engine.stats().stalls_total, engine.metadata.pid
         os.kill(pid, signal.SIGSTOP)  # with nothing to do
         await until_async(lambda: engine.stats().stalls_total > before)
-        await until_async(lambda: engine.is_ready and engine.facts.pid != pid)
+        await until_async(lambda: engine.is_ready and engine.metadata.pid != pid)
         assert engine.stats().restarts_total >= 2
         await engine.shutdown(0)
 
@@ -369,7 +369,7 @@ def test_every_unit_of_a_prompt_is_a_sign_of_life(folder: Path) -> None:
 
 def test_a_pulse_is_sent_now_and_then() -> None:
     now, sent = [0.0], []
-    pulse = Pulse(sent.append, clock=lambda: now[0])
+    pulse = Heartbeat(sent.append, clock=lambda: now[0])
     for step in range(100):
         now[0] = step * 0.03
         pulse.note()

@@ -341,7 +341,7 @@ class Fake:
     def __init__(self, address: str) -> None:
         self.address, self.is_out = address, False
 
-    def crowd_out(self) -> None:
+    def evict(self) -> None:
         self.is_out = True
 
 

@@ -64,7 +64,7 @@ def test_not_ready_is_503_everywhere_it_matters() -> None:
 
 def test_an_engine_that_stays_dead_says_why_and_invites_no_retry() -> None:
     class Dead(FakeEngine):
-        absence = EngineDead("killed by SIGKILL; it is not restarted", is_final=True)
+        unavailable = EngineDead("killed by SIGKILL; it is not restarted", is_final=True)
 
     for path, body, method in (
         (CHAT, {"messages": HI}, "POST"),

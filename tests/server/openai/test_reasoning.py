@@ -16,12 +16,12 @@ from snapstream.server.app import make_app
 from snapstream.server.openai.answer_reader import (
     CLOSING,
     OPENING,
-    Beginning,
+    AnswerStart,
     ReasoningSplitter,
     allow_reasoning,
     choose_reasoning,
     effort_arguments,
-    find_beginning,
+    find_answer_start,
 )
 from snapstream.server.options import ServerSettings
 from snapstream.startup.build import tokenizer_json
@@ -29,7 +29,7 @@ from snapstream.types import Grammar
 from tests.server.app_client import HI, AppClient, error_of, frames
 from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
 
-INSIDE, LIKELY, OPEN, ANSWER = Beginning.INSIDE, Beginning.LIKELY, Beginning.OPEN, Beginning.ANSWER
+INSIDE, LIKELY, OPEN, ANSWER = AnswerStart.INSIDE, AnswerStart.LIKELY, AnswerStart.OPEN, AnswerStart.ANSWER
 TURNS = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}<|assistant|>"
 # As Qwen 3 does: the model opens the thought, unless the template closes it.
 HYBRID = TURNS + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
@@ -60,7 +60,7 @@ TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "
         (LIKELY, "<thi", "<thi", ""),
     ],
 )
-def test_pieces_of_every_size_read_the_same(beginning: Beginning, text: str, thought: str, answer: str) -> None:
+def test_pieces_of_every_size_read_the_same(beginning: AnswerStart, text: str, thought: str, answer: str) -> None:
     for size in range(1, len(text) + 2):
         parser = ReasoningSplitter(beginning)
         gains = [parser.push(text[place : place + size]) for place in range(0, len(text), size)]
@@ -80,13 +80,13 @@ def test_where_an_answer_begins() -> None:
     assert choose_reasoning("auto", TURNS) == "none"
     assert choose_reasoning("none", HYBRID) == "none"
     for parser in ("qwen3", "deepseek_r1"):
-        assert find_beginning(parser, "...<|assistant|><think>\n") is INSIDE
-        assert find_beginning(parser, "...<think>\n\n</think>\n\n") is ANSWER
-        assert find_beginning(parser, "...", "<think>so") is INSIDE
-        assert find_beginning(parser, "...<think>so</think>The", "<think>so</think>The") is ANSWER
-    assert find_beginning("qwen3", "...<|assistant|>") is OPEN
-    assert find_beginning("deepseek_r1", "...<|assistant|>") is LIKELY
-    assert find_beginning("none", "...<think>\n") is ANSWER
+        assert find_answer_start(parser, "...<|assistant|><think>\n") is INSIDE
+        assert find_answer_start(parser, "...<think>\n\n</think>\n\n") is ANSWER
+        assert find_answer_start(parser, "...", "<think>so") is INSIDE
+        assert find_answer_start(parser, "...<think>so</think>The", "<think>so</think>The") is ANSWER
+    assert find_answer_start("qwen3", "...<|assistant|>") is OPEN
+    assert find_answer_start("deepseek_r1", "...<|assistant|>") is LIKELY
+    assert find_answer_start("none", "...<think>\n") is ANSWER
 
 
 def test_what_templates_hear_of_an_effort() -> None:

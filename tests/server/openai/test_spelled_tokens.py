@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from snapstream.models.tokenizer import read_template
-from snapstream.server.openai.prompts import SpelledTokens
+from snapstream.server.openai.prompts import SpelledSpecialTokens
 from tests.server.app_client import client
 from tests.server.fake_engine import FakeEngine, tokenizer
 
@@ -79,7 +79,7 @@ CONTENTS = [
 
 
 def encoded(tok: Any, messages: list[dict[str, Any]]) -> list[int]:
-    marked, marks = SpelledTokens(tok).mark(tok, messages)
+    marked, marks = SpelledSpecialTokens(tok).mark(tok, messages)
     text = str(tok.apply_chat_template(marked, tokenize=False))
     if marks is None:
         return list(tok(text, add_special_tokens=False)["input_ids"])

@@ -36,7 +36,7 @@ class Function:
     regex: str = ""  # or a regular expression
 
 
-class Rules:
+class GrammarBuilder:
     """A Lark grammar for llguidance, line by line.
 
     Text that a caller sent is quoted; special tokens of the vocabulary are named by their number.
@@ -121,7 +121,7 @@ class Rules:
 
 
 # Scanning the beginning of a text that is still growing. Invariant: a result holds however the text continues;
-# ``Unready`` is raised while it would not.
+# ``NeedMoreText`` is raised while it would not.
 
 ID_MEMBER = ', "id": "..."'  # as a piece of a tail: an id behind the arguments
 MAX_HEAD = 1024  # characters; what is longer is no head
@@ -130,11 +130,11 @@ _QUOTED = re.compile(r'"([^"\\]*)(")?')
 _BARE = re.compile(r"[A-Za-z0-9_.:/-]*")  # what the names of functions are made of
 
 
-class Unready(Exception):
+class NeedMoreText(Exception):
     """More text is needed."""
 
 
-class NoCall(Exception):
+class NotACall(Exception):
     """The text is not the head of a call."""
 
 
@@ -143,29 +143,29 @@ def skip_space(text: str, place: int) -> int:
     return found.end() if found else place
 
 
-def looks_at(text: str, place: int, piece: str) -> bool:
-    """Whether ``piece`` comes next, after white space; Unready while that is open."""
+def next_is(text: str, place: int, piece: str) -> bool:
+    """Whether ``piece`` comes next, after white space; NeedMoreText while that is open."""
     place = skip_space(text, place)
     rest = text[place : place + len(piece)]
     if rest == piece:
         return True
     if piece.startswith(rest) and place + len(rest) == len(text):
-        raise Unready
+        raise NeedMoreText
     return False
 
 
 def expect(text: str, place: int, *pieces: str) -> int:
-    """The end of ``pieces``, which must come next; NoCall else."""
+    """The end of ``pieces``, which must come next; NotACall else."""
     for piece in pieces:
-        if not looks_at(text, place, piece):
-            raise NoCall
+        if not next_is(text, place, piece):
+            raise NotACall
         place = skip_space(text, place) + len(piece)
     return place
 
 
 def option(text: str, place: int, piece: str) -> int:
     """The end of ``piece`` if it comes next, else ``place``."""
-    return expect(text, place, piece) if looks_at(text, place, piece) else place
+    return expect(text, place, piece) if next_is(text, place, piece) else place
 
 
 def skip_tail(text: str, place: int, tail: Sequence[str]) -> int:
@@ -176,11 +176,11 @@ def skip_tail(text: str, place: int, tail: Sequence[str]) -> int:
 
 
 def _skip_id(text: str, place: int) -> int:
-    if not looks_at(text, place, ",") or not looks_at(text, end := expect(text, place, ","), '"id"'):
+    if not next_is(text, place, ",") or not next_is(text, end := expect(text, place, ","), '"id"'):
         return place
     end = text.find('"', expect(text, end, '"id"', ":", '"'))
     if end < 0:
-        raise Unready
+        raise NeedMoreText
     return end + 1
 
 
@@ -188,16 +188,16 @@ def quoted_name(text: str, place: int, names: Collection[str]) -> tuple[str, int
     """A known name in quotes, and its end."""
     place = skip_space(text, place)
     if place == len(text):
-        raise Unready
+        raise NeedMoreText
     found = _QUOTED.match(text, place)
     if found is None:
-        raise NoCall
+        raise NotACall
     if found[2] is None:
         if found.end() == len(text) and any(name.startswith(found[1]) for name in names):
-            raise Unready
-        raise NoCall
+            raise NeedMoreText
+        raise NotACall
     if found[1] not in names:
-        raise NoCall
+        raise NotACall
     return found[1], found.end()
 
 
@@ -206,7 +206,7 @@ def bare_word(text: str, place: int) -> tuple[str, int]:
     found = _BARE.match(text, place)
     end = found.end() if found else place
     if end == len(text):
-        raise Unready
+        raise NeedMoreText
     return text[place:end], end
 
 
@@ -215,12 +215,12 @@ def bare_name(text: str, place: int, names: Collection[str]) -> tuple[str, int]:
     place = skip_space(text, place)
     try:
         word, end = bare_word(text, place)
-    except Unready:
+    except NeedMoreText:
         if any(name.startswith(text[place:]) for name in names):
             raise
-        raise NoCall from None
+        raise NotACall from None
     if word not in names:
-        raise NoCall
+        raise NotACall
     return word, end
 
 
@@ -384,7 +384,7 @@ class JsonArguments:
         return found.end(), found[0] if is_json else json.dumps(found[0], ensure_ascii=False)
 
 
-class InputOnly:
+class CustomInput:
     """Gives the text of a custom tool's one argument instead of the JSON around it, as it comes.
 
     Arguments that do not begin with that text are held back; if they turn out to have none, they are given as they are.
@@ -471,13 +471,13 @@ class CallFormat(ABC):
 
     @abstractmethod
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
-        """The head with which ``text`` begins. Unready if more text is needed, NoCall if it is none.
+        """The head with which ``text`` begins. NeedMoreText if more text is needed, NotACall if it is none.
 
         ``is_next``: a call ended just before; otherwise the text begins with a mark, or is the whole answer.
         """
 
     @abstractmethod
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         """A call of this function as an expression of a Lark grammar."""
 
     def in_vocabulary(self, special: Collection[str]) -> CallFormat:

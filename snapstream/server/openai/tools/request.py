@@ -21,7 +21,7 @@ from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.openai.answer_reader import ToolCallParser
 from snapstream.server.openai.protocol import ChatBody, TemplateOptions
 from snapstream.server.openai.sampling import read_structured_output
-from snapstream.server.openai.tools.format import CUSTOM_INPUT, CallFormat, Function, Rules
+from snapstream.server.openai.tools.format import CUSTOM_INPUT, CallFormat, Function, GrammarBuilder
 from snapstream.types import Grammar
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def forced_calls(
     call_format: CallFormat, functions: Sequence[Function], special: Mapping[str, int], *, is_single: bool
 ) -> Grammar:
     """One call of one of ``functions``, or several. ``special``: special tokens, spelled out, with their numbers."""
-    rules = Rules(special)
+    rules = GrammarBuilder(special)
     return Grammar.lark(rules.grammar(_calls(rules, call_format, functions, is_single)))
 
 
@@ -207,7 +207,7 @@ def offered_calls(
     """
     if call_format.is_whole or call_format.marks[0] not in special:
         return None
-    rules = Rules(special)
+    rules = GrammarBuilder(special)
     rules.need_room(functions)
     calls = _calls(rules, call_format, [_enforceable(call_format, one) for one in functions], is_single)
     return Grammar.lark(rules.grammar(f"TEXT ({calls})?") + "\nTEXT: /(?s:.*)/")
@@ -222,20 +222,20 @@ def calls_or_answer(
     is_single: bool,
 ) -> Grammar:
     """Calls, or an answer that follows a grammar of its own."""
-    rules = Rules(special)
+    rules = GrammarBuilder(special)
     calls = rules.add("calls", _calls(rules, call_format, functions, is_single))
     return Grammar.lark(rules.grammar(f"{calls} | {rules.add('answer', _answer(rules, answer))}"))
 
 
 def _enforceable(call_format: CallFormat, function: Function) -> Function:
     try:
-        call_format.write_call(Rules({}), function)
+        call_format.write_call(GrammarBuilder({}), function)
     except ValueError:
         return replace(function, is_strict=False, lark="")
     return function
 
 
-def _calls(rules: Rules, call_format: CallFormat, functions: Sequence[Function], is_single: bool) -> str:
+def _calls(rules: GrammarBuilder, call_format: CallFormat, functions: Sequence[Function], is_single: bool) -> str:
     call_format = call_format.in_vocabulary(rules.special)
     call = rules.add("call", " | ".join(call_format.write_call(rules, function) for function in functions))
     more = "" if is_single else f"({rules.text(call_format.between)} {call})*"
@@ -244,7 +244,7 @@ def _calls(rules: Rules, call_format: CallFormat, functions: Sequence[Function],
     )
 
 
-def _answer(rules: Rules, answer: Grammar) -> str:
+def _answer(rules: GrammarBuilder, answer: Grammar) -> str:
     if answer.kind == "json_schema":
         return rules.schema(json.loads(answer.text), strict=answer.strict)
     if answer.kind == "regex":
@@ -263,7 +263,7 @@ class AnswerPlan:
     has_tools: bool = True  # the template hears of the tools
 
 
-def tools_of(body: TemplateOptions, call_format: CallFormat | None, *, has_place: bool) -> ToolOptions:
+def tools_of(body: TemplateOptions, call_format: CallFormat | None, *, template_has_tools: bool) -> ToolOptions:
     """The tools of a conversation, answered or only counted; 400 for those that this model cannot have."""
     tools = read_tools(body)
     if not tools.functions or tools.is_off or call_format is not None:
@@ -274,7 +274,7 @@ def tools_of(body: TemplateOptions, call_format: CallFormat | None, *, has_place
             "start the server with --tool-parser",
             "tool_choice",
         )
-    if not has_place:  # as good as never sent
+    if not template_has_tools:  # as good as never sent
         raise bad_value(
             "tools are not supported: this model's chat template does not render them; "
             "leave them out, or send tool_choice 'none'",
@@ -284,12 +284,12 @@ def tools_of(body: TemplateOptions, call_format: CallFormat | None, *, has_place
 
 
 def plan_answer(
-    body: ChatBody, call_format: CallFormat | None, texts: TokenText, *, has_place: bool = True
+    body: ChatBody, call_format: CallFormat | None, texts: TokenText, *, template_has_tools: bool = True
 ) -> AnswerPlan:
-    """``call_format``: the model's call format; None if unknown. ``texts``: the vocabulary. ``has_place``: the chat
-    template writes tools into the prompt."""
+    """``call_format``: the model's call format; None if unknown. ``template_has_tools``: the chat template writes tools
+    into the prompt."""
     tools, (answer, param) = (
-        tools_of(body, call_format, has_place=has_place),
+        tools_of(body, call_format, template_has_tools=template_has_tools),
         read_structured_output(body, body.response_format),
     )
     symbols = texts.symbol_ids

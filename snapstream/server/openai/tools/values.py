@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapstream.grammar import resolve
-from snapstream.server.openai.tools.format import CUSTOM_INPUT, Function, Rules
+from snapstream.server.openai.tools.format import CUSTOM_INPUT, Function, GrammarBuilder
 
 # Untyped values as JSON: text between tags, and Python literals. Nothing is evaluated; a value that fits no type of the
 # function's schema stays a string.
@@ -235,7 +235,7 @@ class _Parameter:
     is_required: bool
 
 
-def each_property(rules: Rules, function: Function, wrapping: Wrapping) -> str:
+def each_property(rules: GrammarBuilder, function: Function, wrapping: Wrapping) -> str:
     """One argument after the other, each in its tags."""
     parts = []
     for one in _parameters(function):
@@ -245,7 +245,7 @@ def each_property(rules: Rules, function: Function, wrapping: Wrapping) -> str:
     return " ".join(parts)
 
 
-def keyword_arguments(rules: Rules, function: Function) -> str:
+def keyword_arguments(rules: GrammarBuilder, function: Function) -> str:
     """``a=1, b="x"``"""
     items = [(f"{rules.text(f'{one.name}=')} {_literal(rules, function, one)}", one) for one in _parameters(function)]
     firsts: list[str] = []
@@ -292,7 +292,7 @@ def _gather(function: Function, properties: dict[str, Any], required: set[str]) 
             waiting += schema["allOf"]
 
 
-def _raw(rules: Rules, function: Function, one: _Parameter, after: str) -> str:
+def _raw(rules: GrammarBuilder, function: Function, one: _Parameter, after: str) -> str:
     """A value without quotes, and what stands behind it."""
     if one.name == CUSTOM_INPUT and (custom := rules.custom(function)):
         return f"{custom} {rules.text(after)}"
@@ -302,7 +302,7 @@ def _raw(rules: Rules, function: Function, one: _Parameter, after: str) -> str:
     return f"{rules.choice(choices)} {rules.text(after)}"
 
 
-def _choices(rules: Rules, function: Function, schema: Any, seen: set[int]) -> list[str] | None:
+def _choices(rules: GrammarBuilder, function: Function, schema: Any, seen: set[int]) -> list[str] | None:
     """What the value may be; None: any text. ``seen``: schemas whose choices are there already."""
     root = function.parameters
     if not isinstance(schema, Mapping) or len(seen) > MAX_PARTS:
@@ -330,7 +330,7 @@ def _choices(rules: Rules, function: Function, schema: Any, seen: set[int]) -> l
     return None
 
 
-def _literal(rules: Rules, function: Function, one: _Parameter) -> str:
+def _literal(rules: GrammarBuilder, function: Function, one: _Parameter) -> str:
     """A value as Python writes it; inside of lists and dictionaries JSON's own words stand for True, False and None."""
     if function.lark and one.name == CUSTOM_INPUT:
         raise ValueError(f"the tool {function.name!r} has a Lark grammar, and this model's calls have texts in quotes")
@@ -341,7 +341,7 @@ def _literal(rules: Rules, function: Function, one: _Parameter) -> str:
     return _json(rules, function, one.schema)
 
 
-def _json(rules: Rules, function: Function, schema: Any) -> str:
+def _json(rules: GrammarBuilder, function: Function, schema: Any) -> str:
     if isinstance(schema, Mapping) and '"$ref"' in dumps(schema):
         schema = {**{key: function.parameters[key] for key in _PLACES if key in function.parameters}, **schema}
     return rules.schema(schema, strict=function.is_strict)

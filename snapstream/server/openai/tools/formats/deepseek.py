@@ -12,7 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from snapstream.server.openai.tools.format import CallFormat, Function, Head, Rules, bare_name, expect, looks_at, option
+from snapstream.server.openai.tools.format import (
+    CallFormat,
+    Function,
+    GrammarBuilder,
+    Head,
+    bare_name,
+    expect,
+    next_is,
+    option,
+)
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -34,7 +43,7 @@ class DeepSeekV31(CallFormat):
         place = option(text, option(text, place, FENCE), "json")
         return Head(name, expect(text, place, "{") - 1, (FENCE, CALL_END, SECTION_END))
 
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         arguments = rules.arguments(function)
         return f"{rules.text(CALL + function.name + SEPARATOR)} {arguments} {rules.text(CALL_END)}"
 
@@ -43,7 +52,7 @@ class DeepSeekV3(DeepSeekV31):
     name = "deepseek_v3"
     between = "\n"
 
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         head = rules.text(f"{CALL}function{SEPARATOR}{function.name}\n{FENCE}json\n")
         arguments = rules.arguments(function)
         return f"{head} {arguments} {rules.text(f'{chr(10)}{FENCE}{CALL_END}')}"
@@ -51,9 +60,9 @@ class DeepSeekV3(DeepSeekV31):
 
 def _is_older(text: str, place: int) -> bool:
     """Whether the kind of tool stands before the name; a tool of V3.1 may itself be called ``function``."""
-    if not looks_at(text, place, "function"):
+    if not next_is(text, place, "function"):
         return False
     place = expect(text, place, "function")
-    if not looks_at(text, place, SEPARATOR):
+    if not next_is(text, place, SEPARATOR):
         return False
-    return not looks_at(text, expect(text, place, SEPARATOR), "{")
+    return not next_is(text, expect(text, place, SEPARATOR), "{")

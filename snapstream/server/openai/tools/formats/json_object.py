@@ -13,10 +13,10 @@ from typing import ClassVar
 from snapstream.server.openai.tools.format import (
     CallFormat,
     Function,
+    GrammarBuilder,
     Head,
-    Rules,
     expect,
-    looks_at,
+    next_is,
     option,
     quoted_name,
 )
@@ -28,16 +28,16 @@ PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"  # Llama 4
 def object_head(text: str, place: int, names: Collection[str]) -> tuple[str, int]:
     """Name of a call that is an object, and where its arguments begin (with their brace)."""
     place = expect(text, place, "{")
-    if looks_at(text, place, '"type"'):  # Llama 3.1 writes it now and then
+    if next_is(text, place, '"type"'):  # Llama 3.1 writes it now and then
         place = expect(text, place, '"type"', ":", '"function"', ",")
     place = expect(text, place, '"name"', ":")
     name, place = quoted_name(text, place, names)
     place = expect(text, place, ",")
-    key = '"arguments"' if looks_at(text, place, '"arguments"') else '"parameters"'
+    key = '"arguments"' if next_is(text, place, '"arguments"') else '"parameters"'
     return name, expect(text, place, key, ":", "{") - 1
 
 
-def object_call(rules: Rules, function: Function, key: str) -> str:
+def object_call(rules: GrammarBuilder, function: Function, key: str) -> str:
     """The same as an expression of a grammar."""
     head = rules.text(f'{{"name": {json.dumps(function.name)}, "{key}": ')
     return f"{head} {rules.arguments(function)} {rules.text('}')}"
@@ -52,7 +52,7 @@ class Hermes(CallFormat):
         name, end = object_head(text, expect(text, 0, "<tool_call>"), names)
         return Head(name, end, ("}", "</tool_call>"))
 
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         call = object_call(rules, function, "arguments")
         return f"{rules.text('<tool_call>' + chr(10))} {call} {rules.text(chr(10) + '</tool_call>')}"
 
@@ -69,5 +69,5 @@ class Llama3(CallFormat):
         place = option(text, option(text, 0, PYTHON_TAG), PYTHON_START)
         return Head(*object_head(text, place, names), ("}", PYTHON_END))
 
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         return object_call(rules, function, "parameters")

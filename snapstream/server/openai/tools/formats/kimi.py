@@ -11,9 +11,9 @@ from collections.abc import Collection
 from snapstream.server.openai.tools.format import (
     CallFormat,
     Function,
+    GrammarBuilder,
     Head,
-    NoCall,
-    Rules,
+    NotACall,
     bare_word,
     expect,
     option,
@@ -36,10 +36,10 @@ class KimiK2(CallFormat):
         call_id, place = bare_word(text, place)
         name, _, number = call_id.removeprefix(SPACE).rpartition(":")
         if name not in names or not number.isascii() or not number.isdigit():
-            raise NoCall
+            raise NotACall
         return Head(name, expect(text, place, ARGUMENTS, "{") - 1, (CALL_END, SECTION_END), call_id)
 
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         arguments = rules.arguments(function)
         head = f"{rules.text(f'{CALL}{SPACE}{function.name}:')} /[0-9]|[1-9][0-9]{{1,3}}/ {rules.text(ARGUMENTS)}"
         return f"{head} {arguments} {rules.text(CALL_END)}"

@@ -16,12 +16,12 @@ from snapstream.server.openai.tools.format import (
     ID_MEMBER,
     CallFormat,
     Function,
+    GrammarBuilder,
     Head,
-    Rules,
     bare_name,
     bare_word,
     expect,
-    looks_at,
+    next_is,
     option,
 )
 from snapstream.server.openai.tools.formats.json_object import object_call, object_head
@@ -39,18 +39,18 @@ class Mistral(CallFormat):
     between = ""
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
-        if is_next and looks_at(text, 0, ","):
+        if is_next and next_is(text, 0, ","):
             return Head(*object_head(text, expect(text, 0, ","), names), (ID_MEMBER, "}", "]"))
         place = expect(text, 0, MARK)
-        if looks_at(text, place, "[") or looks_at(text, place, "{"):
+        if next_is(text, place, "[") or next_is(text, place, "{"):
             return Head(*object_head(text, option(text, place, "["), names), (ID_MEMBER, "}", "]"))
         name, place = bare_name(text, place, names)
         call_id = ""
-        if looks_at(text, place, CALL_ID):
+        if next_is(text, place, CALL_ID):
             call_id, place = bare_word(text, expect(text, place, CALL_ID))
         return Head(name, expect(text, option(text, place, ARGUMENTS), "{") - 1, (), call_id)
 
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         return f"{rules.text(MARK + function.name + ARGUMENTS)} {rules.arguments(function)}"
 
     def in_vocabulary(self, special: Collection[str]) -> CallFormat:
@@ -65,5 +65,5 @@ class MistralList(Mistral):
 
     before, between, after = f"{MARK}[", ", ", "]"
 
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         return object_call(rules, function, "arguments")

@@ -13,8 +13,8 @@ from snapstream.server.openai.tools.format import (
     ArgumentReader,
     CallFormat,
     Function,
+    GrammarBuilder,
     Head,
-    Rules,
     bare_name,
     expect,
     option,
@@ -106,5 +106,5 @@ class Llama4Pythonic(CallFormat):
     def arguments(self, schema: Mapping[str, Any]) -> ArgumentReader:
         return PythonArguments(schema)
 
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         return f"{rules.text(f'{function.name}(')} {keyword_arguments(rules, function)} {rules.text(')')}"

@@ -17,11 +17,11 @@ from snapstream.server.openai.tools.format import (
     ArgumentReader,
     CallFormat,
     Function,
+    GrammarBuilder,
     Head,
-    Rules,
     bare_name,
     expect,
-    looks_at,
+    next_is,
     overlap,
     skip_space,
 )
@@ -161,14 +161,14 @@ class Qwen3Coder(CallFormat):
     )  # fmt: skip
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
-        place = expect(text, 0, CALL) if looks_at(text, 0, CALL) else 0
+        place = expect(text, 0, CALL) if next_is(text, 0, CALL) else 0
         name, place = bare_name(text, expect(text, place, "<function="), names)
         return Head(name, expect(text, place, ">"), (CALL_END,))
 
     def arguments(self, schema: Mapping[str, Any]) -> ArgumentReader:
         return TaggedArguments(self._tags, schema)
 
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         wrapping = Wrapping(lambda key: f"<parameter={key}>\n", "\n</parameter>\n")
         head = rules.text(f"{CALL}\n<function={function.name}>\n")
         return f"{head} {each_property(rules, function, wrapping)} {rules.text(f'</function>{chr(10)}{CALL_END}')}"
@@ -185,14 +185,14 @@ class Glm45(CallFormat):
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         name, place = bare_name(text, expect(text, 0, CALL), names)
-        if not looks_at(text, place, "<arg_key>"):
+        if not next_is(text, place, "<arg_key>"):
             expect(text, place, CALL_END)
         return Head(name, place)
 
     def arguments(self, schema: Mapping[str, Any]) -> ArgumentReader:
         return TaggedArguments(self._tags, schema)
 
-    def write_call(self, rules: Rules, function: Function) -> str:
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         line = self._line
         wrapping = Wrapping(lambda key: f"<arg_key>{key}</arg_key>{line}<arg_value>", f"</arg_value>{line}")
         head = rules.text(f"{CALL}{function.name}{line}")

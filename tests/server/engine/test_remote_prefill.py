@@ -19,7 +19,13 @@ from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.worker import Reissue, ToEngine
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead, ModelMetadata
-from snapstream.server.engine.remote_prefill import MAX_RETRIES, Elsewhere, PrefillServers, ReadFailed, check_urls
+from snapstream.server.engine.remote_prefill import (
+    MAX_RETRIES,
+    PrefillFailed,
+    PrefillServers,
+    RemotePrefills,
+    check_urls,
+)
 from snapstream.server.options import ServerSettings
 from snapstream.step import KVTransferFailed
 from snapstream.types import Request, RowTicket, SamplingParams
@@ -43,34 +49,34 @@ class Readers:
     names: tuple[str, ...] = ("x", "y")
     asked: list[tuple[str, str]] = field(default_factory=list)  # reader, key
     ends: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by key
-    shunned: list[str] = field(default_factory=list)
+    avoided: list[str] = field(default_factory=list)
     is_closed: bool = False
 
     def choose(self, request: Request, tried: frozenset[str]) -> str:
         return min(self.names, key=lambda name: (name in tried, name))
 
-    async def read(self, name: str, request: Request, ticket: RowTicket) -> None:
+    async def prefill(self, name: str, request: Request, ticket: RowTicket) -> None:
         self.asked.append((name, ticket.key))
         self.ends[ticket.key] = asyncio.get_running_loop().create_future()
         await self.ends[ticket.key]
 
     async def check(self) -> None: ...
 
-    def shun(self, name: str) -> None:
-        self.shunned.append(name)
+    def avoid(self, name: str) -> None:
+        self.avoided.append(name)
 
     async def close(self) -> None:
         self.is_closed = True
 
 
 class Desk:
-    """An ``Elsewhere``, with what it said to the engine and to callers."""
+    """An ``RemotePrefills``, with what it said to the engine and to callers."""
 
     def __init__(self) -> None:
         self.readers = Readers()
         self.sent: list[ToEngine] = []
         self.failed: list[tuple[str, Exception]] = []
-        self.elsewhere = Elsewhere(self.readers, lambda name, error: self.failed.append((name, error)))
+        self.elsewhere = RemotePrefills(self.readers, lambda name, error: self.failed.append((name, error)))
 
     async def issue(self, number: int, name: str = "a") -> None:
         self.elsewhere.deliver(TicketIssued(name, ticket(number)), self.sent.append)
@@ -81,7 +87,7 @@ class Desk:
         await settle()
 
     async def fail(self, number: int) -> None:
-        self.readers.ends[ticket(number).key].set_exception(ReadFailed("it broke"))
+        self.readers.ends[ticket(number).key].set_exception(PrefillFailed("it broke"))
         await settle()
 
 
@@ -117,7 +123,7 @@ def test_another_reader_is_asked_and_each_loss_counts_once() -> None:
     desk = played(scene)
     assert desk.sent == [Reissue("a", ticket(1).key), Reissue("a", ticket(2).key)]
     assert desk.readers.asked == [("x", ticket(1).key), ("y", ticket(2).key), ("x", ticket(3).key)]
-    assert desk.readers.shunned == ["x", "y"]
+    assert desk.readers.avoided == ["x", "y"]
     assert not desk.failed
 
 
@@ -177,7 +183,7 @@ def test_a_reader_that_sent_a_row_is_heard_out() -> None:
 
     desk = played(scene)
     assert desk.readers.ends[ticket(2).key].cancelled(), "by the end of the server"
-    assert not desk.sent and not desk.failed and not desk.readers.shunned
+    assert not desk.sent and not desk.failed and not desk.readers.avoided
 
 
 ROWS = {"dtype": "float32", "version": "1"}
@@ -185,7 +191,7 @@ ROWS = {"dtype": "float32", "version": "1"}
 
 def facts_of(max_model_len: int = 512, slots: int = 128, **rows: str) -> ModelMetadata:
     config = replace(FACTS.engine, max_model_len=max_model_len, budget=KVBudget.of(slots))
-    return replace(FACTS, engine=config, row_facts={**ROWS, **rows})
+    return replace(FACTS, engine=config, transfer_fingerprint={**ROWS, **rows})
 
 
 @contextmanager
@@ -203,7 +209,7 @@ def checked(*urls: str, facts: ModelMetadata | None = None, secret: bytes = SECR
         own = PrefillServers(urls, TransferSettings(secret=secret), lambda: facts or facts_of())
         try:
             await own.check()
-        except (ReadFailed, ValueError) as error:
+        except (PrefillFailed, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
             await own.close()
@@ -221,8 +227,8 @@ def test_a_check_finds_what_would_fail_with_the_first_request() -> None:
             assert checked(other) == f"ValueError: {other} is no server with --role prefill, or runs another version"
         assert checked(url) == checked(nobody, url) == ""
         assert checked(url, facts=facts_of(max_model_len=256, slots=64)) == ""
-        assert checked(nobody).startswith(f"ReadFailed: {nobody}: ")
-        assert checked(loading) == f"ReadFailed: {loading} answered 503: the engine is loading"
+        assert checked(nobody).startswith(f"PrefillFailed: {nobody}: ")
+        assert checked(loading) == f"PrefillFailed: {loading} answered 503: the engine is loading"
         assert (
             checked(url, secret=b"another secret of thirty-two bytes")
             == f"ValueError: {url} has another transfer secret"
@@ -234,7 +240,7 @@ def test_a_check_finds_what_would_fail_with_the_first_request() -> None:
         assert "max_model_len is 1,024 here and 512 at" in checked(url, facts=facts_of(max_model_len=1024))
         assert "slots is 256 here and 128 at" in checked(url, facts=facts_of(slots=256))
         mixed = checked(url, nobody, facts=facts_of(dtype="bfloat16"))
-        assert mixed.startswith("ReadFailed: ") and "the engines differ" in mixed  # one may still come that fits
+        assert mixed.startswith("PrefillFailed: ") and "the engines differ" in mixed  # one may still come that fits
 
 
 def test_readiness_asks_the_prefill_servers_and_liveness_does_not() -> None:
@@ -245,9 +251,9 @@ def test_readiness_asks_the_prefill_servers_and_liveness_does_not() -> None:
             raise problems[0]
 
     async def main() -> None:
-        app = make_app(FakeEngine(), None, ServerSettings(), lambda: FACTS, check_readers=check)
+        app = make_app(FakeEngine(), None, ServerSettings(), lambda: FACTS, check_prefill=check)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-            for error in (None, ReadFailed("http://10.0.0.7 is gone"), ValueError("http://10.0.0.7 differs"), None):
+            for error in (None, PrefillFailed("http://10.0.0.7 is gone"), ValueError("http://10.0.0.7 differs"), None):
                 problems[:] = [] if error is None else [error]
                 for path in ("/health", "/health/ready"):
                     answer = await http.get(path)
@@ -266,7 +272,7 @@ def test_what_no_prefill_server_would_take_is_the_callers_fault(status: int) -> 
             own = PrefillServers([url], TransferSettings(secret=SECRET), facts_of)
             long = replace(request(), prompt_token_ids=(1,) * (33 * 2**20 // 2 if status == 413 else 2))
             with pytest.raises(ValueError, match="600 tokens" if status == 400 else "body"):
-                await own.read(url, long, ticket(1))
+                await own.prefill(url, long, ticket(1))
             await own.close()
 
         asyncio.run(main())

@@ -13,7 +13,7 @@ import pytest
 
 from snapstream.assets import TINY_MODEL
 from snapstream.engine.validate import QueueFull
-from snapstream.server.engine.grammar import GrammarGate
+from snapstream.server.engine.grammar import GrammarChecker
 from snapstream.types import Grammar
 from tests.waiting import HANG_S, until_async
 
@@ -22,12 +22,12 @@ SHORT_S = 0.5
 TOKENIZER = (TINY_MODEL / "tokenizer.json").read_text(encoding="utf-8")
 
 
-def gate_of(**options: Any) -> GrammarGate:
+def gate_of(**options: Any) -> GrammarChecker:
     """Patient with a machine that is busy."""
-    return GrammarGate(lambda: TOKENIZER, (2,), **{"compile_s": HANG_S, **options})
+    return GrammarChecker(lambda: TOKENIZER, (2,), **{"compile_s": HANG_S, **options})
 
 
-async def verdict(gate: GrammarGate, grammar: Grammar) -> str:
+async def verdict(gate: GrammarChecker, grammar: Grammar) -> str:
     try:
         await gate.check(grammar, 4608)
     except ValueError as error:
@@ -97,7 +97,7 @@ def test_the_verdict_is_remembered() -> None:
 
 def test_a_tokenizer_that_cannot_be_read() -> None:
     async def main() -> None:
-        gate = GrammarGate(lambda: "{}", (2,))
+        gate = GrammarChecker(lambda: "{}", (2,))
         assert "cannot read this tokenizer" in await verdict(gate, Grammar.json_object())
         gate.close()
 
@@ -109,7 +109,7 @@ def test_a_tokenizer_that_is_no_fast_one() -> None:
         raise ValueError("grammar: it needs a fast tokenizer")
 
     async def main() -> None:
-        gate = GrammarGate(refuse, (2,))
+        gate = GrammarChecker(refuse, (2,))
         with pytest.raises(ValueError, match="fast tokenizer"):
             await gate.check(Grammar.json_object(), 4608)
         gate.close()
@@ -127,7 +127,7 @@ def test_closed_while_its_process_starts() -> None:
         return TOKENIZER
 
     async def main() -> None:
-        gate = GrammarGate(slow_tokenizer, (2,))
+        gate = GrammarChecker(slow_tokenizer, (2,))
         checking = asyncio.create_task(verdict(gate, Grammar.json_object()))
         await asyncio.to_thread(entered.wait, HANG_S)
         gate.close()
