@@ -1,4 +1,4 @@
-"""The command ``snapstream``: a file per command, put together in ``app.py``."""
+"""The command ``snapstream``: one module per command, assembled in ``app.py``."""
 
 from snapstream.cli.app import main
 

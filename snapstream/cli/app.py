@@ -1,8 +1,7 @@
-"""The command ``snapstream``: its commands put together, and how they end.
+"""The command ``snapstream``: all commands, and their exit codes.
 
-Torch is imported inside the commands that need it, so ``--version``, ``--help`` and ``plan`` start at once. The
-invariant: wrong input ends in one line ``error: ...`` on stderr and exit code 2, Ctrl-C in exit code 130, never in a
-traceback.
+Torch is imported inside the commands that need it, so ``--version``, ``--help`` and ``plan`` start at once. Invariant:
+invalid input ends in one line ``error: ...`` on stderr and exit code 2, Ctrl-C in exit code 130, never in a traceback.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ _add(checkpoints.calibrate, checkpoints.CALIBRATE_HELP, "Measure which kv heads 
 _add(demo, None, "Watch a small model answer from a fraction of its cache.")
 
 
-# What vLLM calls them, and what does the same here.
+# vLLM's flags, and the equivalents here.
 VLLM_FLAGS = {
     "--model": "give the checkpoint folder as the argument MODEL",
     "--max-num-seqs": "use --max-rows N",
@@ -93,13 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our stdout left, e.g. `| head`
+    except BrokenPipeError:  # the reader of stdout exited, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
         return _fail(str(error))
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not one of click's, wherever typer keeps its click
+        if not hasattr(error, "format_message"):  # not one of click's: typer may bundle its own click
             raise
         flag = getattr(error, "option_name", "")
         remedy = VLLM_FLAGS.get(flag)

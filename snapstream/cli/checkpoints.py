@@ -1,4 +1,4 @@
-"""``snapstream quantize`` and ``snapstream calibrate``: what is computed of a checkpoint once."""
+"""``snapstream quantize`` and ``snapstream calibrate``: what is computed once per checkpoint."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def quantize(
         int, typer.Option(help="Numbers that share a scale: 32, 64 or 128.", parser=whole_number, metavar="N")
     ] = DEFAULT_GROUP,
 ) -> None:
-    form = WeightFormat(dtype=weights, group=group)
+    layers = WeightFormat(dtype=weights, group=group)
     around = WeightFormat(dtype=attention, group=group)
     from snapstream.models.quantize import quantize_checkpoint
 
-    quantize_checkpoint(model, out, form, lambda line: print(line, file=sys.stderr), attention=around)
-    typer.echo(f"{out}: {describe_layers(form, around)}")
+    quantize_checkpoint(model, out, layers, lambda line: print(line, file=sys.stderr), attention=around)
+    typer.echo(f"{out}: {describe_layers(layers, around)}")
 
 
 CALIBRATE_HELP = """Measure which kv heads of a model need slots, once, and write a profile for --heads.
@@ -66,7 +66,7 @@ def calibrate(
 ) -> None:
     from snapstream.calibration.calibrate import calibrate as measure
 
-    if output.is_dir() or not output.parent.is_dir():  # said before minutes of work
+    if output.is_dir() or not output.parent.is_dir():  # before minutes of work
         raise ValueError(f"--output is {output}; it must be a file in a folder that exists")
     own = None if text is None else decode_text(text.read_bytes(), str(text))
     profile = measure(

@@ -1,8 +1,7 @@
-"""``snapstream demo``: the main job on the model that ships with the package, in a minute on two cores.
+"""``snapstream demo``: the main use case on the model that ships with the package, in a minute on two cores.
 
 A generated document longer than the budget, several questions about it in one batch, the same under four budgets; then
-one row drawn over its document: what was kept. Answers are known, because the document was generated
-(``assets/documents``), so right and wrong are counted, not claimed.
+one row drawn over its document: what was kept. The documents are generated (``assets/documents``) with known answers.
 """
 
 from __future__ import annotations

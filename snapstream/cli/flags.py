@@ -28,7 +28,7 @@ def decode_text(data: bytes, name: str) -> str:
 
 
 def read_stdin(stdin: TextIO) -> str:
-    """All of it as it is: a text stream would take bytes that are no text, and turn CR LF into LF."""
+    """All of it, unchanged: a text stream would accept bytes that are no text, and turn CR LF into LF."""
     return decode_text(stdin.buffer.read(), "stdin") if hasattr(stdin, "buffer") else stdin.read()
 
 
@@ -36,7 +36,7 @@ Command = Callable[..., None]
 
 
 def whole_number(text: str) -> int:
-    """``text`` as a whole number, else one line of error."""
+    """``text`` as a whole number, else an error of the command."""
     try:
         return int(text)
     except ValueError:
@@ -44,7 +44,7 @@ def whole_number(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """``text`` as a number, else one line of error."""
+    """``text`` as a number, else an error of the command."""
     try:
         return float(text)
     except ValueError:
@@ -71,7 +71,7 @@ class Flags:
 
 
 def as_command(function: Command) -> Command:
-    """``function`` with its settings classes taken apart, as typer needs it."""
+    """``function`` with one parameter per flag instead of its settings classes, as typer needs it."""
     hints = get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Any, list[str]]] = {}
@@ -99,7 +99,7 @@ def as_command(function: Command) -> Command:
 
 
 def _as_given(value: Any, kind: Any, name: str) -> Any:
-    """The field's value: a repeated flag gives a list, and a flag that turns something off the opposite."""
+    """The field's value: a repeated flag is a list, and a flag that turns something off is inverted."""
     if isinstance(value, list):
         return tuple(value)
     return not value if _turns_off(next(own for own in fields(kind) if own.name == name)) else value
@@ -129,7 +129,7 @@ def _flags_of(settings: Any, shown: Flags) -> list[inspect.Parameter]:
 
 
 def _annotation(own: Field[Any], hint: Any, shown: Flags) -> Any:
-    """A field of ``setting``: its type, if that is words to choose from or a text, else what its ``parse`` reads."""
+    """The typer annotation of a field made by ``setting``: of its type, or of what its ``parse`` reads."""
     option: dict[str, Any] = {"help": shown.words.get(own.name, own.metadata["help"]), "envvar": own.metadata["envvar"]}
     flag, parse, metavar = own.metadata["flag"], own.metadata["parse"], own.metadata["metavar"]
     names = [flag] if flag else []
@@ -143,7 +143,7 @@ def _annotation(own: Field[Any], hint: Any, shown: Flags) -> Any:
         hint, option["parser"], metavar = Any, number, metavar or "X"
     elif int in (hint, *get_args(hint)):
         hint, option["parser"], metavar = Any, whole_number, metavar or "N"
-    elif str in get_args(hint):  # a text, or something that no command line can write
+    elif str in get_args(hint):  # a text, or a type without a textual form
         hint = str | None if own.default is None else str
     if metavar:
         option["metavar"] = metavar

@@ -110,7 +110,7 @@ def worker(
 
 
 def environment(rank: int, ranks: int) -> dict[str, str]:
-    """Of one of several ranks: it sees one GPU, and has its part of the cores."""
+    """Of one of several ranks: one GPU, and its share of the cores."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = [name.strip() for name in visible.split(",")] if visible else [str(gpu) for gpu in range(ranks)]
     if len(gpus) < ranks:
@@ -120,8 +120,8 @@ def environment(rank: int, ranks: int) -> dict[str, str]:
 
 
 def run_all(commands: list[tuple[list[str], dict[str, str]]]) -> int:
-    """Run commands beside each other until one ends, and end the others with it; its exit code."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # past the end of this function
+    """Run commands in parallel until one ends, then end the others; its exit code."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the finally block runs
     running: list[subprocess.Popen[bytes]] = []
     try:
         for command, environ in commands:

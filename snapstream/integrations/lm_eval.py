@@ -2,8 +2,8 @@
 
     python -m snapstream.integrations.lm_eval run --model snapstream --model_args pretrained=DIR,budget=8192 --tasks ...
 
-Invariant: nothing is cut silently. A prompt that does not fit is an error, or with ``too_long=middle`` loses its
-middle, which the log says. Log-likelihoods come from the uncompressed prefill, so a budget changes only what is
+Invariant: nothing is truncated silently. A prompt that does not fit is an error, or with ``too_long=middle`` loses its
+middle, which is logged. Log-likelihoods come from the uncompressed prefill, so a budget changes only what is
 *generated*; tasks that read likelihoods measure the model, not the cache.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Generation settings of a task: those that the engine takes under the same name, and those without a meaning here.
+# Generation settings of a task: those with the same name in the engine, and those without effect.
 _SAMPLING = frozenset(("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
                        "frequency_penalty", "min_tokens"))  # fmt: skip
-_NO_MEANING = frozenset(("do_sample", "until", "max_gen_toks"))  # read by name
-_HANDED_OVER = 256  # requests given to the engine at once: the bar moves, and the harness's cache grows, in such steps
+_IGNORED = frozenset(("do_sample", "until", "max_gen_toks"))  # read by name
+_BATCH = 256  # requests per call of the engine, after which the bar moves and the harness's cache grows
 _TokenPair = tuple[tuple[str, str], list[int], list[int]]  # texts (for the harness's cache), context, continuation
 
 
@@ -41,7 +41,7 @@ class SnapstreamLM(TemplateLM):
     """``pretrained``: a checkpoint folder. ``settings``: fields of ``EngineOptions``; the budget is "full" by default.
 
     ``too_long``: "refuse" or "middle" (what LongBench does: the prompt's middle is cut until it fits). The harness's
-    batch sizes are taken and mean nothing: the engine fills its ``max_rows`` from a queue. Raises ValueError for
+    batch sizes have no effect: the engine fills its ``max_rows`` from a queue. Raises ValueError for
     anything that the engine does not take.
     """
 
@@ -86,7 +86,7 @@ class SnapstreamLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context: the beginning token, or else the end token."""
+        """The token before a text without context: the beginning token, or else the end token."""
         begin = self._llm.model_config.bos_token_id
         return self.eot_token_id if begin is None else begin
 
@@ -154,7 +154,7 @@ class SnapstreamLM(TemplateLM):
     def _params(self, settings: dict[str, Any]) -> SamplingParams:
         """A task's ``generation_kwargs``; ValueError for a setting that would change the result and is not known."""
         given = normalize_gen_kwargs(settings, self.max_gen_toks)
-        unknown = set(given) - _SAMPLING - _NO_MEANING
+        unknown = set(given) - _SAMPLING - _IGNORED
         if unknown:
             raise ValueError(f"generation settings {sorted(unknown)} are not known to this engine")
         # Empty stop strings, which some tasks have, stop nothing.
@@ -163,14 +163,14 @@ class SnapstreamLM(TemplateLM):
         return SamplingParams(max_tokens=given["max_gen_toks"], stop=until, **own)
 
     def _fitted(self, ids: list[int], reserved: int) -> list[int]:
-        """``ids`` if they fit beside ``reserved`` tokens; else as ``too_long`` says."""
+        """``ids`` if they fit with ``reserved`` tokens; else as ``too_long`` says."""
         room = self.max_length - reserved
         if len(ids) <= room:
             return ids
         if self._too_long == "refuse" or room < 2:
             raise ValueError(
-                f"a prompt has {len(ids)} tokens; max_model_len {self.max_length} leaves {room} beside the output "
-                f"({reserved}). too_long=middle would cut it"
+                f"a prompt has {len(ids)} tokens; max_model_len {self.max_length} leaves {room} besides the output "
+                f"({reserved}). too_long=middle would truncate it"
             )
         log.warning("a prompt of %d tokens lost its middle to fit %d", len(ids), room)
         head = room // 2
@@ -180,8 +180,8 @@ class SnapstreamLM(TemplateLM):
         from tqdm import tqdm
 
         with tqdm(total=len(requests), disable=is_quiet or len(requests) < 2) as bar:
-            for start in range(0, len(requests), _HANDED_OVER):
-                batch = requests[start : start + _HANDED_OVER]
+            for start in range(0, len(requests), _BATCH):
+                batch = requests[start : start + _BATCH]
                 yield batch
                 bar.update(len(batch))
 
@@ -205,7 +205,7 @@ def _is_likeliest(entry: Logprob) -> bool:
 
 
 def main() -> None:
-    """lm-eval's own command line, with this model known to it."""
+    """lm-eval's command line, with this model registered."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -1,12 +1,13 @@
 """Rows as a cache of transformers: ``model.generate(..., past_key_values=SnapStreamCache(model.config, budget=...))``.
 
-A prompt passes the model as ever. When the attention of a layer has seen it, the layer's keys and values shrink to a
-row of ``budget`` slots, chosen by the prompt's last queries (SnapStream, arXiv 2511.03092, section 3); from then on
-memory and shapes are constant. The rows are those of the engine (``kv/layout.py``), and so are the tokens.
+After the attention of a layer over a prompt, the layer's keys and values shrink to a row of ``budget`` slots, selected
+by the prompt's last queries (SnapStream, arXiv 2511.03092, section 3); from then on memory and shapes are constant.
+Rows and tokens equal the engine's (``kv/layout.py``).
 
-A cache sees keys and values, but no queries. So the constructor makes ``snapstream`` the attention that the config
-names: PyTorch's ``sdpa``, which hands the queries of a prompt on to the cache whose keys it was given, and is nothing
-but ``sdpa`` to any other cache. Invariant: one cache holds one generation; ``reset`` makes it ready for the next.
+A cache sees keys and values, but no queries. So the constructor sets the config's attention to ``snapstream``:
+PyTorch's ``sdpa``, which also passes a prompt's queries to the cache of the keys; with other caches it is just
+``sdpa``.
+Invariant: one cache holds one generation; ``reset`` prepares it for the next.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from snapstream.models.registry import kv_spec_of, model_config_from_dict
 from snapstream.startup.resolve import resolve_budget
 
 NAME = "snapstream"  # of the attention, as a config says it
-PLAIN = ("sdpa", "eager", NAME)  # attentions that ours can stand in for
-LAYER = "snapstream_layer"  # attribute of the keys that an attention is handed
+PLAIN = ("sdpa", "eager", NAME)  # attentions that ours replaces
+LAYER = "snapstream_layer"  # attribute of the keys that are passed to the attention
 
 
 class SnapStreamCache(Cache):
@@ -72,7 +73,7 @@ class SnapStreamLayer(StaticLayer):
         self._pads = self._ring = self._slots = torch.empty(0)  # [B] padding, [B] first slot of the ring, [C]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """A prompt comes back as it is, for ``attend`` to shrink; a token goes to its slot, and the row comes back."""
+        """Returns a prompt unchanged, for ``attend`` to compress; writes a token to its slot, and returns the row."""
         if self._awaits:
             raise ValueError(
                 f"the queries of the prompt did not reach the cache: the model runs another attention than {NAME!r}; "
@@ -93,7 +94,7 @@ class SnapStreamLayer(StaticLayer):
         return key_states, value_states
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: Any) -> Any:
-        """Attention of ``query [B, H, T, E]``; of a prompt, the row is made of its keys and values afterwards."""
+        """Attention of ``query [B, H, T, E]``; after a prompt's, its keys and values become the row."""
         if self._has_prompt:
             seen = torch.clamp(self.cumulative_length - self._pads, max=self.max_cache_len)  # [B]
             return sdpa_attention_forward(
@@ -146,8 +147,8 @@ class SnapStreamLayer(StaticLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (self.max_cache_len if self._has_prompt else query_length), 0
 
-    def get_seq_length(self) -> int | Tensor:  # type: ignore[override]  # as that of StaticLayer in fact is
-        """Tokens that were fed, padding included: what positions go by, not what the row holds."""
+    def get_seq_length(self) -> int | Tensor:  # type: ignore[override]  # as in StaticLayer
+        """Tokens so far, with padding: for positions, not what the row holds."""
         return self.cumulative_length if self._has_prompt else 0
 
     def get_max_length(self) -> int:
@@ -159,7 +160,7 @@ class SnapStreamLayer(StaticLayer):
         self._has_prompt = self._awaits = False
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
-        raise ValueError("a row cannot give tokens back: assisted generation needs another cache")
+        raise ValueError("a row cannot drop tokens: assisted generation needs another cache")
 
     def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
         raise ValueError("rows do not take part in beam search; leave num_beams at 1")

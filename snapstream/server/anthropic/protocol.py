@@ -2,8 +2,8 @@
 
     text -> text    tool_use -> a call    tool_result -> a message of the role tool    thinking -> reasoning_content
 
-Invariant: everything keeps its order, system messages inside the list too, so that a conversation that grows has the
-same beginning; and whatever cannot be taken is a 400 that names its place.
+Invariant: everything keeps its order, also system messages inside the list, so that a growing conversation keeps its
+prefix; an unsupported block is a 400 that names its place.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from snapstream.server.openai.protocol import STATE, Body, KVCacheOptions, Reaso
 # Field -> values besides null that change nothing.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     **STATE,
-    "compaction": (),  # asks for a summary instead of an answer
+    "compaction": (),  # requests a summary instead of an answer
     "container": (),
     "fallbacks": ([], "default"),  # models to try after a refusal; by default there are none
     "mcp_servers": ([],),  # tools that Anthropic would run itself
 }
 
-THREAD = "thread"  # a conversation that the server holds, of which the client sends only what is new
+THREAD = "thread"  # a conversation that the server stores
 
-# Known, and of no effect here: what Anthropic stores, bills or routes by, and hints that only make prompts shorter.
+# Known, without effect: for Anthropic's storage, billing and routing, and hints that only shorten prompts.
 WITHOUT_EFFECT = frozenset(
     "billing_policy cache_control context_management diagnostics fallback_credit_token inference_geo metadata "
     "service_tier speed user_profile_id workspace_id".split()
@@ -35,8 +35,8 @@ WITHOUT_EFFECT = frozenset(
 
 
 def check_thread(data: Mapping[str, Any]) -> None:
-    """400 for a conversation that the server is to hold. Its details are what the SDKs look for: on them they send the
-    whole conversation again, without ``thread``."""
+    """400 for a conversation stored on the server. By the error's details SDKs know to send the whole conversation
+    again, without ``thread``."""
     if data.get(THREAD) is None:
         return
     unsupported = [name for name in REFUSED if not is_harmless(data.get(name), REFUSED[name])]
@@ -69,12 +69,12 @@ class CountBody(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
-    # Ours, and that of other engines.
+    # An extension of ours and other engines.
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def effort(self) -> ReasoningEffort | None:
-        """In the words of chat completions; None: as the template likes."""
+        """As in chat completions; None: the template's default."""
         if self.thinking is not None and self.thinking.type == "disabled":
             return "none"
         if self.output_config is not None and self.output_config.effort is not None:
@@ -140,13 +140,13 @@ COUNTED = {"input_tokens": COUNT}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-# Tools that Anthropic runs itself, and that name nothing of its own; a date follows.
-_LEFT_OUT = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
+# Tools that Anthropic runs itself; a date follows.
+_DROPPED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
 
 
 def own_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without those that are left out; all of them where none is the client's own."""
-    return [tool for tool in tools if not str(tool.get("type")).startswith(_LEFT_OUT)] or list(tools)
+    """Without dropped ones; all of them if none would be left."""
+    return [tool for tool in tools if not str(tool.get("type")).startswith(_DROPPED)] or list(tools)
 
 
 def as_chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -165,7 +165,7 @@ def as_chat_choice(choice: Mapping[str, Any] | None) -> Any:
 
 
 def is_parallel(choice: Mapping[str, Any] | None) -> bool:
-    """Whether several calls may come at once."""
+    """Whether there may be several calls."""
     given = None if choice is None else choice.get("disable_parallel_tool_use")
     if given not in (None, True, False):
         raise bad_value(f"tool_choice.disable_parallel_tool_use is {given!r}; it must be true or false", "tool_choice")
@@ -202,8 +202,8 @@ def _tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 ROLES = ("user", "assistant", "system")
 
-# Coding agents write a line at the top of the system prompt that is meant for Anthropic's accounting. It differs from
-# request to request, so it would keep every prompt from sharing its beginning with the one before.
+# Coding agents start the system prompt with a line for Anthropic's accounting. It differs between requests, so prompts
+# would share no prefix.
 _ACCOUNTING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 
 
@@ -290,7 +290,7 @@ def _tool_result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {
         "role": "tool",
         "tool_call_id": _string(block, "tool_use_id", place),
-        "content": f"Error: {text}" if is_error else text,  # chat messages have no other place for it
+        "content": f"Error: {text}" if is_error else text,  # chat messages have no field for it
     }
 
 

@@ -1,12 +1,13 @@
 """POST /v1/messages and POST /v1/messages/count_tokens.
 
-A request becomes a ``ChatBody`` (``protocol.py``) and takes the chat path; its answer is a message, whole or as events:
+A request becomes a ``ChatBody`` (``protocol.py``) and follows the chat path; its answer is a message, whole or as
+events:
 
     message_start, ping, (content_block_start, content_block_delta ..., content_block_stop) ..., message_delta,
     message_stop
 
-Invariant: one block is open at a time, and the blocks at the end are what the events say together. A stream ends with
-``message_stop``, or with an ``error`` event."""
+Invariant: one block is open at a time, and the events add up to the blocks. A stream ends with ``message_stop``, or
+with an ``error`` event."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ async def _messages(server: ServerState, data: dict[str, Any], context: AnswerCo
 
 
 async def _count(server: ServerState, data: dict[str, Any]) -> Response:
-    """Tokens of the prompt that ``/v1/messages`` would make of the same fields."""
+    """Tokens of the prompt of ``/v1/messages`` with the same fields."""
     body = _parsed(server, CountBody, data)
     server.require_model(body.model)
     chat = _as_chat(body)
@@ -107,7 +108,7 @@ async def _count(server: ServerState, data: dict[str, Any]) -> Response:
 
 def _parsed(server: ServerState, kind: type[B], data: dict[str, Any]) -> B:
     check_thread(data)
-    # A whole request may be sent to be counted: fields that only its answer would need are known, and not refused.
+    # A whole request may be sent to be counted: fields of its answer are known, and not refused.
     counted = {name for name in REFUSED if kind is CountBody and name == "compaction"}
     check_fields(data, {name: REFUSED[name] for name in REFUSED.keys() - counted})
     body = parse(kind, data)
@@ -118,23 +119,23 @@ def _parsed(server: ServerState, kind: type[B], data: dict[str, Any]) -> B:
 
 
 def _sampling(body: MessagesBody) -> dict[str, Any]:
-    """The fields that have one name in both."""
+    """The fields with the same name in both."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "kv_cache", "prompt_compression", "cache_salt")
     return {name: getattr(body, name) for name in names}
 
 
 def _as_chat(body: CountBody) -> ChatBody:
-    """The same request as a chat body."""
+    """The request as a chat body."""
     messages = as_messages(body.system, body.messages)
     last = messages[-1]
-    is_begun = last["role"] == "assistant" and not last.get("tool_calls")  # the model goes on from there
+    has_started = last["role"] == "assistant" and not last.get("tool_calls")  # the model continues it
     return ChatBody(
         model=body.model,
         messages=messages,
         tools=as_chat_tools(body.tools) if body.tools else None,
         tool_choice=as_chat_choice(body.tool_choice),
         parallel_tool_calls=is_parallel(body.tool_choice),
-        continue_final_message=is_begun or None,
+        continue_final_message=has_started or None,
         response_format=as_response_format(body.output_config.format if body.output_config else None),
         reasoning_effort=body.effort,
         chat_template_kwargs=body.chat_template_kwargs,
@@ -150,7 +151,7 @@ class BlockWriter:
         self._is_open = False
 
     def take(self, events: Sequence[Event]) -> list[Json]:
-        """The events of what was read."""
+        """Parsed events as events of this API."""
         out: list[Json] = []
         for event in events:
             match event:
@@ -182,7 +183,7 @@ class BlockWriter:
         return [*out, self._event("content_block_stop")]
 
     def _open_as(self, kind: str, members: Json) -> list[Json]:
-        """A block of that kind, the open one if it is one."""
+        """Open a block of that kind, unless it is the open one."""
         if self._is_open and self.blocks[-1]["type"] == kind:
             return []
         return self.close() + self._open({"type": kind, **members})
@@ -201,8 +202,8 @@ class BlockWriter:
 
 
 def _input(text: str) -> Json:
-    """Arguments as an object. Those that were cut are read as far as they go, as clients do it with a stream; what is
-    no JSON at all is handed on as it is."""
+    """Arguments as an object. Truncated ones are parsed as far as possible, as clients do with a stream; a text that is
+    no JSON is returned as it is."""
     try:
         value = from_json(text, allow_partial="trailing-strings") if text.strip() else {}
     except ValueError:
@@ -239,12 +240,12 @@ class MessageAnswer:
         return {**self._message(self.writer.blocks), "snapstream": self.usage.metadata}
 
     async def events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
-        is_begun = False
+        has_started = False
         async with aclosing(steps):
             async for prompt, delta in steps:
                 self.usage.take(prompt, delta)
-                if not is_begun:
-                    is_begun = True
+                if not has_started:
+                    has_started = True
                     yield {"type": "message_start", "message": self._message([])}
                     yield {"type": "ping"}
                 for sample in delta.samples:
@@ -267,7 +268,7 @@ class MessageAnswer:
 
     def _end(self, sample: SampleDelta) -> None:
         if sample.finish_reason is not FinishReason.STOP:
-            self._stop_reason = "max_tokens"  # also where a grammar could not be followed to its end
+            self._stop_reason = "max_tokens"  # also if a grammar could not be completed
         elif isinstance(sample.stop_reason, str):
             self._stop_reason, self._stop_sequence = "stop_sequence", sample.stop_reason
         else:
@@ -287,7 +288,7 @@ class MessageAnswer:
         }
 
     def _usage(self) -> Json:
-        """Here the tokens that came out of a store do not count among those of the input."""
+        """In this API cached tokens are not part of the input tokens."""
         usage = self.usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,

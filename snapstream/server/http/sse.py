@@ -66,8 +66,10 @@ class EventStream(Response):
         fault_item: Callable[[ApiError], dict[str, Any]],
         end: bytes = DONE,
     ) -> None:
-        """``on_end`` is called once, with the status and why the stream is incomplete, or "". ``fault_item``: the item for
-        an error that ends the stream. ``end`` follows the last item."""
+        """``on_end`` is called once, with the status and why the stream is incomplete, or "".
+
+        ``fault_item``: the item for an error that ends the stream. ``end`` follows the last item.
+        """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first

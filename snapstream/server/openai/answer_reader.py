@@ -1,4 +1,4 @@
-"""Reads one sample's answer as it comes: reasoning, content and tool calls, as events that every API words for itself.
+"""Parses one sample's answer as it streams: reasoning, content and tool calls, as events that each API formats.
 
     text --> ReasoningSplitter --> Reasoning
                    |
@@ -6,11 +6,11 @@
 
     content ... | head with a name | arguments | tail | --> content or the next call
                   held back until    streamed    dropped
-                  it is whole
+                  it is complete
 
-Invariant: the events do not depend on how the text was cut into pieces, and nothing is taken back. A call stands as
-soon as its head is whole and names a known tool; a fault before that makes the text content, a fault after it is
-repaired by the reader of the arguments. White space around reasoning, and between calls, belongs to no event."""
+Invariant: the events do not depend on how the text was split into pieces, and none is retracted. A call starts once its
+head is complete and names a known tool; an error before that makes the text content, an error after it is repaired by
+the reader of the arguments. White space around reasoning, and between calls, belongs to no event."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from snapstream.server.openai.tools.format import (
 from snapstream.server.options import ReasoningParser
 from snapstream.types import Grammar
 
-OPENING, CLOSING = "<think>", "</think>"  # around reasoning; a call in there is no call
+OPENING, CLOSING = "<think>", "</think>"  # around reasoning, in which no calls are parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CallStart:
     index: int
     name: str
     call_id: str
-    is_custom: bool = False  # the pieces are a text, not JSON
+    is_custom: bool = False  # the pieces are text, not JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,16 @@ CallEvent = Content | CallStart | CallPiece
 
 
 class ToolCallParser:
-    """One sample's answer. ``push`` pieces in order, then ``finish`` once."""
+    """Finds the calls in one sample's text. ``push`` pieces in order, then ``finish`` once."""
 
     def __init__(self, call_format: CallFormat, functions: Sequence[Function], *, max_calls: int | None = None) -> None:
-        """``functions``: known tools. ``max_calls``: what follows so many calls is dropped."""
+        """``functions``: known tools. ``max_calls``: text after so many calls is dropped."""
         self._format = call_format
         self._functions = {function.name: function for function in functions}
         self._max_calls = max_calls
-        self._text = ""  # not dealt with yet
+        self._text = ""  # not consumed yet
         self._step = self._begin
-        self._is_over = False  # no more text will come
+        self._is_over = False  # there is no more text
         self._is_next = False  # a call ended just before
         self._arguments: ArgumentReader = JsonArguments()
         self._tail: tuple[str, ...] = ()
@@ -84,12 +84,12 @@ class ToolCallParser:
         self.num_calls = 0
 
     def push(self, piece: str) -> list[CallEvent]:
-        """What this piece of text completes."""
+        """The events that this piece completes."""
         self._text += piece
         return self._run()
 
     def finish(self) -> list[CallEvent]:
-        """The rest: what was held back is content now."""
+        """The last events: what was held back is content."""
         self._is_over = True
         return self._run()
 
@@ -99,27 +99,27 @@ class ToolCallParser:
             pass
         return _joined(self._events)
 
-    # Each step handles the beginning of the text and says whether another may go on now.
+    # Each state consumes the start of the text, and returns whether the next one can continue.
 
     def _begin(self) -> bool:
-        """At the first visible character it shows whether the model thinks, or (without marks) calls."""
+        """The first visible character decides between reasoning, text, and (without marks) a call."""
         stripped = self._text.lstrip()
         if not stripped and not self._is_over:
             return False
         if not self._is_over and len(stripped) < len(OPENING) and OPENING.startswith(stripped):
             return False
         self._step = (
-            self._think if stripped.startswith(OPENING) else self._head if self._format.is_whole else self._seek
+            self._reasoning if stripped.startswith(OPENING) else self._head if self._format.is_whole else self._seek
         )
         return True
 
-    def _think(self) -> bool:
+    def _reasoning(self) -> bool:
         """Content up to the end of the reasoning."""
         place = self._text.find(CLOSING)
         if place < 0:
             self._release(overlap(self._text, (CLOSING,)))
             return False
-        self._show(place + len(CLOSING))
+        self._emit(place + len(CLOSING))
         self._step = self._head if self._format.is_whole else self._seek
         return True
 
@@ -129,12 +129,12 @@ class ToolCallParser:
         if not places:
             self._release(overlap(self._text, self._format.marks))
             return False
-        self._show(min(places))
+        self._emit(min(places))
         self._step = self._head
         return True
 
     def _head(self) -> bool:
-        """The text begins like a call, or it is content."""
+        """A call, or content."""
         try:
             head = self._read_head()
         except NeedMoreText:
@@ -144,7 +144,7 @@ class ToolCallParser:
             if self._is_next and self._format.marks:
                 self._text = self._text[skip_space(self._text, 0) :]
             elif not self._is_next:
-                self._show(len(mark))
+                self._emit(len(mark))
             self._is_next = False
             self._step = self._seek if self._format.marks else self._rest
             return True
@@ -152,7 +152,7 @@ class ToolCallParser:
         return True
 
     def _read_head(self) -> Head:
-        """NeedMoreText only while more text may come, and while it may be a head at all."""
+        """NeedMoreText only while there may be more text, and the text may be a head."""
         try:
             return self._format.read_head(self._text[:MAX_HEAD], self._functions, is_next=self._is_next)
         except NeedMoreText:
@@ -187,7 +187,7 @@ class ToolCallParser:
         return True
 
     def _after_call(self) -> bool:
-        """The end of the call itself, which says nothing; a closing tag may have been forgotten."""
+        """The end of the call is dropped; closing tags may be missing."""
         try:
             place = skip_tail(self._text, 0, self._tail)
         except NeedMoreText:
@@ -199,7 +199,7 @@ class ToolCallParser:
         return True
 
     def _between(self) -> bool:
-        """White space between two calls, and after the last, is dropped."""
+        """White space between calls, and after the last, is dropped."""
         if skip_space(self._text, 0) == len(self._text):
             if self._is_over:
                 self._text = ""
@@ -217,17 +217,17 @@ class ToolCallParser:
         return False
 
     def _release(self, num_held: int) -> None:
-        """Show all but the last ``num_held`` characters, which may begin a tag."""
-        self._show(len(self._text) - (0 if self._is_over else num_held))
+        """Emit all but the last ``num_held`` characters, which may start a tag."""
+        self._emit(len(self._text) - (0 if self._is_over else num_held))
 
-    def _show(self, count: int) -> None:
+    def _emit(self, count: int) -> None:
         if count:
             self._events.append(Content(self._text[:count]))
         self._text = self._text[count:]
 
 
 def _joined(events: list[CallEvent]) -> list[CallEvent]:
-    """Neighbours of one kind as one."""
+    """Merge consecutive events of one kind."""
     out: list[CallEvent] = []
     for event in events:
         last = out[-1] if out else None
@@ -240,20 +240,13 @@ def _joined(events: list[CallEvent]) -> list[CallEvent]:
     return out
 
 
-# The reasoning of a model: the text in ``<think>``, apart from the answer.
-#
-#     prompt ends with <think>    the answer begins inside the reasoning
-#     answer begins with <think>  the reasoning begins there
-#     neither                     there is none; under ``deepseek_r1`` the answer begins inside it all the same
-
-
 class AnswerStart(Enum):
-    """Where an answer begins."""
+    """Whether the generated text starts with reasoning."""
 
-    INSIDE = "inside"  # the prompt opened the reasoning
-    LIKELY = "likely"  # the model reasons, and may or may not write the opening tag
-    OPEN = "open"  # the answer itself shows it
-    ANSWER = "answer"  # the prompt has closed the reasoning, or none is parsed
+    INSIDE = "inside"  # yes: the prompt ends with <think>
+    LIKELY = "likely"  # yes (``deepseek_r1``), with or without <think>
+    OPEN = "open"  # if it starts with <think>
+    ANSWER = "answer"  # no: the prompt ends with </think>, or reasoning is not parsed
 
 
 def choose_reasoning(wanted: ReasoningParser, chat_template: str) -> ReasoningParser:
@@ -263,12 +256,12 @@ def choose_reasoning(wanted: ReasoningParser, chat_template: str) -> ReasoningPa
     return "qwen3" if OPENING in chat_template or CLOSING in chat_template else "none"
 
 
-def find_answer_start(parser: ReasoningParser, prompt: str, written: str | None = None) -> AnswerStart:
-    """``prompt``: the end of the rendered conversation. ``written``: the beginning of an answer that is continued."""
+def find_answer_start(parser: ReasoningParser, prompt: str, prefix: str | None = None) -> AnswerStart:
+    """``prompt``: the end of the rendered conversation. ``prefix``: of an answer that is continued."""
     if parser == "none":
         return AnswerStart.ANSWER
-    if written is not None:
-        return AnswerStart.INSIDE if written.rfind(OPENING) > written.rfind(CLOSING) else AnswerStart.ANSWER
+    if prefix is not None:
+        return AnswerStart.INSIDE if prefix.rfind(OPENING) > prefix.rfind(CLOSING) else AnswerStart.ANSWER
     prompt = prompt.rstrip()
     if prompt.endswith(OPENING):
         return AnswerStart.INSIDE
@@ -278,28 +271,28 @@ def find_answer_start(parser: ReasoningParser, prompt: str, written: str | None 
 
 
 def effort_arguments(template: str, effort: str | None) -> dict[str, Any]:
-    """Template variables for ``reasoning_effort``, under those names that the template uses."""
+    """Template variables for ``reasoning_effort``, by the names that the template uses."""
     if effort is None:
         return {}
-    known = {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
-    return {name: value for name, value in known.items() if knows(template, name)}
+    known = {"reasoning_effort": effort, "enable_reasoninging": effort != "none", "thinking": effort != "none"}
+    return {name: value for name, value in known.items() if mentions(template, name)}
 
 
 def unused_options(template: str, options: TemplateOptions) -> set[str]:
     """Fields of a request that have no effect because its template does not use them."""
-    names = {name for name in options.chat_template_kwargs or {} if not knows(template, name)}
+    names = {name for name in options.chat_template_kwargs or {} if not mentions(template, name)}
     effort = options.reasoning_effort
-    silent = {"reasoning_effort"} if effort is not None and not effort_arguments(template, effort) else set()
-    return {f"chat_template_kwargs.{name}" for name in names} | silent
+    unused = {"reasoning_effort"} if effort is not None and not effort_arguments(template, effort) else set()
+    return {f"chat_template_kwargs.{name}" for name in names} | unused
 
 
-def knows(template: str, name: str) -> bool:
-    """Whether a template mentions the variable ``name``."""
+def mentions(template: str, name: str) -> bool:
+    """Whether a template contains the variable ``name``."""
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def allow_reasoning(grammar: Grammar, beginning: AnswerStart, symbols: Collection[str]) -> Grammar:
-    """The same grammar, with reasoning allowed before it. ``symbols``: ``TokenText.symbols``."""
+    """The grammar with reasoning before it. ``symbols``: ``TokenText.symbols``."""
     if beginning is AnswerStart.ANSWER:
         return grammar
     opening = OPENING if OPENING in symbols else f'"{OPENING}"'
@@ -320,16 +313,16 @@ class ReasoningSplitter:
 
     def __init__(self, beginning: AnswerStart) -> None:
         self._beginning = beginning
-        self._text = ""  # not dealt with yet
+        self._text = ""  # not consumed yet
         self._step = self._after if beginning is AnswerStart.ANSWER else self._begin
-        self._is_over = False  # no more text will come
+        self._is_over = False  # there is no more text
         self._reasoning: list[str] = []
         self._answer: list[str] = []
         self._has_reasoning = False
 
     @property
     def is_undecided(self) -> bool:
-        """Whether it is still open if there is reasoning."""
+        """Whether it is unknown if there is reasoning."""
         return self._step == self._begin
 
     @property
@@ -338,7 +331,7 @@ class ReasoningSplitter:
 
     @property
     def is_answering(self) -> bool:
-        """Whether the reasoning, if there is any, is over."""
+        """Whether the reasoning, if any, has ended."""
         return self._step == self._after
 
     def push(self, piece: str) -> tuple[str, str]:
@@ -347,7 +340,7 @@ class ReasoningSplitter:
         return self._run()
 
     def finish(self) -> tuple[str, str]:
-        """The rest: what was held back."""
+        """What was held back."""
         self._is_over = True
         return self._run()
 
@@ -357,10 +350,10 @@ class ReasoningSplitter:
             pass
         return "".join(self._reasoning), "".join(self._answer)
 
-    # Each step handles the beginning of the text and says whether another may go on now.
+    # Each state consumes the start of the text, and returns whether the next one can continue.
 
     def _begin(self) -> bool:
-        """At the first visible characters it shows whether the model writes the opening tag."""
+        """The first visible characters decide whether the model writes the opening tag."""
         stripped = self._text.lstrip()
         if not self._is_over and len(stripped) < len(OPENING) and OPENING.startswith(stripped):
             return False
@@ -372,7 +365,7 @@ class ReasoningSplitter:
         return True
 
     def _inside(self) -> bool:
-        """The reasoning, up to the closing tag; white space at its end waits for what follows."""
+        """The reasoning, up to the closing tag; white space at its end is held back."""
         if not self._has_reasoning:
             self._text = self._text.lstrip()
         place = self._text.find(CLOSING)
@@ -414,11 +407,11 @@ class AnswerReader:
     """One sample's answer."""
 
     def __init__(self, beginning: AnswerStart, closing_id: int | None, calls: ToolCallParser | None) -> None:
-        """``closing_id``: the token that ends reasoning, if it is one. ``calls`` None: calls are text."""
+        """``closing_id``: the token </think>, if it is one. ``calls`` None: calls are text."""
         self._splitter = ReasoningSplitter(beginning)
         self._closing_id = closing_id
         self._calls = calls
-        self._num_undecided = 0  # tokens that count as reasoning if the text turns out to have some
+        self._num_undecided = 0  # tokens that count as reasoning if there turns out to be some
         self.num_reasoning_tokens = 0
 
     @property
@@ -431,7 +424,7 @@ class AnswerReader:
         return not (self._splitter.is_answering or self._splitter.is_undecided)
 
     def take(self, delta: SampleDelta) -> list[Event]:
-        """What this delta completes; with the last one also what was held back."""
+        """The events that this delta completes; with the last one also what was held back."""
         was_over = not (self._splitter.is_undecided or self._splitter.is_inside)
         reasoning, answer = self._splitter.push(delta.text)
         if not was_over:
@@ -447,7 +440,7 @@ class AnswerReader:
         return [*events, *self._calls.finish()] if is_last else events
 
     def _count(self, ids: Sequence[int], has_reasoning: bool) -> None:
-        """Count tokens of the reasoning, its tags included; the token that ends it may come among others."""
+        """Count tokens of the reasoning, tags included; the one that ends it may be among others."""
         if self._splitter.is_undecided:
             self._num_undecided += len(ids)
         elif self._splitter.is_inside:

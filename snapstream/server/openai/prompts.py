@@ -1,8 +1,8 @@
 """The tokenizer as the server uses it: text to token ids off the event loop, and single tokens back to text and bytes.
 
 A prompt of a million tokens must not stop other streams, so ``Prompts`` tokenizes on threads, each with its own copy of
-the tokenizer, because the fast ones refuse to be used and reconfigured at once. A request can never bring a template of
-its own; ``models/chat_template.py`` renders the model's, within limits."""
+the tokenizer, because fast tokenizers refuse to be used and reconfigured at once. Requests cannot bring templates;
+``models/chat_template.py`` renders the model's, within limits."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-PASSED_TEXTS = ("name", "tool_call_id", "reasoning_content")  # beside role, content and tool_calls
+PASSED_TEXTS = ("name", "tool_call_id", "reasoning_content")  # besides role, content and tool_calls
 
 
-def normalise(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> list[dict[str, Any]]:
+def normalize(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> list[dict[str, Any]]:
     """Messages as chat templates expect them, by the rules of ``LLM.chat``; 400 for a malformed one.
 
     ``has_developer``: the template knows that role; otherwise it becomes ``system``, its older name.
@@ -56,13 +56,6 @@ def _is_passed(name: str, value: Any) -> bool:
     return name in ("role", "content", "tool_calls") or (name in PASSED_TEXTS and isinstance(value, str))
 
 
-# Special tokens that users spell out (``<|im_end|>``) stay text, so that a message cannot close its own turn.
-#
-# The tokenizer cannot tell what a template wrote from what a user wrote. So spellings in messages of untrusted roles
-# are marked before the template is rendered; the marks are removed from the rendered text, and where the tokenizer then
-# makes a special token within a marked place, its characters are tokenized in parts instead. Invariant: all other
-# tokens are those of a conversation without such spellings.
-
 UNTRUSTED = ("user", "tool")  # roles whose texts come from anywhere
 _BEGIN, _END = "\ue000", "\ue001"  # around a random number, so that a mark cannot be forged
 
@@ -71,7 +64,14 @@ Message = dict[str, Any]
 
 
 class SpelledSpecialTokens:
-    """The special tokens of a vocabulary, and added ones in angle brackets, which steer a model just as well."""
+    """Keeps special tokens that users spell out (``<|im_end|>``) text, so that a message cannot close its own turn.
+
+    A tokenizer cannot distinguish what a template wrote from what a user wrote. So spellings in messages of untrusted
+    roles are marked before the template is rendered, and the marks are removed from the rendered text. Where the
+    tokenizer then makes a special token within a marked span, its characters are tokenized in parts instead. Added
+    tokens in angle brackets count as special: they steer a model as well. Invariant: all other tokens are those of a
+    conversation without such spellings.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         added = {
@@ -80,11 +80,11 @@ class SpelledSpecialTokens:
         }  # fmt: skip
         self._ids = frozenset(added)
         self._patterns = _patterns(token.content for token in added.values())
-        # Such a token also has other spellings, which only the tokenizer knows.
+        # A normalized token also has other spellings, which only the tokenizer knows.
         self._has_others = any(token.normalized for token in added.values())
 
     def mark(self, tokenizer: Any, messages: Sequence[Message]) -> tuple[list[Message], Marks | None]:
-        """The messages with marks; None if there is nothing to mark. 400 if this tokenizer has no places of tokens."""
+        """The messages with marks; None if there is nothing to mark. 400 if this tokenizer has no offsets of tokens."""
         spans = [self._spans(tokenizer, one["content"]) if one["role"] in UNTRUSTED else [] for one in messages]
         if not any(spans):
             return list(messages), None
@@ -106,7 +106,7 @@ class SpelledSpecialTokens:
 
 
 def _patterns(spellings: Iterable[str]) -> list[re.Pattern[str]]:
-    """One for each two characters that some begin with: a search for a fixed beginning is a thousand times faster."""
+    """One pattern per first two characters: a search for a fixed prefix is a thousand times faster."""
     groups: dict[str, list[str]] = {}
     for one in sorted(filter(None, spellings), key=len, reverse=True):
         groups.setdefault(one[:2], []).append(one[2:])
@@ -114,7 +114,7 @@ def _patterns(spellings: Iterable[str]) -> list[re.Pattern[str]]:
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Those that overlap as one."""
+    """With overlapping spans merged."""
     out: list[Span] = []
     for begin, end in spans:
         if out and begin < out[-1][1]:
@@ -125,7 +125,7 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 
 
 class Marks:
-    """Those of one request."""
+    """The marks of one request."""
 
     def __init__(self, special: frozenset[int]) -> None:
         self._special = special
@@ -133,10 +133,10 @@ class Marks:
         self._begin, self._end = f"{_BEGIN}{number}{_BEGIN}", f"{_END}{number}{_END}"
         self._either = re.compile(f"{self._begin}|{self._end}")
         self._spans: list[Span] = []
-        self._longest = 0  # characters of a marked place
+        self._longest = 0  # characters of a marked span
 
     def put(self, text: str, spans: Sequence[Span]) -> str:
-        """``text`` with these places marked."""
+        """``text`` with these spans marked."""
         parts, place = [], 0
         for begin, end in spans:
             parts += [text[place:begin], self._begin, text[begin:end], self._end]
@@ -153,7 +153,7 @@ class Marks:
             parts.append(text[place : found.start()])
             size += found.start() - place
             place = found.end()
-            if is_inside:  # also where the template cut the other mark off
+            if is_inside:  # also if the template truncated the other mark
                 self._spans.append((begin, min(size, begin + self._longest)))
             is_inside, begin = found[0] == self._begin, size
         parts.append(text[place:])
@@ -162,7 +162,7 @@ class Marks:
         return "".join(parts)
 
     def encode(self, tokenizer: Any, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """The tokens of what ``take`` gave: no special ones from the marked places."""
+        """The tokens of what ``take`` returned, with no special ones from marked spans."""
         ids: list[int] = []
         spans = iter(self._spans)
         span = next(spans, None)
@@ -176,7 +176,7 @@ class Marks:
         return tuple(ids)
 
     def _as_text(self, tokenizer: Any, spelling: str) -> list[int]:
-        """The coarsest cut of a spelling whose parts hold no special token."""
+        """The coarsest split of a spelling whose parts are no special tokens."""
         middle = spelling.find("<") + 1 or 1
         ids: list[int] = []
         for parts in ([spelling[:middle], spelling[middle:]], list(spelling)):
@@ -189,7 +189,7 @@ class Marks:
 
 
 def _within(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text that stands in another one: some tokenizers put a space before what they get."""
+    """Tokens of a text within another one: some tokenizers add a space before their input."""
     before, both = (_spelled_ids(tokenizer, one) for one in ("\n", "\n" + text))
     return both[len(before) :] if both[: len(before)] == before else _spelled_ids(tokenizer, text)
 
@@ -199,7 +199,7 @@ def _spelled_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[tuple[int, Span]]:
-    """Each token with the place of its characters."""
+    """Each token with its span of characters."""
     found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
     return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
 
@@ -215,19 +215,18 @@ class ChatPrompt:
     """A rendered conversation."""
 
     ids: tuple[int, ...]
-    ending: str  # the last characters of its text, where templates open or close reasoning
-    written: str | None = None  # the beginning of the answer, where it is continued
+    ending: str  # the last characters of its text, where templates may open or close reasoning
+    prefix: str | None = None  # of the answer, where it is continued
 
 
 class Prompts:
     """The tokenizer as the server uses it. ``tokenizer`` may be None: then only token ids are taken."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, threads: int, trusts_users: bool = False) -> None:
-        """``trusts_users``: special tokens that they spell out become such."""
+        """``trusts_users``: special tokens that they spell out become special tokens."""
         self.tokenizer = tokenizer
         self._spelled = None if tokenizer is None or trusts_users else SpelledSpecialTokens(tokenizer)
-        # A text longer than so many characters per token of max_model_len cannot fit, so it need not be tokenized.
-        # Tokenizers that shrink texts do so by characters that combine, while their longest token is a run of spaces.
+        # A text with more characters per token of max_model_len cannot fit, so it need not be tokenized.
         self._longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
@@ -236,11 +235,11 @@ class Prompts:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def offload(self, work: Callable[[], T]) -> T:
-        """Run something long, that needs no tokenizer, off the event loop."""
+        """Run slow work off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
-        """Run something long, that needs a tokenizer, off the event loop; 400 where there is none."""
+        """Run slow work with a tokenizer off the event loop; 400 if there is none."""
         return await self._run(work)
 
     async def encode(
@@ -263,26 +262,26 @@ class Prompts:
         return await self._run(lambda tok: str(tok.decode(list(ids), skip_special_tokens=False)))
 
     async def echo(self, text: str | None, ids: tuple[int, ...]) -> str:
-        """The prompt as a caller sees it before the answer."""
+        """The prompt's text, as echoed before the answer."""
         return text if text is not None else await self._run(lambda tok: str(tok.decode(list(ids))))
 
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
         return await self._run(lambda tok: [str(piece) for piece in tok.convert_ids_to_tokens(list(ids))])
 
     async def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages as the template takes them; 400 for what it cannot take."""
-        return await self._run(lambda tok: _normalised(tok, messages))
+        """Messages as the template takes them; 400 for malformed ones."""
+        return await self._run(lambda tok: _normalized(tok, messages))
 
     async def chat(self, options: TemplateOptions, max_len: int, *, has_tools: bool = True) -> ChatPrompt:
         """A conversation as token ids, ready for the answer."""
-        text, written, marks = await self._run(lambda tok: _render(tok, options, has_tools, self._spelled))
+        text, prefix, marks = await self._run(lambda tok: _render(tok, options, has_tools, self._spelled))
         has_special = options.add_special_tokens is True
         if marks is None:
             ids = await self.encode(text, max_len, add_special_tokens=has_special, param="messages")
         else:
             self._check_chars(text, max_len, "messages")
             ids = await self._run(lambda tok: marks.encode(tok, text, add_special_tokens=has_special))
-        return ChatPrompt(ids, text[-ENDING_CHARS:], written)
+        return ChatPrompt(ids, text[-ENDING_CHARS:], prefix)
 
     async def completion(
         self, prompts: Sequence[Any], max_len: int, *, add_special_tokens: bool
@@ -319,7 +318,7 @@ def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, .
 def _render(
     tokenizer: Any, options: TemplateOptions, has_tools: bool, spelled: SpelledSpecialTokens | None
 ) -> tuple[str, str | None, Marks | None]:
-    """The text of a conversation, the beginning of the answer where it is continued, and what is to stay text in it."""
+    """The text of a conversation, the prefix of an answer that is continued, and the marks in the text."""
     if tokenizer.chat_template is None:
         raise bad_value("this checkpoint has no chat template; use /v1/completions", "messages")
     is_continued = bool(options.continue_final_message)
@@ -329,8 +328,8 @@ def _render(
         )
     effort = effort_arguments(str(tokenizer.chat_template), options.reasoning_effort)
     extra = {**effort, **_template_arguments(tokenizer, options.chat_template_kwargs or {})}
-    messages = _normalised(tokenizer, options.messages)
-    written = messages[-1]["content"] if is_continued else None
+    messages = _normalized(tokenizer, options.messages)
+    prefix = messages[-1]["content"] if is_continued else None
     marks = None
     if spelled is not None:
         messages, marks = spelled.mark(tokenizer, messages)
@@ -343,18 +342,18 @@ def _render(
             continue_final_message=is_continued,
             **extra,
         )
-    except Exception as error:  # whatever a template does with what a client sent
+    except Exception as error:  # a template may fail in any way on what a client sent
         lines = str(error).splitlines() or [type(error).__name__]
         raise bad_value(f"the chat template cannot render these messages: {lines[0]}", "messages") from None
-    return text if marks is None else marks.take(text), written, marks
+    return text if marks is None else marks.take(text), prefix, marks
 
 
-def _normalised(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return normalise(messages, has_developer="developer" in str(tokenizer.chat_template))
+def _normalized(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return normalize(messages, has_developer="developer" in str(tokenizer.chat_template))
 
 
 def _template_arguments(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Variables for the template; the names that steer transformers itself stay ours, above all chat_template."""
+    """Variables for the template; 400 for parameters of transformers itself, above all chat_template."""
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "add_special_tokens"}
     taken = sorted(own & given.keys())
     if taken:
@@ -363,7 +362,7 @@ def _template_arguments(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]
 
 
 def as_prompts(prompt: object, limit: int, max_len: int) -> list[Any]:
-    """The four forms of ``prompt`` as a list of prompts; lengths are checked before a list is walked through."""
+    """The four forms of ``prompt`` as a list of prompts; lengths are checked before lists are iterated."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -396,7 +395,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # byte fallback of SentencePi
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE (GPT-2): printable Latin-1 as itself, the other bytes from U+0100 on."""
+    """The alphabet of byte-level BPE (GPT-2): printable Latin-1 as itself, other bytes from U+0100 on."""
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(own)]
     return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -418,22 +417,22 @@ class TokenText:
 
     @property
     def special(self) -> frozenset[str]:
-        """The special tokens, spelled out."""
+        """The texts of the special tokens."""
         return frozenset(self._added[token] for token in self._special if token in self._added)
 
     @property
     def symbols(self) -> frozenset[str]:
-        """Added tokens that a grammar must name as one symbol: llguidance knows no spelling of them."""
+        """Added tokens that a grammar must name by id: llguidance does not match their text."""
         return self.special | {text for text in self._added.values() if text.startswith("<") and text.endswith(">")}
 
     @property
     def symbol_ids(self) -> dict[str, int]:
-        """``symbols`` with their numbers."""
+        """Ids by symbol."""
         symbols = self.symbols
         return {text: token for token, text in self._added.items() if text in symbols}
 
     def id_of(self, text: str) -> int | None:
-        """The added token that is spelled so; None if there is none."""
+        """The added token with this text; None if there is none."""
         return next((token for token, added in self._added.items() if added == text), None)
 
     def is_special(self, token: int) -> bool:
@@ -454,7 +453,7 @@ class TokenText:
                 return bytes(table[char] for char in piece)
         elif match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
-        return str(piece).replace("\u2581", " ").encode()  # SentencePiece's mark for a space
+        return str(piece).replace("\u2581", " ").encode()  # SentencePiece's space
 
     def text(self, token: int) -> str:
         """The token's text; distinct tokens of half characters stay distinct."""
@@ -467,13 +466,13 @@ class TokenText:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def pieces(self, tokens: Iterable[int]) -> list[str]:
-        """What each token adds to their text: a character that takes several tokens comes with the last of them."""
+        """What each token adds to the text: a character of several tokens comes with the last of them."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return [decoder.decode(self.raw(token)) for token in tokens]
 
 
 class Offsets:
-    """Where each token begins in its text, in characters; half characters count as the one they belong to."""
+    """Where each token starts in its text, in characters; parts of a character count as that character."""
 
     def __init__(self, start: int = 0) -> None:
         self._chars = start

@@ -1,8 +1,8 @@
 """Request bodies, which fields are refused, errors of the engine, and what ``/openapi.json`` says about answers.
 
-Bodies are strict: a number in quotes or a boolean for a count is an error. An unknown field is ignored and logged once;
-a known one that would change the result and is not implemented is refused by name, because ignoring it would be worse.
-Values that need the model (prompt, budget, sampling limits) are checked in ``prompts.py`` and ``sampling.py``.
+Bodies are strict: a quoted number, or a boolean for a count, is an error. An unknown field is ignored and logged once;
+a known one that would change the result but is not implemented is refused by name. Values that depend on the model
+(prompt, budget, sampling limits) are checked in ``prompts.py`` and ``sampling.py``.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class StreamOptions(Body):
 
 
 class KVCacheOptions(Body):
-    """Ours: how large a row this request gets. Unknown members are refused: a misspelled one would seem to work."""
+    """Ours: the row of this request. Unknown members are refused: a misspelled one would seem to work."""
 
     model_config = ConfigDict(extra="forbid")
 
     budget: int | Literal["full"] | None = None  # slots; None means the server's
-    selector: str | None = None  # how its slots are filled; None means as the server does
+    selector: str | None = None  # how its slots are chosen; None means the server's
     return_kept: bool | Literal["bitmap"] = False  # report which prompt tokens each layer and head kept
 
 
 class SamplingBody(Body):
-    """What all APIs have in common: how tokens are drawn, and what row they fill."""
+    """What all APIs have in common: sampling, and the row."""
 
     model: str | None = None
     temperature: float | None = None
@@ -64,11 +64,11 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     priority: int | None = None  # lower is sooner
-    cache_salt: str | None = None  # prompts share stored beginnings only with those of the same salt
+    cache_salt: str | None = None  # prompts share cached prefixes only with those of the same salt
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    # vLLM's, and what it called them before.
+    # vLLM's, with their older names.
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -108,15 +108,15 @@ class GenerationBody(SamplingBody):
 
 
 class TemplateOptions(Body):
-    """What shapes a rendered conversation."""
+    """The fields that a rendered conversation depends on."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None  # "none": the template does not see the tools
+    tool_choice: Any = None  # "none": the prompt does not list the tools
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None  # templates write their own, so the default is no
+    add_special_tokens: bool | None = None  # templates write them, so the default is no
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
 
@@ -186,7 +186,7 @@ def too_long(num_prompt: int, max_tokens: int | None, limit: int, param: str) ->
 
 
 def too_many_chars(num_chars: int, longest: int, limit: int, param: str) -> ApiError:
-    """The same for a text that need not be tokenized to know it. ``longest``: characters of the longest token."""
+    """The same for a text that is too long whatever its tokens. ``longest``: characters of the longest token."""
     return ContextLengthError(
         f"This model's maximum context length is {limit} tokens; "
         f"the prompt has {num_chars} characters, more than that many tokens can encode.",
@@ -198,7 +198,7 @@ def too_many_chars(num_chars: int, longest: int, limit: int, param: str) -> ApiE
 
 
 def not_followed(reason: str | int | None) -> ApiError:
-    """400: the model got to a place where the request's own grammar, within its limits, names no next token."""
+    """400: the request's grammar, within its limits, allowed no next token."""
     return bad_value(f"the answer could not satisfy its grammar: {reason}", None, "grammar_failed")
 
 
@@ -215,7 +215,7 @@ log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
 
-MAX_LOGGED_FIELDS = 256  # names come from clients: neither the log nor the memory may grow with them
+MAX_LOGGED_FIELDS = 256  # names come from clients: log and memory must be bounded
 
 # Fields, each of one API, that name a conversation stored on the server. Other APIs refuse them: if the field were
 # ignored, the model would answer without the conversation.
@@ -236,7 +236,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),  # of vLLM; ours come with echo
+    "prompt_logprobs": (),  # vLLM's; here they come with echo
     "prompt_embeds": (),
     "logits_processors": ([],),
     "guided_whitespace_pattern": (),
@@ -271,7 +271,7 @@ class IgnoredFields:
 
 
 def check_fields(data: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse what would change the result and is not built."""
+    """400 for a field that would change the result and is not implemented."""
     for name in refused.keys() & data.keys():
         if not is_harmless(data[name], refused[name]):
             raise bad_value(f"{name} {data[name]!r} is not supported by this server", name, "unsupported_parameter")
@@ -282,7 +282,7 @@ def is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
 
 
 def parse(kind: type[B], data: Mapping[str, Any]) -> B:
-    """Check types; the first error is a 400 that names its field."""
+    """Check types; 400 for the first error, with its field."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -292,7 +292,7 @@ def parse(kind: type[B], data: Mapping[str, Any]) -> B:
 
 
 def unknown_fields(kind: type[Body], data: Mapping[str, Any]) -> set[str]:
-    """Names of fields that will be ignored, also of those within ``stream_options``."""
+    """Fields that will be ignored, also within ``stream_options``."""
     known = {*kind.model_fields, *REFUSED, *CHAT_ONLY_REFUSED, *COMPLETION_ONLY_REFUSED}
     inner = data.get("stream_options")
     inside = set(inner) - set(StreamOptions.model_fields) if isinstance(inner, Mapping) else set()
@@ -300,7 +300,7 @@ def unknown_fields(kind: type[Body], data: Mapping[str, Any]) -> set[str]:
 
 
 def kinds_of(tools: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The types of tools, as they are logged where some are left out."""
+    """The types of tools, as they are logged if some are ignored."""
     return {f"tools[].type {tool.get('type')}" for tool in tools}
 
 

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, /v1/completions, /tokenize and /detokenize; GET /v1/models and /tokenizer_info.
 
-body (``http/admission.py``) -> fields (``protocol.py``) -> engine requests (``generation.py`` for chat) -> steps ->
-answer (``chat.py``), whole or as frames (``http/sse.py``)
+body (``http/admission.py``) -> fields (``protocol.py``) -> engine requests (``generation.py``) -> deltas -> answer
+(``chat.py``), whole or as frames (``http/sse.py``)
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def tokenizer_routes(server: ServerState) -> APIRouter:
         is_admin = getattr(request.state, "is_admin", False)
         try:
             server.engine.reset_prefixes(None if is_admin else server.namespace(request))
-        except ValueError as error:  # other servers store the prompts
+        except ValueError as error:  # the prefill servers store prefixes
             raise bad_value(str(error), None) from None
         return JSONResponse({})
 
@@ -80,13 +80,13 @@ def tokenizer_routes(server: ServerState) -> APIRouter:
 
 
 async def _tokenize(server: ServerState, data: dict[str, Any]) -> Response:
-    """The prompt as its own endpoint would take it: whatever that refuses is refused here, too."""
+    """The prompt as its own endpoint would tokenize it, with the same errors."""
     max_len = server.metadata.max_model_len
     body: TokenizeChatBody | TokenizePromptBody
     if "messages" in data:
         check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
         body = parse(TokenizeChatBody, data)
-        # Clients may send a whole chat request to be counted: fields that only its answer would need are known, too.
+        # Clients may send a whole chat request to be counted: its other fields are known, too.
         server.ignored.note(unknown_fields(TokenizeChatBody, data) & unknown_fields(ChatBody, data))
         server.require_model(body.model)
         tools = tools_of(body, server.call_format, template_has_tools=server.template_has_tools)
@@ -113,7 +113,7 @@ async def _detokenize(server: ServerState, data: dict[str, Any]) -> Response:
 
 
 def _tokenizer_info(server: ServerState) -> dict[str, Any]:
-    """What lm-eval's remote tokenizer reads."""
+    """What lm-eval's remote tokenizer needs."""
     tokenizer: Any = server.prompts.tokenizer
     if tokenizer is None:
         raise bad_value("this checkpoint has no tokenizer", None)
@@ -265,7 +265,7 @@ def _model(server: ServerState, name: str) -> dict[str, Any]:
 
 
 def _limits(server: ServerState) -> dict[str, Any]:
-    """Ours: what a client must know to choose a budget."""
+    """Ours: limits by which a client chooses a budget."""
     metadata, tokenizer = server.metadata, server.prompts.tokenizer
     engine = metadata.engine
     return {

@@ -1,20 +1,20 @@
-"""Request fields to ``SamplingParams``, row size and grammar, within the server's limits.
+"""Request fields to ``SamplingParams``, budget and grammar, within the server's limits.
 
-The answer's format is given at most once, by one of
+The format of the answer is set at most once, by one of
 
     response_format            {"type": "text" | "json_object" | "json_schema", ...}
     structured_outputs         one of json, regex, choice, grammar, json_object
-    guided_json and the rest   the same under older names
+    guided_json and others     the same under older names
 
-Invariant: every request that comes out can be served (``engine/validate.py`` has checked it); any other raises a 400
-that names the field. Defaults are those of the OpenAI API, except that a chat answer may fill max_model_len."""
+Invariant: every returned request can be served (``engine/validate.py`` has checked it); any other raises a 400 that
+names the field. Defaults are those of the OpenAI API, except that a chat answer may fill max_model_len."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from snapstream.config import InvalidValue, KVBudget, Selector, as_count, make_selector
 from snapstream.engine.validate import check_request
@@ -25,11 +25,14 @@ from snapstream.server.options import ServerSettings
 from snapstream.startup.resolve import resolve_budget
 from snapstream.types import MAX_LOGPROBS, CompressionSummary, Grammar, Request, SamplingParams
 
-T = TypeVar("T")
-
 COMPLETION_MAX_TOKENS = 16  # the OpenAI API's own default for /v1/completions
 
-# Fields of ``Request`` and ``SamplingParams`` that the API knows by another name.
+# Fields of ``SamplingParams`` with the same name in the API; null is the default.
+_SAME_NAME = (
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "ignore_eos", "skip_special_tokens",
+)  # fmt: skip
+# Fields of ``Request`` and ``SamplingParams`` that have another name in the API.
 _API_NAMES = {
     "budget": "kv_cache",
     "grammar": "response_format",
@@ -42,7 +45,7 @@ _API_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class RequestedOptions:
-    """What a body asks for, before its prompts are known. ``max_tokens`` None: the rest of max_model_len."""
+    """The options of a body, before its prompts are tokenized. ``max_tokens`` None: the rest of max_model_len."""
 
     sampling: SamplingParams
     max_tokens: int | None
@@ -59,7 +62,7 @@ def chat_options(
     if top and not body.logprobs:
         raise bad_value("top_logprobs needs logprobs to be true", "top_logprobs")
     try:
-        as_count("top_logprobs", top or 0, 0, MAX_LOGPROBS)  # ``SamplingParams`` would speak of logprobs
+        as_count("top_logprobs", top or 0, 0, MAX_LOGPROBS)  # ``SamplingParams`` would name logprobs
     except ValueError as error:
         raise _fault(error) from None
     if shows_special and body.skip_special_tokens is None:
@@ -75,7 +78,7 @@ def completion_options(
         raise bad_value(f"best_of {body.best_of} differs from n; choosing among samples is not supported", "best_of")
     max_tokens = COMPLETION_MAX_TOKENS if body.output_limit is None else body.output_limit
     if max_tokens == 0 and body.echo:
-        # The engine always takes a token, which ``completions.py`` drops; nothing but the length may end it.
+        # The engine generates at least a token, which ``CompletionAnswer`` drops; only the length may end it.
         max_tokens = 1
         body = body.model_copy(update={"ignore_eos": True, "stop": None, "stop_token_ids": None, "min_tokens": None})
     prompt_logprobs = body.logprobs if body.echo else None
@@ -94,7 +97,7 @@ def make_request(
     has_tokenizer: bool,
     prompt_compression: CompressionSummary | None = None,
 ) -> Request:
-    """One prompt as the engine takes it; 400 for what it would never serve. ``compress``: what the draft took out."""
+    """One prompt as the engine takes it; 400 for what it would never serve."""
     rest = metadata.max_model_len - len(ids)
     if rest < (options.max_tokens or 1):
         raise too_long(len(ids), options.max_tokens, metadata.max_model_len, prompt_param)
@@ -116,7 +119,7 @@ def make_request(
 
 
 def check_samples(num_prompts: int, n: int, settings: ServerSettings) -> None:
-    """Before anything is tokenized."""
+    """400 for too many samples, before anything is tokenized."""
     if num_prompts * n > settings.max_samples:
         raise bad_value(
             f"{num_prompts} prompts and n {n} make {num_prompts * n} samples; the limit is {settings.max_samples}",
@@ -125,7 +128,7 @@ def check_samples(num_prompts: int, n: int, settings: ServerSettings) -> None:
 
 
 def check_answer_size(requests: Sequence[Request], metadata: ModelMetadata, settings: ServerSettings) -> None:
-    """Refuse what would make an answer that fits no memory: it is built whole before it is sent."""
+    """400 for an answer too large for memory: it is built before it is sent."""
     sampling = requests[0].sampling
     if sampling.prompt_logprobs is not None:
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
@@ -149,18 +152,18 @@ def check_answer_size(requests: Sequence[Request], metadata: ModelMetadata, sett
 
 
 def _kept_positions(request: Request, metadata: ModelMetadata) -> int:
-    """How many positions the answer would list of this prompt, at most."""
+    """Positions that the answer would list of this prompt, at most."""
     budget = request.budget or metadata.engine.budget
     return metadata.num_heads * budget.num_topk if _is_compressed(request, metadata) else 0
 
 
 def _kept_bits(request: Request, metadata: ModelMetadata) -> int:
-    """How many bits the answer would have of this prompt."""
+    """Bits that the answer would have of this prompt."""
     return metadata.num_heads * len(request.prompt_token_ids) if _is_compressed(request, metadata) else 0
 
 
 def _is_compressed(request: Request, metadata: ModelMetadata) -> bool:
-    """Whether the row keeps less than the prompt, in any of its heads."""
+    """Whether the row keeps less than the prompt, in any head."""
     budget, heads = request.budget or metadata.engine.budget, metadata.engine.heads
     return len(request.prompt_token_ids) > (budget.capacity if heads is None else heads.least)
 
@@ -174,33 +177,23 @@ def _options(
     prompt_logprobs: int | None,
     grammar: Grammar | None = None,
 ) -> RequestedOptions:
-    params = SamplingParams()  # for its defaults
+    given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     try:
-        if body.max_completion_tokens is not None and max_tokens is not None:  # refused by the name it was sent under
+        if body.max_completion_tokens is not None and max_tokens is not None:  # an error names the field that was sent
             as_count("max_completion_tokens", max_tokens, 1)
+        if body.include_stop_str_in_output is not None:
+            given["include_stop"] = body.include_stop_str_in_output
         sampling = SamplingParams(
-            n=_or(body.n, params.n),
-            # Without a limit the rest of max_model_len is taken later; min_tokens must pass until then.
-            max_tokens=_or(max_tokens, metadata.max_model_len),
-            min_tokens=_or(body.min_tokens, params.min_tokens),
-            temperature=_or(body.temperature, params.temperature),
-            top_p=_or(body.top_p, params.top_p),
-            top_k=_or(body.top_k, params.top_k),
-            min_p=_or(body.min_p, params.min_p),
-            presence_penalty=_or(body.presence_penalty, params.presence_penalty),
-            frequency_penalty=_or(body.frequency_penalty, params.frequency_penalty),
-            repetition_penalty=_or(body.repetition_penalty, params.repetition_penalty),
+            # Without a limit the rest of max_model_len is set later; min_tokens must pass until then.
+            max_tokens=metadata.max_model_len if max_tokens is None else max_tokens,
             logit_bias=_logit_bias(body.logit_bias),
-            seed=body.seed,
-            stop=body.stop or () if not isinstance(body.stop, str) else body.stop,
+            stop=() if body.stop is None else body.stop,
             stop_token_ids=body.stop_token_ids or (),
-            ignore_eos=_or(body.ignore_eos, params.ignore_eos),
-            include_stop=_or(body.include_stop_str_in_output, params.include_stop),
-            skip_special_tokens=_or(body.skip_special_tokens, params.skip_special_tokens),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
             return_kept=False if body.kv_cache is None else body.kv_cache.return_kept,
+            **given,
         )
         selector = _selector(body)
     except ValueError as error:
@@ -213,11 +206,11 @@ def _selector(body: GenerationBody) -> Selector | None:
 
 
 def _budget(body: GenerationBody, metadata: ModelMetadata, selector: Selector | None) -> KVBudget | None:
-    """The request's own row size; the server's is the maximum."""
+    """The request's budget; the server's is the maximum."""
     if body.kv_cache is None or body.kv_cache.budget is None:
         return None
     given, most = body.kv_cache.budget, metadata.engine.budget.capacity
-    # Else the error would speak of max_model_len, not of the budget.
+    # Else the error would name max_model_len, not the budget.
     if given != "full" and most < metadata.max_model_len <= given:
         raise bad_value(f"a budget of {given} slots is larger than a row of this engine ({most})", "kv_cache")
     try:
@@ -236,12 +229,8 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
         raise InvalidValue("logit_bias has a key that is not a token id", "logit_bias") from None
 
 
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
 def _fault(error: ValueError, prompt_param: str | None = None) -> ApiError:
-    """A refusal of ``SamplingParams`` or ``check_request``, with the name that the API has for the field at fault."""
+    """An error of ``SamplingParams`` or ``check_request``, with the API's name of the field at fault."""
     field = error.field if isinstance(error, InvalidValue) else None
     if field in ("prompt_token_ids", "positions"):
         return bad_value(str(error), prompt_param)
@@ -249,7 +238,7 @@ def _fault(error: ValueError, prompt_param: str | None = None) -> ApiError:
 
 
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Members of structured_outputs beside the forms themselves -> values that ask for nothing that we do otherwise.
+# Other members of structured_outputs -> values that change nothing here.
 _MEMBERS: Mapping[str, tuple[Any, ...]] = {
     "disable_fallback": (False, True),
     "disable_any_whitespace": (False, True),  # JSON is compact anyhow
@@ -262,7 +251,7 @@ _MEMBERS: Mapping[str, tuple[Any, ...]] = {
 def read_structured_output(
     body: GenerationBody, response_format: Mapping[str, Any] | None = None
 ) -> tuple[Grammar | None, str]:
-    """The grammar of the answer, None for any text, and the field that asked for it, for errors."""
+    """The grammar of the answer (None: any text), and the field that set it, for errors."""
     found: list[tuple[Grammar | None, str]] = []
     if (grammar := read_response_format(response_format)) is not None:
         found.append((grammar, "response_format"))
@@ -309,7 +298,7 @@ def read_response_format(given: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def _structured(given: Mapping[str, Any]) -> Grammar | None:
-    """None if it names no form."""
+
     field = "structured_outputs"
     for name, value in given.items():
         if name in _MAKERS or value is None:
@@ -349,7 +338,7 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
 
 
-# vLLM enforces what it can of a schema, and takes it as JSON, too.
+# As in vLLM, a schema may also be a JSON text, and is enforced as far as possible.
 _MAKERS: Mapping[str, tuple[Callable[[Any], Grammar], Callable[[Any], bool], str]] = {
     "json": (lambda value: Grammar.json_schema(value, strict=False), _is_schema, "a JSON schema"),
     "regex": (Grammar.regex, _is_text, "a regular expression"),

@@ -278,7 +278,7 @@ class ServerState(Admission):
         return self.metadata.max_model_len if self.metadata.has_examples else 0
 
     async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
-        """Run something long, that needs a tokenizer, off the event loop; 400 where there is none."""
+        """Run slow work with a tokenizer off the event loop; 400 if there is none."""
         return await self.prompts.with_tokenizer(work)
 
     def error(self, error: Exception) -> ApiError:

@@ -66,7 +66,7 @@ class Host(Protocol):
         ...
 
     async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
-        """Run something long, that needs a tokenizer, off the event loop."""
+        """Run slow work with a tokenizer off the event loop."""
         ...
 
     async def answer(self, request: HttpRequest, work: Work) -> Response:

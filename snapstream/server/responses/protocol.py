@@ -1,9 +1,9 @@
 """Bodies and items of the Responses API, converted to those of chat completions.
 
-    message, reasoning, function_call, custom_tool_call     what the assistant did in one turn is one message
+    message, reasoning, function_call, custom_tool_call     those of one turn of the assistant are one message
     function_call_output, custom_tool_call_output           messages of the role tool
 
-Invariant: items keep their order, and whatever cannot be taken is a 400 that names its place.
+Invariant: items keep their order, and an unsupported one is a 400 that names its place.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 class TextOptions(Body):
     format: dict[str, Any] | None = None
-    verbosity: Literal["medium"] | None = None  # the default; no model here hears of another
+    verbosity: Literal["medium"] | None = None  # the default; models here have no other
 
 
 class ReasoningOptions(Body):
@@ -85,9 +85,9 @@ class ResponsesBody(SamplingBody):
     include: list[str] | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Known, and of no effect here.
+    # Known, without effect.
     stream_options: dict[str, Any] | None = None
-    max_tool_calls: int | None = None  # of built-in tools, of which there are none
+    max_tool_calls: int | None = None  # of built-in tools; there are none
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -135,37 +135,36 @@ ITEMS = {
 }
 
 
-# Tools, tool choice and text format, converted to chat completions. Namespaces are flattened: a model sees
-# ``crm__find``, and callers see a call of ``find`` in the namespace ``crm``. Only functions and custom tools are
-# accepted: tools that OpenAI would run itself are dropped if the client also has its own, others are a 400.
+# Tools, converted to chat completions. Namespaces are flattened: a model sees ``crm__find``, clients see a call of
+# ``find`` in the namespace ``crm``. Tools that OpenAI runs itself are dropped if there are others, else a 400.
 
 KINDS = ("function", "custom")
 FUNCTION = ("name", "description", "parameters", "strict")
 CUSTOM = ("name", "description", "format")
 
 
-# Names begin so, with a date or "preview" behind. Agents list them by default, and work without.
-_LEFT_OUT = ("web_search", "image_generation", "code_interpreter")
+# Prefixes of names with a date or "preview". Agents list these tools by default, and work without them.
+_DROPPED = ("web_search", "image_generation", "code_interpreter")
 
 
 def own_tools(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Without those that are left out; all of them where none is the client's own."""
-    return [tool for tool in tools if not _is_left_out(tool)] or list(tools)
+    """Without dropped ones; all of them if none would be left."""
+    return [tool for tool in tools if not _is_dropped(tool)] or list(tools)
 
 
-def _is_left_out(tool: Mapping[str, Any]) -> bool:
+def _is_dropped(tool: Mapping[str, Any]) -> bool:
     kind = str(tool.get("type"))
-    return kind.startswith(_LEFT_OUT) or (kind == "tool_search" and tool.get("execution") != "client")
+    return kind.startswith(_DROPPED) or (kind == "tool_search" and tool.get("execution") != "client")
 
 
 def flat_name(item: Mapping[str, Any]) -> Any:
-    """What the model knows a tool by; ``item``: a call, a choice or a tool with its name and perhaps a namespace."""
+    """The name that the model sees; ``item``: a call, a choice or a tool with a name and perhaps a namespace."""
     name, space = item.get("name"), item.get("namespace")
     return f"{space.removesuffix('__')}__{name}" if isinstance(space, str) and isinstance(name, str) else name
 
 
 def names_in_spaces(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Name and namespace, as members of a call, by the name that the model knows."""
+    """Name and namespace, as members of a call, by the name that the model sees."""
     named = (tool for tool, _ in _flat(tools) if "namespace" in tool)
     return {flat_name(tool): {"name": tool["name"], "namespace": tool["namespace"]} for tool in named}
 
@@ -175,7 +174,7 @@ def as_chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _flat(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Tools and where they stand; those of a namespace have a member of that name."""
+    """Tools and their places, for errors; those of a namespace have it as a member."""
     for index, tool in enumerate(tools):
         place, inner, space = f"tools[{index}]", tool.get("tools"), tool.get("name")
         if tool.get("type") != "namespace":
@@ -190,12 +189,12 @@ def _flat(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any
 
 
 def chosen_names(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the model knows a tool by, by the name that a choice has, which may leave out the namespace: the first."""
+    """The name that the model sees, by the name in a choice, which may omit the namespace: then the first."""
     return {tool["name"]: flat_name(tool) for tool, _ in reversed([*_flat(tools)]) if isinstance(tool.get("name"), str)}
 
 
 def as_chat_choice(choice: Any, names: Mapping[str, Any]) -> Any:
-    """A named tool and ``allowed_tools`` have another form there; words are the same."""
+    """A named tool and ``allowed_tools`` have another form in chat completions; words are the same."""
     if not isinstance(choice, Mapping):
         return choice
     kind, name = choice.get("type"), choice.get("name")
@@ -213,7 +212,7 @@ def as_chat_choice(choice: Any, names: Mapping[str, Any]) -> Any:
 
 
 def as_response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``text.format``: a schema is flat here, and has an object of its own there."""
+    """``text.format``: a schema is flat here, and nested in chat completions."""
     if given is None or given.get("type") != "json_schema":
         return None if given is None else dict(given)
     return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}
@@ -232,7 +231,7 @@ def _tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
     if "namespace" in tool:
         inner["name"] = flat_name(tool)
     form = inner.get("format")
-    if isinstance(form, Mapping) and form.get("type") == "grammar":  # flat here, an object of its own there
+    if isinstance(form, Mapping) and form.get("type") == "grammar":  # flat here, nested in chat completions
         grammar = {name: form.get(name) for name in ("syntax", "definition")}
         inner["format"] = {"type": "grammar", "grammar": grammar}
     return {"type": kind, kind: inner}
@@ -248,7 +247,7 @@ OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 def read_input(given: Any) -> list[Item]:
-    """The items of ``input``; 400 for what is none."""
+    """The items of ``input``; 400 for malformed ones."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -260,9 +259,9 @@ def read_input(given: Any) -> list[Item]:
 
 
 def as_messages(instructions: str | None, items: Sequence[Item], *, num_before: int = 0) -> list[dict[str, Any]]:
-    """The conversation for ``ChatBody.messages``. ``num_before``: items that the request did not send itself."""
+    """The conversation for ``ChatBody.messages``. ``num_before``: leading items that are not of the request itself."""
     messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    turn: dict[str, Any] | None = None  # of the assistant, as long as its items follow each other
+    turn: dict[str, Any] | None = None  # of the assistant, while its items are consecutive
     for index, item in enumerate(items):
         place = f"input[{index - num_before}]"
         kind = item.get("type") or ("message" if "role" in item else None)
@@ -275,7 +274,7 @@ def as_messages(instructions: str | None, items: Sequence[Item], *, num_before: 
             turn = None
             messages.append(_message(item, place))
         elif kind == "message" or kind == "reasoning" or kind in CALLS:
-            if turn is None or _begins_anew(turn, str(kind)):
+            if turn is None or _starts_turn(turn, str(kind)):
                 turn = {"role": "assistant", "content": ""}
                 messages.append(turn)
             _add(turn, str(kind), item, place)
@@ -285,7 +284,7 @@ def as_messages(instructions: str | None, items: Sequence[Item], *, num_before: 
 
 
 def named_items(response_id: str, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The items as they are listed: with an id and a type, and a message's text as parts."""
+    """The items as listed: with an id and a type, and a message's text as parts."""
     named = []
     for index, item in enumerate(items):
         done = {"id": f"{response_id}_{index}", "type": "message", **item}
@@ -319,8 +318,8 @@ def page_of(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[s
     }
 
 
-def _begins_anew(turn: Mapping[str, Any], kind: str) -> bool:
-    """A turn is reasoning, then text, then calls: an item that comes earlier in that order begins another turn."""
+def _starts_turn(turn: Mapping[str, Any], kind: str) -> bool:
+    """A turn is reasoning, text, calls in this order: an item out of order starts another turn."""
     if kind == "reasoning":
         return bool(turn["content"] or turn.get("tool_calls") or turn.get("reasoning_content"))
     return kind == "message" and bool(turn["content"] or turn.get("tool_calls"))
@@ -359,7 +358,7 @@ def _output(item: Item, place: str) -> str:
 
 
 def _reasoning(item: Item, place: str) -> str:
-    """The text of a reasoning item; empty where it is encrypted by another server."""
+    """The text of a reasoning item; empty if another server encrypted it."""
     content = item.get("content") or []
     if not isinstance(content, list):
         raise _bad(f"{place}.content", "must be a list of parts")

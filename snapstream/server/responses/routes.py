@@ -1,16 +1,15 @@
 """POST /v1/responses and /v1/responses/input_tokens, and stored responses: GET and DELETE /v1/responses/{id}, GET
 /v1/responses/{id}/input_items, POST /v1/responses/{id}/cancel.
 
-A request becomes a ``ChatBody`` (``protocol.py``), after the stored conversation that it continues (``store.py``), and
-takes the chat path. Its answer is a response object, whole or as numbered events:
+A request becomes a ``ChatBody`` (``protocol.py``) with the stored conversation that it continues (``store.py``), and
+follows the chat path. Its answer is a response object, whole or as numbered events:
 
     response.created, response.in_progress,
     (output_item.added, content_part.added, delta ..., done, content_part.done, output_item.done) ...,
     response.completed | incomplete | failed
 
-Invariant: one item is open at a time, and the items at the end are what the events say together.
-``sequence_number`` counts the events of a stream from 0 without a gap; the last one carries the response that a
-request without a stream would have got."""
+Invariants: one item is open at a time, and the events add up to the items. ``sequence_number`` counts the events of a
+stream from 0 without gaps; the last one has the response that the same request without a stream gets."""
 
 from __future__ import annotations
 
@@ -58,13 +57,13 @@ from snapstream.server.responses.protocol import (
     page_of,
     read_input,
 )
-from snapstream.server.responses.store import ResponseStore, Slot
+from snapstream.server.responses.store import ResponseStore, RunningResponse
 from snapstream.types import FinishReason, Request
 
 Json = dict[str, Any]
 T = TypeVar("T")
 
-# Names of fields that the chat path has for those of this API.
+# Fields of the chat path -> of this API.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -122,7 +121,7 @@ def responses_routes(server: ServerState) -> APIRouter:
 
 
 def owner_of(request: HttpRequest) -> bytes:
-    """Whose responses a request may see: those of its key; everybody's where the server asks for none."""
+    """The key whose responses a request may access; b"" if the server requires none."""
     caller: bytes = getattr(request.state, "caller", b"")
     return caller
 
@@ -151,7 +150,7 @@ async def _create(
         writer=OutputWriter(names_in_spaces(body.tools or ())),
         usage=new_usage(server, [request], prepared.compression, context),
         texts=server.texts,
-        slot=Slot(store, owner, before, own) if is_stored else None,
+        running=RunningResponse(store, owner, before, own) if is_stored else None,
     )
     steps = run(server, [request], context)
     if not body.stream:
@@ -160,7 +159,7 @@ async def _create(
 
 
 async def _count(server: ServerState, store: ResponseStore, data: dict[str, Any], owner: bytes) -> Response:
-    """Tokens of the prompt that ``/v1/responses`` would make of the same fields."""
+    """Tokens of the prompt of ``/v1/responses`` with the same fields."""
     body = _parsed(server, data)
     server.require_model(body.model)
     before = store.before(body.previous_response_id, owner)
@@ -180,7 +179,7 @@ def _parsed(server: ServerState, data: dict[str, Any]) -> ResponsesBody:
 
 
 def _check(body: ResponsesBody, store: ResponseStore) -> None:
-    """What needs more than types."""
+    """400 for values that types do not exclude."""
     if body.store and not store.is_on:
         message = "store true needs a server that stores responses, and this one does not (--responses-store 0)"
         raise bad_value(message, "store", "unsupported_parameter")
@@ -199,7 +198,7 @@ def _check(body: ResponsesBody, store: ResponseStore) -> None:
 
 
 def _as_chat(body: ResponsesBody, before: Sequence[Item], own: Sequence[Item]) -> ChatBody:
-    """The same request as a chat body. ``before``: items of the responses that it continues."""
+    """The request as a chat body. ``before``: items of the responses that it continues."""
     shared = {name: getattr(body, name) for name in SamplingBody.model_fields}
     return ChatBody(
         **shared,
@@ -220,16 +219,16 @@ def _as_chat(body: ResponsesBody, before: Sequence[Item], own: Sequence[Item]) -
 class ResponseAnswer:
     """The answer to one request."""
 
-    head: Json  # what is the same from the first event to the last
+    head: Json  # members that do not change
     reader: AnswerReader
     writer: OutputWriter
     usage: Usage
     texts: TokenText
-    slot: Slot | None = None  # where it is stored
+    running: RunningResponse | None = None  # if it is stored
     _status: str = "in_progress"
     _details: Json = field(default_factory=dict)
     _sequence: int = 0
-    _is_begun: bool = False
+    _has_started: bool = False
     _completed_at: int | None = None
 
     async def whole(self, steps: AsyncGenerator[Step, None]) -> Json:
@@ -245,13 +244,13 @@ class ResponseAnswer:
                 yield self._numbered(event)
 
     def failed(self, error: ApiError) -> Json:
-        """The last event of a stream that cannot go on."""
+        """The last event of a stream that fails."""
         self._end("failed", error={"code": "server_error", "message": error.message})
         return self._numbered({"type": "response.failed", "response": self.response})
 
     @property
     def response(self) -> Json:
-        """As it stands."""
+        """Its present state."""
         has_ended = self._status != "in_progress"
         return {
             **self.head,
@@ -265,11 +264,11 @@ class ResponseAnswer:
         }
 
     async def _events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
-        slot = self.slot
-        if slot is not None:
-            slot.open(self.head["id"], lambda: self.response)
+        running = self.running
+        if running is not None:
+            running.open(self.head["id"], lambda: self.response)
         try:
-            async with aclosing(until_set(steps, slot.cancelled if slot else None)) as watched:
+            async with aclosing(until_set(steps, running.cancelled if running else None)) as watched:
                 async for prompt, delta in watched:
                     for event in self._begin():
                         yield event
@@ -278,8 +277,8 @@ class ResponseAnswer:
                         for event in self._take(sample):
                             yield event
         finally:
-            if slot is not None:
-                slot.close()
+            if running is not None:
+                running.close()
         for event in self._begin():
             yield event
         if not self.usage.ends:  # cancelled
@@ -290,9 +289,9 @@ class ResponseAnswer:
                "response": self.response}  # fmt: skip
 
     def _begin(self) -> list[Json]:
-        if self._is_begun:
+        if self._has_started:
             return []
-        self._is_begun = True
+        self._has_started = True
         return [{"type": f"response.{name}", "response": self.response} for name in ("created", "in_progress")]
 
     def _take(self, sample: SampleDelta) -> list[Json]:
@@ -318,8 +317,8 @@ class ResponseAnswer:
     def _end(self, status: str, **details: Any) -> None:
         self._status, self._details = status, details
         self._completed_at = int(time.time()) if status == "completed" else None
-        if self.slot is not None:
-            self.slot.keep(self.response)
+        if self.running is not None:
+            self.running.keep(self.response)
 
     def _numbered(self, event: Json) -> Json:
         numbered = {"type": event["type"], "sequence_number": self._sequence, **event}
@@ -339,7 +338,7 @@ def as_usage(usage: Usage) -> Json:
 
 
 def new_head(body: ResponsesBody, data: Mapping[str, Any], request: Request, model: str, *, is_stored: bool) -> Json:
-    """What the response repeats of its request; ``data`` as it was sent."""
+    """Members that repeat the request; ``data`` as it was sent."""
     text, reasoning = data.get("text") or {}, data.get("reasoning") or {}
     return {
         "id": request.request_id,
@@ -372,7 +371,7 @@ def new_head(body: ResponsesBody, data: Mapping[str, Any], request: Request, mod
 
 
 async def until_set(steps: AsyncGenerator[Step, None], event: asyncio.Event | None) -> AsyncGenerator[Step, None]:
-    """The steps until there are no more, or ``event`` is set, which aborts the request."""
+    """The steps until ``event`` is set, which aborts the request."""
     async with aclosing(steps):
         if event is None:
             async for step in steps:
@@ -403,16 +402,16 @@ class OutputWriter:
     """The output of one response."""
 
     def __init__(self, spaces: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """``spaces``: name and namespace of the tools that are in one, by the name that the model knows."""
+        """``spaces``: name and namespace of tools in a namespace, by the name that the model sees."""
         self._spaces = spaces or {}
         self.items: list[Json] = []
-        self._logprobs: list[Json] = []  # of tokens whose text has not come yet
+        self._logprobs: list[Json] = []  # of tokens whose text is held back
         self._pieces: list[str] = []  # of the open item
         self._listed: list[Json] = []  # log-probabilities of the open item
         self._is_open = False
 
     def take(self, events: Sequence[Event], logprobs: Sequence[Json] = ()) -> list[Json]:
-        """What was read, as events. ``logprobs``: of tokens of its text, which may still be held back."""
+        """Parsed events as events of this API. ``logprobs``: of tokens of the text, which may be held back."""
         self._logprobs += logprobs
         out: list[Json] = []
         for event in events:
@@ -430,7 +429,7 @@ class OutputWriter:
         return out
 
     def finish(self, *, is_whole: bool) -> list[Json]:
-        """Close what is open. A response without any item gets an empty message, which clients look for."""
+        """Close the open item. A response without items gets an empty message, which clients expect."""
         out = [] if self.items else self._open_as("message")
         return out + self._close("completed" if is_whole else "incomplete")
 
@@ -448,7 +447,7 @@ class OutputWriter:
         return "custom_tool_call_input" if self._item["type"] == "custom_tool_call" else "function_call_arguments"
 
     def _open_as(self, kind: str) -> list[Json]:
-        """An item of that kind, the open one if it is one."""
+        """Open an item of that kind, unless it is the open one."""
         if self._is_open and self._item["type"] == kind:
             return []
         return self._close() + self._open(_reasoning() if kind == "reasoning" else _message())

@@ -1,9 +1,9 @@
-"""Responses that later requests may go on from, in memory: bounded, gone with the process, each key's own.
+"""Stored responses that later requests continue: in memory, bounded, separate for each API key.
 
-A ``Slot`` is a response's place here while it runs.
-Invariant: never more than ``limit`` responses of one key, nor ``max_bytes`` of conversations of all; the oldest of a
-key go first, and of the key that has most where it is the bytes. A response holds the whole conversation up to it, so
-that it outlives those before it. Used on the event loop only.
+A ``RunningResponse`` is one that has not ended. Invariant: never more than ``limit`` responses of one key, nor
+``max_bytes`` of conversations of all keys; the oldest of a key are evicted first, for bytes those of the key that has
+most. A response holds the whole conversation up to it, so it does not depend on earlier ones. Used on the event loop
+only.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from snapstream.server.responses.protocol import Item
 @dataclass(frozen=True, slots=True)
 class Stored:
     response: dict[str, Any]
-    items: tuple[Item, ...]  # the conversation, its output included
-    num_bytes: int  # of the conversation, whatever it shares with others
+    items: tuple[Item, ...]  # the conversation with its output
+    num_bytes: int  # of the conversation, also what it shares with others
 
 
 @dataclass(slots=True)
-class _Shelf:
-    """What is stored of one key."""
+class _KeyStore:
+    """The responses of one key."""
 
     responses: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     items: dict[str, Item] = field(default_factory=dict)  # by id, of all its conversations
@@ -56,8 +56,8 @@ def _named(items: Sequence[Item]) -> list[tuple[str, Item]]:
     return [(item["id"], item) for item in items if isinstance(item.get("id"), str)]
 
 
-class Slot:
-    """The place of one response in a store, from its beginning: it may be looked at, cancelled, and then kept."""
+class RunningResponse:
+    """A response from its start: it can be retrieved and cancelled, and is stored at its end."""
 
     def __init__(self, store: ResponseStore, owner: bytes, before: Stored | None, own: Sequence[Item]) -> None:
         """``own``: the items of the request itself."""
@@ -71,28 +71,28 @@ class Slot:
         self.current: Callable[[], dict[str, Any]] = dict
 
     def open(self, response_id: str, current: Callable[[], dict[str, Any]]) -> None:
-        """It runs from now on; ``current`` gives the response as it stands."""
+        """It has started; ``current`` returns its present state."""
         self._id, self.current = response_id, current
         self._store.add_running(response_id, self)
 
     def keep(self, response: Mapping[str, Any]) -> None:
-        """It has ended like this."""
+        """Store it; it has ended."""
         output = response["output"]
         size = self._num_bytes + len(to_json([*self._own, *output]))
         self._store.put(response, self.owner, Stored(dict(response), (*self.inputs, *output), size))
 
     def close(self) -> None:
-        """Nothing runs any more, however it ended."""
+        """It no longer runs, however it ended."""
         self._store.drop_running(self._id)
 
 
 class ResponseStore:
-    """``limit`` 0: there is none."""
+    """``limit`` 0: nothing is stored."""
 
     def __init__(self, limit: int, max_bytes: int) -> None:
         self._limit, self._max_bytes = limit, max_bytes
-        self._shelves: defaultdict[bytes, _Shelf] = defaultdict(_Shelf)  # by digest of the key
-        self._running: dict[str, Slot] = {}
+        self._by_key: defaultdict[bytes, _KeyStore] = defaultdict(_KeyStore)  # by digest of the key
+        self._running: dict[str, RunningResponse] = {}
 
     @property
     def is_on(self) -> bool:
@@ -100,13 +100,13 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(shelf.num_bytes for shelf in self._shelves.values())
+        return sum(own.num_bytes for own in self._by_key.values())
 
     def __len__(self) -> int:
-        return sum(len(shelf.responses) for shelf in self._shelves.values())
+        return sum(len(own.responses) for own in self._by_key.values())
 
     def before(self, response_id: str | None, owner: bytes) -> Stored | None:
-        """The response that a request goes on from; 400 if it is not there."""
+        """The response that a request continues; 400 if it is not stored."""
         if response_id is None:
             return None
         if not self.is_on:
@@ -119,11 +119,11 @@ class ResponseStore:
         return found
 
     def resolve(self, items: Sequence[Item], owner: bytes) -> list[Item]:
-        """The items with those that they refer to by id; 400 for one that is not there."""
+        """Items, with references by id replaced by the stored items; 400 for one that is not stored."""
         return [self._referred(item, index, owner) if _is_reference(item) else item for index, item in enumerate(items)]
 
     def get(self, response_id: str, owner: bytes) -> dict[str, Any]:
-        """The response as it stands; 404 for one that is not there, or somebody else's."""
+        """Its present state; 404 for one that is unknown, or another key's."""
         running = self._own_running(response_id, owner)
         return self._need(response_id, owner).response if running is None else running.current()
 
@@ -140,24 +140,24 @@ class ResponseStore:
         self._drop(response_id, owner)
 
     def put(self, response: Mapping[str, Any], owner: bytes, stored: Stored) -> None:
-        if stored.num_bytes > self._max_bytes:  # it would push out all others
+        if stored.num_bytes > self._max_bytes:  # it would evict all others
             return
-        own = self._shelves[owner]
+        own = self._by_key[owner]
         own.put(response["id"], stored)
         if len(own.responses) > self._limit:
             self._drop(next(iter(own.responses)), owner)
         while self.num_bytes > self._max_bytes:
-            most = max(self._shelves, key=lambda name: self._shelves[name].num_bytes)
-            self._drop(next(iter(self._shelves[most].responses)), most)
+            most = max(self._by_key, key=lambda name: self._by_key[name].num_bytes)
+            self._drop(next(iter(self._by_key[most].responses)), most)
 
-    def add_running(self, response_id: str, slot: Slot) -> None:
-        self._running[response_id] = slot
+    def add_running(self, response_id: str, running: RunningResponse) -> None:
+        self._running[response_id] = running
 
     def drop_running(self, response_id: str) -> None:
         self._running.pop(response_id, None)
 
     def cancel(self, response_id: str, owner: bytes) -> dict[str, Any]:
-        """Stop a response that runs. 400 where it has ended, 404 where it is unknown."""
+        """Stop a running response. 400 if it has ended, 404 if it is unknown."""
         response, running = self.get(response_id, owner), self._running.get(response_id)
         if running is None:
             raise bad_value(f"Response {response_id!r} has ended; there is nothing to cancel.", "response_id")
@@ -165,10 +165,10 @@ class ResponseStore:
         return {**response, "status": "cancelled"}
 
     def _own(self, response_id: str, owner: bytes) -> Stored | None:
-        shelf = self._shelves.get(owner)
-        return None if shelf is None else shelf.responses.get(response_id)
+        own = self._by_key.get(owner)
+        return None if own is None else own.responses.get(response_id)
 
-    def _own_running(self, response_id: str, owner: bytes) -> Slot | None:
+    def _own_running(self, response_id: str, owner: bytes) -> RunningResponse | None:
         running = self._running.get(response_id)
         return running if running is not None and running.owner == owner else None
 
@@ -180,20 +180,20 @@ class ResponseStore:
         return found
 
     def _referred(self, item: Item, index: int, owner: bytes) -> Item:
-        shelf, name = self._shelves.get(owner), item.get("id")
-        found = shelf.items.get(name) if shelf is not None and isinstance(name, str) else None
+        own, name = self._by_key.get(owner), item.get("id")
+        found = own.items.get(name) if own is not None and isinstance(name, str) else None
         if found is None:
             kept = f"the server keeps the last {self._limit} responses" if self.is_on else "the server stores none"
             raise bad_value(f"input[{index}]: item with id {name!r} not found; {kept}", "input", "item_not_found")
         return found
 
     def _drop(self, response_id: str, owner: bytes) -> None:
-        shelf = self._shelves[owner]
-        shelf.drop(response_id)
-        if not shelf.responses:
-            del self._shelves[owner]
+        own = self._by_key[owner]
+        own.drop(response_id)
+        if not own.responses:
+            del self._by_key[owner]
 
 
 def _is_reference(item: Item) -> bool:
-    """The type may be left out."""
+    """The type may be omitted."""
     return item.get("type") == "item_reference" or (item.get("type") is None and set(item) == {"id"})

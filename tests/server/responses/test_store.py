@@ -10,7 +10,7 @@ import pytest
 
 from snapstream.server.http.errors import ApiError
 from snapstream.server.options import ServerSettings
-from snapstream.server.responses.store import ResponseStore, Slot
+from snapstream.server.responses.store import ResponseStore, RunningResponse
 from tests.server.app_client import AppClient, error_of
 from tests.server.fake_engine import ANSWER, FakeEngine
 from tests.server.templates import named_events, prompt_of, template_client
@@ -169,7 +169,9 @@ def test_each_key_sees_its_own() -> None:
 
 def test_the_store_is_bounded_in_number_and_bytes() -> None:
     def keep(store: ResponseStore, name: str, text: str, before: str | None = None, owner: bytes = b"") -> None:
-        slot = Slot(store, owner, store.before(before, owner), [{"role": "user", "content": text, "id": f"i_{name}"}])
+        slot = RunningResponse(
+            store, owner, store.before(before, owner), [{"role": "user", "content": text, "id": f"i_{name}"}]
+        )
         slot.keep({"id": name, "output": []})
 
     def has_item(store: ResponseStore, name: str, owner: bytes = b"") -> bool:

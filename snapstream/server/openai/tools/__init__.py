@@ -1,1 +1,1 @@
-"""Tool calls: what a request may ask for, how models write them, and the answers read back. Start at ``formats.py``."""
+"""Tool calls: a request's tools (``request.py``), and how models write calls (``format.py``, ``formats/``)."""

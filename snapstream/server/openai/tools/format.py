@@ -1,7 +1,8 @@
-"""``CallFormat``: how a model writes tool calls, read with ``read_head`` and enforced with ``write_call``.
+"""``CallFormat``: how a model writes tool calls, parsed with ``read_head`` and enforced with ``write_call``.
 
-Invariant: what a grammar of ``write_call`` makes a model write, ``read_head`` and the argument reader read back.
-``formats/`` has one module for each family of formats.
+Invariants: ``read_head`` and the argument reader parse what a grammar of ``write_call`` makes a model write. Results of
+parsing hold however the text continues; ``NeedMoreText`` is raised while they would not. What an argument reader
+returns, put together, is a prefix of valid JSON, and does not depend on how the text was split into pieces.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Function:
     name: str
     parameters: Mapping[str, Any]  # a JSON schema of the type object
     is_strict: bool = False  # refuse a schema that cannot be enforced whole
-    is_custom: bool = False  # callers see the text of ``CUSTOM_INPUT`` instead of JSON
+    is_custom: bool = False  # clients get the text of ``CUSTOM_INPUT`` instead of JSON
     lark: str = ""  # of a custom tool whose text follows a Lark grammar,
     regex: str = ""  # or a regular expression
 
@@ -39,11 +40,11 @@ class Function:
 class GrammarBuilder:
     """A Lark grammar for llguidance, line by line.
 
-    Text that a caller sent is quoted; special tokens of the vocabulary are named by their number.
+    Clients' text is quoted; special tokens of the vocabulary are named by their ids.
     """
 
     def __init__(self, special: Mapping[str, int]) -> None:
-        """``special``: the special tokens of the vocabulary, spelled out, with their numbers."""
+        """``special``: ids of the special tokens of the vocabulary, by their text."""
         self.special = special
         self._lines: list[str] = []
         self._num_chars = 0  # of schemas
@@ -61,21 +62,21 @@ class GrammarBuilder:
         return " ".join(part for part in [*parts, json.dumps(text[place:])] if part != '""')
 
     def add(self, stem: str, body: str) -> str:
-        """A rule of its own; its name."""
+        """Add a rule; returns its name."""
         name = f"{stem}_{len(self._lines)}"
         self._lines.append(f"{name}: {body}")
         return name
 
     def add_until(self, stem: str, end: str) -> str:
-        """Any text up to ``end``, which is the last of it."""
-        if self._special is not None and self._special.search(end):  # no text can hold it
+        """Add a rule for any text that ends with ``end``; returns its name."""
+        if self._special is not None and self._special.search(end):  # text cannot contain it
             return self.add(stem, f"/(?s:.*)/ {self.text(end.lstrip())}")
         name = f"{stem}_{len(self._lines)}"
         self._lines.append(f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/")
         return name
 
     def arguments(self, function: Function) -> str:
-        """The arguments of a call as one JSON object. ValueError for a custom tool's grammar: JSON has it in quotes."""
+        """A rule for a call's arguments as one JSON object. ValueError for a custom tool with a Lark grammar."""
         if function.lark:
             raise ValueError(
                 f"the tool {function.name!r} has a Lark grammar, and this model writes arguments as JSON, in which "
@@ -84,7 +85,7 @@ class GrammarBuilder:
         return self.schema(function.parameters, strict=function.is_strict)
 
     def schema(self, schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
-        """JSON of this schema, in a rule of its own: references inside it stay valid."""
+        """A rule for JSON of this schema; a separate one, so that references inside it stay valid."""
         self._num_chars += len(json.dumps(schema))
         self._check(self._num_chars)
         whole = closed(schema)
@@ -92,7 +93,7 @@ class GrammarBuilder:
         return self.add("json", f"%json {json.dumps({**whole, **options} if isinstance(whole, dict) else options)}")
 
     def custom(self, function: Function) -> str:
-        """The text of a custom tool that has a grammar, without quotes; empty if it has none."""
+        """A rule for the unquoted text of a custom tool with a grammar; "" if it has none."""
         if function.lark:
             return self.add("custom", f"%lark {{\n{function.lark}\n}}")
         return self.add("custom", self.regex(function.regex)) if function.regex else ""
@@ -105,8 +106,8 @@ class GrammarBuilder:
             is_escaped = char == "\\" and not is_escaped
         return f"/{''.join(out)}/"
 
-    def need_room(self, functions: Sequence[Function]) -> None:
-        """ValueError for schemas that together are too large, before anything is made of them."""
+    def check_size(self, functions: Sequence[Function]) -> None:
+        """ValueError for schemas that are too large together, before they are used."""
         self._check(sum(len(json.dumps(function.parameters)) for function in functions))
 
     def _check(self, num_chars: int) -> None:
@@ -120,11 +121,8 @@ class GrammarBuilder:
         return "\n".join([f"start: {start}", *self._lines])
 
 
-# Scanning the beginning of a text that is still growing. Invariant: a result holds however the text continues;
-# ``NeedMoreText`` is raised while it would not.
-
-ID_MEMBER = ', "id": "..."'  # as a piece of a tail: an id behind the arguments
-MAX_HEAD = 1024  # characters; what is longer is no head
+ID_MEMBER = ', "id": "..."'  # as a piece of a tail: an id after the arguments
+MAX_HEAD = 1024  # characters of a head, at most
 _SPACE = re.compile(r"\s*")
 _QUOTED = re.compile(r'"([^"\\]*)(")?')
 _BARE = re.compile(r"[A-Za-z0-9_.:/-]*")  # what the names of functions are made of
@@ -144,7 +142,7 @@ def skip_space(text: str, place: int) -> int:
 
 
 def next_is(text: str, place: int, piece: str) -> bool:
-    """Whether ``piece`` comes next, after white space; NeedMoreText while that is open."""
+    """Whether ``piece`` comes next, after white space. NeedMoreText if that is undecided."""
     place = skip_space(text, place)
     rest = text[place : place + len(piece)]
     if rest == piece:
@@ -169,7 +167,7 @@ def option(text: str, place: int, piece: str) -> int:
 
 
 def skip_tail(text: str, place: int, tail: Sequence[str]) -> int:
-    """The end of what stands behind the arguments of a call: those pieces of ``tail`` that are there."""
+    """The end of what follows the arguments of a call: those pieces of ``tail`` that are there."""
     for piece in tail:
         place = _skip_id(text, place) if piece == ID_MEMBER else option(text, place, piece)
     return place
@@ -233,9 +231,6 @@ def _overlap(text: str, tag: str) -> int:
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
-# Readers of a call's arguments. Invariant: what a reader returns, put together, is a prefix of valid JSON, and does not
-# depend on how the text was cut.
-
 _BEGINNING = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _PLAIN = re.compile(r'[^"\\]+')
 _ESCAPE = re.compile(
@@ -260,17 +255,17 @@ class ArgumentReader(Protocol):
     is_closed: bool
 
     def read(self, text: str, *, is_over: bool) -> tuple[int, str]:
-        """How many characters of ``text`` are dealt with, and the JSON that they make. What is left comes again with
-        more text behind it; ``is_over``: nothing more will come."""
+        """How many characters of ``text`` were consumed, and their JSON. The rest is passed again with more text
+        appended; ``is_over``: there is no more text."""
         ...
 
 
 class JsonArguments:
     """An object as the model wrote it, up to the brace that closes it.
 
-    JSON passes unchanged. What is none is made so, because clients parse the arguments while they come and send them
-    back: control characters and wrong escapes in strings are escaped, bare words and Python's quotes become strings,
-    missing separators are added, superfluous ones dropped.
+    JSON passes unchanged. Anything else is repaired, because clients parse the arguments while they arrive and send
+    them back: control characters and wrong escapes in strings are escaped, bare words and Python's quotes become
+    strings, missing separators are added, superfluous ones dropped.
     """
 
     def __init__(self) -> None:
@@ -289,7 +284,7 @@ class JsonArguments:
             pieces.append(step[1])
         return place, "".join(pieces)
 
-    # Both take what stands at ``place``: where to go on, and the JSON of it. None: more text must come to know.
+    # Both consume what is at ``place``: where to continue, and its JSON. None: more text is needed.
 
     def _in_string(self, text: str, place: int) -> tuple[int, str] | None:
         if found := _UNESCAPED.match(text, place):
@@ -385,14 +380,15 @@ class JsonArguments:
 
 
 class CustomInput:
-    """Gives the text of a custom tool's one argument instead of the JSON around it, as it comes.
+    """Streams the text of a custom tool's one argument instead of the JSON around it.
 
-    Arguments that do not begin with that text are held back; if they turn out to have none, they are given as they are.
+    Arguments that do not start with that text are held back; if they turn out to have none, they are returned as they
+    are.
     """
 
     def __init__(self, inner: ArgumentReader) -> None:
         self._inner = inner
-        self._json = ""  # held back: all of it until the text begins, then an escape that is not whole
+        self._json = ""  # held back: all of it until the text starts, then an incomplete escape
         self._is_inside = self._has_ended = False
         self.is_closed = False
 
@@ -410,7 +406,7 @@ class CustomInput:
         return end, self._take()
 
     def _take(self) -> str:
-        """The text so far, up to its end or the last escape that is whole."""
+        """The text so far, up to its end or the last complete escape."""
         text, place, out = self._json, 0, []
         while place < len(text) and text[place] != '"':
             found = _PLAIN.match(text, place)
@@ -426,7 +422,7 @@ class CustomInput:
 
 
 def _plain(piece: str) -> str:
-    """What a piece of a JSON string means; itself if it means nothing."""
+    """A piece of a JSON string, decoded; unchanged if it is invalid."""
     try:
         return whole_characters(json.loads(f'"{piece}"', strict=False)) if piece[0] == "\\" else piece
     except ValueError:
@@ -434,7 +430,7 @@ def _plain(piece: str) -> str:
 
 
 def whole_characters(text: str) -> str:
-    """Half a surrogate pair, which no encoding can send, as a replacement character."""
+    """Half surrogate pairs, which no encoding can send, as replacement characters."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
@@ -450,11 +446,11 @@ def _input_of(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands before the arguments of a call."""
+    """What precedes the arguments of a call."""
 
     name: str
     end: int  # where the arguments begin
-    tail: tuple[str, ...] = ()  # what may follow them, each once and in this order, and says nothing
+    tail: tuple[str, ...] = ()  # what may follow them, each once and in this order; it is dropped
     call_id: str = ""  # the model's own
 
 
@@ -462,18 +458,18 @@ class CallFormat(ABC):
     """How a family of models writes calls."""
 
     name: ClassVar[str]
-    marks: ClassVar[tuple[str, ...]] = ()  # a call begins with one of these
-    is_whole: ClassVar[bool] = False  # a call may also begin with the answer
-    tags: ClassVar[tuple[str, ...]] = ()  # special tokens of a vocabulary that the text of a call must show
+    marks: ClassVar[tuple[str, ...]] = ()  # texts that start a call
+    is_whole: ClassVar[bool] = False  # an answer may also start with a call, without a mark
+    tags: ClassVar[tuple[str, ...]] = ()  # special tokens, if the vocabulary has them, that text must show
     before: ClassVar[str] = ""  # a grammar writes this before the first call,
     between: ClassVar[str] = "\n"  # this between two,
     after: ClassVar[str] = ""  # and this after the last
 
     @abstractmethod
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
-        """The head with which ``text`` begins. NeedMoreText if more text is needed, NotACall if it is none.
+        """The head at the start of ``text``. NeedMoreText if it is incomplete, NotACall if there is none.
 
-        ``is_next``: a call ended just before; otherwise the text begins with a mark, or is the whole answer.
+        ``is_next``: a call ended just before; otherwise the text starts with a mark, or is the whole answer.
         """
 
     @abstractmethod
@@ -481,13 +477,13 @@ class CallFormat(ABC):
         """A call of this function as an expression of a Lark grammar."""
 
     def in_vocabulary(self, special: Collection[str]) -> CallFormat:
-        """The form of it that a model with these special tokens writes."""
+        """The variant for a model with these special tokens."""
         return self
 
     def arguments(self, schema: Mapping[str, Any]) -> ArgumentReader:
-        """What reads the arguments of one call; ``schema`` types those that do not tell their type."""
+        """A reader of one call's arguments; ``schema`` gives types that the notation does not show."""
         return JsonArguments()
 
     def new_id(self) -> str:
-        """Of a call to which the model gave none."""
+        """An id for a call to which the model gave none."""
         return f"call_{uuid4().hex[:24]}"

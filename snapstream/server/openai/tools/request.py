@@ -1,6 +1,6 @@
 """Tools and response format of a chat request: the grammar of its answer, and whether tool calls are parsed.
 
-response_format   tools                 grammar of the answer      calls are read
+response_format   tools                 grammar of the answer      calls are parsed
 -                 none, auto            -                          auto: yes
 -                 auto, some strict     any text, then calls       yes
 -                 required, a name      calls                      yes
@@ -27,14 +27,12 @@ from snapstream.types import Grammar
 if TYPE_CHECKING:
     from snapstream.server.openai.prompts import TokenText
 
-# A custom tool takes free text, or text that follows a grammar. Models see a function with one string, ``input``, and
-# callers see that string.
-
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # of functions; nothing in them needs escaping
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # of functions; no character needs escaping
 
 
 def read_tool(tool: Mapping[str, Any], place: str) -> Function:
-    """One tool; ``place``: where it stands, for errors."""
+    """One tool, at ``place`` (for errors). A custom tool takes free text, or text that follows a grammar: models see a
+    function with one string, ``input``, and clients get that string."""
     kind = tool.get("type")
     inner = tool.get(kind) if kind in ("function", "custom") else None
     if not isinstance(inner, Mapping):
@@ -124,11 +122,11 @@ class ToolOptions:
     functions: tuple[Function, ...] = ()  # those that may be called
     forced: tuple[Function, ...] = ()  # one of these must be called; empty: none must
     is_single: bool = False  # one call at most
-    is_off: bool = False  # tool_choice none: the model does not see them
+    is_off: bool = False  # tool_choice none: the prompt does not list them
 
     @property
     def callable(self) -> tuple[Function, ...]:
-        """Those whose calls are read."""
+        """Those whose calls are parsed."""
         return self.forced or self.functions
 
 
@@ -193,7 +191,7 @@ def _bad(message: str) -> ApiError:
 def forced_calls(
     call_format: CallFormat, functions: Sequence[Function], special: Mapping[str, int], *, is_single: bool
 ) -> Grammar:
-    """One call of one of ``functions``, or several. ``special``: special tokens, spelled out, with their numbers."""
+    """One or more calls of ``functions``. ``special``: ids of special tokens, by their text."""
     rules = GrammarBuilder(special)
     return Grammar.lark(rules.grammar(_calls(rules, call_format, functions, is_single)))
 
@@ -201,14 +199,14 @@ def forced_calls(
 def offered_calls(
     call_format: CallFormat, functions: Sequence[Function], special: Mapping[str, int], *, is_single: bool
 ) -> Grammar | None:
-    """Any text, followed by calls or not; a function that the format cannot enforce whole is enforced in part.
+    """Any text, then calls or none; a function that the format cannot enforce fully is enforced in part.
 
-    None where text could be mistaken for a call: unless all calls begin with a special token, which no text holds.
+    None where text could be mistaken for a call: unless calls start with a special token, which text cannot contain.
     """
     if call_format.is_whole or call_format.marks[0] not in special:
         return None
     rules = GrammarBuilder(special)
-    rules.need_room(functions)
+    rules.check_size(functions)
     calls = _calls(rules, call_format, [_enforceable(call_format, one) for one in functions], is_single)
     return Grammar.lark(rules.grammar(f"TEXT ({calls})?") + "\nTEXT: /(?s:.*)/")
 
@@ -221,7 +219,7 @@ def calls_or_answer(
     *,
     is_single: bool,
 ) -> Grammar:
-    """Calls, or an answer that follows a grammar of its own."""
+    """Calls, or an answer that follows another grammar."""
     rules = GrammarBuilder(special)
     calls = rules.add("calls", _calls(rules, call_format, functions, is_single))
     return Grammar.lark(rules.grammar(f"{calls} | {rules.add('answer', _answer(rules, answer))}"))
@@ -257,14 +255,14 @@ class AnswerPlan:
     """How one request's answer is constrained and parsed."""
 
     grammar: Grammar | None = None
-    grammar_param: str = "response_format"  # the field to name if the grammar is refused
+    grammar_param: str = "response_format"  # the field at fault if the grammar is refused
     make_parser: Callable[[], ToolCallParser] | None = None  # one for each choice
-    shows_special: bool = False  # the tags of calls are special tokens, which text leaves out otherwise
-    has_tools: bool = True  # the template hears of the tools
+    shows_special: bool = False  # the tags of calls are special tokens, which text omits otherwise
+    has_tools: bool = True  # the prompt lists the tools
 
 
 def tools_of(body: TemplateOptions, call_format: CallFormat | None, *, template_has_tools: bool) -> ToolOptions:
-    """The tools of a conversation, answered or only counted; 400 for those that this model cannot have."""
+    """The tools of a conversation; 400 for those that this model does not support."""
     tools = read_tools(body)
     if not tools.functions or tools.is_off or call_format is not None:
         return tools
@@ -274,7 +272,7 @@ def tools_of(body: TemplateOptions, call_format: CallFormat | None, *, template_
             "start the server with --tool-parser",
             "tool_choice",
         )
-    if not template_has_tools:  # as good as never sent
+    if not template_has_tools:  # the model would not see them
         raise bad_value(
             "tools are not supported: this model's chat template does not render them; "
             "leave them out, or send tool_choice 'none'",

@@ -1,7 +1,8 @@
-"""Grammars of arguments that are not one JSON object: values between tags, and Python's keyword arguments.
+"""Arguments that are not one JSON object (values between tags, Python's keyword arguments): as JSON, and as grammars.
 
-Invariant: parameters come in the order of the schema, each at most once, the required ones always. With ``strict`` a
-part of the schema that such a notation cannot enforce is a ValueError; otherwise it is ignored.
+Invariants: nothing is evaluated; a value that fits no type of the function's schema stays a string. In grammars,
+parameters come in the order of the schema, each at most once, required ones always. With ``strict`` a part of the
+schema that the notation cannot enforce is a ValueError; otherwise it is ignored.
 """
 
 from __future__ import annotations
@@ -16,12 +17,9 @@ from typing import Any
 from snapstream.grammar import resolve
 from snapstream.server.openai.tools.format import CUSTOM_INPUT, Function, GrammarBuilder
 
-# Untyped values as JSON: text between tags, and Python literals. Nothing is evaluated; a value that fits no type of the
-# function's schema stays a string.
-
 MAX_DEPTH = 32  # of lists in lists
-MAX_PARTS = 200  # of a schema whose type is asked for; one with more says nothing
-_SAYS = {"type", "const", "enum", "$ref", "anyOf", "oneOf", "properties"}
+MAX_PARTS = 200  # of a schema that are searched for its types; a larger one allows any
+_TYPED = {"type", "const", "enum", "$ref", "anyOf", "oneOf", "properties"}
 _TOKEN = re.compile(
     r"""\s*(?:(?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<number>[-+]?(?:\d|\.\d)[\w.+-]*)"""
     r"""|(?P<word>[A-Za-z_]\w*)|(?P<mark>[][{}(),:]))""",
@@ -33,7 +31,7 @@ _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the JSON types that ``schema`` allows; empty: it does not say. ``root``: where references start."""
+    """Names of the JSON types that ``schema`` allows; empty: any. ``root``: where references start."""
     kinds: set[str] = set()
     waiting, seen = [schema], set[int]()
     while waiting:
@@ -63,7 +61,7 @@ def _own_kinds(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any] | None:
-    """The schemas that say it instead; None if this one says it itself."""
+    """The schemas that decide the type; None if this one does."""
     if "type" in schema or "const" in schema or "enum" in schema:
         return None
     if isinstance(schema.get("$ref"), str):
@@ -73,7 +71,7 @@ def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any] | No
             return list(schema[key])
     several = schema.get("allOf")
     if isinstance(several, list):
-        return [one for one in several if isinstance(one, Mapping) and _SAYS & set(one)][:1] or [None]
+        return [one for one in several if isinstance(one, Mapping) and _TYPED & set(one)][:1] or [None]
     return None
 
 
@@ -82,7 +80,7 @@ def kind_of(value: Any) -> str:
 
 
 def as_json(text: str, kinds: frozenset[str]) -> str:
-    """A raw text as a JSON value of one of ``kinds``; as a JSON string if there is no other way."""
+    """A raw text as a JSON value of one of ``kinds``; else as a JSON string."""
     if kinds == {"string"}:
         return dumps(text)
     try:
@@ -122,13 +120,13 @@ def dumps(value: Any) -> str:
 def _safe(value: Any, text: str) -> str:
     try:
         return dumps(value)
-    except ValueError:  # a number beyond all numbers
+    except ValueError:  # infinity
         return dumps(text)
 
 
 def _fits(value: Any, kinds: frozenset[str]) -> bool:
     kind = kind_of(value)
-    if not kinds:  # nothing is known: a text that is JSON of another type is taken for that
+    if not kinds:  # any type: a text that is JSON of another type is taken as that
         return kind != "string"
     return kind in kinds or (kind == "integer" and "number" in kinds) or (
         kind == "number" and "integer" in kinds and float(value).is_integer()
@@ -210,7 +208,7 @@ def _dict(text: str, place: int, depth: int) -> tuple[dict[str, Any], int]:
 
 
 def _closes(text: str, place: int, end: str) -> int:
-    """Behind ``end`` if it comes next, else 0."""
+    """The end of ``end`` if it comes next, else 0."""
     found = _TOKEN.match(text, place)
     return found.end() if found is not None and found["mark"] == end else 0
 
@@ -222,7 +220,7 @@ _PLACES = ("$defs", "definitions")  # where references lead
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """What stands around a value."""
+    """The text around a value."""
 
     before: Callable[[str], str]  # of the key
     after: str
@@ -236,7 +234,7 @@ class _Parameter:
 
 
 def each_property(rules: GrammarBuilder, function: Function, wrapping: Wrapping) -> str:
-    """One argument after the other, each in its tags."""
+    """Arguments one after another, each in its tags."""
     parts = []
     for one in _parameters(function):
         before = rules.text(wrapping.before(one.name))
@@ -269,7 +267,7 @@ def _parameters(function: Function) -> Iterator[_Parameter]:
 
 
 def _gather(function: Function, properties: dict[str, Any], required: set[str]) -> None:
-    """Add what the function's schema names, also by reference and together with others; each part once."""
+    """Collect what the function's schema names, also through ``$ref`` and ``allOf``; each part once."""
     waiting: list[Any] = [function.parameters]
     seen = set[int]()
     while waiting:
@@ -293,7 +291,7 @@ def _gather(function: Function, properties: dict[str, Any], required: set[str]) 
 
 
 def _raw(rules: GrammarBuilder, function: Function, one: _Parameter, after: str) -> str:
-    """A value without quotes, and what stands behind it."""
+    """An unquoted value, and the text after it."""
     if one.name == CUSTOM_INPUT and (custom := rules.custom(function)):
         return f"{custom} {rules.text(after)}"
     choices = _choices(rules, function, one.schema, set())
@@ -303,7 +301,7 @@ def _raw(rules: GrammarBuilder, function: Function, one: _Parameter, after: str)
 
 
 def _choices(rules: GrammarBuilder, function: Function, schema: Any, seen: set[int]) -> list[str] | None:
-    """What the value may be; None: any text. ``seen``: schemas whose choices are there already."""
+    """Allowed values; None: any text. ``seen``: schemas that are already included."""
     root = function.parameters
     if not isinstance(schema, Mapping) or len(seen) > MAX_PARTS:
         return None
@@ -331,7 +329,7 @@ def _choices(rules: GrammarBuilder, function: Function, schema: Any, seen: set[i
 
 
 def _literal(rules: GrammarBuilder, function: Function, one: _Parameter) -> str:
-    """A value as Python writes it; inside of lists and dictionaries JSON's own words stand for True, False and None."""
+    """A Python value; inside lists and dictionaries JSON's words stand for True, False and None."""
     if function.lark and one.name == CUSTOM_INPUT:
         raise ValueError(f"the tool {function.name!r} has a Lark grammar, and this model's calls have texts in quotes")
     kinds = kinds_of(one.schema, function.parameters)

@@ -1,16 +1,11 @@
-"""The formats of tool calls by name, and which of them a chat template teaches.
-
-A format is a class in this package and a line here.
-"""
+"""Formats of tool calls by name, and by chat template. To add one: a class in this package, and a line here."""
 
 from __future__ import annotations
 
 from snapstream.server.openai.tools.format import CallFormat
-from snapstream.server.openai.tools.formats.deepseek import DeepSeekV3, DeepSeekV31
-from snapstream.server.openai.tools.formats.json_object import Hermes, Llama3
-from snapstream.server.openai.tools.formats.kimi import KimiK2
-from snapstream.server.openai.tools.formats.mistral import Mistral
+from snapstream.server.openai.tools.formats.json_object import Hermes, Llama3, Mistral
 from snapstream.server.openai.tools.formats.pythonic import Llama4Pythonic
+from snapstream.server.openai.tools.formats.sections import DeepSeekV3, DeepSeekV31, KimiK2
 from snapstream.server.openai.tools.formats.xml import Glm45, Glm47, Qwen3Coder
 
 FORMATS: dict[str, CallFormat] = {
@@ -21,8 +16,8 @@ FORMATS: dict[str, CallFormat] = {
     )
 }  # fmt: skip
 
-# What a template must hold, all of it, to teach a format; the first that fits is taken.
-_TAUGHT: tuple[tuple[str, tuple[str, ...]], ...] = (
+# Texts by which a chat template is recognized: the first format whose texts it all contains.
+_TEMPLATE_TEXTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
@@ -39,11 +34,11 @@ _TAUGHT: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def choose_format(wanted: str, chat_template: str) -> CallFormat | None:
-    """The format to read; ``auto`` goes by what the chat template tells the model to write, ``none`` reads none.
+    """The format to read; ``auto`` goes by the chat template, ``none`` parses none.
 
     ``wanted`` is one of ``TOOL_PARSERS`` (``server/options.py``), which holds these names, ``auto`` and ``none``.
     """
     if wanted != "auto":
         return FORMATS.get(wanted)
-    found = (name for name, signs in _TAUGHT if all(sign in chat_template for sign in signs))
+    found = (name for name, texts in _TEMPLATE_TEXTS if all(text in chat_template for text in texts))
     return FORMATS.get(next(found, ""))

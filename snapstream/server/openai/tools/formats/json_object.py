@@ -1,20 +1,27 @@
-"""Calls that are JSON objects with a name and arguments.
+"""Calls with a JSON object of arguments.
 
-hermes        <tool_call>{"name": "f", "arguments": {...}}</tool_call>     Qwen 2.5 and 3, Nous Hermes
-llama3_json   {"name": "f", "parameters": {...}}; {...}                    Llama 3.1 to 4, the whole answer
+hermes        <tool_call>{"name": "f", "arguments": {...}}</tool_call>         Qwen 2.5 and 3, Nous Hermes
+llama3_json   {"name": "f", "parameters": {...}}; {...}                        Llama 3.1 to 4, the whole answer
+mistral       [TOOL_CALLS] [{"name": "f", "arguments": {...}}, {...}]          tokenizers v2 to v7
+              [TOOL_CALLS]f{...}[TOOL_CALLS]g{...}                             v11 on; also with [CALL_ID]id and [ARGS]
 """
 
 from __future__ import annotations
 
 import json
+import secrets
+import string
 from collections.abc import Collection
 from typing import ClassVar
 
 from snapstream.server.openai.tools.format import (
+    ID_MEMBER,
     CallFormat,
     Function,
     GrammarBuilder,
     Head,
+    bare_name,
+    bare_word,
     expect,
     next_is,
     option,
@@ -26,9 +33,9 @@ PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"  # Llama 4
 
 
 def object_head(text: str, place: int, names: Collection[str]) -> tuple[str, int]:
-    """Name of a call that is an object, and where its arguments begin (with their brace)."""
+    """Name of a call that is an object, and where its arguments start (with their brace)."""
     place = expect(text, place, "{")
-    if next_is(text, place, '"type"'):  # Llama 3.1 writes it now and then
+    if next_is(text, place, '"type"'):  # Llama 3.1 sometimes writes it
         place = expect(text, place, '"type"', ":", '"function"', ",")
     place = expect(text, place, '"name"', ":")
     name, place = quoted_name(text, place, names)
@@ -38,7 +45,7 @@ def object_head(text: str, place: int, names: Collection[str]) -> tuple[str, int
 
 
 def object_call(rules: GrammarBuilder, function: Function, key: str) -> str:
-    """The same as an expression of a grammar."""
+    """The same as a grammar expression."""
     head = rules.text(f'{{"name": {json.dumps(function.name)}, "{key}": ')
     return f"{head} {rules.arguments(function)} {rules.text('}')}"
 
@@ -60,7 +67,7 @@ class Hermes(CallFormat):
 class Llama3(CallFormat):
     name = "llama3_json"
     is_whole = True
-    tags: ClassVar[tuple[str, ...]] = ()  # the tags below are optional around calls
+    tags: ClassVar[tuple[str, ...]] = ()  # the tags above are optional around calls
     between = "; "
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
@@ -71,3 +78,46 @@ class Llama3(CallFormat):
 
     def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         return object_call(rules, function, "parameters")
+
+
+MARK, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+NUM_ID_CHARS = 9
+
+
+class Mistral(CallFormat):
+    """Reads both forms; writes the older one if the vocabulary has no ``[ARGS]``. Ids have nine letters and digits."""
+
+    name = "mistral"
+    marks = (MARK,)
+    tags = (MARK, CALL_ID, ARGUMENTS)
+    between = ""
+
+    def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
+        if is_next and next_is(text, 0, ","):
+            return Head(*object_head(text, expect(text, 0, ","), names), (ID_MEMBER, "}", "]"))
+        place = expect(text, 0, MARK)
+        if next_is(text, place, "[") or next_is(text, place, "{"):
+            return Head(*object_head(text, option(text, place, "["), names), (ID_MEMBER, "}", "]"))
+        name, place = bare_name(text, place, names)
+        call_id = ""
+        if next_is(text, place, CALL_ID):
+            call_id, place = bare_word(text, expect(text, place, CALL_ID))
+        return Head(name, expect(text, option(text, place, ARGUMENTS), "{") - 1, (), call_id)
+
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
+        return f"{rules.text(MARK + function.name + ARGUMENTS)} {rules.arguments(function)}"
+
+    def in_vocabulary(self, special: Collection[str]) -> CallFormat:
+        return self if ARGUMENTS in special else MistralList()
+
+    def new_id(self) -> str:
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(NUM_ID_CHARS))
+
+
+class MistralList(Mistral):
+    """The older form, as a grammar writes it."""
+
+    before, between, after = f"{MARK}[", ", ", "]"
+
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
+        return object_call(rules, function, "arguments")

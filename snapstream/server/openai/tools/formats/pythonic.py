@@ -1,6 +1,6 @@
 """Calls as in Python, of Llama 3.2 and 4: ``[f(city="Paris", days=2), g()]``.
 
-They are the whole answer, or stand between two special tokens.
+They are the whole answer, or between two special tokens.
 """
 
 from __future__ import annotations
@@ -21,21 +21,16 @@ from snapstream.server.openai.tools.format import (
 )
 from snapstream.server.openai.tools.values import dumps, keyword_arguments, literal_as_json
 
-# Reads the arguments of a call that is written as in Python, ``city="Paris", days=[1, 2])``, as JSON.
-#
-# Each argument comes as soon as it is whole. Nothing is run: ``values.py`` reads literals, and what is none stays a
-# text.
-
 _KEYWORD = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*=(?!=)")
 
 
 class PythonArguments:
-    """From behind the opening parenthesis to the closing one, which is read, too."""
+    """Reads ``city="Paris", days=[1, 2])``, closing parenthesis included, as JSON, an argument at a time."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         properties = schema.get("properties")
         self._names = list(properties) if isinstance(properties, Mapping) else []
-        self._seen = 0  # characters of the argument in work that were looked at
+        self._seen = 0  # scanned characters of the current argument
         self._depth = 0
         self._quote = ""
         self._is_escaped = False
@@ -81,7 +76,7 @@ class PythonArguments:
         found = _KEYWORD.match(text)
         if found is not None:
             name, value = found[1], text[found.end() :]
-        else:  # by its place
+        else:  # positional
             name, value = self._names[self._count] if self._count < len(self._names) else str(self._count), text
         json = ("{" if self._count == 0 else ", ") + f"{dumps(name)}: {literal_as_json(value)}"
         self._count += 1

@@ -1,4 +1,4 @@
-r"""Calls whose arguments stand between tags, one by one, so that code needs no escapes.
+r"""Calls whose arguments are between tags, so that code needs no escapes.
 
 qwen3_coder   <tool_call>\n<function=f>\n<parameter=k>\nvalue\n</parameter>\n</function>\n</tool_call>
 glm45         <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>value</arg_value>\n</tool_call>       GLM-4.5, 4.6
@@ -27,14 +27,6 @@ from snapstream.server.openai.tools.format import (
 )
 from snapstream.server.openai.tools.values import Wrapping, as_json, each_property, kinds_of
 
-# Reads arguments that stand between tags, a pair for each parameter, as JSON.
-#
-#     <parameter=city>\nParis\n</parameter>                             Qwen3-Coder
-#     <arg_key>city</arg_key>\n<arg_value>Paris</arg_value>             GLM
-#
-# The schema of the function says what is a text: that streams as it comes; a value of any other type comes whole. What
-# stands between two parameters and is no tag is dropped.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
@@ -44,19 +36,23 @@ class Tags:
     key_end: str
     value_start: str  # after the key, and white space; empty: the value begins at once
     value_end: str
-    end: str  # of the arguments; it is read, too
-    other_end: str = ""  # ends them as well, and is not read
-    has_lines: bool = False  # a value has a line break of its own before and behind it
+    end: str  # of the arguments; consumed
+    other_end: str = ""  # also ends them; not consumed
+    has_lines: bool = False  # a line break before and after a value is not part of it
 
 
 class TaggedArguments:
-    """The arguments of one call."""
+    """Reads the arguments of one call, a pair of tags for each parameter, as JSON.
+
+    Parameters that the schema types as strings are streamed; other values come whole. Text between parameters that is
+    no tag is dropped.
+    """
 
     def __init__(self, tags: Tags, schema: Mapping[str, Any]) -> None:
         self._tags, self._schema = tags, schema
         self._properties = schema.get("properties")
-        self._text = ""  # not dealt with yet
-        self._json = ""  # not shown yet
+        self._text = ""  # not consumed yet
+        self._json = ""  # not returned yet
         self._kinds: frozenset[str] = frozenset()
         self._step = self._between
         self._is_first, self._is_over = True, False
@@ -89,7 +85,7 @@ class TaggedArguments:
         return bool(self._text)
 
     def _key(self) -> bool:
-        """A key with all that stands before its value."""
+        """A key, up to the start of its value."""
         tags, text = self._tags, self._text
         end = text.find(tags.key_end, len(tags.key_start))
         if end < 0 and len(text) <= MAX_HEAD:
@@ -138,7 +134,7 @@ class TaggedArguments:
             return True
         if self._is_text:
             ends = (tags.value_end, "\n" + tags.value_end) if tags.has_lines else (tags.value_end,)
-            place = len(self._text) - overlap(self._text, ends)  # what may begin the closing tag is no value
+            place = len(self._text) - overlap(self._text, ends)  # this may be the start of the closing tag
             self._json += _escaped(self._text[:place])
             self._text = self._text[place:]
         return self._wait()
@@ -153,7 +149,7 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 
 class Qwen3Coder(CallFormat):
     name = "qwen3_coder"
-    marks = (CALL, "<function=")  # it forgets the first one now and then
+    marks = (CALL, "<function=")  # it sometimes omits the first
     tags = (CALL, CALL_END)
     _tags: ClassVar[Tags] = Tags(
         key_start="<parameter=", key_end=">", value_start="", value_end="</parameter>", end="</function>",
