@@ -274,7 +274,7 @@ def effort_arguments(template: str, effort: str | None) -> dict[str, Any]:
     """Template variables for ``reasoning_effort``, by the names that the template uses."""
     if effort is None:
         return {}
-    known = {"reasoning_effort": effort, "enable_reasoninging": effort != "none", "thinking": effort != "none"}
+    known = {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
     return {name: value for name, value in known.items() if mentions(template, name)}
 
 
