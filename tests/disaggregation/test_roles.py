@@ -124,13 +124,13 @@ def strangers_are_refused(answering: ServerProcess, reader: ServerProcess) -> No
     assert httpx.post(f"{reader.url}/v1/completions", json={"prompt": "a"}, timeout=HANG_S).status_code == 404
     for proof in ("", "00:00", "\u00e9"):
         refused = httpx.post(
-            f"{reader.url}/internal/read_prompt",
+            f"{reader.url}/internal/prefill",
             content=b"{}",
             headers={b"x-snapstream-proof": proof.encode()},
             timeout=HANG_S,
         )
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_proof")
-    assert httpx.post(f"{answering.url}/internal/read_prompt", content=b"{}", timeout=HANG_S).status_code == 404
+    assert httpx.post(f"{answering.url}/internal/prefill", content=b"{}", timeout=HANG_S).status_code == 404
     assert httpx.post(f"{answering.url}/reset_prefix_cache", timeout=HANG_S).status_code == 400
 
 

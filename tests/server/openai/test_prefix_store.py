@@ -195,7 +195,7 @@ def test_an_admin_key_without_other_keys() -> None:
     for wrong in (" root", "a\nb"):
         with pytest.raises(ValueError, match="not printable|has spaces"):
             ServerSettings(admin_key=wrong)
-    with pytest.raises(ValueError, match="the admin key is an API key, too"):
+    with pytest.raises(ValueError, match="the admin key is also an API key"):
         ServerSettings(api_keys=("a", "b"), admin_key="a")
 
 
