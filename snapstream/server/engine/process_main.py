@@ -106,9 +106,7 @@ def build(
         return build_ranks(*given, on_unit=on_unit, on_lost=on_lost)
 
     on_stage("choosing and compiling kernels")
-    return LLM(
-        spec.model, spec.options, progress=False, draft_memory=spec.draft_memory, make_runner=make_runner
-    )
+    return LLM(spec.model, spec.options, progress=False, draft_memory=spec.draft_memory, make_runner=make_runner)
 
 
 def child_main(connection: Connection, spec: EngineSpec) -> None:
