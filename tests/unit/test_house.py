@@ -32,8 +32,8 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # What should fall. A module with one importer lives in that importer, unless it is an entry point, an optional
 # dependency or an entry of a registry.
 COUNTS = {
-    "Python files of the package": 224,
-    "Python lines of the package": 44334,
+    "Python files of the package": 222,
+    "Python lines of the package": 44250,
     "C++ files": 26,
     "files under tests/": 235,
     "modules with one importer": 28,
