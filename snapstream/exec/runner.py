@@ -21,7 +21,7 @@ from snapstream.config import EngineConfig, KVBudget
 from snapstream.exec.eager import MakeDecode, StepParts
 from snapstream.exec.executors import executor_of
 from snapstream.exec.prefill import FirstTokens, PrefillJob, PromptProgress, RowWriter
-from snapstream.exec.prefix_store import make_mover
+from snapstream.exec.prefix_store import PrefixMover, make_mover
 from snapstream.exec.reselection import RecentQueries, Reselector
 from snapstream.exec.results import (
     Arriving,
@@ -165,13 +165,13 @@ class ModelRunner:
             queries = RecentQueries(asking, self.cache.num_rows, config.reselection.num_queries, dtype, device)
             self.reselector = Reselector(self.cache, self.rows, queries, config.reselection, decoder.decode_kernels)
         self.prefix_blocks: PrefixBlocks | None = None
+        self.prefix_tier: PrefixFiles | None = None
+        self.mover: PrefixMover | None = None
         if config.prefix_store is not None:
             size, pins = config.prefix_store.block_len, device.type == "cuda"
             self.prefix_blocks = PrefixBlocks(spec, config.prefix_blocks, size, pins=pins)
-        self.prefix_tier: PrefixFiles | None = None
-        if self.prefix_blocks is not None and make_tier is not None:
-            self.prefix_tier = make_tier(self.prefix_blocks)
-        self.mover = None if self.prefix_blocks is None else make_mover(self.prefix_blocks, config.pool_tokens, device)
+            self.prefix_tier = None if make_tier is None else make_tier(self.prefix_blocks)
+            self.mover = make_mover(self.prefix_blocks, config.pool_tokens, device)
         self._on_unit = on_unit
         self._writer = make_writer(self.cache, config, self.reselector)
         self.step_parts = StepParts(
