@@ -1,1 +1,1 @@
-"""How a step runs: persistent row state, layer-major prefill, static decode. See ``model_runner.py``."""
+"""How a step runs: persistent row state, layer-wise prefill, decode executors, sampling. Start at ``runner.py``."""

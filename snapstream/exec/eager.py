@@ -21,7 +21,7 @@ from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
 from snapstream.kernels.interface import RowPlaces
 from snapstream.kv.cache import KVCache
 from snapstream.models.decoder import Decoder
-from snapstream.models.latent import DealtRowsView
+from snapstream.models.latent import DataParallelRowsView
 from snapstream.models.layers import KVView
 from snapstream.models.views import RowsView
 
@@ -79,10 +79,10 @@ class RowsForward:
         if self._cache.partition is None:
             view = self._view(rows, positions)
         else:
-            share = self._cache.partition.shard(RowPlaces(rows, self._rows.slots(rows), self._rows.lengths(rows)))
-            positions = positions[share.entries]
-            queries = None if self._queries is None else self._queries.of_step(share.places.rows, positions)
-            view = DealtRowsView(self._cache, share, self._decoder.kernels, queries)
+            shard = self._cache.partition.shard(RowPlaces(rows, self._rows.slots(rows), self._rows.lengths(rows)))
+            positions = positions[shard.entries]
+            queries = None if self._queries is None else self._queries.of_step(shard.places.rows, positions)
+            view = DataParallelRowsView(self._cache, shard, self._decoder.kernels, queries)
         hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
         return self._decoder.run(hidden, self._decoder.rope(positions, positions + 1), view)
 

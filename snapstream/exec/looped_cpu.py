@@ -58,7 +58,7 @@ def machine_problem(num_ranks: int) -> str | None:
 
 
 def panels_for(config: EngineConfig) -> MakeMatrix:
-    """Makes the weights' storage."""
+    """The storage of weights as the library reads them."""
     return make_panels(load(), rounds_prefill=config.weights is not None and config.weights.rounds_prefill)
 
 
@@ -73,7 +73,7 @@ def panels_of(decoder: Decoder, role: str) -> PanelMatrix:
 
 def model_of(decoder: Decoder) -> Model:
     """All of a decoder."""
-    config, vectors, group = decoder.share, decoder.weights.vectors, decoder.group
+    config, vectors, group = decoder.shard, decoder.weights.vectors, decoder.group
     biases = {
         "qkv": vectors.get("qkv_bias"), "gate_up": vectors.get("gate_up_bias"),
         "o": bias_of_sum(vectors.get("o_bias"), group), "down": bias_of_sum(vectors.get("down_bias"), group),
@@ -98,12 +98,12 @@ def model_of(decoder: Decoder) -> Model:
 
 
 def _stack(decoder: Decoder, role: str) -> Stack:
-    """Zeros for a role that the model does not have."""
+    """The role's stack; zeros if the model has none."""
     return panels_of(decoder, role).stack if role in decoder.weights.matrices else Stack()
 
 
 def _mixture(decoder: Decoder) -> Mixture:
-    moe, vectors = decoder.share.moe, decoder.weights.vectors
+    moe, vectors = decoder.shard.moe, decoder.weights.vectors
     if moe is None:
         return Mixture()
     return Mixture(
@@ -118,7 +118,7 @@ def _mixture(decoder: Decoder) -> Mixture:
 
 
 def _latent(decoder: Decoder) -> Latent:
-    latent, weights = decoder.share.latent, decoder.weights
+    latent, weights = decoder.shard.latent, decoder.weights
     if latent is None:
         return Latent()
     return Latent(
@@ -149,7 +149,7 @@ class NativeDraw:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of all threads that draw."""
+        """Workspace of all sampling threads."""
         return self._workspace.nbytes
 
     def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
@@ -176,7 +176,7 @@ class NativeDraw:
         return Sampled(tokens, logprobs, top_ids, top_logprobs)
 
     def _room(self, batch: int, needs: SamplingNeeds) -> tuple[Tensor, Tensor, Tensor] | None:
-        """For log-probabilities, where any are asked for."""
+        """Buffers for log-probabilities, if requested."""
         if needs.num_logprobs is None:
             return None
         num_top = min(needs.num_logprobs, self._sampling.vocab)
@@ -206,9 +206,9 @@ class LoopedDecode:
         floats = workspace_floats(self.pool, model, rows, self._max_rows)
         ranks, shared = None, None
         if parts.decoder.group.size > 1:
-            ranks, shared = _meeting(parts.decoder.group, library, model, self._max_rows)
+            ranks, shared = _shared_memory(parts.decoder.group, library, model, self._max_rows)
         self.engine = NativeEngine(self.pool, model, rows, self._max_rows, torch.empty(floats), ranks)
-        self.shared = shared  # where ranks meet (threads.h); None for one
+        self.shared = shared  # memory of barriers and all-reduces (threads.h); None for one rank
         self._kept = parts, model, rows  # whose addresses the library has
         # [max_rows, V]; of several ranks one for all: each writes the scores of its own tokens.
         num_logits = self._max_rows * vocab_size
@@ -220,16 +220,16 @@ class LoopedDecode:
 
     @property
     def num_stages(self) -> int:
-        """Of a step: parts between two barriers."""
+        """Stages of a step, each between two barriers."""
         return self.engine.num_stages
 
     @property
     def workspace_bytes(self) -> int:
-        """What stages hand each other, and what draws need."""
+        """Workspace of stages and of sampling."""
         return self.engine.workspace_bytes + self._sampler.workspace_bytes
 
     def warm_up(self, progress: bool) -> None:
-        """Nothing is left to be made."""
+        """Nothing to do."""
 
     def close(self) -> None:
         """End the threads."""
@@ -262,8 +262,8 @@ class LoopedDecode:
         self.engine.run(step)
 
 
-def _meeting(group: Group, library: Library, model: Model, max_rows: int) -> tuple[Ranks, Tensor]:
-    """This rank among all, and the memory in which they meet; a collective."""
+def _shared_memory(group: Group, library: Library, model: Model, max_rows: int) -> tuple[Ranks, Tensor]:
+    """This rank's ``Ranks`` and the memory for barriers and all-reduces; a collective."""
     num_bytes = shared_bytes(library, model, group.size, max_rows)
     shared = group.share_memory(num_bytes)
     waits = shared is not None

@@ -33,17 +33,17 @@ from snapstream.types import SamplingParams
 
 
 class RowWriter:
-    """Writes prompts into their rows, layer by layer, as they are prefilled.
+    """Writes prompts to their rows, layer by layer, as they are prefilled.
 
-    All that depends on the one rule of a request (budget, selector, re-selection) is here: to write other rows from the
-    same prefill, replace the writer (``evals/shared.py``).
+    Everything that depends on a request's budget, selector and re-selection is here: to write other rows from the same
+    prefill, replace the writer (``evals/shared.py``).
     """
 
     def __init__(self, cache: KVCache, config: EngineConfig, reselector: Reselector | None = None) -> None:
         self.cache, self.config, self.reselector = cache, config, reselector
 
     def num_queries(self, entry: PrefillEntry) -> int:
-        """How many of the last queries of a prompt ``write`` needs; 0 where nothing is selected."""
+        """How many of the last queries of a prompt ``write`` needs; 0 if nothing is selected."""
         prompt_len = len(entry.token_ids)
         if not any(layout.candidates(budget, prompt_len) for budget in self._budgets(entry)):
             return 0
@@ -79,7 +79,7 @@ class RowWriter:
         return [own] * len(entry.rows)
 
     def admit(self, entry: PrefillEntry) -> None:
-        """The entry's rows go over to decode."""
+        """Start decode of the entry's rows."""
         if self.reselector is not None:
             self.reselector.admit(entry, self.config.reselection)
 
@@ -152,7 +152,7 @@ class FirstTokens:
 
 
 class PromptProgress:
-    """What a job remembers of one prompt from unit to unit."""
+    """State of one prompt of a job."""
 
     def __init__(self, entry: PrefillEntry, job_start: int, device: torch.device) -> None:
         self.entry = entry
@@ -176,8 +176,9 @@ class PrefillJob:
         mover: PrefixMover | None = None,
         send: Callable[[int, PrefillEntry], None] = lambda layer, entry: None,
     ) -> None:
-        """``mover`` is needed by prompts that have anything to do with the prefix store; ``send`` is called when a
-        layer of a row that goes to another engine is written."""
+        """``mover`` is needed by prompts that use the prefix store; ``send`` is called after a layer of a row for
+        another engine was written.
+        """
         self.spec, self._writer, self._mover, self._send = spec, writer, mover, send
         device = buffers.hidden.device
         starts = accumulate((len(entry.token_ids) - entry.num_restored for entry in spec.entries), initial=0)

@@ -119,7 +119,7 @@ class PrefixMover:
 
 
 def _pieces(moves: PrefixMoves, first: int, count: int) -> Iterator[slice]:
-    """Tokens of ``count`` blocks of a prompt."""
+    """Token ranges of ``count`` blocks of a prompt."""
     for index in range(first, first + count):
         yield slice(index * moves.block_len, (index + 1) * moves.block_len)
 
@@ -151,7 +151,7 @@ class DeviceMover(PrefixMover):
         for entry in job.entries:
             if entry.prefix is not None:
                 copies = _Copies(-(-start // self.blocks.block_len))
-                self._copies.setdefault(job.job_id, {})[entry.request_id] = copies  # noted before anything is copied
+                self._copies.setdefault(job.job_id, {})[entry.request_id] = copies  # recorded before any copy starts
                 if entry.prefix.restored:
                     copies.loaded = self._load(entry.prefix, copies, 0)
             start += len(entry.token_ids)

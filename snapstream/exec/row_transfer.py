@@ -1,10 +1,10 @@
-"""KV transfer: one layer of a row as bytes, for the decode engine, and back into rows there.
+"""KV transfer: one layer of a row as bytes for the decode engine, and back into rows there.
 
-    of each kv head:  K scale | V scale | votes [K] | keys [n, E] | values [n, E']           n = min(N, C) slots
+    of each kv head:  K scale | V scale | scores [K] | keys [n, E] | values [n, E']           n = min(N, C) slots
 
-Scales are there in formats that have them, per slot ``[n]`` each; votes if rows re-select; values unless they are a
-part of the keys. Invariant: ``place`` after ``take`` gives the rows bit for bit what the first row had, however many
-ranks either engine has: whole rows are sent. With tensor parallelism the ranks gather and scatter kv heads, with
+Scales only in formats that have them, ``[n]`` if per slot; scores if rows are re-selected; values unless they are part
+of the keys. Invariant: ``place`` after ``take`` copies the first row bit for bit, whatever the number of ranks of
+either engine: whole rows are sent. With tensor parallelism the ranks gather and scatter kv heads, with
 data-parallel attention the owner of a row broadcasts it; all ranks must make the same calls in the same order.
 ``disaggregation/protocol.py`` has the sizes (``RowSizes``). With per-head budgets n and K differ between heads, and a
 layer is one run of bytes; this needs a single device.
@@ -29,18 +29,17 @@ class RowParts:
     """Reads and writes layers of the rows of one cache as bytes."""
 
     def __init__(self, cache: KVCache, reselector: Reselector | None, decoder: Decoder) -> None:
-        self._cache, self._votes = cache, None if reselector is None else reselector.scores
+        self._cache, self._scores = cache, None if reselector is None else reselector.scores
         self._decoder, self._group = decoder, decoder.group
         self._num_heads = decoder.whole_kv_spec().num_kv_heads  # G
         first = self._group.rank * self._num_heads // self._group.size
-        self._own = slice(first, first + cache.spec.num_kv_heads)
+        self._local_heads = slice(first, first + cache.spec.num_kv_heads)
         if cache.heads is not None:
-            self._num_heads, self._own = 1, slice(0, 1)
+            self._num_heads, self._local_heads = 1, slice(0, 1)
 
     def take(self, layer: int, entry: PrefillEntry) -> Tensor:
-        """A copy of a layer of the entry's first row, ``[G, B]`` bytes; on every rank that of all kv heads.
-
-        Where kv heads have budgets of their own, ``[1, B]``.
+        """A copy of a layer of the entry's first row with all kv heads, ``[G, B]`` bytes on every rank; with per-head
+        budgets ``[1, B]``.
         """
         partition = self._cache.partition
         if partition is None:
@@ -49,20 +48,20 @@ class RowParts:
         return self._group.broadcast(self._bytes(layer, row, entry), partition.owner(entry.rows[0]))
 
     def place(self, layer: int, entry: PrefillEntry, part: bytearray | None) -> None:
-        """Put a layer into each of the entry's rows; rank 0 has the ``part``, of all kv heads."""
+        """Write a layer to each of the entry's rows; rank 0 has ``part``, with all kv heads."""
         device, some_row = self._cache.k.device, self._cache.padding_row
-        num_bytes = sum(piece.nbytes for piece in self._pieces(layer, some_row, entry))  # of the rank's own heads
-        shape = (self._num_heads, num_bytes // (self._own.stop - self._own.start))
+        num_bytes = sum(piece.nbytes for piece in self._pieces(layer, some_row, entry))  # of local heads
+        shape = (self._num_heads, num_bytes // (self._local_heads.stop - self._local_heads.start))
         if part is None:
             data = torch.empty(shape, dtype=torch.uint8, device=device)  # [G, B]
         else:
             data = torch.frombuffer(part, dtype=torch.uint8).view(shape).to(device)
-        data = self._group.broadcast(data, 0)[self._own]
+        data = self._group.broadcast(data, 0)[self._local_heads]
         for row in self._cache.local_rows(entry.rows):
             start = 0
-            if self._votes is not None:
+            if self._scores is not None:
                 for span in self._cache.spans(layer, entry.budget):
-                    self._cache.slots(self._votes, layer, row, span).zero_()
+                    self._cache.slots(self._scores, layer, row, span).zero_()
             for piece in self._pieces(layer, row, entry):
                 stop = start + piece[0].numel() * piece.element_size()
                 piece.copy_(data[:, start:stop].contiguous().view(piece.dtype).view(piece.shape))
@@ -78,31 +77,31 @@ class RowParts:
         return self._group.broadcast(data.to(device), 0).view(dtype)
 
     def _bytes(self, layer: int, row: int, entry: PrefillEntry) -> Tensor:
-        """A copy of what a rank has of a layer of one of its rows, ``[own kv heads, B]``."""
+        """A copy of a layer of a local row, ``[local kv heads, B]``."""
         return torch.cat([_by_head(piece) for piece in self._pieces(layer, row, entry)], 1)
 
     def _pieces(self, layer: int, row: int, entry: PrefillEntry) -> Iterator[Tensor]:
-        """Views of the row, ``[heads, ...]``, in the order of the wire."""
+        """Views of the row, ``[heads, ...]``, in wire order."""
         for span in self._cache.spans(layer, entry.budget):
             num_slots = layout.num_visible(len(entry.token_ids), span.budget.capacity)
             parts = self._cache.parts(layer, row, span)
             for _, scale in parts:
                 if scale is not None:
                     yield scale if scale.dim() == 1 else scale[:, :num_slots]
-            if self._votes is not None:
-                yield self._cache.slots(self._votes, layer, row, span)[:, : span.budget.num_topk]
+            if self._scores is not None:
+                yield self._cache.slots(self._scores, layer, row, span)[:, : span.budget.num_topk]
             for tokens, _ in parts:
                 yield tokens[:, :num_slots]
 
 
 def read_later(data: Tensor) -> Callable[[], memoryview]:
-    """The bytes of a tensor that does not change any more; the call waits for the device."""
+    """A function that waits for the device and returns the bytes of ``data``, which must not change."""
     arriving = Arriving(data.flatten())
     return lambda: arriving.read()[0].numpy().data
 
 
 def hidden_bytes(hidden: Tensor) -> Callable[[], memoryview]:
-    """A hidden state ``[D]``, to be read later."""
+    """``read_later`` of a copy of a hidden state ``[D]``."""
     return read_later(hidden.contiguous().view(torch.uint8).clone())
 
 

@@ -1,4 +1,4 @@
-"""State that outlives a step: one entry per row in tensors whose addresses never change.
+"""Counters of every row, in tensors whose addresses never change.
 
 ``num_tokens`` drives slots and lengths, ``next_position`` drives RoPE; they differ when a prompt was compressed before
 prefill. The last entry of every tensor is the padding row. Sampling state: ``sampling_state.py``.
@@ -33,11 +33,11 @@ class Rows:
 
     @staticmethod
     def entry(prompt_len: int, next_position: int, budget: KVBudget) -> Counters:
-        """What ``admit`` sets of a row whose prompt of ``prompt_len`` tokens has just been written to it."""
+        """Counters of a row after a prompt of ``prompt_len`` tokens was written to it, for ``admit``."""
         return prompt_len, next_position, layout.ring_start(budget, prompt_len), budget.capacity
 
     def admit(self, rows: Tensor, entries: Tensor) -> None:
-        """Give ``rows [B]`` to new owners: a line of ``entries [B, 4]`` each, both int64 on the device."""
+        """Set the counters of ``rows [B]`` to ``entries [B, 4]``, both int64 on the device."""
         for counter, values in zip(
             (self.num_tokens, self.next_position, self.ring_start, self.capacity), entries.unbind(1), strict=True
         ):
@@ -48,7 +48,7 @@ class Rows:
         self.last_token[rows] = tokens.clamp(min=0)
 
     def reselect(self, row: int, num_tokens: int, ring_start: int) -> None:
-        """A row was re-selected: its counters are those of a row that holds this much."""
+        """Set back the counters of a re-selected row."""
         self.num_tokens[row].fill_(num_tokens)  # `tensor[row] = number` would wait for a GPU
         self.ring_start[row].fill_(ring_start)
 
@@ -61,14 +61,14 @@ class Rows:
         return torch.minimum(self.num_tokens[rows] + 1, self.capacity[rows])
 
     def places(self, rows: Tensor, spec: KVSpec) -> list[RowPlaces]:
-        """Of the next token of each of ``rows [B]``, by layer: where it is written, and what it sees."""
-        of_row = RowPlaces(rows, self.slots(rows), self.lengths(rows))
-        windows = {own.num_tokens for own in spec.layers if isinstance(own, Window)}
+        """By layer: where the next token of each of ``rows [B]`` is written, and what it attends to."""
+        places = RowPlaces(rows, self.slots(rows), self.lengths(rows))
+        windows = {layer.num_tokens for layer in spec.layers if isinstance(layer, Window)}
         if not windows:
-            return [of_row] * spec.num_layers
+            return [places] * spec.num_layers
         fed = self.num_tokens[rows]
         rings = {size: RowPlaces(rows, fed.remainder(size), (fed + 1).clamp(max=size)) for size in windows}
-        return [rings[own.num_tokens] if isinstance(own, Window) else of_row for own in spec.layers]
+        return [rings[layer.num_tokens] if isinstance(layer, Window) else places for layer in spec.layers]
 
     def advance(self, rows: Tensor, tokens: Tensor) -> None:
         """A decode step has sampled ``tokens [B]`` for ``rows [B]``."""

@@ -148,14 +148,16 @@ class ModelRunner:
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
         spec = decoder.kv_spec(config.kv_dtype).limited(config.max_model_len)
         self._whole_spec = decoder.whole_kv_spec(config.kv_dtype).limited(config.max_model_len)
-        partition = RowPartition(config.max_rows, decoder.group.rank, decoder.group.size) if decoder.is_dealt else None
+        partition = (
+            RowPartition(config.max_rows, decoder.group.rank, decoder.group.size) if decoder.is_data_parallel else None
+        )
         capacity = config.budget.capacity
         heads = None if config.heads is None else config.heads.of_rank(decoder.group.rank, decoder.group.size)
         self.cache = KVCache(spec, config.max_rows, capacity, device, decoder.kernels, partition, heads)
         self.rows = Rows(config.max_rows, device)
         self.buffers = StagingBuffers(spec, model.hidden_size, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
-        case = Case.of_model(device, dtype, decoder.share)
+        case = Case.of_model(device, dtype, decoder.shard)
         self.prefill_attention = choose(config.prefill_attention, case)
         logger.info(self.prefill_attention.describe())
         queries = None

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: the plain meaning of every kernel (reference), faster versions, the choice (bound)."""
+"""Tensors in, tensors out: the reference of every kernel, faster versions, and the choice (``interface.bind``)."""

@@ -1,7 +1,7 @@
-"""The functions that a layer and a cache call on one device, bound once when an engine is loaded.
+"""The kernels of one device, bound once when an engine is loaded.
 
-``bind`` makes the object; it is handed to the decoder, the cache and the views, which call its fields and never ask
-what device they are on. ``reference.py`` holds the meaning of every field, in plain PyTorch.
+Decoder, cache and views call the fields of the ``Kernels`` that ``bind`` returns. ``reference.py`` has the reference of
+every field in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ScoreKernel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Tensors in, tensors out; the meaning of each field is the function of its name in ``reference.py``."""
+    """Tensors in, tensors out; each field's reference is the function of that name in ``reference.py``."""
 
     version: KernelVersion
     # x [P, D] sorted by expert, weight [X, O, D], its scales or None, ends [X] int32 of each expert's rows -> [P, O]
     grouped_linear: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
-    # x [T, D] of few tokens, codes [O, D * bits / 8], scales [O, D / group], bias [O] -> [T, O]. None where a product
-    # with codes widens the matrix, block by block.
+    # x [T, D] of few tokens, codes [O, D * bits / 8], scales [O, D / group], bias [O] -> [T, O]. None: the
+    # matrix is dequantized block by block.
     code_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [T, D], weight [D], eps
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]  # residual += x in place, and the norm of the sum
@@ -57,11 +57,11 @@ class Kernels:
     batch_tiles: tuple[int, ...] = (1,)  # the batch sizes from which a decode step launches other kernels
 
     def normed(self, given: SumNorm) -> Tensor:
-        """The norm that ``given`` means, ``[T, D]``."""
+        """``sum_norm`` of ``given``, ``[T, D]``."""
         return self.sum_norm(*given)
 
     def sum_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """``residual [T, D] += x`` in place unless there is no ``x``, and the norm of the sum."""
+        """``residual [T, D] += x`` in place if ``x`` is given, and the norm of the sum."""
         return self.rms_norm(residual, weight, eps) if x is None else self.add_rms_norm(residual, x, weight, eps)
 
 
@@ -86,7 +86,7 @@ def bind(device: torch.device | str, version: KernelVersion | None = None) -> Ke
 
 
 def has_triton() -> bool:
-    """True where Triton is installed beside a PyTorch for NVIDIA GPUs; it is not imported."""
+    """True where Triton is installed with a PyTorch for NVIDIA GPUs; it is not imported."""
     return importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
 

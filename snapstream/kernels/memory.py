@@ -1,7 +1,8 @@
-"""Small data of the host on its way to the device, without waiting for either.
+"""Host memory: large zeroed buffers in huge pages, and uploads of small data without synchronization.
 
-On a GPU the copy goes through pinned memory and runs in the order of the stream; torch's allocator of pinned memory
-hands a buffer out again only when the event of its copy has passed. One upload per purpose and step, never one per row.
+Weights and rows are read end to end at every step. With 4 KiB pages each page costs a TLB lookup and stops hardware
+prefetch; a huge page has 2 MiB. Uploads to a GPU go through pinned memory in stream order; torch reuses a pinned buffer
+only after its copy. One upload per purpose and step, never one per row.
 """
 
 from __future__ import annotations
@@ -15,18 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Large memory of a CPU: in huge pages where the system has them, from a cache line's border on, zero until it is used.
-#
-# Weights and rows are read from end to end at every step. In pages of 4 KiB each read of a page begins with a search
-# for its address and ends whatever the processor had fetched ahead; a huge page has 2 MiB.
-
 HUGE = 2 << 20  # bytes of a huge page, on the processors that the looped library is built for
-LEAST = 4 * HUGE  # below, pages that are used in part would weigh too much
+LEAST = 4 * HUGE  # smaller buffers would waste too much of their last page
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros ``shape``; the system hands out what is not small piece by piece on first use, so that untouched memory
-    costs nothing. The memory goes back to the system with the last tensor over it. OSError where it gives none.
+    """Zeros ``shape``; large buffers are allocated page by page on first use, and freed with the last tensor over them.
+
+    OSError if the system cannot allocate them.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < LEAST or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,4 +1,4 @@
-"""The kernels in plain PyTorch for any device: as ``reference.py`` means them, without its fp32 copies."""
+"""The kernels in PyTorch for any device: equal to ``reference.py``, without its fp32 copies."""
 
 from __future__ import annotations
 
@@ -152,11 +152,8 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor,
     return found[0].reshape(1, num_heads, num_queries, head_dim), lse.reshape(1, num_heads, num_queries)
 
 
-# Scores by which selectors choose, in ``O(queries x chunk)`` of memory.
-#
-# Where keys can be multiplied as they lie, some queries at a time meet all of them, once. Elsewhere chunks of keys are
-# widened, in two passes: the first finds the softmax normaliser of every query that votes, the second adds up the
-# probabilities. Same meaning as ``reference.snapkv_scores``, ``hop_scores`` and ``key_diversity``; runs on any device.
+# Selector scores in O(queries x chunk) memory. fp32 keys on a CPU are multiplied in place, some queries at a time with
+# all keys. Otherwise chunks of keys are converted to fp32, in two passes: normalizers, then sums of probabilities.
 
 CHUNK = 4096  # keys per pass; 32 queries x 32 heads x 4096 keys in fp32 are 16 MiB
 
@@ -194,10 +191,10 @@ def snapkv_scores(
     if keys.dtype == torch.float32 and keys.device.type == "cpu":
         seen, own = keys[:, low:high], slice(start - low, stop - low)
         visible = None if high - 1 <= first_query else first_query - low  # the last key that the first query sees
-        return _votes_at_once(folded.unflatten(1, (group, -1)), seen, own, visible, group_max, chunk)
+        return _cpu_scores(folded.unflatten(1, (group, -1)), seen, own, visible, group_max, chunk)
     if not over_row and high - low <= chunk:  # one block: its softmax needs no second pass
         _, _, block = next(logits(low, high))
-        return _votes(block.softmax(-1).nan_to_num_(0.0), group, group_max)
+        return _merge_heads(block.softmax(-1).nan_to_num_(0.0), group, group_max)
     normaliser = torch.full(folded.shape[:2], float("-inf"), device=keys.device)  # [G, r*w]
     for _, _, block in logits(low, high):
         normaliser = torch.logaddexp(normaliser, block.logsumexp(-1))
@@ -205,7 +202,7 @@ def snapkv_scores(
     for a, b, block in logits(start, stop):
         # A query that sees no key has the normaliser -inf; -inf - -inf is NaN and means no vote.
         weights = block.sub_(normaliser[..., None]).exp_().nan_to_num_(0.0)
-        scores[:, a - start : b - start] = _votes(weights, group, group_max)
+        scores[:, a - start : b - start] = _merge_heads(weights, group, group_max)
     return scores
 
 
@@ -253,9 +250,7 @@ def key_diversity(keys: Tensor, start: int, stop: int, *, chunk: int = CHUNK) ->
     return scores
 
 
-def _votes_at_once(
-    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, chunk: int
-) -> Tensor:
+def _cpu_scores(queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, chunk: int) -> Tensor:
     """Votes ``[G, n]`` of ``queries [G, r, w, E]``, scaled, for the keys ``own`` of ``keys [G, N, E]``.
 
     ``visible``: query t sees the keys up to ``visible + t``; None: all. A piece - some kv heads, some query heads of
@@ -266,13 +261,13 @@ def _votes_at_once(
     at_once = min(max(rows // (group * num_queries), 1), num_kv_heads)
     rows = max(rows // at_once, 1)  # of a kv head
     parts = [
-        _votes_of_heads(queries[first : first + at_once], keys[first : first + at_once], own, visible, group_max, rows)
+        _scores_of_heads(queries[first : first + at_once], keys[first : first + at_once], own, visible, group_max, rows)
         for first in range(0, num_kv_heads, at_once)
     ]
     return torch.cat(parts)
 
 
-def _votes_of_heads(
+def _scores_of_heads(
     queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, rows: int
 ) -> Tensor:
     """The same, all kv heads at once, with ``rows`` queries of each at a time."""
@@ -298,7 +293,7 @@ def _votes_of_heads(
     return votes
 
 
-def _votes(weights: Tensor, group: int, group_max: bool) -> Tensor:
+def _merge_heads(weights: Tensor, group: int, group_max: bool) -> Tensor:
     """Sum over the queries, merge the group: ``[G, r*w, c]`` -> ``[G, c]``."""
     votes = weights.unflatten(1, (group, -1)).sum(2)  # [G, r, c]
     return votes.amax(1) if group_max else votes.sum(1)
@@ -359,7 +354,7 @@ def whole_tokens(tokens: Tensor, index: Tensor) -> Tensor:
 
 
 def rotate(heads: Tensor, rope: CosSin) -> Tensor:
-    """``heads [T, any, E]`` turned by their angles: fp32 inside, result in the dtype of ``heads``."""
+    """RoPE of ``heads [T, any, E]``: fp32 inside, result in the dtype of ``heads``."""
     cos, sin = rope
     half = heads.shape[-1] // 2
     return torch.addcmul(heads * cos, heads.roll(half, dims=-1), sin).to(heads.dtype)

@@ -1,6 +1,6 @@
-"""The plain PyTorch meaning of every kernel. Slow and short; every faster version is tested against these.
+"""Reference of every kernel in plain PyTorch, slow and short; every faster version is tested against it.
 
-A field of ``bound.Kernels`` has here a function of its name and its signature; the others are the parts of those.
+Each field of ``interface.Kernels`` has a function of its name and signature here; the others are their parts.
 Softmax and scores are fp32 whatever the storage dtype. Shapes: T chunk tokens, N prompt tokens, B rows of a batch,
 w observation queries, H query heads, G kv heads, E head dim, C capacity.
 """
@@ -193,11 +193,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def hop_scores(weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int) -> Tensor:
-    """How much attention the candidates ``[start, stop)`` get from prompt tokens that vote in turn: ``[G, n]`` fp32.
+    """Attention that the candidates ``[start, stop)`` get from given prompt tokens: ``[G, n]`` fp32.
 
-    ``voters [G, m]`` are candidates (0 is ``start``), ``weights [G, m]`` what their votes count; ``queries [N, H, E]``
-    and ``keys [G, N, E]`` are those of the whole prompt. The softmax runs over all candidates but the voter itself,
-    later ones too: the question may make use of a token that stands behind. Averaged over the heads of a group.
+    ``voters [G, m]`` are these tokens, as candidates (0 is ``start``), ``weights [G, m]`` their weights;
+    ``queries [N, H, E]`` and ``keys [G, N, E]`` are those of the whole prompt. The softmax runs over all candidates but
+    the voter itself, later ones too: a question may refer to a token after it. Averaged over the heads of a group.
     """
     num_keys, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[0]
@@ -230,11 +230,11 @@ def snapkv_scores(
     over_row: bool,
     group_max: bool,
 ) -> Tensor:
-    """How much attention the candidates ``[start, stop)`` get from the queries that vote: ``[G, stop - start]`` fp32.
+    """Attention that the candidates ``[start, stop)`` get from observation queries: ``[G, stop - start]`` fp32.
 
     ``queries [w, H, E]`` at positions ``first_query ..``; ``keys [G, N, E]``. The softmax runs over the candidates, or
     with ``over_row`` over every key; a query never sees keys after its own position, and one that sees no candidate
-    casts no vote. Summed over the queries, then summed (``group_max``: maximum) over the heads of a group.
+    counts as 0. Summed over the queries, then summed (``group_max``: maximum) over the heads of a group.
     """
     num_queries, num_heads, head_dim = queries.shape
     num_kv_heads, num_keys, _ = keys.shape

@@ -22,7 +22,7 @@ class HeadNorm(NamedTuple):
 
 
 class SumNorm(NamedTuple):
-    """The RMSNorm of a sum, which is made when it is needed: ``residual += x`` happens then, once."""
+    """An RMSNorm of a sum, evaluated lazily: the consumer does ``residual += x`` once."""
 
     residual: Tensor  # [T, D]
     x: Tensor | None  # [T, D]; None: nothing is added
@@ -31,7 +31,7 @@ class SumNorm(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Tokens and the experts that they chose; a pair is a token and one of its experts."""
+    """Tokens and their experts; a pair is a token and one of its experts."""
 
     order: Tensor  # [T k] int64: token * k + which of its experts, sorted by expert; behind all, those not stored here
     ends: Tensor  # [X'] int32: of the experts stored here, the pair before which those of each end
@@ -40,7 +40,7 @@ class Pairs(NamedTuple):
 
 
 class RowPlaces(NamedTuple):
-    """Where the tokens of a decode step go, and what they see."""
+    """Where the tokens of a decode step are written, and what they attend to."""
 
     rows: Tensor  # [B] int64
     slots: Tensor  # [B] int64: where each row's new token is written
@@ -86,6 +86,6 @@ class LayerRows:
         return self.key_scales[self.layer], self.value_scales[self.layer]
 
     def refuse_latents(self, kernel: str) -> None:
-        """ValueError where values are no tensor of their own, for a kernel that reads two."""
+        """ValueError for rows without a value tensor, for a kernel that needs one."""
         if self.values_are_keys:
             raise ValueError(f"{kernel} reads keys and values from two tensors; in these rows the values are the keys")

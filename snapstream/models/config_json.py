@@ -1,6 +1,11 @@
-"""The experts of a config.json as a ``MoEConfig``, per family, and what of them cannot be run. No torch.
+"""Reads a checkpoint's JSON files: bounded and validated, single fields, RoPE settings, fingerprint. No torch.
 
-The settings are complete: a row of ``FAMILIES`` has the values of the keys that config.json lacks.
+Invariant: whatever a file holds, reading it raises ValueError with its path or returns plain data; none of it is
+executed. ``plan`` reads a checkpoint's settings through this module too.
+
+Context length after RoPE scaling: for llama3 ``max_position_embeddings`` already is it; linear and dynamic multiply it
+by the factor; yarn multiplies the original context (Qwen2.5 states 32,768 and a factor of 4 and means 131,072). Serving
+engines read checkpoints this way; ``transformers`` itself never enforces a limit.
 """
 
 from __future__ import annotations
@@ -18,13 +23,10 @@ from typing import Any, cast, get_args
 from snapstream.config import RopeConfig, RopeKind
 from snapstream.types import named
 
-# Settings files of a checkpoint, read with suspicion: broken or oversized ones are refused by name, and so is code.
-#
-# Invariant: whatever a file holds, reading it raises ValueError with its path or returns plain data; nothing of it is
-# run. No torch, no transformers: ``plan`` reads a checkpoint's settings through this too.
+Settings = Mapping[str, Any]  # a parsed config.json
 
 MAX_DIGITS = 40  # of a whole number; longer ones become floats, which every whole-number setting refuses
-# The files in which transformers looks for ``auto_map``: Python files of the checkpoint that it should load.
+# Files in which transformers looks for ``auto_map``: Python files of the checkpoint that it should load.
 CODE_FILES = (
     "config.json",
     "tokenizer_config.json",
@@ -70,9 +72,9 @@ def _whole(digits: str) -> int | float:
 
 
 def check_folder(folder: Path) -> None:
-    """ValueError for a file of a checkpoint that would block or fill the memory when read, or that names code."""
+    """ValueError for a checkpoint file that would block or exhaust memory when read, or that names code."""
     for place in (folder, folder / TEMPLATE_FOLDER):
-        with suppress(OSError):  # of a folder that cannot be listed, check_file sees what is opened by name
+        with suppress(OSError):  # if it cannot be listed, check_file still checks files opened by name
             for file in sorted(place.iterdir()):
                 check_file(file)
     refuse_code(folder)
@@ -95,10 +97,10 @@ def check_file(file: Path) -> None:
 
 
 def refuse_code(folder: Path) -> None:
-    """ValueError if a settings file names Python code of the checkpoint's own, with file and field.
+    """ValueError, with file and field, if a settings file names Python code of the checkpoint.
 
-    Such code is never run, and a model that needs it is not the one that its architecture names. Where stock code
-    reads the checkpoint just as well, its owner can delete the field.
+    Such code is never run, and a model that needs it is not the one that its architecture names. If stock code reads
+    the checkpoint too, its owner can delete the field.
     """
     for name in CODE_FILES:
         file = folder / name
@@ -109,7 +111,7 @@ def refuse_code(folder: Path) -> None:
             )
 
 
-# Single fields of a config.json, checked; ValueError with the field's name and its value.
+# Single fields: ValueError with the field's name and its value.
 
 MAX_WHOLE = 2**40  # of a size or a token id; larger ones are no model's
 MAX_NUMBER = 1e12  # of a base frequency, the largest number in any config
@@ -128,7 +130,7 @@ def number(
     settings: Mapping[str, Any], name: str, default: float | None = None, *, above: float = -math.inf,
     most: float = MAX_NUMBER,
 ) -> float:  # fmt: skip
-    """A finite number over ``above`` and up to ``most``; ``default`` where the field is absent or null."""
+    """A finite number greater than ``above`` and up to ``most``; ``default`` where the field is absent or null."""
     value = settings.get(name)
     value = default if value is None else value
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -160,20 +162,16 @@ def token_ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-# Rope settings of a config.json, in either spelling, as a ``RopeConfig``. No torch.
-#
-# The context after stretching: ``max_position_embeddings`` already is it for llama3; linear and dynamic multiply it by
-# the factor; yarn multiplies the original context (Qwen2.5 states 32,768 and a factor of 4 and means 131,072). Serving
-# engines read checkpoints so; ``transformers`` itself never enforces a limit.
+# RoPE settings.
 
 KINDS: tuple[str, ...] = get_args(RopeKind)
 MAX_FACTOR = 1e6  # by which a context may be stretched; published models stay below 1000
 
 
 def parse_rope(settings: Mapping[str, Any], max_position: int, *, is_partial: bool = False) -> RopeConfig:
-    """Read the rope settings; ``max_position`` is max_position_embeddings. The unsupported raises ValueError.
+    """Read the RoPE settings; ``max_position`` is max_position_embeddings. ValueError if not supported.
 
-    ``is_partial``: the architecture can rotate a part of each head, as partial_rotary_factor says.
+    ``is_partial``: partial_rotary_factor applies to the architecture.
     """
     values = rope_settings(settings)
     kind = str(values.get("rope_type") or values.get("type") or "default")
@@ -186,7 +184,7 @@ def parse_rope(settings: Mapping[str, Any], max_position: int, *, is_partial: bo
 
 
 def _parse_kind(settings: Mapping[str, Any], values: Mapping[str, Any], max_position: int, kind: str) -> RopeConfig:
-    theta = number(values, "rope_theta", above=1.0)  # with 1 all dimensions would turn alike
+    theta = number(values, "rope_theta", above=1.0)  # with 1 all frequencies would be equal
     if kind == "default":
         return RopeConfig(theta=theta)
     original = _original_max_position(settings, values, max_position, kind)
@@ -207,7 +205,7 @@ def _parse_kind(settings: Mapping[str, Any], values: Mapping[str, Any], max_posi
 
 
 def stretched_max_position(rope: RopeConfig, max_position: int) -> int:
-    """Longest sequence the model is made for, see above."""
+    """Context length after RoPE scaling, see above."""
     match rope.kind:
         case "linear" | "dynamic" | "yarn":
             return int(rope.original_max_position * rope.factor)
@@ -216,7 +214,7 @@ def stretched_max_position(rope: RopeConfig, max_position: int) -> int:
 
 
 def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One flat dict, whichever spelling; what stands inside the rope dict wins over the top level."""
+    """RoPE settings in either spelling as one flat dict; the rope dict overrides the top level."""
     inner = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(inner, dict) or any(isinstance(value, dict) for value in inner.values()):
         raise ValueError(f"rope settings that differ by layer type are not supported: {inner!r}")
@@ -264,9 +262,6 @@ def _yarn(values: Mapping[str, Any], theta: float, factor: float, original: int)
     )
 
 
-Settings = Mapping[str, Any]  # a parsed config.json
-
-
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file of weights, evenly spaced
 _MAX_HEADER = 2**26
 
@@ -274,8 +269,8 @@ _MAX_HEADER = 2**26
 def fingerprint(folder: Path | str, *, with_mtime: bool = False) -> str:
     """Identifies a checkpoint by its config.json and samples of its weights: 32 hexadecimal digits.
 
-    ``with_mtime``: also by when its files were changed, which tells weights that differ between the samples apart, but
-    not a copy of the folder. OSError or ValueError for a folder that is no checkpoint.
+    ``with_mtime`` includes modification times: this detects weights that differ between the samples, but a copy of the
+    folder gets another fingerprint. OSError or ValueError for a folder that is not a checkpoint.
     """
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

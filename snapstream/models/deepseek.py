@@ -1,8 +1,8 @@
 """DeepSeek-V2 and V3: multi-head latent attention (arXiv 2405.04434) and shared experts. No torch.
 
-Three fields of config.json mean something else here: ``head_dim`` is the rotated part of a head,
-``num_key_value_heads`` counts expanded heads where a row holds one latent for all, and YaRN's ``mscale_all_dim``
-changes the scale of the softmax.
+Three config.json fields have another meaning here: ``head_dim`` is the rotated part of a head,
+``num_key_value_heads`` counts expanded heads although a row holds one latent for all, and YaRN's ``mscale_all_dim``
+changes the softmax scale.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ V3_DEFAULTS: Settings = {
 
 
 def _read_latent(settings: Settings) -> Recipe:
-    """Fields of ``ModelConfig`` by the names of DeepSeek; a latent counts as the head of the one kv head."""
+    """Latent attention as fields of ``ModelConfig``; the latent is the head of a single kv head."""
     nope_dim, rope_dim = whole_number(settings, "qk_nope_head_dim"), whole_number(settings, "qk_rope_head_dim")
     q_rank = settings.get("q_lora_rank")
     latent = LatentConfig(
@@ -51,23 +51,23 @@ def _read_latent(settings: Settings) -> Recipe:
 
 
 def deepseek_v3(settings: Settings) -> Recipe:
-    """Latent attention, and behind the first layers experts with sigmoid scores in groups (arXiv 2412.19437, 2.1)."""
+    """Latent attention, and after the first layers experts with sigmoid scores in groups (arXiv 2412.19437, 2.1)."""
     return {**_read_latent(settings), "moe": _experts(settings, read_sigmoid_moe)}
 
 
 def _deepseek_v2(settings: Settings) -> Recipe:
-    """Latent attention, and behind the first layers experts with softmax scores (arXiv 2405.04434, section 2.2)."""
+    """Latent attention, and after the first layers experts with softmax scores (arXiv 2405.04434, section 2.2)."""
     return {**_read_latent(settings), "num_mtp_layers": 0, "moe": _experts(settings, _read_softmax_moe)}
 
 
 def _experts(settings: Settings, read: Callable[[Settings], MoEConfig]) -> MoEConfig | None:
-    """The experts; None where no layer has any."""
+    """The experts; None if no layer has any."""
     num_dense = whole_number(settings, "first_k_dense_replace")
     return None if num_dense >= whole_number(settings, "num_hidden_layers") else read(settings)
 
 
 def _softmax_scale(settings: Settings, query_dim: int) -> float:
-    """1 / sqrt of a head, times the square of YaRN's growth by ``mscale_all_dim`` (DeepSeek-V2, section 3.1.4)."""
+    """1 / sqrt(head size), times the square of YaRN's factor for ``mscale_all_dim`` (DeepSeek-V2, section 3.1.4)."""
     rope = parse_rope(settings, whole_number(settings, "max_position_embeddings"))
     growth = 1.0
     if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
@@ -89,7 +89,7 @@ def _deepseek_v2_refusals(settings: Settings) -> list[str]:
 
 
 def _read_softmax_moe(settings: Settings) -> MoEConfig:
-    """DeepSeek-V2's routing: softmax scores as they are, inside the best groups only if ``topk_method`` says so."""
+    """DeepSeek-V2's routing: unnormalized softmax scores; group-limited only with that ``topk_method``."""
     has_groups = settings.get("topk_method") == "group_limited_greedy"
     return MoEConfig(
         num_experts=whole_number(settings, "n_routed_experts"),
@@ -104,7 +104,7 @@ def _read_softmax_moe(settings: Settings) -> MoEConfig:
 
 
 def _routing_refusals(settings: Settings, scoring: str, methods: tuple[str, ...]) -> list[str]:
-    """What of DeepSeek's own fields, which transformers does not read, would route otherwise."""
+    """Fields that transformers does not read and that would change the routing."""
     reasons = []
     for name, known in (("scoring_func", (scoring,)), ("topk_method", methods), ("moe_layer_freq", (1,))):
         value = settings.get(name)

@@ -1,9 +1,9 @@
-"""What a model family is, and the readers that several families share. No torch.
+"""What a model family is, and config readers that several families share. No torch.
 
 A family is a file (``llama.py``, ``deepseek.py``, ...) with a ``Family`` for each of its architectures: the defaults of
-its config.json, and its layer as a ``Recipe`` of parts that exist. Tensors (``tensors.py``), layers (``layers.py``,
-``latent.py``), the size of a cached token and the looped executors follow from the recipe. Only a family with other
-mathematics names tensors and a layer class itself.
+its config.json, and its layer as a ``Recipe`` of existing parts. Tensors (``tensors.py``), layers (``layers.py``,
+``latent.py``), the KV cache and the looped executors follow from the recipe. Only a family with other math names
+tensors and a layer class.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from snapstream.models.tensors import TensorSpecs, decoder_tensors
 
 
 class Recipe(TypedDict, total=False):
-    """The parts of a layer, and sizes that config.json states in the family's own way: fields of ``ModelConfig``.
+    """The parts of a layer, and sizes that a family's config.json names differently: fields of ``ModelConfig``.
 
-    Every layer is pre-norm RMSNorm, attention with rotary embedding, and a SwiGLU or experts; absent fields are the
-    defaults of ``ModelConfig``.
+    Every layer is pre-norm RMSNorm, attention with RoPE, and a SwiGLU or experts; absent fields have the defaults of
+    ``ModelConfig``.
     """
 
     qkv_bias: bool
@@ -46,23 +46,23 @@ def attention_biases(settings: Settings) -> Recipe:
 
 
 def windows_of_all_layers(settings: Settings) -> Recipe:
-    """sliding_window of every layer, where it is given and no use_sliding_window turns it off."""
+    """sliding_window in every layer, unless absent or disabled."""
     window = sliding_window(settings)
     return {} if window is None else {"windows": (window,) * _num_layers(settings)}
 
 
 def windows_by_type(settings: Settings, is_sliding: Callable[[int], bool]) -> Recipe:
-    """sliding_window of the layers that layer_types names; without layer_types, of those with ``is_sliding``."""
+    """sliding_window in the layers that layer_types names; without layer_types, in those with ``is_sliding``."""
     window, types = sliding_window(settings), settings.get("layer_types")
     if window is None:
         return {}
     layers = range(_num_layers(settings))
     has = [is_sliding(layer) if types is None else types[layer] == "sliding_attention" for layer in layers]
-    return {"windows": tuple(window if own else None for own in has)} if any(has) else {}
+    return {"windows": tuple(window if is_windowed else None for is_windowed in has)} if any(has) else {}
 
 
 def sliding_window(settings: Settings) -> int | None:
-    """Tokens of the window; None where there is none, or use_sliding_window turns it off."""
+    """Window in tokens; None if absent or disabled by use_sliding_window."""
     if settings.get("sliding_window") is None or not flag(settings, "use_sliding_window", default=True):
         return None
     window = whole_number(settings, "sliding_window")
@@ -79,21 +79,21 @@ def _num_layers(settings: Settings) -> int:
 class Family:
     """An architecture: how its config.json is read, what is refused, and what it computes."""
 
-    # Values of keys that config.json lacks: those of the architecture's config class in transformers. A key that is
-    # there and null has none of them. Absent sizes without a default are refused.
+    # Values of absent config.json keys, as in the architecture's config class in transformers. A null key gets no
+    # default. Absent sizes without a default are refused.
     defaults: Settings = field(default_factory=dict)
     recipe: Callable[[Settings], Recipe] = lambda settings: {}
     refusals: Callable[[Settings], list[str]] = lambda settings: []  # why a config.json cannot be run faithfully
-    has_windows: bool = False  # the recipe reads them
-    has_experts: bool = False  # the recipe reads them
-    is_partly_rotated: bool = False  # partial_rotary_factor says how much of a head; otherwise all of it is rotated
+    has_windows: bool = False  # the recipe supports sliding windows
+    has_experts: bool = False  # the recipe supports experts
+    is_partly_rotated: bool = False  # partial_rotary_factor applies
     tensors: Callable[[ModelConfig], TensorSpecs] = decoder_tensors
-    # A models.decoder.Layer of other mathematics, or "module:class" of one; None: the layer of the recipe.
+    # A models.decoder.Layer, or "module:class" of one; None: the layer of the recipe.
     layer: str | type[Any] | None = None
     kv_spec: Callable[[ModelConfig, DType, KVDType], KVSpec] = KVSpec.of
 
     def complete(self, settings: Settings) -> Settings:
-        """A config.json with the values of the keys that it lacks."""
+        """A config.json with defaults for absent keys."""
         return {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **self.defaults, **settings}
 
 
@@ -116,7 +116,7 @@ def read_sigmoid_moe(settings: Settings) -> MoEConfig:
 
 
 def num_mtp_layers(settings: Settings) -> int:
-    """Layers behind the last one that predict further tokens; checkpoints hold them, decoding does not need them."""
+    """Multi-token prediction layers: stored in checkpoints after the last layer, not used here."""
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         if settings.get(name) is not None:
             return whole_number(settings, name)

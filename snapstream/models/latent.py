@@ -1,20 +1,20 @@
-"""Multi-head latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 2.1), also data-parallel.
+"""Multi-head latent attention, the layer of DeepSeek-V2 and V3 (arXiv 2405.04434, section 2.1).
 
-Keys and values of all heads are linear in one latent ``c | r`` per token, which gives two forms of the same attention:
+A token's keys and values of all heads are linear in one latent ``c | r``. The same attention has two forms:
 
-* absorbed: queries are projected to the latent space; latents are the keys of one kv head for all query heads, and
-their
-  c the values. Rows hold latents, so decode uses this form, through ``view.attend``;
-* expanded: keys and values of every head are made from the latents, less work when many queries meet many keys. An
-  ``ExpandingView`` is passed queries and latents.
+* absorbed: queries are projected to the latent space; the latents are the keys of one kv head for all query heads, and
+  their ``c`` the values. Rows hold latents, so decode uses this form, through ``view.attend``;
+* expanded: keys and values of every head are made from the latents, a fraction of the work if many queries attend to
+  many keys. A view with room for them (``ExpandingView``) gets queries and latents and expands.
 
-Kernels divide scores by the square root of the head size. Queries are scaled so that the result is the model's own
-softmax scale; kernels and selectors need not know it.
+Kernels scale by the square root of the head size, so queries are premultiplied by a factor that turns this into the
+model's softmax scale; kernels and selectors need not know it. With several ranks each has some query heads and all of
+the latents.
 
-Data-parallel attention (SnapStream, section 4): a latent belongs to all heads, so with split heads every rank would
-keep every row. Instead, in decode a rank attends its own rows with all heads, and the ranks gather the results; all
-other weights stay split. Prefill splits heads (``own_heads``) over the same stacks: every rank has all latents of a
-prompt, and the owner of a row writes it.
+With data-parallel attention (SnapStream, section 4) whole rows are stored on one rank each, because a latent belongs to
+all heads: with split heads every rank would hold every row. In decode a rank attends its own rows with all heads, and
+the ranks all-gather the result; MLPs stay split. In prefill heads are split (``local_heads``, views of the same
+weights): every rank then has all latents of a prompt, and the owner of a row writes it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class LatentHeads:
         self._expanded_factor = latent.softmax_scale * latent.expanded_dim**0.5
 
     def absorbed(self, queries: Tensor) -> Tensor:
-        nope, turned = (queries * self._absorbed_factor).split((self._latent.nope_dim, self._latent.rope_dim), -1)
-        compared = torch.bmm(nope.transpose(0, 1), self._up_k).transpose(0, 1)  # [T, H, R]
-        return torch.cat((compared, turned), -1)
+        nope, rotated = (queries * self._absorbed_factor).split((self._latent.nope_dim, self._latent.rope_dim), -1)
+        projected = torch.bmm(nope.transpose(0, 1), self._up_k).transpose(0, 1)  # [T, H, R]
+        return torch.cat((projected, rotated), -1)
 
     def expanded(self, queries: Tensor) -> Tensor:
         missing = self._latent.expanded_dim - self._latent.query_dim
@@ -60,11 +60,11 @@ class LatentHeads:
 
     def expand(self, latents: Tensor, keys: Tensor, values: Tensor) -> None:
         nope_dim, query_dim = self._latent.nope_dim, self._latent.query_dim
-        compressed, turned = latents[:, : self._latent.kv_rank], latents[:, self._latent.kv_rank :]
+        compressed, rotated = latents[:, : self._latent.kv_rank], latents[:, self._latent.kv_rank :]
         both = self._kv_b.multiply(compressed.contiguous(), None, self._kernels)  # [n, H (N_o + U)]
         per_head = both.view(len(latents), self._num_heads, -1).transpose(0, 1)  # [H, n, N_o + U]
         keys[..., :nope_dim] = per_head[..., :nope_dim]
-        keys[..., nope_dim:query_dim] = turned
+        keys[..., nope_dim:query_dim] = rotated
         values[..., : self.value_dim] = per_head[..., nope_dim:]
 
     def values(self, attended: Tensor) -> Tensor:
@@ -124,61 +124,61 @@ class LatentLayer:
         queries = self._q.multiply(reduced, None, kernels).view(len(normed), -1, latent.query_dim)
         kept = self._kv_a.multiply(normed, None, kernels)  # [T, R + P]
         compressed = kernels.rms_norm(kept[:, : latent.kv_rank].contiguous(), self._kv_a_norm, LATENT_EPS)
-        unturned = torch.cat((queries[..., latent.nope_dim :], kept[:, None, latent.kv_rank :]), 1)  # [T, H+1, P]
-        turned = kernels.norm_rope(unturned, _NO_NORM, rope, 0)
-        queries = torch.cat((queries[..., : latent.nope_dim], turned[:, :-1]), -1)
-        return queries, torch.cat((compressed[:, None], turned[:, -1:]), -1)
+        unrotated = torch.cat((queries[..., latent.nope_dim :], kept[:, None, latent.kv_rank :]), 1)  # [T, H+1, P]
+        rotated = kernels.norm_rope(unrotated, _NO_NORM, rope, 0)
+        queries = torch.cat((queries[..., : latent.nope_dim], rotated[:, :-1]), -1)
+        return queries, torch.cat((compressed[:, None], rotated[:, -1:]), -1)
 
 
-class DealtRowsView(RowsView):
+class DataParallelRowsView(RowsView):
     """Attention of a rank's own entries of a batch against its own rows."""
 
-    def __init__(self, cache: KVCache, share: BatchShard, kernels: Kernels, queries: QuerySink | None = None) -> None:
-        """``queries`` keeps those of the rank's own entries, of all heads; None where rows are not re-selected."""
-        super().__init__(cache, share.places.rows, [share.places] * cache.spec.num_layers, kernels, queries)
-        self.share = share
+    def __init__(self, cache: KVCache, shard: BatchShard, kernels: Kernels, queries: QuerySink | None = None) -> None:
+        """``queries`` stores rotated queries of the rank's entries, all heads, for KV re-selection; None without."""
+        super().__init__(cache, shard.places.rows, [shard.places] * cache.spec.num_layers, kernels, queries)
+        self.shard = shard
 
 
-class DealtLatentLayer(LatentLayer):
-    """A layer of data-parallel decode, with the weights of all heads."""
+class DataParallelLatentLayer(LatentLayer):
+    """A decode layer with the attention weights of all heads; ``attend`` gathers what all ranks attended."""
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """``residual [B, D]`` is of the whole batch, ``rope`` of the rank's own entries; the attention's output for the
-        whole batch ``[B, D]``.
+        """``residual [B, D]`` of the whole batch and ``rope`` of the rank's entries to the attention output of the
+        whole batch, ``[B, D]``. TypeError for any view but a ``DataParallelRowsView``.
         """
-        if not isinstance(view, DealtRowsView):
-            raise TypeError(f"data-parallel attention needs a DealtRowsView; the view is a {type(view).__name__}")
+        if not isinstance(view, DataParallelRowsView):
+            raise TypeError(f"data-parallel attention needs a DataParallelRowsView, not a {type(view).__name__}")
         normed = self.norm(residual, pending)
-        attended = self.attend_normed(normed[view.share.entries], rope, view)  # [b, H, U]
-        return self.group.all_gather(self.project(attended), 0)[view.share.order]
+        attended = self.attend_normed(normed[view.shard.entries], rope, view)  # [b, H, U]
+        return self.group.all_gather(self.project(attended), 0)[view.shard.order]
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """See ``models.decoder.Layer.finish``; ``attended [B, D]`` is as ``attend`` returned it."""
+        """See ``models.decoder.Layer.finish``; ``attended [B, D]`` is the result of ``attend``."""
         return self.add(residual, attended)
 
 
-def is_dealt(model: ModelConfig, stored: ModelConfig, group: Group) -> bool:
-    """Whether ``stored``, a rank's share of ``model``, uses data-parallel attention."""
+def is_data_parallel(model: ModelConfig, stored: ModelConfig, group: Group) -> bool:
+    """Whether ``stored``, a rank's shard of ``model``, has the attention of all heads."""
     return group.size > 1 and model.latent is not None and stored.num_heads == model.num_heads
 
 
-def with_own_heads(stored: ModelConfig, group: Group) -> ModelConfig:
-    """A rank's share for prefill, which splits heads."""
+def with_local_heads(stored: ModelConfig, group: Group) -> ModelConfig:
+    """The shard of a rank in prefill, with its part of the heads."""
     return replace(stored, num_heads=stored.num_heads // group.size)
 
 
-def own_heads(weights: LayerWeights, config: ModelConfig, group: Group) -> LayerWeights:
-    """Views of a layer's weights with the rank's ``config.num_heads`` heads only."""
+def local_heads(weights: LayerWeights, config: ModelConfig, group: Group) -> LayerWeights:
+    """Views of a layer's weights with the rank's heads only, as many as ``config`` has."""
     latent = config.latent
-    assert latent is not None, "data-parallel attention is for latents"
+    assert latent is not None, "data-parallel attention is for latents only"
 
-    def cut(size: int) -> slice:
+    def heads(size: int) -> slice:
         size *= config.num_heads
         return slice(group.rank * size, (group.rank + 1) * size)
 
-    own = {
-        "q": weights.matrix("q")[cut(latent.query_dim)],
-        "kv_b": weights.matrix("kv_b")[cut(latent.nope_dim + latent.value_dim)],
-        "o": weights.matrix("o")[:, cut(latent.value_dim)],
+    local = {
+        "q": weights.matrix("q")[heads(latent.query_dim)],
+        "kv_b": weights.matrix("kv_b")[heads(latent.nope_dim + latent.value_dim)],
+        "o": weights.matrix("o")[:, heads(latent.value_dim)],
     }
-    return LayerWeights({**weights.matrices, **own}, weights.vectors)
+    return LayerWeights({**weights.matrices, **local}, weights.vectors)

@@ -1,9 +1,12 @@
-"""The layer of Llama, Mistral, Qwen, Mixtral and GLM-4: grouped-query attention and an MLP, each behind an RMSNorm.
+"""The layer of Llama, Mistral, Qwen, Mixtral and GLM-4, and the parts that all layers share.
 
-What differs between them is data: biases, head norms, and whether the MLP is one or a mixture of experts (``mlp.py``).
-The residual stream is carried as two parts: ``residual``, and what the block before has yet to add to it. The norm that
-reads the sum does the addition, so that it costs no pass of its own, and an all-reduce over devices can stand between a
-product and its sum. Of several ranks each has some heads and a part of the MLP: their products are parts of a sum.
+A layer is grouped-query attention and an MLP, each after an RMSNorm. Biases, head norms, and a mixture of experts
+instead of one MLP are data. The residual stream is carried as two parts: ``residual``, and the output of the previous
+block, not added yet; the next norm does the addition, which saves a pass and leaves room for an all-reduce between a
+product and its sum. With several ranks each has some heads and a part of the MLP, and their products are summed.
+
+A layer does not know whether it prefills or decodes: it hands projected heads to a ``KVView`` and gets attended heads
+back. ``views.py`` implements it for staging buffers (prefill) and for rows (decode).
 """
 
 from __future__ import annotations
@@ -22,12 +25,6 @@ from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, Pairs, SumNo
 from snapstream.models.matrix import Matrix
 from snapstream.models.weights import LayerWeights
 
-# The seam between a layer and its cache.
-#
-# A layer never knows whether it prefills or decodes: it hands the projected heads to a view and gets attended heads
-# back. The staging view (prefill) and the rows view (decode) of ``models/views.py`` implement it; a test needs ten
-# lines.
-
 
 class KVView(Protocol):
     """Norms and rotates the heads of one layer, stores its keys and values, attends over all that is visible."""
@@ -35,31 +32,31 @@ class KVView(Protocol):
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         """``heads [T, H+2G, E]`` (q | k | v) as projected; returns ``[T', H, E']`` of the same dtype.
 
-        T' is T, or fewer where only some tokens need an output: the last of each prompt, in the last layer. Where
-        values are the first numbers of the keys (latents) there are no heads of v, ``[T, H+G, E]``. With ``rope``
-        None heads come normed and rotated.
+        T' is T, or fewer if only some tokens need an output: the last of each prompt, in the last layer. If values are
+        the first elements of the keys (latents) there are no heads of v, ``[T, H+G, E]``. With ``rope`` None heads are
+        already normed and rotated.
         """
         ...
 
 
 class LatentHeads(Protocol):
-    """What a layer of latents ``c | r`` makes of its queries and of latents: ``models/latent.py``.
+    """Absorbed and expanded forms of a layer's queries and latents ``c | r``: see ``latent.py``.
 
-    E = R + P numbers of a latent, X of an expanded key or value (the larger of both, the rest zeros).
+    A latent has E = R + P elements, an expanded key or value X: the larger of both, zero-padded.
     """
 
-    value_dim: int  # U, numbers of an expanded value
+    value_dim: int  # U, elements of an expanded value
 
     def absorbed(self, queries: Tensor) -> Tensor:
-        """Queries ``[T, H, N_o + P]`` as they are compared with latents: ``[T, H, E]``."""
+        """Queries ``[T, H, N_o + P]`` for attention over latents: ``[T, H, E]``."""
         ...
 
     def expanded(self, queries: Tensor) -> Tensor:
-        """The same as they are compared with expanded keys: ``[T, H, X]``."""
+        """Queries ``[T, H, N_o + P]`` for attention over expanded keys: ``[T, H, X]``."""
         ...
 
     def expand(self, latents: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Make keys and values of every head from ``latents [n, E]``: into ``keys, values [H, n, X]``."""
+        """Expand ``latents [n, E]`` into ``keys, values [H, n, X]``."""
         ...
 
     def values(self, attended: Tensor) -> Tensor:
@@ -69,19 +66,15 @@ class LatentHeads(Protocol):
 
 @runtime_checkable
 class ExpandingView(Protocol):
-    """A view with room for the expanded keys and values of a layer of latents."""
+    """A view with room for the keys and values expanded from latents."""
 
     def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
         """``queries [T, H, N_o + P]`` and ``latents [T, 1, E]``, both rotated; returns ``[T', H, U]``."""
         ...
 
 
-# Which experts a token passes, and with what weight: the routers of Mixtral, Qwen3, DeepSeek-V2 and V3 as one formula.
-#
-# Scores are fp32. A token's choice depends on that token alone, never on how many others the experts were chosen by:
-# no expert has a capacity, and no token is dropped.
-
-TINY = 1e-20  # keeps a sum of scores that are all 0 from dividing by 0
+# Routing of Mixtral, Qwen3 and DeepSeek. A token's choice depends on that token only: experts have no capacity.
+TINY = 1e-20  # avoids dividing by a zero sum of scores
 
 
 def route(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
@@ -101,7 +94,7 @@ def route(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> tuple[Te
 
 
 def _inside_best_groups(choice: Tensor, moe: MoEConfig) -> Tensor:
-    """``choice [T, X]`` with -inf outside of each token's best groups (device-limited routing, arXiv 2405.04434)."""
+    """``choice [T, X]`` with -inf outside each token's best groups (device-limited routing, arXiv 2405.04434)."""
     grouped = choice.view(-1, moe.num_groups, moe.group_len)  # [T, groups, X / groups]
     best = 2 if moe.group_score == "top2" else 1
     group_scores = grouped.topk(best, dim=-1).values.sum(-1)  # [T, groups]
@@ -110,97 +103,87 @@ def _inside_best_groups(choice: Tensor, moe: MoEConfig) -> Tensor:
     return grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)
 
 
-# Token ids to hidden states and back, where every rank holds its own range of the vocabulary.
-#
-# Ranges have one length, so the last may end in rows that stand for no token: they are never looked up, and their
-# scores are cut off. Alone, a rank has all of it, and nothing is added to the two products.
-
-
 class Vocabulary:
-    """Embedding and output embedding of one rank, ``[V', D]`` each, of V token ids."""
+    """Embedding and output embedding of one rank, ``[V', D]`` each, of V token ids.
+
+    Every rank holds a range of V' ids. The last range may end in rows of no token: they are never looked up, and their
+    logits are dropped.
+    """
 
     def __init__(self, embed: Matrix, head: Matrix, vocab_size: int, kernels: Kernels, group: Group) -> None:
         self._embed, self._head, self._vocab_size = embed, head, vocab_size
         self._kernels, self._group = kernels, group
-        self._num_own = embed.shape[0]  # V'
-        self._first = group.rank * self._num_own
+        self._num_local = embed.shape[0]  # V'
+        self._first = group.rank * self._num_local
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """``token_ids [T]`` to ``[T, D]``: each rank adds the ids of its own range."""
-        if self._num_own == self._vocab_size:
+        """``token_ids [T]`` to ``[T, D]``, summed over ranks."""
+        if self._num_local == self._vocab_size:
             return self._embed.lookup(token_ids)
-        own = token_ids - self._first
-        is_elsewhere = (own < 0) | (own >= self._num_own)
-        found = self._embed.lookup(own.masked_fill(is_elsewhere, 0))
-        return self._group.all_reduce(found.masked_fill_(is_elsewhere[:, None], 0.0))
+        local = token_ids - self._first
+        is_remote = (local < 0) | (local >= self._num_local)
+        found = self._embed.lookup(local.masked_fill(is_remote, 0))
+        return self._group.all_reduce(found.masked_fill_(is_remote[:, None], 0.0))
 
-    def scores(self, normed: Tensor) -> Tensor:
-        """``normed [T, D]`` to the scores of the next token ``[T, V]`` fp32."""
-        own = self._head.multiply(normed, None, self._kernels)  # [T, V']
-        scores = self._group.all_gather(own, 1).to(torch.float32)
-        return scores if scores.shape[1] == self._vocab_size else scores[:, : self._vocab_size].contiguous()
-
-
-# A mixture of experts in the place of a layer's MLP: route, two grouped products, a weighted sum, shared experts.
-#
-# A pair is a token and one of its experts. Pairs are sorted by expert, so that each chosen matrix is read once, in
-# place, by all of its tokens; every tensor has a size that follows from the number of tokens alone. What a token gets
-# does not depend on its neighbours but for rounding: its own pairs are summed in the order of the router's choice. A
-# rank may store some of the experts only. It routes as all do, and leaves out the pairs of others' experts.
-# ``models/layers.py`` chooses; the products are the weights' (``weight.py``).
+    def logits(self, normed: Tensor) -> Tensor:
+        """``normed [T, D]`` to ``[T, V]`` fp32."""
+        local = self._head.multiply(normed, None, self._kernels)  # [T, V']
+        logits = self._group.all_gather(local, 1).to(torch.float32)
+        return logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size].contiguous()
 
 
 class Experts:
-    """The experts of one layer; a ``models.mlp.Mlp``."""
+    """A mixture of experts; an ``Mlp``: route, two grouped products, a weighted sum, shared experts.
+
+    A pair is a token and one of its experts. Pairs are sorted by expert, so that each chosen matrix is read once for
+    all of its tokens; shapes depend on T alone. A token's pairs are summed in the order of the router's choice, so its
+    result does not depend on the other tokens but for rounding. With expert parallelism a rank stores some of the
+    experts, routes like all ranks, and leaves out the pairs of others.
+    """
 
     def __init__(
         self, moe: MoEConfig, weights: LayerWeights, kernels: Kernels, shared: Callable[[Tensor], Tensor] | None
     ) -> None:
-        """``shared`` is the MLP that every token passes, if there is one."""
+        """``shared`` is the MLP of the shared experts, if any."""
         self._moe, self._kernels, self._shared = moe, kernels, shared
         self._router, self._correction = weights.vector("router"), weights.optional("router_bias")
         self._gate_up, self._down = weights.matrix("experts_gate_up"), weights.matrix("experts_down")
-        self._first, self._num_own = moe.own.start, len(moe.own)
-        self._ids = torch.arange(self._num_own, device=self._router.device)
+        self._first, self._num_local = moe.own.start, len(moe.own)
+        self._ids = torch.arange(self._num_local, device=self._router.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, D]`` to the weighted sum of its experts' outputs and the shared ones' ``[T, D]``."""
         logits = F.linear(x.to(torch.float32), self._router)  # [T, X]
         weights, experts = route(logits, self._correction, self._moe)
-        flat = self._own(experts.flatten())
-        order = flat.argsort(stable=True)  # [T k], pairs by expert, those of others' experts behind all
+        flat = self._local_ids(experts.flatten())
+        order = flat.argsort(stable=True)  # [T k], pairs by expert; those of other ranks last
         ends = torch.searchsorted(flat[order], self._ids, right=True, out_int32=True)  # [X'], of each expert's pairs
-        is_whole = self._num_own == self._moe.num_experts
-        pairs = Pairs(order, ends, weights, None if is_whole else flat == self._num_own)
+        is_whole = self._num_local == self._moe.num_experts
+        pairs = Pairs(order, ends, weights, None if is_whole else flat == self._num_local)
         routed = self._gate_up.swiglu_grouped(self._down, x, pairs, self._kernels)  # [T, D]
         return routed if self._shared is None else routed.add_(self._shared(x))
 
     def of_norm(self, given: SumNorm) -> Tensor:
-        """See ``models.mlp.Mlp``."""
+        """See ``Mlp``."""
         return self(self._kernels.normed(given))
 
-    def _own(self, experts: Tensor) -> Tensor:
-        """Ids of experts as counted here, 0 to X' - 1; X' for those of other ranks."""
-        if self._num_own == self._moe.num_experts:
+    def _local_ids(self, experts: Tensor) -> Tensor:
+        """Local ids of experts, 0 to X' - 1; X' for those of other ranks."""
+        if self._num_local == self._moe.num_experts:
             return experts
-        own = experts - self._first
-        return own.masked_fill((own < 0) | (own >= self._num_own), self._num_own)
-
-
-# The second half of a layer: one SwiGLU, or a mixture of them (``experts.py``), as the layer's weights say.
-#
-# Every layer class takes its MLP from ``mlp_of`` and need not know which of the two it is.
+        local = experts - self._first
+        return local.masked_fill((local < 0) | (local >= self._num_local), self._num_local)
 
 
 class Mlp(Protocol):
-    """What a layer does to each token after attention, without norm and sum."""
+    """The second half of a layer, without norm and residual."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, D]``, normed, to what is added to the residual stream ``[T, D]``; of a rank, its part of the sum."""
+        """``x [T, D]``, normed, to the output ``[T, D]``, or this rank's part of the sum."""
         ...
 
     def of_norm(self, given: SumNorm) -> Tensor:
-        """The same of a norm that is still to be made."""
+        """The same, including the norm."""
         ...
 
 
@@ -223,12 +206,12 @@ class SwiGLU:
 
 
 def bias_of_sum(bias: Tensor | None, group: Group) -> Tensor | None:
-    """The bias of a product that is summed over the ranks: one of them adds it."""
+    """The bias of a product that is summed over ranks: rank 0 adds it."""
     return bias if group.rank == 0 else None
 
 
 def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> Mlp:
-    """The MLP of the layer that these weights belong to."""
+    """The MLP of a layer: ``Experts`` if its weights have any, else ``SwiGLU``."""
     if config.moe is not None and "experts_down" in weights.matrices:
         shared = None
         if config.moe.num_shared:

@@ -1,10 +1,9 @@
-"""Packed prompts through a model layer by layer, each layer in chunks of tokens: the one way in which prompts are read.
+"""Layer-wise prefill: packed prompts pass the model layer by layer, each layer in chunks of tokens.
 
-When the last chunk of a layer has passed, ``layer_done`` is called for every prompt with the exact keys and values of
-that layer and the queries it asked for: there rows are written, KV re-selection votes are taken and a draft's
-importance is summed; any code that needs a whole layer of a prompt hangs on it. Afterwards the next layer overwrites
-the buffers. The invariant: how a pass is cut into chunks, packed, or interleaved with other work never changes what
-``layer_done`` sees.
+After the last chunk of a layer ``layer_done`` is called for every prompt with the exact keys and values of that layer
+and the queries it asked for. Rows are written, re-selection scores taken and a draft's importance summed there. Then
+the next layer overwrites the buffers. Invariant: chunk length, packing and interleaving with other work never change
+what ``layer_done`` gets.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from snapstream.kernels.memory import upload
 from snapstream.models.decoder import Decoder
 from snapstream.models.views import Chunk, QueriesAt, Segment, StagingBuffers, StagingView
 
-# Which tokens go through the attention and the MLP of the last layer: nothing but logits reads their output.
+# Tokens whose output of the last layer is computed: only logits read it.
 Outputs = Literal["all", "last", "none"]
 
 
@@ -32,15 +31,15 @@ class LayerDone(Protocol):
     """Called once per layer and prompt, when all of the prompt's tokens have passed the layer."""
 
     def __call__(self, prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        """``prompt`` is its index in the pass; ``queries [w, H, E]`` its last ones, None if it asked for none;
-        ``keys, values [G, N, E]`` all of its own, after RoPE, overwritten by the next layer.
+        """``prompt`` is the index in the pass; ``queries [w, H, E]`` its last queries, None if it asked for none;
+        ``keys, values [G, N, E]`` those of all its tokens, after RoPE; the next layer overwrites them.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTokens:
-    """The tokens of a pass, prompt after prompt, and where they lie; N tokens are computed."""
+    """The N computed tokens of a pass, prompt after prompt, and where they are staged."""
 
     token_ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64, of each token in its text
@@ -48,15 +47,15 @@ class PassTokens:
     prompt_lens: Sequence[int]  # of whole prompts
     num_queries: Sequence[int]  # by prompt: how many of its last queries layer_done gets
     staging_start: int = 0  # first token in the buffers
-    # By prompt: tokens at its beginning that are not computed. Before a layer's first unit the caller puts their keys
-    # and values where they belong. Empty: none.
+    # By prompt: first tokens that are not computed; the caller stages their keys and values before a layer's first
+    # unit. Empty: none.
     num_restored: Sequence[int] = ()
 
     @property
     def num_computed(self) -> list[int]:
-        """By prompt: its tokens that are among the N."""
+        """Computed tokens by prompt; they sum to N."""
         restored = self.num_restored or [0] * len(self.prompt_lens)
-        return [whole - given for whole, given in zip(self.prompt_lens, restored, strict=True)]
+        return [length - given for length, given in zip(self.prompt_lens, restored, strict=True)]
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +84,7 @@ class LayerPass:
         begins = list(accumulate(tokens.prompt_lens, initial=tokens.staging_start))[:-1]
         self._staged = [slice(a, a + n) for a, n in zip(begins, tokens.prompt_lens, strict=True)]  # in the buffers
         self._lens: dict[int, PackedLens] = {}  # by chunk; the same in every layer
-        self._rope: CosSin | None = None  # of a pass of one chunk, whose angles are the same in every layer
+        self._rope: CosSin | None = None  # of a pass of one chunk, the same in every layer
         spec = buffers.spec
         self._queries = [  # of the current layer [w, H, E]
             torch.empty((count, spec.num_heads, spec.key_dim), dtype=buffers.keys.dtype, device=buffers.keys.device)
@@ -96,7 +95,7 @@ class LayerPass:
 
     @property
     def hidden(self) -> Tensor:
-        """Hidden states ``[N, D]``: the pass's range of the buffers."""
+        """Hidden states ``[N, D]``, a view of the buffers."""
         start = self._tokens.staging_start
         return self._buffers.hidden[start : start + self._tokens.num_tokens]
 
@@ -114,14 +113,14 @@ class LayerPass:
 
     @property
     def new_layer(self) -> int | None:
-        """The layer that the next unit begins; None within a layer."""
+        """The layer that the next unit starts; None within a layer."""
         layer, index = divmod(self._next_unit, self._num_chunks)
         return layer if index == 0 else None
 
     def staged(self, prompt: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[G, n, E]`` of a prompt in the buffers, restored tokens first."""
-        own = self._staged[prompt]
-        return self._buffers.tokens(own.start, own.stop)
+        place = self._staged[prompt]
+        return self._buffers.tokens(place.start, place.stop)
 
     def last_hidden(self) -> Tensor:
         """Hidden states ``[prompts, D]`` after the last layer, of the last token of each prompt."""
@@ -129,7 +128,7 @@ class LayerPass:
         return torch.cat([self.hidden[end - 1 : end] for end in ends])
 
     def run(self) -> None:
-        """All units that are left."""
+        """Run all remaining units."""
         for unit in range(self._next_unit, self.num_units):
             self.run_unit(unit)
 
@@ -139,42 +138,42 @@ class LayerPass:
             raise RuntimeError(f"unit {unit} was planned, unit {self._next_unit} is next")
         layer, index = divmod(unit, self._num_chunks)
         start = index * self._chunk_len
-        own = slice(start, min(start + self._chunk_len, self._tokens.num_tokens))
-        residual = self.hidden[own]  # [T, D]
+        tokens = slice(start, min(start + self._chunk_len, self._tokens.num_tokens))
+        residual = self.hidden[tokens]  # [T, D]
         if layer == 0:
-            residual.copy_(self._decoder.embed(self._tokens.token_ids[own]))
-        self._run_layer(layer, residual, own, self._chunk(layer, index, own))
+            residual.copy_(self._decoder.embed(self._tokens.token_ids[tokens]))
+        self._run_layer(layer, residual, tokens, self._chunk(layer, index, tokens))
         if index == self._num_chunks - 1:
             self._end_layer(layer)
         self._next_unit += 1
 
-    def _run_layer(self, layer: int, residual: Tensor, own: slice, chunk: Chunk) -> None:
-        """``residual [T, D]`` becomes the output of the layer, where one is needed."""
+    def _run_layer(self, layer: int, residual: Tensor, tokens: slice, chunk: Chunk) -> None:
+        """Replace ``residual [T, D]`` by the output of the layer, for tokens that need one."""
         view = StagingView(self._buffers, chunk, self._decoder.kernels, self._attention, self._keep_queries)
-        block = self._decoder.wide_layer(layer)
-        attended = block.attend(residual, None, self._angles(own), view)
+        block = self._decoder.prefill_layer(layer)
+        attended = block.attend(residual, None, self._angles(tokens), view)
         if chunk.outputs is None:
             residual.add_(block.finish(residual, attended))
             return
-        # The result of a prompt is that of any packing: one at a time, unless sums do not depend on the company.
+        # One prompt at a time unless batch-invariant, so that packing does not change the result.
         at_once = max(1, len(chunk.outputs)) if self._decoder.is_batch_invariant else 1
         for first in range(0, len(chunk.outputs), at_once):
-            lines = [residual[place] for place in chunk.outputs[first : first + at_once]]
-            last = torch.stack(lines)  # [outputs, D]
+            places = [residual[place] for place in chunk.outputs[first : first + at_once]]
+            last = torch.stack(places)  # [outputs, D]
             last.add_(block.finish(last, attended[first : first + at_once]))
-            for line, found in zip(lines, last, strict=True):
-                line.copy_(found)
+            for place, hidden in zip(places, last, strict=True):
+                place.copy_(hidden)
 
-    def _angles(self, own: slice) -> CosSin:
+    def _angles(self, tokens: slice) -> CosSin:
         if self._rope is not None:
             return self._rope
-        rope = self._decoder.rope(self._tokens.positions[own], self._tokens.seq_lens[own])
+        rope = self._decoder.rope(self._tokens.positions[tokens], self._tokens.seq_lens[tokens])
         if self._num_chunks == 1:
             self._rope = rope
         return rope
 
-    def _chunk(self, layer: int, index: int, own: slice) -> Chunk:
-        segments = list(self._segments(own.start, own.stop))
+    def _chunk(self, layer: int, index: int, tokens: slice) -> Chunk:
+        segments = list(self._segments(tokens.start, tokens.stop))
         outputs: list[int] | None = None
         if self._outputs != "all" and layer == self._decoder.config.num_layers - 1:
             ends = [s.chunk_slice.stop - 1 for s in segments if s.num_keys == self._tokens.prompt_lens[s.prompt]]
@@ -182,7 +181,7 @@ class LayerPass:
         return Chunk(segments=segments, lens=self._packed_lens(index, segments), outputs=outputs)
 
     def _segments(self, start: int, stop: int) -> Iterator[Segment]:
-        """Parts of the prompts that lie in tokens ``start .. stop - 1`` of the pass."""
+        """Parts of the prompts in tokens ``start .. stop - 1`` of the pass."""
         for index, (first, length) in enumerate(zip(self._starts, self._computed, strict=True)):
             low, high = max(start, first), min(stop, first + length)
             if low < high:
@@ -191,7 +190,7 @@ class LayerPass:
                 yield Segment(index, low - start, high - low, restored + low - first, begin, restored)
 
     def _packed_lens(self, chunk: int, segments: list[Segment]) -> PackedLens | None:
-        """Lengths of the prompts of a chunk, on the device; None where each is attended by a call of its own."""
+        """Lengths of a chunk's prompts, on the device; None if each is attended in a separate call."""
         if len(segments) == 1 or self._attention.attend_packed is None:
             return None
         if chunk not in self._lens:
@@ -205,7 +204,7 @@ class LayerPass:
         return self._lens[chunk]
 
     def _keep_queries(self, segments: Sequence[Segment], queries_at: QueriesAt) -> None:
-        """Copy the last queries of prompts that lie in this chunk (they may span chunks)."""
+        """Copy those of the prompts' last queries that are in this chunk."""
         for segment in segments:
             kept = self._queries[segment.prompt]
             if kept is None:

@@ -1,9 +1,9 @@
-"""Rotary position embedding: the frequencies of each kind of stretching, and the angles.
+"""Rotary position embedding: frequencies of each kind of context extension, and the angles.
 
-Conventions of ``transformers``: the two halves of a head form the rotated pairs, angles are fp32.
-``Rope.angles`` is called once per decode step or prefill unit; the kernels turn the heads of each layer.
-Invariant: an angle depends on the token's position only, and with dynamic stretching also on the length its
-sequence had when it was fed; keys that are already stored are never rotated again.
+Conventions of ``transformers``: the two halves of a head form the rotated pairs; angles are fp32. ``Rope.angles`` is
+called once per decode step or prefill unit; kernels rotate the heads of each layer. Invariant: an angle depends on the
+token's position only, with dynamic scaling also on the length of its sequence when it was fed; stored keys are never
+rotated again.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def _default_frequencies(theta: float, head_dim: int) -> Tensor:
 
 
 def _llama3_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended (Llama 3.1)."""
+    """Low frequencies are divided by the factor, high ones kept, those between interpolated (Llama 3.1)."""
     plain = _default_frequencies(rope.theta, head_dim)
     turns = rope.original_max_position * plain / (2 * math.pi)  # rotations within the original context
-    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    share = share.clamp(0.0, 1.0)  # how much of the plain frequency is kept
-    return (1 - share) * plain / rope.factor + share * plain
+    weight = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    weight = weight.clamp(0.0, 1.0)  # of the plain frequency
+    return (1 - weight) * plain / rope.factor + weight * plain
 
 
 def _yarn_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Pairs that turn often keep their frequency, slow ones are interpolated (YaRN, arXiv 2309.00071)."""
+    """High frequencies are kept, low ones interpolated (YaRN, arXiv 2309.00071)."""
 
-    def pair_of(turns: float) -> float:  # index of the pair that turns so often in the original context
+    def pair_of(turns: float) -> float:  # index of the pair with this many rotations in the original context
         wavelength = rope.original_max_position / turns
         return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -43,7 +43,7 @@ def _yarn_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a ramp needs a width
+        high += 0.001  # avoids dividing by zero
     plain = _default_frequencies(rope.theta, head_dim)
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
     return plain / rope.factor * ramp + plain * (1 - ramp)
@@ -62,7 +62,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair, ``[E/2]`` fp32; for dynamic stretching, inside the original context."""
+    """Angle per position of each pair, ``[E/2]`` fp32; for dynamic scaling, inside the original context."""
     match rope.kind:
         case "default" | "dynamic":
             return _default_frequencies(rope.theta, head_dim)
@@ -75,29 +75,29 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 class Rope:
-    """Turns positions into the cosines and sines that kernels take.
+    """Maps positions to the cosines and sines that kernels take.
 
-    Where only part of a head is rotated, the other pairs get the angle 0 (``models/tensors.py`` stores the rows of
-    a head so that the rotated pairs are its first).
+    If only part of a head is rotated, the other pairs get the angle 0 (``models/tensors.py`` orders the rows of a head
+    so that the rotated pairs come first).
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str) -> None:
-        """ValueError where dynamic stretching has no base: r = 2 rotated numbers, a power of r / (r - 2)."""
+        """ValueError for dynamic scaling of r = 2 rotated elements: its base is a power of r / (r - 2)."""
         self.config = rope
         self.head_dim = head_dim
         self.scale = _yarn_attention_factor(rope) if rope.kind == "yarn" else 1.0
         self._rotated = rope.rotary_dim(head_dim)
         if rope.kind == "dynamic" and self._rotated == 2:
             raise ValueError("dynamic rope rotates 2 numbers of a head; it needs 4 or more")
-        self._num_still = (head_dim - self._rotated) // 2  # pairs
+        self._num_unrotated = (head_dim - self._rotated) // 2  # pairs
         self.frequencies = rope_frequencies(rope, self._rotated).to(device)  # [r/2]
         self._exponents = (torch.arange(0, self._rotated, 2, dtype=torch.float32) / self._rotated).to(device)  # [r/2]
 
     def angles(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
         """Cosine and signed sine, each ``[T, 1, E]`` fp32, of ``positions [T]`` in sequences of ``seq_lens``.
 
-        The length of a sequence counts the tokens it has when this one is fed: the whole prompt for every
-        prompt token, position + 1 in decode. Only dynamic stretching looks at it.
+        The length counts the tokens of the sequence when this one is fed: the whole prompt in prefill, position + 1 in
+        decode. Only dynamic scaling reads it.
         """
         is_dynamic = self.config.kind == "dynamic"
         frequencies = self._dynamic_frequencies(seq_lens) if is_dynamic else self.frequencies
@@ -105,13 +105,13 @@ class Rope:
         cos, sin = angle.cos(), angle.sin()
         if self.scale != 1.0:
             cos, sin = cos * self.scale, sin * self.scale
-        if self._num_still:
-            cos, sin = F.pad(cos, (0, self._num_still), value=1.0), F.pad(sin, (0, self._num_still))  # [T, E/2]
-        # the minus of the rotation is folded into the sine, so that the rotation is one roll and one multiply-add
+        if self._num_unrotated:
+            cos, sin = F.pad(cos, (0, self._num_unrotated), value=1.0), F.pad(sin, (0, self._num_unrotated))  # [T, E/2]
+        # The rotation's minus sign is folded into the sine, so that it is one roll and one multiply-add.
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
     def _dynamic_frequencies(self, seq_lens: Tensor) -> Tensor:
-        """NTK-aware base that grows with the sequence, plain within the original context: ``[T, r/2]``."""
+        """NTK-aware base that grows with the sequence, unscaled within the original context: ``[T, r/2]``."""
         factor, original = self.config.factor, self.config.original_max_position
         lengths = seq_lens.to(torch.float32).clamp(min=original)
         growth = factor * lengths / original - (factor - 1)

@@ -1,7 +1,4 @@
-"""The two implementations of the interface ``view.attend``: staging buffers (prefill) and rows (decode).
-
-A layer hands over its heads and never knows which of the two it talks to.
-"""
+"""The two implementations of ``layers.KVView``: staging buffers (prefill) and rows (decode)."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ from snapstream.models.layers import LatentHeads
 
 
 class StagingBuffers:
-    """One layer of K and V, and the hidden states, of ``num_tokens`` tokens that are being prefilled; allocated once.
+    """One layer of K and V, and the hidden states, of ``num_tokens`` tokens in prefill; allocated once.
 
-    Prefill is layer-major, so one layer's worth serves all layers in turn. A pass owns a range of tokens from its first
-    unit to its last; its caller decides which. Of latents there are also the keys and values expanded from them.
+    Prefill is layer-wise, so all layers use the same buffers in turn. A pass owns a range of tokens, chosen by the
+    caller, from its first unit to its last. With latents there are also the keys and values expanded from them.
     """
 
     def __init__(
@@ -40,8 +37,7 @@ class StagingBuffers:
             if spec.values_are_keys
             else torch.empty((spec.num_kv_heads, num_tokens, spec.value_dim), dtype=dtype, device=device)
         )
-        # Keys and values of every head, made from latents [H, P, X]; without latents empty. Where a key and a value
-        # differ in size the rest of the smaller stays 0.
+        # Keys and values of every head expanded from latents [H, P, X], zero-padded to one size; empty without latents.
         expanded = (spec.num_heads if spec.expanded_dim else 0, num_tokens, spec.expanded_dim)
         self._expanded_keys = torch.zeros(expanded, dtype=dtype, device=device)
         self._expanded_values = torch.zeros(expanded, dtype=dtype, device=device)
@@ -50,33 +46,33 @@ class StagingBuffers:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        own_values = 0 if self.spec.values_are_keys else self.values.nbytes
+        values = 0 if self.spec.values_are_keys else self.values.nbytes
         expanded = self._expanded_keys.nbytes + self._expanded_values.nbytes
-        return self.keys.nbytes + own_values + expanded + self.hidden.nbytes
+        return self.keys.nbytes + values + expanded + self.hidden.nbytes
 
     def tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[G, n, E]`` of tokens ``start .. stop - 1`` of the buffers."""
         return self.keys[:, start:stop], self.values[:, start:stop]
 
     def expanded(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[H, n, X]`` that were made from the latents of these tokens."""
+        """Keys and values ``[H, n, X]`` expanded from the latents of these tokens."""
         return self._expanded_keys[:, start:stop], self._expanded_values[:, start:stop]
 
 
-_EXPANDED_AT_ONCE = 512  # latents; fewer than a long prompt's chunk, whose temporaries are counted
+_EXPANDED_AT_ONCE = 512  # latents; fewer than a long prompt's chunk, so its counted temporaries cover it
 QueriesAt = Callable[[slice], Tensor]  # rotated queries [t, H, E] of these tokens of a chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of one prompt that lies in a chunk."""
+    """The part of one prompt in a chunk."""
 
     prompt: int  # index of the prompt in its pass
-    chunk_start: int  # first token, counted in the chunk
+    chunk_start: int  # first token, index in the chunk
     length: int
-    prompt_start: int  # first token, counted in the prompt
+    prompt_start: int  # first token, index in the prompt
     staging_start: int  # where the prompt begins in the staging buffers
-    num_restored: int = 0  # tokens at the begin of the prompt that are in no chunk: others staged them
+    num_restored: int = 0  # first tokens of the prompt that are not computed but staged by the caller
 
     @property
     def chunk_slice(self) -> slice:
@@ -84,12 +80,12 @@ class Segment:
 
     @property
     def num_keys(self) -> int:
-        """Tokens of the prompt that are staged once this part is."""
+        """Tokens of the prompt that are staged after this part."""
         return self.prompt_start + self.length
 
     @property
     def staging_stop(self) -> int:
-        """Where they end in the staging buffers."""
+        """Their end in the staging buffers."""
         return self.staging_start + self.num_keys
 
 
@@ -98,16 +94,16 @@ class Chunk:
     """The tokens of one unit, which may be parts of several prompts."""
 
     segments: Sequence[Segment]
-    lens: PackedLens | None = None  # lengths on the device, where several prompts are attended in one call
-    # Places in the chunk of the tokens that need an output, one per segment that ends its prompt; None: all do.
+    lens: PackedLens | None = None  # on the device, if several prompts are attended in one call
+    # Indices in the chunk of the tokens that need an output, one per segment that ends its prompt; None: all.
     outputs: Sequence[int] | None = None
 
 
 class StagingView:
-    """Attention of a chunk of packed prompts against the staging buffers of one layer, nothing of it padded.
+    """Attention of a chunk of packed prompts against the staging buffers of one layer, without padding.
 
-    With ``lens`` several prompts are attended in one call, else one after the other. Their keys lie side by side in
-    the buffers, because the prompts of a pass do and all but the last of a chunk end in it.
+    With ``lens`` several prompts are attended in one call, else one after the other. Their keys are contiguous in the
+    buffers, because a pass stages its prompts one after the other and all but the last of a chunk end in it.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class StagingView:
         attention: PrefillAttention,
         keep: Callable[[Sequence[Segment], QueriesAt], None],
     ) -> None:
-        """``keep`` may ask for rotated queries of the chunk before they are attended with."""
+        """``keep`` may copy rotated queries of the chunk before attention."""
         self._buffers, self._chunk, self._kernels, self._attention = buffers, chunk, kernels, attention
         self._keep = keep
 
@@ -137,9 +133,9 @@ class StagingView:
         return self._attend_all(q, self._buffers.tokens, window)
 
     def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
-        """Stage and expand the chunk's latents, then attend as above: ``[T', H, U]``, see ``layers.attention``.
+        """Stage and expand the chunk's latents, then attend as above: ``[T', H, U]``, see ``layers.ExpandingView``.
 
-        A single query for the last token of a prompt meets the latents as they are: nothing is expanded for it.
+        A single query for the last token of a prompt attends to the latents themselves, without expansion.
         """
         self._keep(self._chunk.segments, lambda place: heads.absorbed(queries[place]))
         self._stage(latents, latents)
@@ -154,15 +150,12 @@ class StagingView:
         return self._attend_all(heads.expanded(queries), partial(self._expanded, heads))[..., : heads.value_dim]
 
     def _expanded(self, heads: LatentHeads, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Expanded keys and values of staged tokens; the zeros behind a value only for kernels that want them."""
+        """Expanded keys and values of staged tokens; values keep their zero padding if the kernel needs it."""
         keys, values = self._buffers.expanded(start, stop)
         return keys, values[..., : heads.value_dim] if self._attention.takes_narrow_values else values
 
     def _expand(self, segment: Segment, heads: LatentHeads) -> None:
-        """Expand what is staged and was not expanded yet: a segment, and with the first of a prompt what was restored.
-
-        The latter may be long, so it goes piece by piece.
-        """
+        """Expand a segment, and before the first of a prompt its restored tokens, piece by piece."""
         is_first = segment.prompt_start == segment.num_restored
         first = segment.staging_start + (0 if is_first else segment.prompt_start)
         for start in range(first, segment.staging_stop, _EXPANDED_AT_ONCE):
@@ -171,7 +164,7 @@ class StagingView:
             heads.expand(keys[0], *self._buffers.expanded(start, stop))
 
     def _last_tokens(self, outputs: Sequence[int]) -> Iterator[tuple[slice, tuple[int, int]]]:
-        """Places in the chunk of the tokens that need an output, and where their prompts' tokens are staged."""
+        """Slices of the chunk that need an output, and the staged range of their prompts."""
         ending = [segment for segment in self._chunk.segments if segment.chunk_slice.stop - 1 in outputs]
         for segment, place in zip(ending, outputs, strict=True):
             yield slice(place, place + 1), (segment.staging_start, segment.staging_stop)
@@ -179,7 +172,7 @@ class StagingView:
     def _attend_all(
         self, q: Tensor, staged: Callable[[int, int], tuple[Tensor, Tensor]], window: int | None = None
     ) -> Tensor:
-        """Causal attention of a chunk's queries over what is ``staged`` of their prompts, at most ``window`` tokens."""
+        """Causal attention of a chunk's queries over ``staged`` tokens of their prompts, at most ``window`` each."""
         segments, lens, attention = self._chunk.segments, self._chunk.lens, self._attention
         if lens is not None and attention.attend_packed is not None:
             keys, values = staged(segments[0].staging_start, segments[-1].staging_stop)
@@ -217,11 +210,10 @@ class QuerySink(Protocol):
 class RowsView:
     """Attention of one new token per row against the row's visible slots.
 
-    Equal kv heads are attended in one call per layer, which also norms, rotates and writes. Where heads have budgets of
-    their own, the heads are normed and rotated together; then every kv head goes to the kernel as a batch entry with
-    its query heads, its slot and its length (``kv/cache.py``), and the kernel's own rotation turns by nothing, which
-    changes no number. A format's scales per head, powers of two, are then applied to the queries, the new token and
-    the result, because the kernel would look for a scale at each address.
+    Without per-head budgets all heads of a layer are attended in one call, which also norms, rotates and writes. With
+    them, heads are normed and rotated first; then every kv head is a batch entry of the kernel with its query heads,
+    slot and length (``kv/cache.py``), and the kernel rotates by an angle of 0. Per-head scales, powers of two, are
+    applied outside the kernel, which would look them up by the head's address.
     """
 
     def __init__(
@@ -232,14 +224,14 @@ class RowsView:
         kernels: Kernels,
         queries: QuerySink | None = None,
     ) -> None:
-        """``rows [B]``; ``places`` of every layer: of each row, or where heads have budgets of their own ``[B * G]``;
-        ``queries`` keeps what rows re-select with, None where they do not.
+        """``rows [B]``; ``places`` by layer, ``[B]`` or with per-head budgets ``[B * G]``; ``queries`` stores rotated
+        queries for KV re-selection, None without.
         """
         self._cache, self._rows, self._places, self._kernels = cache, rows, places, kernels
         self._queries = queries
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
-        """Write a slot per row and kv head, then attend: ``heads [B, H+2G, E]`` -> ``[B, H, E]``."""
+        """Write one slot per row and kv head, then attend: ``heads [B, H+2G, E]`` -> ``[B, H, E]``."""
         if self._cache.heads is not None:
             return self._attend_by_head(layer, heads, norm, rope)
         sink = self._queries
@@ -247,7 +239,7 @@ class RowsView:
         return self._kernels.attend_rows(heads, norm, rope, self._cache.layer(layer), self._places[layer], keep)
 
     def _attend_by_head(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
-        assert rope is not None, "rows of latents have equal heads"
+        assert rope is not None, "per-head budgets are not for latents"
         batch, _, size = heads.shape
         groups = self._cache.spec.num_kv_heads
         qk = self._kernels.norm_rope(heads, norm, rope, groups)  # [B, H+G, E]
@@ -260,9 +252,9 @@ class RowsView:
             (k_scale, v_scale), encoding = scales, self._cache.encoding
             q, k, v = q * k_scale, encoding.scaled(k, k_scale), encoding.scaled(v, v_scale)
         entries = torch.cat([q, k, v], dim=2).flatten(0, 1).to(heads.dtype)  # [B * G, H/G + 2, E]
-        still = torch.ones_like(rope[0][:1]).expand(len(entries), 1, size)
+        cos = torch.ones_like(rope[0][:1]).expand(len(entries), 1, size)  # no rotation
         out = self._kernels.attend_rows(
-            entries, HeadNorm(None, norm.eps), (still, torch.zeros_like(still)), self._cache.layer(layer),
+            entries, HeadNorm(None, norm.eps), (cos, torch.zeros_like(cos)), self._cache.layer(layer),
             self._places[layer], None,
         )  # fmt: skip
         if scales is not None:
@@ -270,7 +262,7 @@ class RowsView:
         return out.reshape(batch, -1, size)
 
     def _head_scales(self, layer: int) -> Scales | None:
-        """Scales of K and V of rows in FP8, ``[B, G, 1, 1]`` each; None for other rows."""
+        """Per-head scales of K and V, ``[B, G, 1, 1]`` each; None for formats without."""
         k_scale, v_scale = self._cache.k_scale, self._cache.v_scale
         if self._cache.encoding.format.scales != "head" or k_scale is None or v_scale is None:
             return None

@@ -77,11 +77,11 @@ class DecoderWeights:
         matrices: Mapping[str, Matrix],
         vectors: Mapping[str, Tensor],
         dtype: torch.dtype,
-        wide: DequantizedLayer | None = None,
+        dequantized: DequantizedLayer | None = None,
     ) -> None:
         self.config, self.dtype = config, dtype
         self.matrices, self.vectors = matrices, vectors
-        self.wide = wide  # for prefill; None if no matrix needs it
+        self.dequantized = dequantized  # for prefill; None if no matrix needs it
 
     @classmethod
     def empty(
@@ -111,8 +111,8 @@ class DecoderWeights:
             if is_dequantized(spec, dtype_name, formats) and not matrices[name].is_read_by_prefill:
                 low_precision[name] = matrices[name], spec.layers_of(config.num_layers)
         rounds = formats is not None and formats.rounds_prefill
-        wide = DequantizedLayer(low_precision, dtype, device, rounds=rounds) if low_precision else None
-        return cls(config, matrices, vectors, dtype, wide)
+        dequantized = DequantizedLayer(low_precision, dtype, device, rounds=rounds) if low_precision else None
+        return cls(config, matrices, vectors, dtype, dequantized)
 
     @property
     def embed(self) -> Matrix:
@@ -163,13 +163,13 @@ class DecoderWeights:
             {name: self.vectors[name][at] for name, at in places.items() if name in self.vectors},
         )
 
-    def wide_layer(self, index: int) -> LayerWeights:
+    def prefill_layer(self, index: int) -> LayerWeights:
         """As ``layer``, with views of the shared buffer, for when it holds this layer."""
         own = self.layer(index)
-        if self.wide is None:
+        if self.dequantized is None:
             return own
-        experts = self.wide.experts(own.matrices)
-        return LayerWeights({**own.matrices, **experts, **self.wide.matrices(index)}, own.vectors)
+        experts = self.dequantized.experts(own.matrices)
+        return LayerWeights({**own.matrices, **experts, **self.dequantized.matrices(index)}, own.vectors)
 
 
 class LayerWeights:

@@ -187,8 +187,8 @@ def test_loading_holds_no_more_than_the_model_and_a_block(tmp_path: Path) -> Non
     config = read_model_config(folder)
     with LiveBytes("cpu") as live:
         weights = load_weights(folder, config, torch.float32, "cpu", False, WeightFormats.of("int4"))
-        assert weights.wide is not None
-        kept = weights.num_bytes + weights.wide.num_bytes
+        assert weights.dequantized is not None
+        kept = weights.num_bytes + weights.dequantized.num_bytes
     table, block = 4 * 8192 * 256, dequantizing_bytes(config, "float32", WeightFormats.of("int4"), "cpu")
     assert block < table  # of which no copy is made as a whole
     assert kept < live.peak <= kept + 2 * table + block

@@ -140,7 +140,7 @@ def test_a_model_takes_the_bytes_that_are_counted(width: str, tied: bool) -> Non
     config, formats = replace(CONFIG, tie_word_embeddings=tied), WeightFormats.of(width)
     weights = DecoderWeights.empty(config, torch.float32, "cpu", formats)
     assert weights.num_bytes == weight_bytes(config, "float32", formats)
-    held = 0 if weights.wide is None else weights.wide.num_bytes
+    held = 0 if weights.dequantized is None else weights.dequantized.num_bytes
     assert (
         held
         == dequantized_bytes(config, "float32", formats)
@@ -155,8 +155,8 @@ def test_the_buffer_holds_the_layer_that_was_asked_for() -> None:
         narrow.fill(role, (), numbers)
     decoder, x = Decoder(CONFIG, narrow), torch.randn(4, 64)
     for index in (0, 2, 2, 1, 0):
-        decoder.wide_layer(index)
-        wide = narrow.wide_layer(index)
+        decoder.prefill_layer(index)
+        wide = narrow.prefill_layer(index)
         for role, matrix in narrow.layer(index).matrices.items():
             assert not wide.matrix(role).is_low_precision and matrix.is_low_precision
             assert torch.equal(wide.matrix(role).dense(), matrix.dense()), (index, role)

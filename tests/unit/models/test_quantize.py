@@ -200,8 +200,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     four, eight = WeightFormat(dtype="int4", group=64), WeightFormat(dtype="int8", group=64)
     formats = WeightFormats(layers=four, attention=eight, tables=WeightFormat(dtype="float32"))
     weights = load(target, formats)
-    assert weights.wide is not None
-    assert (plan["weight_bytes"], plan["dequantized_bytes"]) == (weights.num_bytes, weights.wide.num_bytes)
+    assert weights.dequantized is not None
+    assert (plan["weight_bytes"], plan["dequantized_bytes"]) == (weights.num_bytes, weights.dequantized.num_bytes)
     assert main(["quantize", str(target), str(tmp_path / "more")]) == 2
     assert "is quantized already (int4 in groups of 64, attention int8" in capsys.readouterr().err
     uniform = tmp_path / "uniform"
