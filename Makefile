@@ -47,10 +47,11 @@ lint: $(STAMP) ## ruff, formatting, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint ## lint, then every test
-	$(BIN)/pytest -n $(WORKERS)
+test: lint ## lint, then every test but the slow ones
+	$(BIN)/pytest -n $(WORKERS) -m "not slow"
 
-test-all: test ## every test, then 300 drawn configurations of looped decode
+test-all: test ## then the slow tests, and 300 drawn configurations of looped decode
+	$(BIN)/pytest -n $(WORKERS) -m slow
 	SNAPSTREAM_FUZZ=$(FUZZ) $(BIN)/pytest -n $(WORKERS) tests/parity/test_looped_fuzz.py
 
 test-sanitized: $(STAMP) ## drawn configurations of looped decode, its library compiled with sanitizers of addresses and undefined behaviour
