@@ -27,6 +27,15 @@ else:
     settings.register_profile("fixed", settings.get_profile("search"), derandomize=True)
     settings.load_profile("fixed")
 
+# Three fifths of the time of all tests: compilers, Triton's interpreter, many processes or servers. ``make test`` leaves
+# them out, ``make test-all`` and CI run them.
+SLOW = (
+    "disaggregation/test_roles.py", "distributed", "examples", "integrations/test_transformers.py",
+    "integrations/test_wheel.py", "kernels/triton", "llm/test_code_in_checkpoints.py", "parity/test_looped_kernel.py",
+    "proxy/test_cli.py", "server/engine/test_process.py", "server/openai/test_errors.py", "server/page/test_browser.py",
+    "server/test_failures.py", "server/test_serve.py", "unit/benchmarks/test_gpu_suite.py", "unit/exec/test_memory.py",
+    "unit/test_accuracy_docs.py",
+)  # fmt: skip
 COMPILED = ("SNAPSTREAM_CACHE", "TRITON_CACHE_DIR")  # folders of compiled code
 
 
@@ -35,6 +44,16 @@ def pytest_configure() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
         torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is in ``SLOW``."""
+    folder = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(folder):
+            own = item.path.relative_to(folder)
+            if any(own.is_relative_to(slow) for slow in SLOW):
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

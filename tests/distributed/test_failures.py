@@ -74,7 +74,7 @@ class Served:
 
     @property
     def worker(self) -> int:
-        [pid] = workers_of(self.engine.facts.pid)
+        [pid] = workers_of(self.engine.metadata.pid)
         return pid
 
 
@@ -97,7 +97,7 @@ def served(folder: Path) -> Iterator[Served]:
         runner.run(engine.start())
         own = Served(runner, engine)
         yield own
-        last, rank_0 = own.worker, engine.facts.pid
+        last, rank_0 = own.worker, engine.metadata.pid
         runner.run(engine.shutdown(0))
         assert not is_running(rank_0) and not is_running(last), "a shut down server leaves no process"
 
@@ -109,7 +109,7 @@ async def answers_are(engine: EngineProcess, want: list[Whole]) -> None:
 
 
 def test_a_server_over_two_ranks_answers_as_one_device(served: Served, want: list[Whole]) -> None:
-    assert served.engine.facts.notes[0].startswith("ranks: 2 (cpu, 1 thread each)")
+    assert served.engine.metadata.notes[0].startswith("ranks: 2 (cpu, 1 thread each)")
     served.run(answers_are(served.engine, want))
 
 
@@ -136,7 +136,7 @@ def test_a_worker_that_is_killed_while_it_loads_fails_the_start(served: Served, 
     """The server tries again, and again if it must."""
 
     async def main() -> None:
-        engine, before = served.engine, served.engine.facts.pid
+        engine, before = served.engine, served.engine.metadata.pid
         starting: list[int] = []
 
         def is_starting() -> bool:
@@ -146,7 +146,7 @@ def test_a_worker_that_is_killed_while_it_loads_fails_the_start(served: Served, 
         await until_async(is_starting)
         os.kill(starting[0], signal.SIGKILL)
         await until_async(lambda: engine.is_ready)
-        assert engine.facts.pid != before and engine.stats().restarts_total >= 2
+        assert engine.metadata.pid != before and engine.stats().restarts_total >= 2
         await answers_are(engine, want)
 
     served.run(main())
@@ -154,7 +154,7 @@ def test_a_worker_that_is_killed_while_it_loads_fails_the_start(served: Served, 
 
 def test_a_worker_that_is_killed_amid_decode_ends_the_engine(served: Served, want: list[Whole]) -> None:
     async def main() -> None:
-        engine, old = served.engine, served.engine.facts.pid
+        engine, old = served.engine, served.engine.metadata.pid
         stream = engine.generate(make_request(1, LONG))
         await anext(stream)
         running = asyncio.create_task(collect_all(engine, [make_request(n, LONG, f"more-{n}") for n in range(8)]))
@@ -186,7 +186,7 @@ def test_a_worker_that_is_killed_at_rest_ends_the_engine(served: Served) -> None
 
 def test_a_killed_rank_0_takes_its_workers_with_it(served: Served, want: list[Whole]) -> None:
     async def main() -> None:
-        engine, rank_0, worker = served.engine, served.engine.facts.pid, served.worker
+        engine, rank_0, worker = served.engine, served.engine.metadata.pid, served.worker
         asking = asyncio.create_task(collect(engine, make_request(1, LONG)))
         await until_async(lambda: engine.stats().num_running == 1)
         os.kill(rank_0, signal.SIGKILL)

@@ -378,7 +378,7 @@ def test_two_codes_lie_in_a_byte() -> None:
     assert INT4.decode(stored, torch.full((1,), 2.0)).tolist() == [[14.0, -14.0, 0.0, 2.0, -2.0, 8.0, -8.0, 4.0]]
     with pytest.raises(ValueError, match="int4 rows pack numbers into bytes; a head of 15 numbers fills no byte"):
         KVCache(
-            KVSpec(num_layers=1, num_heads=1, num_kv_heads=1, key_dim=15, value_dim=16, kv_dtype="int4"), 1, 8, "cpu"
+            KVSpec(layers=(Full(num_kv_heads=1, key_dim=15, value_dim=16),), num_heads=1, kv_dtype="int4"), 1, 8, "cpu"
         )
 
 

@@ -27,7 +27,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"snapkv": 5}, "snapkv is no setting of an engine; the settings are"),
     ({"reselection": True}, "reselection is True; it must be a ReselectionConfig"),
     ({"reselection": 32}, "reselection is 32; it must be a ReselectionConfig"),
-    ({"beside": 5}, "beside is 5; it must be a DraftMemory"),
+    ({"draft_memory": 5}, "draft_memory is 5; it must be a DraftMemory"),
     ({"max_rows": "x"}, "max_rows is 'x'; it must be a whole number"),
     ({"budget": 5.0}, "budget is 5.0; it must be a whole number"),
     ({"budget": None}, "budget is None; it must be a whole number"),

@@ -178,8 +178,8 @@ def test_plan_of_rows_in_fp8(config_file: Path, capsys: pytest.CaptureFixture[st
 def test_commands_that_store_rows_take_their_dtype(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert "--kv-dtype" in capsys.readouterr().out
-    assert main([command, "--kv-dtype", "int4", "somewhere"]) == 2
-    assert "'int4' is not one of 'auto', 'float32', 'bfloat16', 'fp8', 'int8'" in capsys.readouterr().err
+    assert main([command, "--kv-dtype", "int5", "somewhere"]) == 2
+    assert "'int5' is not one of 'auto', 'float32', 'bfloat16', 'fp8', 'int8', 'int4'" in capsys.readouterr().err
 
 
 def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

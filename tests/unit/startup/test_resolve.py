@@ -21,7 +21,7 @@ from snapstream.plan.plan import Device, make_plan
 from snapstream.server.engine.api import EngineSpec
 from snapstream.server.engine.process_main import build
 from snapstream.server.options import ServeOptions
-from snapstream.server.run import memory_beside
+from snapstream.server.run import draft_memory_of
 from snapstream.startup import measure
 from snapstream.startup.measure import HostMemory, check_device, measure_machine
 from snapstream.startup.notes import describe_budget, describe_decode, describe_inputs
@@ -242,9 +242,9 @@ def test_a_draft_counts_whole_against_all_of_a_machine() -> None:
 
 def test_a_draft_of_another_process_is_counted() -> None:
     """The server's draft lives in front of the engine's process."""
-    beside = DraftMemory(weight_bytes=0, working_bytes=10**18)
+    draft = DraftMemory(weight_bytes=0, working_bytes=10**18)
     with pytest.raises(ValueError, match="for the draft"):
-        build(EngineSpec(model=str(TINY_MODEL), beside=beside))
+        build(EngineSpec(model=str(TINY_MODEL), draft_memory=draft))
 
 
 def test_an_own_draft_is_counted() -> None:
@@ -257,8 +257,8 @@ def test_an_own_draft_is_counted() -> None:
 def test_a_server_tells_its_engine_of_the_draft() -> None:
     """All of it, because it may or may not be loaded when the engine measures."""
     spec = EngineSpec(model=str(TINY_MODEL))
-    assert memory_beside(spec, ServeOptions()) is None
-    whole, short = (memory_beside(spec, ServeOptions(draft=TINY_MODEL, draft_context_len=n)) for n in (None, 128))
+    assert draft_memory_of(spec, ServeOptions()) is None
+    whole, short = (draft_memory_of(spec, ServeOptions(draft=TINY_MODEL, draft_context_len=n)) for n in (None, 128))
     weights = weight_bytes(read_model_config(TINY_MODEL), "float32")
     assert whole is not None and short is not None
     assert weights < short.working_bytes < whole.working_bytes
