@@ -29,8 +29,8 @@ from snapstream.cli import main
 from snapstream.kernels.compile_cache import VARIABLE
 from snapstream.server.engine.api import EngineStats
 from snapstream.server.engine.process import STOP_S
-from snapstream.server.metrics import Metrics
 from snapstream.server.http.lifecycle import LAST_FRAMES_S
+from snapstream.server.metrics import Metrics
 from tests.waiting import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
