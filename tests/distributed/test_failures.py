@@ -178,7 +178,7 @@ def test_a_worker_that_is_killed_at_rest_ends_the_engine(served: Served) -> None
         engine = served.engine
         os.kill(served.worker, signal.SIGKILL)
         await until_async(lambda: not engine.is_ready)
-        assert engine.absence is not None and "rank 1 was killed by SIGKILL" in str(engine.absence)
+        assert engine.unavailable is not None and "rank 1 was killed by SIGKILL" in str(engine.unavailable)
         await until_async(lambda: engine.is_ready)
 
     served.run(main())
