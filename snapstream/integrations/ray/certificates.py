@@ -16,7 +16,6 @@ from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
-import ray
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -27,7 +26,6 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from cryptography.x509.oid import NameOID
-from ray.util import get_node_ip_address
 
 from snapstream.disaggregation.protocol import TransferSettings
 
@@ -158,6 +156,8 @@ def receiver_settings() -> TransferSettings:
 
     It blocks. RayError as above.
     """
+    from ray.util import get_node_ip_address
+
     keys = _shared()
     host = get_node_ip_address()
     own = certify(keys.authority, host)
@@ -167,6 +167,8 @@ def receiver_settings() -> TransferSettings:
 
 
 def _shared() -> Keys:
+    import ray  # certificates alone need no Ray
+
     made = Keys(secrets.token_hex(SECRET_BYTES).encode(), make_authority())  # in vain if there is a keeper
     keeper = ray.remote(KeyKeeper).options(
         name=NAME,
