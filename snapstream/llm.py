@@ -19,7 +19,7 @@ from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer
 from snapstream.plan.memory import DraftMemory
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.startup.build import MakeRunner, grammar_compiler, memory_of
+from snapstream.startup.build import MakeRunner, grammar_compiler, memory_of, release_openmp_threads
 from snapstream.startup.measure import decide
 from snapstream.startup.notes import start_notes
 from snapstream.startup.ranks import build_ranks
@@ -108,8 +108,10 @@ class LLM:
         if make_runner is build_ranks:
             make_runner = partial(build_ranks, stall_timeout_s=stall_timeout)
         self._grammars = grammar_compiler(self.tokenizer, self.model_config)
+        runner = make_runner(Path(model), self.model_config, self.config, self._grammars, progress)
+        release_openmp_threads()
         engine = Engine(
-            make_runner(Path(model), self.model_config, self.config, self._grammars, progress),
+            runner,
             self.config,
             vocab_size=self.model_config.vocab_size,
             num_layers=self.model_config.num_layers,

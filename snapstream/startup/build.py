@@ -5,6 +5,7 @@ torch and transformers are imported by the functions that need them.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -100,6 +101,17 @@ def build_runner(
     return ModelRunner(
         decoder, config, grammars, make_decode=make_decode, make_tier=make_tier, on_unit=on_unit, progress=progress
     )
+
+
+def release_openmp_threads() -> None:
+    """End the OpenMP threads of the calling thread, which loaded the weights and leaves the steps to another.
+
+    libgomp counts them for as long as they live. Once all threads outnumber the cores, it puts threads to sleep at the
+    end of a parallel region instead of spinning, and each small operator of a prefill then waits for them to wake.
+    """
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)  # torch's OpenMP; absent before version 5
+    if pause is not None:
+        pause(1)  # omp_pause_soft
 
 
 def build_rank(
