@@ -22,6 +22,7 @@ from snapstream.config import DEFAULT_SINK, DType, as_count
 from snapstream.config.kv import HeadProfile, Shares
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.interface import CosSin, HeadNorm
+from snapstream.kernels.pytorch import sink_softmax
 from snapstream.llm import LLM
 from snapstream.models.chat_template import render_chat
 from snapstream.models.config_json import fingerprint
@@ -146,7 +147,8 @@ class Ablation:
             before = q[:, head] @ keys[head].T  # [B, r, N]
             before[1 + layer * groups + head, :, self._hidden] = float("-inf")
             since = q[:, head] @ own_keys[:, head].transpose(1, 2)  # [B, r, t]
-            weights = torch.cat([before, since], dim=-1).softmax(-1)
+            own_sinks = None if norm.sinks is None else norm.sinks.view(groups, -1, 1)[head]
+            weights = sink_softmax(torch.cat([before, since], dim=-1), own_sinks)
             num_before = keys.shape[1]
             out[:, head] = weights[..., :num_before] @ values[head] + weights[..., num_before:] @ own_values[:, head]
         return out.flatten(1, 2).to(heads.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 from snapstream.config.values import DTYPE_BYTES, DType, check
 
@@ -151,6 +151,15 @@ def describe_layers(layers: WeightFormat, attention: WeightFormat | None) -> str
     return f"{layers.describe()}, attention {attention.describe()}" if attention and other else layers.describe()
 
 
+class SwiGLUClamp(NamedTuple):
+    """The activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, gate at most ``limit``, up within
+    ``+-limit`` (gpt-oss model card, arXiv 2508.10925, section 2.2).
+    """
+
+    limit: float
+    alpha: float
+
+
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 MAX_EXPERTS = 2**16  # each has its own names in a checkpoint
@@ -172,6 +181,9 @@ class MoEConfig:
     normalise: bool = False  # the weights of the chosen experts are divided by their sum
     scale: float = 1.0  # of the weights
     has_bias: bool = False  # a correction of the scores, for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2)
+    has_logit_bias: bool = False  # the router's logits have a bias
+    has_expert_biases: bool = False  # gate, up and down of every expert have biases
+    clamp: SwiGLUClamp | None = None  # None: the plain SwiGLU
     held: range | None = None  # those of the num_experts on this rank; None: all
     own_shared: int = 0  # inner size of the shared experts on this rank with expert parallelism; 0: all
 
@@ -179,6 +191,8 @@ class MoEConfig:
         for name in ("num_experts", "top_k", "inner", "num_groups", "top_groups"):
             check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be >= 1")
         check(self.num_experts <= MAX_EXPERTS, f"num_experts is {self.num_experts}; it must be <= {MAX_EXPERTS}")
+        if self.clamp is not None:
+            check(self.clamp.limit > 0, f"the limit of the clamped SwiGLU is {self.clamp.limit}; it must be over 0")
         for name in ("num_shared", "first_dense"):
             check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         check(
@@ -311,6 +325,7 @@ class ModelConfig:
     rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
     tie_word_embeddings: bool = False
+    has_sinks: bool = False  # a learned attention sink per query head (gpt-oss)
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

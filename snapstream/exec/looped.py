@@ -21,7 +21,7 @@ _DENSE_TENSORS = frozenset(
 )
 _LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
     "q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up experts_down shared_gate_up "
-    "shared_down".split()
+    "shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias".split()
 )
 _MAX_HEAD_DIM = 256
 MAX_ROWS_GPU = 16  # of a step

@@ -43,13 +43,13 @@ from snapstream.kernels.cpu.looped.library import (
 )
 from snapstream.kv.spec import Window
 from snapstream.models.decoder import Decoder
-from snapstream.models.layers import bias_of_sum
+from snapstream.models.layers import bias_of_sum, expert_bias_of_sum
 from snapstream.models.matrix import MakeMatrix
 from snapstream.models.panels import PanelMatrix, make_panels
 from snapstream.models.rope import Rope
 
 _STACKS = ("embed", "qkv", "o", "gate_up", "down")
-_NORMS = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm")
+_VECTORS = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm", "sinks")
 
 
 def machine_problem(num_ranks: int) -> str | None:
@@ -90,7 +90,7 @@ def model_of(decoder: Decoder) -> Model:
         dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder),
         **{role: _stack(decoder, role) for role in _STACKS},
-        **{name: address(vectors.get(name)) for name in _NORMS},
+        **{name: address(vectors.get(name)) for name in _VECTORS},
         **{f"{role}_bias": address(bias) for role, bias in biases.items()},
     )  # fmt: skip
     model.kept = rope, rotated
@@ -106,6 +106,7 @@ def _mixture(decoder: Decoder) -> Mixture:
     moe, vectors = decoder.shard.moe, decoder.weights.vectors
     if moe is None:
         return Mixture()
+    limit, alpha = moe.clamp or (0.0, 0.0)
     return Mixture(
         gate_up=_stack(decoder, "experts_gate_up"), down=_stack(decoder, "experts_down"),
         shared_gate_up=_stack(decoder, "shared_gate_up"), shared_down=_stack(decoder, "shared_down"),
@@ -113,7 +114,10 @@ def _mixture(decoder: Decoder) -> Mixture:
         top_k=moe.top_k, inner=moe.inner, shared_inner=moe.shared_inner, first_layer=moe.first_dense,
         groups=moe.num_groups, top_groups=moe.top_groups, best_of_group=2 if moe.group_score == "top2" else 1,
         is_sigmoid=moe.scoring == "sigmoid", normalises=moe.normalise, scale=moe.scale,
-        first_held=moe.own.start, held=len(moe.own),
+        first_held=moe.own.start, held=len(moe.own), router_bias=address(vectors.get("router_logit_bias")),
+        gate_up_bias=address(vectors.get("experts_gate_up_bias")),
+        down_bias=address(expert_bias_of_sum(moe, vectors.get("experts_down_bias"), decoder.group)),
+        limit=limit, alpha=alpha,
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class RowWriter:
         )
         asked = self._budget_of_other_ranks(layer, prompt_len)
         if asked is not None:
-            kept_positions(queries, keys, layer, asked, entry.selector, self.cache.kernels)
+            kept_positions(queries, keys, layer, asked, entry.selector, self.cache.score_kernels(layer))
         if self.reselector is not None:
             self.reselector.store_scores(layer, entry, queries, keys, kept)
         if not entry.sampling.return_kept:

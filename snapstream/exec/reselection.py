@@ -99,7 +99,8 @@ class Reselector:
             scores: Tensor | None = None  # [g, K]
             if index is not None and queries is not None and span.budget.num_topk:
                 last = span.queries(queries[-self._config.num_queries :], len(keys))
-                scores = prompt_scores(last, keys[span.heads], index, span.budget, entry.selector, cache.kernels)
+                kernels = cache.score_kernels(layer, span)
+                scores = prompt_scores(last, keys[span.heads], index, span.budget, entry.selector, kernels)
             for row in cache.local_rows(entry.rows):  # one by one: a list as an index would be sent to the device
                 stored = cache.slots(self.scores, layer, row, span).zero_()  # [g, C]
                 if scores is not None:
@@ -147,7 +148,8 @@ class Reselector:
                 q = span.queries(queries[layer], cache.spec.num_kv_heads)
                 scores = cache.slots(self.scores, layer, local, span)  # [g, C]
                 keys, values = cache.tokens(layer, local, order, span)
-                kept, selected = reselect(q, keys, scores[:, : state.num_selected], state, self._kernels)
+                kernels = cache.score_kernels(layer, span, self._kernels)
+                kept, selected = reselect(q, keys, scores[:, : state.num_selected], state, kernels)
                 cache.gather(layer, [local], keys, values, kept, span)
                 scores[:, : selected.shape[1]] = selected
         state.reselected()

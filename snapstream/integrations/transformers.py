@@ -203,6 +203,8 @@ def _model_config(config: PreTrainedConfig) -> ModelConfig:
     model = model_config_from_dict(settings)
     if model.windows is not None:
         raise ValueError(f"{model.architecture} has sliding windows, which SnapStreamCache does not support")
+    if model.has_sinks:
+        raise ValueError(f"{model.architecture} has learned attention sinks, which SnapStreamCache does not support")
     if kv_spec_of(model, "float32").values_are_keys:
         raise ValueError(
             f"{model.architecture} keeps latents in the engine, which a cache of transformers does not see"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -17,11 +18,11 @@ from torch import Tensor
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.cpu import attention
 from snapstream.kernels.cpu.norm import Norms
-from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, Pairs, RowPlaces, SumNorm
+from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, Keep, LayerRows, Pairs, RowPlaces, SumNorm
 
 __all__ = [
-    "CosSin", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "Pairs", "RowPlaces", "SumNorm", "bind",
-    "has_triton",
+    "CosSin", "ExpertParts", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "Pairs", "RowPlaces",
+    "SumNorm", "bind", "has_triton",
 ]  # fmt: skip
 
 KernelVersion = Literal["triton", "cpu", "torch"]
@@ -29,8 +30,16 @@ KernelVersion = Literal["triton", "cpu", "torch"]
 
 class ScoreKernel(Protocol):
     def __call__(
-        self, queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool
-    ) -> Tensor: ...
+        self, queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool,
+        group_max: bool, sinks: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
+
+
+class HopKernel(Protocol):
+    def __call__(
+        self, weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +61,16 @@ class Kernels:
     attend_rows: Callable[[Tensor, HeadNorm, CosSin | None, LayerRows, RowPlaces, Keep | None], Tensor]
     gather_rows: Callable[[LayerRows, Sequence[int], Tensor, Tensor, Tensor], None]  # rows, keys, values, index [G, n]
     snapkv_scores: ScoreKernel
-    hop_scores: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+    hop_scores: HopKernel
     key_diversity: Callable[[Tensor, int, int], Tensor]  # keys [G, N, E], start, stop -> [G, stop - start]
     batch_tiles: tuple[int, ...] = (1,)  # the batch sizes from which a decode step launches other kernels
+
+    def with_sinks(self, sinks: Tensor | None) -> Kernels:
+        """The same; attention scores are those of a layer with learned ``sinks [H]``, None: without."""
+        if sinks is None:
+            return self
+        snapkv, hops = partial(self.snapkv_scores, sinks=sinks), partial(self.hop_scores, sinks=sinks)
+        return replace(self, snapkv_scores=snapkv, hop_scores=hops)
 
     def normed(self, given: SumNorm) -> Tensor:
         """``sum_norm`` of ``given``, ``[T, D]``."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapstream.config.model import SwiGLUClamp
 from snapstream.kernels import reference
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 
@@ -26,16 +27,29 @@ window_operator: Any = torch.ops.aten._flash_attention_forward
 WINDOW_QUERIES = 256  # in one masked call; a query is multiplied with up to as many keys outside of its window
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+def share_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Attended ``out [.., H, T, E]`` without sinks, of a log-sum-exp ``lse [.., H, T]``, as it is with ``sinks [H]``.
+
+    A sink takes its share of the probability: the rest is ``sigmoid(lse - sink)`` of what it was.
+    """
+    return out if sinks is None else (out.float() * (lse.float() - sinks[:, None]).sigmoid()[..., None]).to(out.dtype)
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``."""
     num_queries, num_heads, _ = q.shape
     num_kv_heads, num_keys, _ = k.shape
     if window is not None and window < num_keys:
-        return flash_window(q, k, v, window) if q.is_cuda else window_attention(q, k, v, window)
+        return flash_window(q, k, v, window, sinks) if q.is_cuda else window_attention(q, k, v, window, sinks)
+    if sinks is not None and not q.is_cuda:  # the calls below return no log-sum-exp
+        return window_attention(q, k, v, num_keys, sinks)
     grouped = num_heads != num_kv_heads
     queries, keys, values = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)  # [1, H, T, E], [1, G, N, E]
     if q.is_cuda:
-        out = flash(queries, keys, values, True)[0]
+        out, lse = flash(queries, keys, values, True)
+        out = share_sinks(out, lse, sinks)
     elif num_queries == num_keys:
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
     elif num_queries == 1:
@@ -46,10 +60,11 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = N
     return out.squeeze(0).transpose(0, 1)
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None = None) -> Tensor:
     """``prefill_attention`` with a sliding window on any device: some queries at a time, over the keys they see.
 
-    The query heads of a group are folded into the query length, so that keys are neither repeated nor copied.
+    The query heads of a group are folded into the query length, so that keys are neither repeated nor, without sinks,
+    copied. A sink is one more key, whose bias is its logit and whose value is zero.
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, _ = k.shape
@@ -63,12 +78,20 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         behind = position[:, None] - torch.arange(seen.start, stop, device=q.device)  # [t, n]
         mask = ((behind >= 0) & (behind < window)).repeat(group, 1)  # [r*t, n]
         folded = own.reshape(len(own), num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)  # [G, r*t, E]
-        out = F.scaled_dot_product_attention(folded[None], k[None, :, seen], v[None, :, seen], attn_mask=mask)
+        keys, values = k[:, seen], v[:, seen]
+        if sinks is not None:
+            keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))  # [G, n+1, E]
+            bias = (
+                torch.zeros(mask.shape, device=q.device).masked_fill_(~mask, float("-inf")).expand(num_kv_heads, -1, -1)
+            )
+            own_sinks = sinks.view(num_kv_heads, group, 1).expand(-1, -1, len(own)).reshape(num_kv_heads, -1, 1)
+            mask = torch.cat([bias, own_sinks], dim=-1).to(q.dtype)[None]  # [1, G, r*t, n+1]
+        out = F.scaled_dot_product_attention(folded[None], keys[None], values[None], attn_mask=mask)
         parts.append(out[0].unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2))
     return torch.cat(parts)
 
 
-def flash_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def flash_window(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None = None) -> Tensor:
     """``prefill_attention`` with a sliding window by the flash kernel; half precision on an NVIDIA GPU."""
     queries, keys, values = q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, T, H, E], [1, N, G, E]
     found: Any = window_operator(
@@ -76,7 +99,7 @@ def flash_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         window_size_left=window - 1, window_size_right=0,
     )  # fmt: skip
     out: Tensor = found[0][0]
-    return out
+    return out if sinks is None else share_sinks(out.transpose(0, 1), found[1][0], sinks).transpose(0, 1)
 
 
 def one_query_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -89,32 +112,36 @@ def one_query_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(grouped, k[None], v[None]).flatten(1, 2)
 
 
-def split(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
+def split(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, sinks: Tensor | None = None) -> Tensor:
     """The same through two calls of ``kernel``; one query sees every key and takes one call."""
     prefix = k.shape[1] - q.shape[0]
     queries = q.transpose(0, 1)[None]
     if q.shape[0] == 1:
-        return kernel(queries, k[None], v[None], False)[0][0].transpose(0, 1)
+        own, own_lse = kernel(queries, k[None], v[None], False)
+        return share_sinks(own[0], own_lse[0], sinks).transpose(0, 1)
     own, own_lse = kernel(queries, k[None, :, prefix:], v[None, :, prefix:], True)
     if prefix == 0:
-        return own[0].transpose(0, 1)
+        return share_sinks(own[0], own_lse[0], sinks).transpose(0, 1)
     before, before_lse = kernel(queries, k[None, :, :prefix], v[None, :, :prefix], False)
     share = torch.sigmoid(before_lse.float() - own_lse.float())[..., None].to(own.dtype)
-    return torch.lerp(own, before, share)[0].transpose(0, 1)
+    merged = torch.lerp(own, before, share)
+    if sinks is not None:
+        merged = share_sinks(merged, torch.logaddexp(before_lse.float(), own_lse.float()), sinks)
+    return merged[0].transpose(0, 1)
 
 
-def by_cudnn(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """See ``reference.prefill_attention``; through cuDNN. Every new pair of lengths costs it a plan on the host."""
     if window is not None and window < k.shape[1]:
-        return window_attention(q, k, v, window)
-    return split(q, k, v, cudnn)
+        return window_attention(q, k, v, window, sinks)
+    return split(q, k, v, cudnn, sinks)
 
 
-def by_efficient(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+def by_efficient(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """See ``reference.prefill_attention``; through the memory-efficient kernel, which also takes fp32."""
     if window is not None and window < k.shape[1]:
-        return window_attention(q, k, v, window)
-    return split(q, k, v, efficient)
+        return window_attention(q, k, v, window, sinks)
+    return split(q, k, v, efficient, sinks)
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -167,6 +194,7 @@ def snapkv_scores(
     *,
     over_row: bool,
     group_max: bool,
+    sinks: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> Tensor:
     """See ``reference.snapkv_scores``: ``queries [w, H, E]``, ``keys [G, N, E]`` -> ``[G, stop - start]`` fp32."""
@@ -191,11 +219,13 @@ def snapkv_scores(
     if keys.dtype == torch.float32 and keys.device.type == "cpu":
         seen, own = keys[:, low:high], slice(start - low, stop - low)
         visible = None if high - 1 <= first_query else first_query - low  # the last key that the first query sees
-        return _cpu_scores(folded.unflatten(1, (group, -1)), seen, own, visible, group_max, chunk)
-    if not over_row and high - low <= chunk:  # one block: its softmax needs no second pass
+        return _cpu_scores(folded.unflatten(1, (group, -1)), seen, own, visible, group_max, chunk, sinks)
+    if sinks is None and not over_row and high - low <= chunk:  # one block: its softmax needs no second pass
         _, _, block = next(logits(low, high))
         return _merge_heads(block.softmax(-1).nan_to_num_(0.0), group, group_max)
     normaliser = torch.full(folded.shape[:2], float("-inf"), device=keys.device)  # [G, r*w]
+    if sinks is not None:
+        normaliser = sinks.float().repeat_interleave(num_queries).view(folded.shape[:2])
     for _, _, block in logits(low, high):
         normaliser = torch.logaddexp(normaliser, block.logsumexp(-1))
     scores = torch.empty(num_kv_heads, stop - start, device=keys.device)
@@ -207,8 +237,9 @@ def snapkv_scores(
 
 
 def hop_scores(
-    weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *, chunk: int = CHUNK
-) -> Tensor:
+    weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *,
+    sinks: Tensor | None = None, chunk: int = CHUNK,
+) -> Tensor:  # fmt: skip
     """See ``reference.hop_scores``: ``voters [G, m]``, ``queries [N, H, E]``, ``keys [G, N, E]`` -> ``[G, n]`` fp32."""
     num_keys, num_heads, head_dim = queries.shape
     num_kv_heads, num_voters = voters.shape
@@ -224,6 +255,8 @@ def hop_scores(
 
     ends = [(a, min(a + chunk, stop)) for a in range(start, stop, chunk)]
     normaliser = torch.full(folded.shape[:2], float("-inf"), device=keys.device)  # [G, m*r]
+    if sinks is not None:
+        normaliser = sinks.float().view(num_kv_heads, group).repeat(1, num_voters)
     for a, b in ends:
         normaliser = torch.logaddexp(normaliser, logits(a, b).logsumexp(-1))
     share = (weights / group).repeat_interleave(group, dim=1)[:, None]  # [G, 1, m*r]
@@ -250,7 +283,9 @@ def key_diversity(keys: Tensor, start: int, stop: int, *, chunk: int = CHUNK) ->
     return scores
 
 
-def _cpu_scores(queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, chunk: int) -> Tensor:
+def _cpu_scores(
+    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, chunk: int, sinks: Tensor | None
+) -> Tensor:
     """Votes ``[G, n]`` of ``queries [G, r, w, E]``, scaled, for the keys ``own`` of ``keys [G, N, E]``.
 
     ``visible``: query t sees the keys up to ``visible + t``; None: all. A piece - some kv heads, some query heads of
@@ -260,17 +295,18 @@ def _cpu_scores(queries: Tensor, keys: Tensor, own: slice, visible: int | None, 
     rows = num_kv_heads * group * num_queries * chunk // num_keys
     at_once = min(max(rows // (group * num_queries), 1), num_kv_heads)
     rows = max(rows // at_once, 1)  # of a kv head
-    parts = [
-        _scores_of_heads(queries[first : first + at_once], keys[first : first + at_once], own, visible, group_max, rows)
-        for first in range(0, num_kv_heads, at_once)
-    ]
+    parts, of_groups = [], None if sinks is None else sinks.float().view(num_kv_heads, group, 1, 1)
+    for first in range(0, num_kv_heads, at_once):
+        heads = slice(first, first + at_once)
+        of_heads = None if of_groups is None else of_groups[heads]
+        parts.append(_scores_of_heads(queries[heads], keys[heads], own, visible, group_max, rows, of_heads))
     return torch.cat(parts)
 
 
 def _scores_of_heads(
-    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, rows: int
+    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, rows: int, sinks: Tensor | None
 ) -> Tensor:
-    """The same, all kv heads at once, with ``rows`` queries of each at a time."""
+    """The same, all kv heads at once, with ``rows`` queries of each at a time; ``sinks [G, r, 1, 1]``."""
     (num_kv_heads, group, num_queries, _), num_keys = queries.shape, keys.shape[1]
     heads, piece = max(min(rows // num_queries, group), 1), min(rows, num_queries)
     transposed, votes = keys.transpose(1, 2), queries.new_zeros(num_kv_heads, own.stop - own.start)
@@ -282,7 +318,7 @@ def _scores_of_heads(
             if visible is not None:
                 seen = visible + first + torch.arange(some.shape[2])[:, None]
                 scores.masked_fill_(torch.arange(num_keys) > seen, float("-inf"))
-            weights = scores.softmax(-1)
+            weights = sink_softmax(scores, None if sinks is None else sinks[:, head : head + heads])
             # A query that sees no key, or a score that is no number, makes all of its weights NaN: no vote.
             is_void = weights[..., 0].isnan()
             if is_void.any():
@@ -293,6 +329,13 @@ def _scores_of_heads(
     return votes
 
 
+def sink_softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """``reference.sink_softmax``, without a copy of the logits."""
+    if sinks is None:
+        return logits.softmax(-1)
+    return logits.sub_(torch.logaddexp(logits.logsumexp(-1, keepdim=True), sinks)).exp_()
+
+
 def _merge_heads(weights: Tensor, group: int, group_max: bool) -> Tensor:
     """Sum over the queries, merge the group: ``[G, r*w, c]`` -> ``[G, c]``."""
     votes = weights.unflatten(1, (group, -1)).sum(2)  # [G, r, c]
@@ -300,7 +343,7 @@ def _merge_heads(weights: Tensor, group: int, group_max: bool) -> Tensor:
 
 
 NormRope = Callable[[Tensor, HeadNorm, CosSin, int], Tensor]
-DecodeAttention = Callable[[Tensor, LayerRows, Tensor, Tensor], Tensor]
+DecodeAttention = Callable[[Tensor, LayerRows, Tensor, Tensor, Tensor | None], Tensor]
 AttendRows = Callable[[Tensor, HeadNorm, CosSin | None, LayerRows, RowPlaces, Keep | None], Tensor]
 
 
@@ -318,6 +361,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """See ``reference.swiglu``; in the dtype of the input."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def clamped_swiglu(gate_up: Tensor, clamp: SwiGLUClamp) -> Tensor:
+    """See ``SwiGLUClamp``: ``gate_up [T, 2M]`` (gate | up) to ``[T, M]``, fp32 inside."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return ((up + 1) * gate * (clamp.alpha * gate).sigmoid()).to(gate_up.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:
@@ -378,7 +428,7 @@ def rows_attention(norm_rope: NormRope, decode_attention: DecodeAttention) -> At
         if keep is not None:
             keep(q)
         reference.write_slots(k, v, cache, places.rows, places.slots)
-        return decode_attention(q, cache, places.rows, places.lengths)
+        return decode_attention(q, cache, places.rows, places.lengths, norm.sinks)
 
     return attend_rows
 

@@ -20,11 +20,24 @@ from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 BLOCK = 128  # rows and columns of an FP8 weight that share a scale
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+def sink_softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension of ``logits [..., n]`` with one more logit, whose probability is left out.
+
+    ``sinks [..., 1]`` broadcasts (gpt-oss; StreamingLLM, arXiv 2309.17453, section 3.3: softmax with a learned sink).
+    None: the plain softmax.
+    """
+    if sinks is None:
+        return logits.softmax(-1)
+    return torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1).softmax(-1)[..., :-1]
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Causal attention of the last T of N tokens: ``q [T, H, E]``, ``k [G, N, E], v [G, N, E']`` -> ``[T, H, E']``.
 
     Query ``i`` is at position ``N - T + i`` and sees the keys up to its own position (bottom-right causal), or with a
-    sliding ``window`` >= 1 only the last ``window`` of those, its own included.
+    sliding ``window`` >= 1 only the last ``window`` of those, its own included. ``sinks [H]``: see ``sink_softmax``.
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, _ = k.shape
@@ -33,15 +46,17 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = N
     query_position = torch.arange(num_keys - num_queries, num_keys, device=q.device)
     behind = query_position[:, None] - torch.arange(num_keys, device=q.device)  # [T, N]: key to query, in tokens
     hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-    weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+    own_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
+    weights = sink_softmax(logits.masked_fill(hidden, float("-inf")), own_sinks)
     out = torch.einsum("grtn,gne->tgre", weights, v.float())
     return out.reshape(num_queries, num_heads, -1).to(q.dtype)
 
 
-def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
+def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Attention of one query per row over the row's first ``lengths`` slots.
 
-    ``q [B, H, E]``, ``rows, lengths [B]`` int64, lengths >= 1 -> ``[B, H, E']``, E' numbers of a value.
+    ``q [B, H, E]``, ``rows, lengths [B]`` int64, lengths >= 1 -> ``[B, H, E']``, E' numbers of a value; ``sinks [H]``
+    or ``[B, H]``: see ``sink_softmax``.
     """
     batch, num_heads, head_dim = q.shape
     keys, values = (  # [B, G, C, E], [B, G, C, E']
@@ -53,7 +68,8 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
     unseen = torch.arange(keys.shape[2], device=q.device) >= lengths[:, None, None, None]
     # Slots that were never written may hold anything, NaN included: a weight of 0 would not silence them.
     values = values.masked_fill(unseen[:, 0, 0, :, None].unsqueeze(1), 0.0)
-    weights = logits.masked_fill(unseen, float("-inf")).softmax(-1)
+    own_sinks = None if sinks is None else sinks.expand(batch, -1).view(batch, keys.shape[1], -1, 1)
+    weights = sink_softmax(logits.masked_fill(unseen, float("-inf")), own_sinks)
     return torch.einsum("bgrc,bgce->bgre", weights, values).reshape(batch, num_heads, -1).to(q.dtype)
 
 
@@ -143,7 +159,7 @@ def attend_rows(
     q = norm_rope_write(heads, norm, rope, cache, places.rows, places.slots)
     if keep is not None:
         keep(q)
-    return decode_attention(q, cache, places.rows, places.lengths)
+    return decode_attention(q, cache, places.rows, places.lengths, norm.sinks)
 
 
 def code_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -192,12 +208,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def hop_scores(weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int) -> Tensor:
+def hop_scores(
+    weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention that the candidates ``[start, stop)`` get from given prompt tokens: ``[G, n]`` fp32.
 
     ``voters [G, m]`` are these tokens, as candidates (0 is ``start``), ``weights [G, m]`` their weights;
     ``queries [N, H, E]`` and ``keys [G, N, E]`` are those of the whole prompt. The softmax runs over all candidates but
     the voter itself, later ones too: a question may refer to a token after it. Averaged over the heads of a group.
+    ``sinks [H]``: see ``sink_softmax``.
     """
     num_keys, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[0]
@@ -205,7 +225,8 @@ def hop_scores(weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, s
     own = grouped[torch.arange(num_kv_heads, device=keys.device)[:, None], voters + start]  # [G, m, r, E]
     logits = torch.einsum("gmre,gne->gmrn", own, keys[:, start:stop].float()) * head_dim**-0.5
     itself = torch.arange(stop - start, device=keys.device) == voters[..., None]  # [G, m, n]
-    probabilities = logits.masked_fill(itself[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+    own_sinks = None if sinks is None else sinks.view(num_kv_heads, 1, -1, 1)
+    probabilities = sink_softmax(logits.masked_fill(itself[:, :, None], float("-inf")), own_sinks).nan_to_num(0.0)
     return torch.einsum("gm,gmn->gn", weights, probabilities.mean(2))
 
 
@@ -229,12 +250,14 @@ def snapkv_scores(
     *,
     over_row: bool,
     group_max: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention that the candidates ``[start, stop)`` get from observation queries: ``[G, stop - start]`` fp32.
 
     ``queries [w, H, E]`` at positions ``first_query ..``; ``keys [G, N, E]``. The softmax runs over the candidates, or
     with ``over_row`` over every key; a query never sees keys after its own position, and one that sees no candidate
-    counts as 0. Summed over the queries, then summed (``group_max``: maximum) over the heads of a group.
+    counts as 0. Summed over the queries, then summed (``group_max``: maximum) over the heads of a group. ``sinks [H]``:
+    see ``sink_softmax``.
     """
     num_queries, num_heads, head_dim = queries.shape
     num_kv_heads, num_keys, _ = keys.shape
@@ -245,7 +268,8 @@ def snapkv_scores(
     hidden = position > query_position[:, None]  # [w, N]
     if not over_row:
         hidden = hidden | (position < start) | (position >= stop)
-    weights = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)  # [G, r, w, N]
+    own_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
+    weights = sink_softmax(logits.masked_fill(hidden, float("-inf")), own_sinks).nan_to_num(0.0)  # [G, r, w, N]
     votes = weights[..., start:stop].sum(2)  # [G, r, n]
     return votes.amax(1) if group_max else votes.sum(1)
 

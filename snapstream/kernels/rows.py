@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from snapstream.config.model import SwiGLUClamp
 from snapstream.kernels.formats import Scales
 
 CosSin = tuple[Tensor, Tensor]  # [T, 1, E] fp32 each, the minus of the rotation in the sine
@@ -15,10 +16,12 @@ Keep = Callable[[Tensor], object]  # takes the rotated queries [B, H, E] of a de
 
 
 class HeadNorm(NamedTuple):
-    """Norm of the heads of q and k before the rotation; no weight where a model has none."""
+    """What a layer's attention has of its own: the norm of the heads of q and k before the rotation, and sinks."""
 
-    weight: Tensor | None  # [H+G, E]
+    weight: Tensor | None  # [H+G, E]; None: no norm
     eps: float
+    # Learned attention sinks (gpt-oss): a logit per query head that adds to the denominator of its softmax alone.
+    sinks: Tensor | None = None  # [H] or [B, H] fp32
 
 
 class SumNorm(NamedTuple):
@@ -37,6 +40,14 @@ class Pairs(NamedTuple):
     ends: Tensor  # [X'] int32: of the experts stored here, the pair before which those of each end
     weights: Tensor  # [T, k] fp32: what an expert's output is multiplied with
     are_elsewhere: Tensor | None  # [T k]: of those not stored here, by token; None where all are
+
+
+class ExpertParts(NamedTuple):
+    """What the experts of a layer have beside their matrices."""
+
+    gate_up_bias: Tensor | None = None  # [X', 2M]
+    down_bias: Tensor | None = None  # [X', D]; None also where another rank adds it
+    clamp: SwiGLUClamp | None = None  # of the activation; None: the plain SwiGLU
 
 
 class RowPlaces(NamedTuple):

@@ -181,6 +181,8 @@ class KVCache:
         """``kernels`` default to ``bind(device)``. With ``partition`` only this rank's part of ``num_rows`` is stored.
         With ``heads`` (per-head budgets) ``capacity`` is the mean over heads, and there are no windows.
         """
+        # Learned attention sinks [L, H] of the model, which take their share of attention scores; None: it has none.
+        self.sinks: Tensor | None = None
         self.spec = spec
         self.partition = partition
         self.num_rows = num_rows = num_rows if partition is None else partition.num_local
@@ -242,6 +244,14 @@ class KVCache:
         if self.heads is None:
             return (HeadSpan(slice(0, self.spec.num_kv_heads), self.spec.layers[layer].budget(budget)),)
         return self.heads.spans[layer]
+
+    def score_kernels(self, layer: int, span: HeadSpan | None = None, kernels: Kernels | None = None) -> Kernels:
+        """``kernels``, by default the cache's, that score with a layer's sinks, if any, of a span's query heads."""
+        kernels = kernels or self.kernels
+        if self.sinks is None:
+            return kernels
+        own = self.sinks[layer]
+        return kernels.with_sinks(own if span is None else span.queries(own[None], self.spec.num_kv_heads)[0])
 
     def slots(self, stored: Tensor, layer: int, row: int, span: HeadSpan | None = None) -> Tensor:
         """View ``[g, C, ...]`` of a span in a row; all heads without ``span``, which per-head budgets require.

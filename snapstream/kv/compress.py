@@ -72,7 +72,7 @@ def write_rows(
         index = None
         if layout.is_compressed(span.budget, prompt_len):
             q = None if queries is None else span.queries(queries, len(keys))
-            index = kept_positions(q, k, layer, span.budget, selector, cache.kernels)
+            index = kept_positions(q, k, layer, span.budget, selector, cache.score_kernels(layer, span))
             cache.gather(layer, rows, k, v, index, span)
         else:
             for slot, part in layout.uncompressed_parts(span.budget, prompt_len):

@@ -225,7 +225,7 @@ def load_weights(
                         whole_format = format_of(whole_specs[part.target], dtype_name, formats)
                         numbers = _read_floats(shard, name, cut, whole_format if spec.is_float else None)
                         bounds[own] = _bounds(numbers, format_of(spec, dtype_name, formats))
-                        weights.fill(part.target, part.place, _padded(_in_order(numbers, part), cut))
+                        weights.fill(part.target, part.place, _in_order(_padded(numbers, cut), part))
                     bar.update()
     _check_finite(manifest, bounds)
     return weights
@@ -283,7 +283,10 @@ def _stored_format(spec: TensorSpec, config: ModelConfig) -> WeightFormat | None
 
 def _in_order(rows: Tensor, part: Part) -> Tensor:
     """Rows of a checkpoint tensor in the order of the storage."""
-    return rows if part.row_order is None else rows[list(part.row_order)]
+    rows = rows.transpose(-1, -2) if part.is_transposed else rows
+    if part.row_order is None:
+        return rows
+    return rows.index_select(part.row_dim, torch.tensor(part.row_order, device=rows.device))
 
 
 def _blocks_in_order(values: Tensor, part: Part) -> Tensor:

@@ -57,19 +57,21 @@ class _ReducedScores:
         self._local = slice(group.rank // copies, group.rank // copies + 1)
 
     def snapkv_scores(
-        self, queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool
-    ) -> Tensor:
+        self, queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool,
+        group_max: bool, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See ``reference.snapkv_scores``."""
         local = self._kernels.snapkv_scores(
-            queries, keys, first_query, start, stop, over_row=over_row, group_max=group_max
+            queries, keys, first_query, start, stop, over_row=over_row, group_max=group_max, sinks=sinks
         )
         return self._reduce(local, "max" if group_max else "sum")
 
     def hop_scores(
-        self, weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int
-    ) -> Tensor:
+        self, weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See ``reference.hop_scores``, a mean over query heads."""
-        local = self._kernels.hop_scores(weights, voters, queries, keys, start, stop)
+        local = self._kernels.hop_scores(weights, voters, queries, keys, start, stop, sinks=sinks)
         return self._reduce(local, "sum") / self._copies
 
     def _reduce(self, local: Tensor, op: ReduceOp) -> Tensor:
@@ -141,6 +143,10 @@ class Decoder:
             self._prefill_layers = self.layers if weights.dequantized is None else self._layers(weights.prefill_layer)
         self._rope = Rope(config.rope, config.rope_dim, self.device)
         self._vocabulary = Vocabulary(weights.embed, weights.lm_head, config.vocab_size, self.kernels, self.group)
+
+    def sinks(self, layer: int) -> Tensor | None:
+        """Learned attention sinks ``[H]`` of a layer, of this rank's query heads; None if the model has none."""
+        return self.weights.vectors["sinks"][layer] if self.config.has_sinks else None
 
     @classmethod
     def load(

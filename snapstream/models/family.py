@@ -33,6 +33,7 @@ class Recipe(TypedDict, total=False):
     rotated_layers: tuple[bool, ...]  # the layers whose heads are rotated
     windows: tuple[int | None, ...]  # by layer, sliding window in tokens
     latent: LatentConfig  # multi-head latent attention
+    has_sinks: bool  # a learned attention sink per query head
     moe: MoEConfig | None  # experts instead of the MLP
     num_kv_heads: int
     head_dim: int

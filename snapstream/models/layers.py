@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from snapstream.config import ModelConfig
 from snapstream.config.model import MoEConfig
 from snapstream.distributed.group import Group
-from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, Pairs, SumNorm
+from snapstream.kernels.interface import CosSin, ExpertParts, HeadNorm, Kernels, Pairs, SumNorm
 from snapstream.models.matrix import Matrix
 from snapstream.models.weights import LayerWeights
 
@@ -142,25 +142,29 @@ class Experts:
     """
 
     def __init__(
-        self, moe: MoEConfig, weights: LayerWeights, kernels: Kernels, shared: Callable[[Tensor], Tensor] | None
-    ) -> None:
+        self, moe: MoEConfig, weights: LayerWeights, kernels: Kernels, group: Group,
+        shared: Callable[[Tensor], Tensor] | None,
+    ) -> None:  # fmt: skip
         """``shared`` is the MLP of the shared experts, if any."""
         self._moe, self._kernels, self._shared = moe, kernels, shared
         self._router, self._correction = weights.vector("router"), weights.optional("router_bias")
+        self._logit_bias = weights.optional("router_logit_bias")
         self._gate_up, self._down = weights.matrix("experts_gate_up"), weights.matrix("experts_down")
+        down_bias = expert_bias_of_sum(moe, weights.optional("experts_down_bias"), group)
+        self._parts = ExpertParts(weights.optional("experts_gate_up_bias"), down_bias, moe.clamp)
         self._first, self._num_local = moe.own.start, len(moe.own)
         self._ids = torch.arange(self._num_local, device=self._router.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, D]`` to the weighted sum of its experts' outputs and the shared ones' ``[T, D]``."""
-        logits = F.linear(x.to(torch.float32), self._router)  # [T, X]
+        logits = F.linear(x.to(torch.float32), self._router, self._logit_bias)  # [T, X]
         weights, experts = route(logits, self._correction, self._moe)
         flat = self._local_ids(experts.flatten())
         order = flat.argsort(stable=True)  # [T k], pairs by expert; those of other ranks last
         ends = torch.searchsorted(flat[order], self._ids, right=True, out_int32=True)  # [X'], of each expert's pairs
         is_whole = self._num_local == self._moe.num_experts
         pairs = Pairs(order, ends, weights, None if is_whole else flat == self._num_local)
-        routed = self._gate_up.swiglu_grouped(self._down, x, pairs, self._kernels)  # [T, D]
+        routed = self._gate_up.swiglu_grouped(self._down, x, pairs, self._kernels, self._parts)  # [T, D]
         return routed if self._shared is None else routed.add_(self._shared(x))
 
     def of_norm(self, given: SumNorm) -> Tensor:
@@ -210,13 +214,18 @@ def bias_of_sum(bias: Tensor | None, group: Group) -> Tensor | None:
     return bias if group.rank == 0 else None
 
 
+def expert_bias_of_sum(moe: MoEConfig, bias: Tensor | None, group: Group) -> Tensor | None:
+    """The biases ``[X', D]`` of the experts' last products that this rank adds: if ranks share experts, only rank 0."""
+    return bias_of_sum(bias, group) if len(moe.own) == moe.num_experts else bias
+
+
 def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> Mlp:
     """The MLP of a layer: ``Experts`` if its weights have any, else ``SwiGLU``."""
     if config.moe is not None and "experts_down" in weights.matrices:
         shared = None
         if config.moe.num_shared:
             shared = SwiGLU(weights.matrix("shared_gate_up"), weights.matrix("shared_down"), (None, None), kernels)
-        return Experts(config.moe, weights, kernels, shared)
+        return Experts(config.moe, weights, kernels, group, shared)
     biases = weights.optional("gate_up_bias"), bias_of_sum(weights.optional("down_bias"), group)
     return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels)
 
@@ -253,8 +262,9 @@ class DenseLayer:
 
 def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:
     """Norms of q and k as one over ``[T, H+G, E]``, so that both cost one call."""
+    sinks = weights.optional("sinks")
     if not config.qk_norm:
-        return HeadNorm(None, config.rms_norm_eps)
+        return HeadNorm(None, config.rms_norm_eps, sinks)
     q, k = weights.vector("q_norm"), weights.vector("k_norm")
     per_head = torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))  # [H+G, E]
-    return HeadNorm(per_head, config.rms_norm_eps)
+    return HeadNorm(per_head, config.rms_norm_eps, sinks)

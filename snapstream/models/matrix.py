@@ -21,12 +21,14 @@ from snapstream.config import WeightFormat
 from snapstream.config.model import WeightDType
 from snapstream.kernels import groups, memory, reference
 from snapstream.kernels.formats import FP8, FP8_MAX
-from snapstream.kernels.interface import Kernels, Pairs, SumNorm
+from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm
+from snapstream.kernels.pytorch import clamped_swiglu
 from snapstream.kernels.reference import BLOCK
 from snapstream.models.sharding import dequantized_block
 
 Index = int | slice | tuple[int | slice, ...]
 
+_NO_PARTS = ExpertParts()
 FEW = 64  # tokens that are multiplied with quantized values; more are bound by arithmetic
 
 
@@ -176,16 +178,25 @@ class Matrix:
             gate_up = self.multiply_normed(given, biases[0], kernels)
         return down.multiply(kernels.swiglu(gate_up), biases[1], kernels)
 
-    def swiglu_grouped(self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels) -> Tensor:
+    def swiglu_grouped(
+        self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels, parts: ExpertParts = _NO_PARTS
+    ) -> Tensor:
         """The weighted sum of a token's experts, ``x [T, D]`` to ``[T, D]``: matrices ``[X', 2M, D]``, gate and up in
         one, and ``down [X', D, M]``. Summed in the order of the token's choices.
         """
         (num_tokens, top_k), order = pairs.weights.shape, pairs.order
         gate_up = self.multiply_grouped(x[order // top_k], pairs.ends, kernels)  # [T k, 2M]
-        inner = kernels.swiglu(gate_up)  # [T k, M]
+        shares = pairs.weights.flatten()[order, None]  # [T k, 1]
+        has_biases = parts.gate_up_bias is not None or parts.down_bias is not None
+        experts = _experts_of(pairs) if has_biases else None  # [T k]
+        if parts.gate_up_bias is not None:
+            gate_up.add_(parts.gate_up_bias[experts])
+        inner = kernels.swiglu(gate_up) if parts.clamp is None else clamped_swiglu(gate_up, parts.clamp)  # [T k, M]
         del gate_up  # a chunk's are large
-        inner.mul_(pairs.weights.flatten()[order, None])  # smaller before the product than after it
+        inner.mul_(shares)  # smaller before the product than after it
         out = down.multiply_grouped(inner, pairs.ends, kernels)  # [T k, D]
+        if parts.down_bias is not None:
+            out.add_(parts.down_bias[experts].mul_(shares))
         del inner
         if pairs.are_elsewhere is not None:
             out.masked_fill_(pairs.are_elsewhere[order, None], 0.0)  # uninitialized
@@ -229,6 +240,12 @@ class Matrix:
         unit = BLOCK if self.form.is_fp8 else 1
         rows = max(dequantized_block(self.data.device.type) // num_in // unit, 1) * unit
         return [(start, min(start + rows, num_out)) for start in range(0, num_out, rows)]
+
+
+def _experts_of(pairs: Pairs) -> Tensor:
+    """The stored expert of each pair ``[T k]``, sorted; of pairs whose expert is elsewhere any."""
+    places = torch.arange(len(pairs.order), dtype=torch.int32, device=pairs.order.device)
+    return torch.searchsorted(pairs.ends, places, right=True).clamp_(max=len(pairs.ends) - 1)
 
 
 def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,10 +16,11 @@ from snapstream.kernels import memory
 from snapstream.kernels.cpu.looped import panels, prompt
 from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack, address
 from snapstream.kernels.formats import FP8
-from snapstream.kernels.interface import Kernels, Pairs, SumNorm
+from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm
 from snapstream.kernels.reference import BLOCK
 from snapstream.models.matrix import Index, MakeMatrix, Matrix, block_rows, decode, encode, num_blocks
 
+_NO_PARTS = ExpertParts()
 _ROWS_AT_ONCE = 16 * PANEL  # that are quantized; bounds the fp32 temporaries
 
 
@@ -132,11 +133,13 @@ class PanelMatrix(Matrix):
             return super().swiglu(down, given, biases, kernels)
         return prompt.swiglu(self.library, (self._prefill_stack, down._prefill_stack), given, biases)
 
-    def swiglu_grouped(self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels) -> Tensor:
+    def swiglu_grouped(
+        self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels, parts: ExpertParts = _NO_PARTS
+    ) -> Tensor:
         """One native call if gate and up are whole panels."""
         if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL or down._inputs == "int8":
-            return super().swiglu_grouped(down, x, pairs, kernels)
-        return prompt.swiglu_grouped(self.library, (self._prefill_stack, down._prefill_stack), x, pairs)
+            return super().swiglu_grouped(down, x, pairs, kernels, parts)
+        return prompt.swiglu_grouped(self.library, (self._prefill_stack, down._prefill_stack), x, pairs, parts)
 
     def multiply_grouped(self, x: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
         return self._multiply_each(x, ends, kernels)

@@ -32,6 +32,7 @@ from snapstream.models.config_json import (
 from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.glm import GLM4_MOE, GLM4_MOE_LITE
+from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.llama import LLAMA
 from snapstream.models.mistral import MISTRAL, MIXTRAL
 from snapstream.models.quantization import has_own_head, stored_weights
@@ -46,6 +47,7 @@ FAMILIES: Registry[Family] = Registry(
         "DeepseekV2ForCausalLM": DEEPSEEK_V2,
         "DeepseekV3ForCausalLM": DEEPSEEK_V3,
         "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+        "GptOssForCausalLM": GPT_OSS,
         "LlamaForCausalLM": LLAMA,
         "MistralForCausalLM": MISTRAL,
         "Qwen2ForCausalLM": QWEN2,
@@ -193,8 +195,6 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
             reasons.append(f"not supported: {', '.join(dict.fromkeys(missing))}")
     if flag(settings, "is_encoder_decoder"):
         reasons.append("encoder-decoder models have cross attention, which rows do not hold")
-    if settings.get("model_type") == "gpt_oss" or "GptOss" in architecture:
-        reasons.append("learned attention sinks (gpt-oss) are not supported")
     family = FAMILIES.get(architecture) if is_known else Family()
     settings = family.complete(settings)
     reasons += _layer_type_refusals(settings, family)

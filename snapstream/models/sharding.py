@@ -315,6 +315,10 @@ def cuts_of(share: Share) -> dict[str, Cut]:
 def _check_dim(cut: Cut, spec: TensorSpec, num_ranks: int) -> None:
     """ValueError if the tensor is cut along another dimension than ``shard_dim``."""
     skipped = len(spec.shape) - len(cut.whole)  # dimensions that the checkpoint tensor lacks, such as that of experts
+    dims = [*range(skipped, len(spec.shape))]  # of the stored tensor
+    if spec.is_transposed:
+        dims[-2:] = dims[:-3:-1]
+    allowed = {spec.shard_dim, 0 if spec.per_expert else None}
     for dim, (whole, own) in enumerate(zip(cut.whole, cut.part.shape, strict=True)):
-        if whole != own and dim + skipped != spec.shard_dim:
+        if whole != own and dims[dim] not in allowed:
             raise ValueError(f"{cut.part.name} {list(cut.whole)} cannot be split over {num_ranks} ranks along {dim}")

@@ -36,6 +36,8 @@ class TensorSpec:
     # Shards along shard_dim are whole quantization groups: the last ranks' may be partly or all zeros.
     is_padded: bool = False
     is_float: bool = False  # not quantized on this rank, because its shard cuts through quantization groups
+    # The checkpoint has the matrices transposed, [.., in, out]; ``row_order`` and ``shard_dim`` count as stored here.
+    is_transposed: bool = False
     is_dense: bool = False  # a matrix in the dtype of the computation, whatever the format of the others
 
     def layers_of(self, num_layers: int) -> range:
@@ -64,6 +66,8 @@ class Part(NamedTuple):
     target: str  # name of the stored tensor
     place: tuple[Place, ...]  # in the stored tensor
     row_order: Sequence[int] | None  # the checkpoint's row of each stored one; None: the same order
+    row_dim: int = 0  # of the stored tensor: the dimension of its rows
+    is_transposed: bool = False
 
 
 def stacked_shape(spec: TensorSpec, num_layers: int) -> tuple[int, ...]:
@@ -76,22 +80,25 @@ def checkpoint_parts(specs: TensorSpecs, num_layers: int) -> Iterator[Part]:
     for name, spec in specs.items():
         for part, place in spec.parts.items():
             shape, order = part_shape(spec, part), spec.row_order.get(part)
+            row_dim = 1 if spec.per_expert and len(shape) == len(spec.shape) else 0  # all experts in one tensor
             if not spec.per_layer:
                 yield Part(part, shape, name, place, order)
                 continue
             for at, layer in enumerate(spec.layers_of(num_layers)):
-                yield Part(f"model.layers.{layer}.{part}", shape, name, (at, *place), order)
+                own_name = f"model.layers.{layer}.{part}"
+                yield Part(own_name, shape, name, (at, *place), order, row_dim, spec.is_transposed)
 
 
 def part_shape(spec: TensorSpec, part: str) -> tuple[int, ...]:
     """Shape of the checkpoint tensor that fills ``part``."""
     place = spec.parts[part]
     sizes = [size if dim >= len(place) else place[dim] for dim, size in enumerate(spec.shape)]
-    return tuple(
+    shape = tuple(
         len(range(*size.indices(spec.shape[dim]))) if isinstance(size, slice) else size
         for dim, size in enumerate(sizes)
         if dim >= len(place) or isinstance(size, slice)
     )
+    return (*shape[:-2], shape[-1], shape[-2]) if spec.is_transposed else shape
 
 
 def vector(size: int, name: str) -> TensorSpec:
@@ -147,6 +154,10 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
         )
     if config.o_bias:
         specs["o_bias"] = vector(hidden, "self_attn.o_proj.bias")
+    if config.has_sinks:
+        specs["sinks"] = TensorSpec(
+            shape=(config.num_heads,), parts={"self_attn.sinks": ()}, is_matrix=False, dtype="float32", shard_dim=0
+        )
     if config.qk_norm:
         for name in ("q", "k"):
             part = f"self_attn.{name}_norm.weight"

@@ -127,10 +127,10 @@ class StagingView:
         q = self._stage_heads(heads, norm, rope)
         self._keep(self._chunk.segments, q.__getitem__)
         if self._chunk.outputs is not None:
-            attend, tokens = partial(self._attention.attend, window=window), self._buffers.tokens
+            attend, tokens = partial(self._attention.attend, window=window, sinks=norm.sinks), self._buffers.tokens
             parts = [attend(q[place], *tokens(*staged)) for place, staged in self._last_tokens(self._chunk.outputs)]
             return torch.cat(parts) if parts else q[:0]
-        return self._attend_all(q, self._buffers.tokens, window)
+        return self._attend_all(q, self._buffers.tokens, window, norm.sinks)
 
     def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
         """Stage and expand the chunk's latents, then attend as above: ``[T', H, U]``, see ``layers.ExpandingView``.
@@ -170,14 +170,15 @@ class StagingView:
             yield slice(place, place + 1), (segment.staging_start, segment.staging_stop)
 
     def _attend_all(
-        self, q: Tensor, staged: Callable[[int, int], tuple[Tensor, Tensor]], window: int | None = None
-    ) -> Tensor:
+        self, q: Tensor, staged: Callable[[int, int], tuple[Tensor, Tensor]], window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Causal attention of a chunk's queries over ``staged`` tokens of their prompts, at most ``window`` each."""
         segments, lens, attention = self._chunk.segments, self._chunk.lens, self._attention
         if lens is not None and attention.attend_packed is not None:
             keys, values = staged(segments[0].staging_start, segments[-1].staging_stop)
-            return attention.attend_packed(q, keys, values, lens, window=window)
-        attend = partial(attention.attend, window=window)
+            return attention.attend_packed(q, keys, values, lens, window=window, sinks=sinks)
+        attend = partial(attention.attend, window=window, sinks=sinks)
         parts = [attend(q[s.chunk_slice], *staged(s.staging_start, s.staging_stop)) for s in segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -253,8 +254,9 @@ class RowsView:
             q, k, v = q * k_scale, encoding.scaled(k, k_scale), encoding.scaled(v, v_scale)
         entries = torch.cat([q, k, v], dim=2).flatten(0, 1).to(heads.dtype)  # [B * G, H/G + 2, E]
         cos = torch.ones_like(rope[0][:1]).expand(len(entries), 1, size)  # no rotation
+        sinks = None if norm.sinks is None else norm.sinks.view(groups, -1).repeat(batch, 1)  # [B * G, H/G]
         out = self._kernels.attend_rows(
-            entries, HeadNorm(None, norm.eps), (cos, torch.zeros_like(cos)), self._cache.layer(layer),
+            entries, HeadNorm(None, norm.eps, sinks), (cos, torch.zeros_like(cos)), self._cache.layer(layer),
             self._places[layer], None,
         )  # fmt: skip
         if scales is not None:

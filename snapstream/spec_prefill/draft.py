@@ -74,14 +74,19 @@ class Importance:
         self.best = torch.zeros(num_queries, num_keys, device=device)  # [w, N]; probabilities are never below 0
         self._pool_kernel = pool_kernel
 
-    def add(self, queries: Tensor, keys: Tensor, first_query: int, *, chunk: int = CHUNK) -> None:
+    def add(
+        self, queries: Tensor, keys: Tensor, first_query: int, *, sinks: Tensor | None = None, chunk: int = CHUNK
+    ) -> None:
         """One layer: ``queries [w, H, E]`` after RoPE, the first at position ``first_query``; ``keys [G, N, E]``.
 
-        A query sees the prompt keys up to its own position: all of them, if it comes after the prompt.
+        A query sees the prompt keys up to its own position: all of them, if it comes after the prompt. Learned
+        attention ``sinks [H]`` take their share of its probability.
         """
         num_queries, num_heads, _ = queries.shape
         half, num_keys = self._pool_kernel // 2, keys.shape[1]
         normaliser = torch.full((num_heads * num_queries,), float("-inf"), device=keys.device)
+        if sinks is not None:
+            normaliser = sinks.repeat_interleave(num_queries)
         for _, _, block in _logits(queries, keys, first_query, 0, chunk):
             normaliser = torch.logaddexp(normaliser, block.logsumexp(-1))
         for a, b, block in _logits(queries, keys, first_query, half, chunk):
@@ -167,7 +172,7 @@ def _score_in_pass(
 
     def score(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
         assert queries is not None
-        importance.add(queries, keys[:, :prompt_len], first_query)
+        importance.add(queries, keys[:, :prompt_len], first_query, sinks=decoder.sinks(layer))
 
     scoring_pass(decoder, ids, prompt_len, num_queries, settings, score)
     return importance.scores()
@@ -193,7 +198,8 @@ def _score_from_all_layers(decoder: Decoder, passages: Sequence[Tensor], setting
         queries = look_ahead.queries.last(row, first + len(tokens), len(tokens))  # [L, w, H, E]
         importance = Importance(len(tokens), prompt_len, settings.pool_kernel, decoder.device)
         for layer in range(decoder.config.num_layers):
-            importance.add(queries[layer], look_ahead.cache.layer(layer).k[row, :, :prompt_len], first)
+            keys = look_ahead.cache.layer(layer).k[row, :, :prompt_len]
+            importance.add(queries[layer], keys, first, sinks=decoder.sinks(layer))
         scores.append(importance.scores())
     return scores
 
@@ -214,6 +220,7 @@ class _LookAhead:
         self._decoder, self._budget = decoder, budget
         # A draft feeds all its rows at every step, so the padding row, which is the last, may be one of them.
         self.cache = KVCache(spec, num_rows - 1, budget.capacity, device, decoder.kernels)
+        self.cache.sinks = decoder.weights.vectors.get("sinks")
         self.queries = RecentQueries(spec, num_rows - 1, num_queries, decoder.dtype, device)
         self._rows = Rows(num_rows - 1, device)
         self._forward: RowsForward | LoopedDecode

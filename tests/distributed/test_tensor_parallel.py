@@ -104,7 +104,7 @@ def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str, budget: int 
 
 
 @pytest.mark.parametrize("experts", ["tp", "ep"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "glm4-moe"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "glm4-moe", "gpt-oss"])
 def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
     """The inner size of every expert is split, or whole experts are dealt out; latents and shared experts too."""
     check(two, Asked(checkpoint(name), experts=experts, budget=40))

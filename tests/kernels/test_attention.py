@@ -205,6 +205,44 @@ def test_a_sliding_window_is_the_one_of_transformers(window: int) -> None:
     assert got.tolist() == expected
 
 
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize(("num_queries", "num_keys", "window"), [(1, 1, None), (1, 40, 7), (7, 40, None), (40, 40, 9),
+                                                                 (300, 700, None), (300, 700, 128)])  # fmt: skip
+def test_learned_sinks(monkeypatch: pytest.MonkeyPatch, num_queries: int, num_keys: int, window: int | None,
+                       group: int) -> None:  # fmt: skip
+    """A sink is one more key whose value is zero, in the reference too; every version agrees."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, bias: None, with_lse: bool, dropout: float, is_causal: bool) -> Any:
+        out, lse = by_flash_of_the_cpu(q, k, v, is_causal)
+        return out, lse[..., None]
+
+    monkeypatch.setattr(pytorch, "cudnn_operator", kernel)
+    torch.manual_seed(num_keys)
+    q, (k, v), sinks = torch.randn(num_queries, 2 * group, 16), torch.randn(2, 2, num_keys, 16), torch.randn(2 * group)
+    expected = reference.prefill_attention(q, k, v, window=window, sinks=sinks)
+    plain = reference.prefill_attention(q, k, v, window=window)
+    scores = torch.einsum("he,ghne->hn", q[-1], k.repeat_interleave(group, 0)[None]) / 4
+    seen = scores[:, -(window or num_keys) :]
+    share = seen.logsumexp(-1).sub(sinks).sigmoid()  # of the last query, what the sink leaves
+    torch.testing.assert_close(expected[-1], plain[-1] * share[:, None], rtol=1e-5, atol=1e-6)
+    for attend in (cpu.prefill_attention, pytorch.prefill_attention, pytorch.by_cudnn):
+        torch.testing.assert_close(attend(q, k, v, window=window, sinks=sinks), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_learned_sinks_in_decode(dtype: torch.dtype) -> None:
+    """One vector for all rows, or one for each entry, as per-head budgets need them."""
+    torch.manual_seed(0)
+    q, (k, v), sinks = torch.randn(5, 6, 16).to(dtype), torch.randn(2, 7, 2, 30, 16).to(dtype), torch.randn(6)
+    rows, lengths = torch.tensor([3, 4, 5, 0, 2]), torch.tensor([30, 29, 1, 17, 30])
+    want = reference.decode_attention(q, one_layer(k, v), rows, lengths, sinks)
+    exact = dtype == torch.float32
+    assert not torch.allclose(want, reference.decode_attention(q, one_layer(k, v), rows, lengths), atol=0.1)
+    for own in (sinks, sinks.expand(5, -1).contiguous()):
+        got = cpu.decode_attention(q, one_layer(k, v), rows, lengths, own)
+        torch.testing.assert_close(got, want, rtol=1e-5 if exact else 2e-2, atol=2e-6 if exact else 2e-2)
+
+
 class Called(TorchDispatchMode):
     """Names of the operators."""
 

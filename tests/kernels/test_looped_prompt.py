@@ -122,11 +122,15 @@ def test_what_is_not_finite_stays_seen(instructions: InstructionSet, wrong: floa
 def natives(name: str) -> Iterator[Callable[..., Tensor]]:
     """The kernel of that name, for every set of instructions that has it."""
 
-    def in_fp32(own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        return attend_f32(own, q, k, v, [(len(q), k.shape[1])], window=window)
+    def in_fp32(
+        own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        return attend_f32(own, q, k, v, [(len(q), k.shape[1])], window=window, sinks=sinks)
 
-    def in_bf16(own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        return attend(own, q, k, v, (0, len(q)), (0, k.shape[1]), window=window)
+    def in_bf16(
+        own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        return attend(own, q, k, v, (0, len(q)), (0, k.shape[1]), window=window, sinks=sinks)
 
     for instructions in instruction_sets():
         own = library.load(instructions)
@@ -155,6 +159,25 @@ def test_a_sliding_window(
         got = native(q, k, v, window)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
         assert window < before + queries or torch.equal(got, native(q, k, v))
+
+
+@NATIVE
+@pytest.mark.parametrize(("queries", "before", "heads", "kv_heads", "window"),
+                         [(1, 0, 2, 1, 0), (33, 5, 6, 2, 0), (150, 700, 8, 1, 128), (301, 400, 6, 3, 0)])  # fmt: skip
+def test_learned_sinks(name: str, queries: int, before: int, heads: int, kv_heads: int, window: int) -> None:
+    """Sinks above and below all scores; the same bits in any chunks."""
+    q, k, v = sample(queries, heads, kv_heads, before + queries, 48, 48)
+    if name == "cpu_bf16":
+        q, k, v = (x.bfloat16().float() for x in (q, k, v))
+    atol = 2e-6 if name == "cpu_fp32" else float(v.abs().max()) / 256
+    for shift in (-30.0, 0.0, 30.0):
+        sinks = torch.randn(heads) + shift
+        want = reference.prefill_attention(q, k, v, window=window or None, sinks=sinks)
+        for native in natives(name):
+            got = native(q, k, v, window or None, sinks)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
+            for cut in {queries // 3, queries - 1} - {0}:
+                assert torch.equal(native(q[cut:], k, v, window or None, sinks), got[cut:])
 
 
 @NATIVE

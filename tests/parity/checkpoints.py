@@ -41,6 +41,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"use_sliding_window": False, "num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"use_sliding_window": False, "head_dim": 20}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "attention_bias": True}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"num_local_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 24, "head_dim": 20,
+         "num_attention_heads": 6, "sliding_window": 21, "swiglu_limit": 1.5, "num_hidden_layers": 4},
+    ),
+    "gpt-oss-panels": (
+        "GptOssConfig",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 64,
+         "num_key_value_heads": 1, "sliding_window": 40, "swiglu_limit": 2.0, "num_hidden_layers": 2,
+         "attention_bias": False, "tie_word_embeddings": True},
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": None}),
     "qwen3-moe": (
         "Qwen3MoeConfig",
@@ -106,7 +117,9 @@ def make_model(name: str, **sizes: int) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
-            if "norm" in key or key.endswith("bias"):  # made with constants: random ones show whether they are used
+            if "norm" in key or key.endswith(
+                ("bias", "sinks")
+            ):  # made with constants: random ones show whether they are used
                 value.copy_(1.0 * ("norm" in key) + 0.3 * torch.randn_like(value))
         randomise_corrections(model)
     return model

@@ -23,15 +23,19 @@ from tests.unit.kv import row_by_lists
 Cell = tuple[int, Tensor, Tensor]  # position, key [E], value [E']
 
 
-def attend(q: Tensor, cells: list[list[Cell]], last: int, window: int | None = None) -> Tensor:
-    """One query ``[H, E]`` over the cells of each kv head to position ``last``: ``[H, E']``."""
+def attend(
+    q: Tensor, cells: list[list[Cell]], last: int, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """One query ``[H, E]`` over the cells of each kv head to position ``last``: ``[H, E']``; ``sinks [H]``."""
     first = 0 if window is None else last - window + 1
     per_head = q.shape[0] // len(cells)
     out = []
     for head in range(q.shape[0]):
         seen = [cell for cell in cells[head // per_head] if first <= cell[0] <= last]
         keys, values = torch.stack([c[1] for c in seen]), torch.stack([c[2] for c in seen])
-        out.append(((keys @ q[head]) / q.shape[1] ** 0.5).softmax(-1) @ values)
+        scores = (keys @ q[head]) / q.shape[1] ** 0.5
+        extra = scores[:0] if sinks is None else sinks[head : head + 1]
+        out.append(torch.cat([scores, extra]).softmax(-1)[: len(seen)] @ values)
     return torch.stack(out)
 
 
@@ -47,7 +51,7 @@ class _Prompt:
         for head, own in enumerate(self.cells):
             own.extend((p, k[p, head], v[p, head]) for p in range(len(q)))
         window = self.windows[layer]
-        return torch.stack([attend(q[p], self.cells, p, window) for p in range(len(q))])
+        return torch.stack([attend(q[p], self.cells, p, window, norm.sinks) for p in range(len(q))])
 
 
 class _Token:
@@ -61,7 +65,7 @@ class _Token:
         q, k, v = split(heads, norm, rope, self.engine.decoder.kv_spec())
         self.engine.queries[self.layer].append(q[0])
         self.engine.store(self.layer, self.position, k[0], v[0])
-        return attend(q[0], cells, self.position)[None]
+        return attend(q[0], cells, self.position, sinks=norm.sinks)[None]
 
 
 class ListsEngine:
@@ -124,13 +128,15 @@ class ListsEngine:
             return
         queries = q[-rule.observation_len :].tolist()
         keys = k.transpose(0, 1).tolist()
+        own_sinks = self.decoder.sinks(layer)
+        sinks = None if own_sinks is None else own_sinks.tolist()
         over_row, group_max = rule.softmax_over == "row", rule.group_reduce == "max"
-        scores = row_by_lists.votes(queries, keys, start, stop, over_row, group_max)
+        scores = row_by_lists.votes(queries, keys, start, stop, over_row, group_max, sinks)
         recent = queries if self.reselection is None else queries[-self.reselection.num_queries :]
-        remembered = row_by_lists.votes(recent, keys, start, stop, over_row, group_max)
+        remembered = row_by_lists.votes(recent, keys, start, stop, over_row, group_max, sinks)
         latest = total = [row_by_lists.normalised(own) for own in scores]
         for _ in range(rule.num_hops):
-            latest = row_by_lists.hop(latest, q.tolist(), keys, start, rule.observation_len)
+            latest = row_by_lists.hop(latest, q.tolist(), keys, start, rule.observation_len, sinks)
             total = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(total, latest, strict=True)]
         for head in heads:
             if prompt_len <= self.budgets[layer][head].capacity:
@@ -181,14 +187,15 @@ class ListsEngine:
             others = [cell for cell in own if cell not in stay]
             num_new = budget.num_recent - reselection.every
             old, new = others[: len(others) - num_new], others[len(others) - num_new :]
-            group = self.decoder.config.group_size
+            group, all_sinks = self.decoder.config.group_size, self.decoder.sinks(layer)
+            sinks = None if all_sinks is None else all_sinks[head * group : (head + 1) * group].tolist()
             queries = [
                 q[head * group : (head + 1) * group].tolist() for q in self.queries[layer][-reselection.num_queries :]
             ]
             ordered = [cell[1].tolist() for cell in [*stay, *old, *new]]
             (fresh,) = row_by_lists.votes(
                 queries, [ordered], len(stay), len(stay) + len(old), rule.softmax_over == "row",
-                rule.group_reduce == "max",
+                rule.group_reduce == "max", sinks,
             )  # fmt: skip
             before = self.votes[layer][head]
             total = [

@@ -89,7 +89,10 @@ class FullAttention:
         cache = self.spec.layers[layer]
         if isinstance(cache, Window):
             hidden |= torch.ones_like(hidden).tril(offset - cache.num_tokens)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if norm.sinks is not None:
+            scores = torch.cat([scores, norm.sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(k)]
         return torch.einsum("hts,she->the", weights, v).to(q.dtype)
 
 
@@ -101,7 +104,7 @@ def build(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
-            if "norm" in key or key.endswith("bias"):
+            if "norm" in key or key.endswith(("bias", "sinks")):
                 value.copy_(float("norm" in key) + 0.3 * torch.randn_like(value))
         randomise_corrections(model)
     return model

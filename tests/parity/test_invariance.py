@@ -188,14 +188,17 @@ class Packed:
     def __init__(self) -> None:
         self.lens: list[PackedLens] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         self.lens.append(lens)
         queries, keys = pairwise(lens.queries.tolist()), pairwise(lens.keys.tolist())
         assert lens.queries[-1] == len(q) and lens.keys[-1] == k.shape[1]
         parts = []
         for (a, b), (c, d) in zip(queries, keys, strict=True):
             assert b - a <= lens.max_queries and d - c <= lens.max_keys
-            parts.append(reference.prefill_attention(q[a:b], k[:, c:d], v[:, c:d], window=window))
+            parts.append(reference.prefill_attention(q[a:b], k[:, c:d], v[:, c:d], window=window, sinks=sinks))
         return torch.cat(parts)
 
 

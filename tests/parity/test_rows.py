@@ -54,7 +54,9 @@ LENGTHS = (3, 17, 33, 48, 60)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3", "llama-dynamic", "deepseek-v3-dense", "qwen2-windows"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa-tied", "qwen3", "llama-dynamic", "deepseek-v3-dense", "qwen2-windows", "gpt-oss"]
+)
 def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Path) -> None:
     budget, selector = CASES[case]
     folder = save(make_model(name), tmp_path)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -284,8 +285,9 @@ def _trial(attend: Attend, case: Case) -> str:
     q, k, v = random_chunk(case, 40, 200)
     problem = ""
     for window in {None, case.window and min(case.window, 50)}:
-        expected = reference.prefill_attention(q, k, v, window=window)
-        problem = problem or _compare(partial(attend, q, k, v, window=window), expected)
+        extra: dict[str, Any] = {"window": window, "sinks": _sinks(case, q)}
+        expected = reference.prefill_attention(q, k, v, **extra)
+        problem = problem or _compare(partial(attend, q, k, v, **extra), expected)
     return problem
 
 
@@ -295,12 +297,18 @@ def _packed_trial(attend_packed: AttendPacked, case: Case) -> str:
     ends = torch.tensor([[0, 8, 48], [0, 24, 64]], dtype=torch.int32, device=q.device)
     lens, problem = PackedLens(ends[0], ends[1], 40, 40), ""
     for window in {None, case.window and min(case.window, 20)}:
+        extra: dict[str, Any] = {"window": window, "sinks": _sinks(case, q)}
         expected = torch.cat([
-            reference.prefill_attention(q[:8], k[:, :24], v[:, :24], window=window),
-            reference.prefill_attention(q[8:], k[:, 24:], v[:, 24:], window=window),
+            reference.prefill_attention(q[:8], k[:, :24], v[:, :24], **extra),
+            reference.prefill_attention(q[8:], k[:, 24:], v[:, 24:], **extra),
         ])  # fmt: skip
-        problem = problem or _compare(partial(attend_packed, q, k, v, lens, window=window), expected)
+        problem = problem or _compare(partial(attend_packed, q, k, v, lens, **extra), expected)
     return problem
+
+
+def _sinks(case: Case, q: Tensor) -> Tensor | None:
+    """Sinks of the heads of ``q [T, H, E]`` for a model that has any."""
+    return torch.linspace(-2.0, 3.0, q.shape[1], device=q.device) if case.has_sinks else None
 
 
 def _compare(run: Callable[[], Tensor], expected: Tensor) -> str:

@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapstream.kernels.pytorch import share_sinks
+
 # Prefill. All align the causal mask with the last key (flash-attn since 2.1), take fewer kv heads than query heads and
-# strided K and V, so that a range of the staging buffers is passed without a copy.
+# strided K and V, so that a range of the staging buffers is passed without a copy. Models with learned attention sinks
+# are refused before (``prefill.Case``), but for PyTorch's kernel.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +33,26 @@ class PackedLens:
     max_keys: int
 
 
-def flash_attn(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+def flash_attn(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """``flash_attn`` (FlashAttention-2, 2.1 or newer): ``q [1, T, H, E]``, ``k, v [1, N, G, E]``."""
     return _flash_single("flash_attn", q, k, v, window)
 
 
-def flash_attn_packed(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None) -> Tensor:
+def flash_attn_packed(
+    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """The same for packed prompts: ``q [T, H, E]``, ``k, v [N, G, E]``."""
     return _flash_packed("flash_attn", q, k, v, lens, window)
 
 
-def flash_attn_3(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+def flash_attn_3(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """``flash_attn_interface`` (FlashAttention-3, for Hopper); layouts as FlashAttention-2."""
     return _flash_single("flash_attn_interface", q, k, v, window)
 
 
-def flash_attn_3_packed(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None) -> Tensor:
+def flash_attn_3_packed(
+    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """The same for packed prompts."""
     return _flash_packed("flash_attn_interface", q, k, v, lens, window)
 
@@ -83,7 +90,7 @@ def _output(found: Any) -> Tensor:
     return out
 
 
-def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """FlashInfer's kernel for one prompt; K and V are given heads first, as they lie in the pool."""
     out: Tensor = import_module("flashinfer").single_prefill_with_kv_cache(
         q, k, v, causal=True, kv_layout="HND", window_left=-1 if window is None else window - 1
@@ -91,14 +98,19 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) ->
     return out
 
 
-def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None) -> Tensor:
+def torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """PyTorch's flash kernel for packed prompts; a window of (-1, 0) is causal.
 
     Since 2.12 grouped heads must be announced; before, the kernel takes them as they come.
     """
-    call = import_module("torch.nn.attention.varlen").varlen_attn
-    announced = {"enable_gqa": q.shape[1] != k.shape[0]} if "enable_gqa" in _parameters(call) else {}
-    out: Tensor = call(
+    module = import_module("torch.nn.attention.varlen")
+    call = module.varlen_attn
+    options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[0]} if "enable_gqa" in _parameters(call) else {}
+    if sinks is not None:
+        options["return_aux"] = module.AuxRequest(lse=True)
+    found = call(
         q,
         k.transpose(0, 1),
         v.transpose(0, 1),
@@ -107,9 +119,12 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: i
         lens.max_queries,
         lens.max_keys,
         window_size=(-1 if window is None else window - 1, 0),
-        **announced,
+        **options,
     )
-    return out
+    if sinks is None:
+        return _output(found)
+    out, lse = found  # [T, H, E], [H, T]
+    return share_sinks(out.transpose(0, 1), lse, sinks).transpose(0, 1)
 
 
 def why_no_torch_varlen() -> str:

@@ -1,9 +1,10 @@
 """The kernels that can attend a prefill chunk, each with its requirements. Two calls, the same for all:
 
-* ``attend(q [T, H, E], k [G, N, E], v [G, N, E], window=None) -> [T, H, E]``: ``reference.prefill_attention``, for one
-  prompt;
-* ``attend_packed(q, k, v, lens, window=None) -> [T, H, E]``: the same for several prompts that lie one after the other,
-  without padding. Only kernels that take a length per prompt have it; the others are called once per prompt.
+* ``attend(q [T, H, E], k [G, N, E], v [G, N, E], window=None, sinks=None) -> [T, H, E]``:
+  ``reference.prefill_attention``, for one prompt;
+* ``attend_packed(q, k, v, lens, window=None, sinks=None) -> [T, H, E]``: the same for several prompts that lie one
+  after the other, without padding. Only kernels that take a length per prompt have it; the others are called once per
+  prompt.
 
 K and V are ranges of the staging buffers: views, contiguous in E only. ``autotune.py`` chooses.
 """
@@ -33,13 +34,16 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Attend(Protocol):
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /, *, window: int | None = None) -> Tensor: ...
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, /, *, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class AttendPacked(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, /, *, window: int | None = None
-    ) -> Tensor: ...
+        self, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, /, *, window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Case:
     group_size: int = 1  # query heads per kv head
     capability: tuple[int, int] | None = None  # of an NVIDIA GPU
     window: int | None = None  # of the layers that have a sliding window
+    has_sinks: bool = False  # learned attention sinks
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, head_dim: int, group_size: int) -> Case:
@@ -65,7 +70,8 @@ class Case:
         if model.latent is not None:
             return cls.of(device, dtype, model.latent.expanded_dim, 1)
         own = cls.of(device, dtype, model.head_dim, model.group_size)
-        return replace(own, window=min(filter(None, model.layer_windows), default=None))
+        window = min(filter(None, model.layer_windows), default=None)
+        return replace(own, window=window, has_sinks=model.has_sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ class Version:
 
 def _needs(
     *, package: str = "", dtypes: tuple[torch.dtype, ...] = HALF, least: tuple[int, int] = (8, 0), head_dim: int = 256,
-    only: tuple[int, ...] = (), major: int = 0,
+    only: tuple[int, ...] = (), major: int = 0, has_sinks: bool = False,
 ) -> Callable[[Case], str]:  # fmt: skip
     """Requirements of kernels for NVIDIA GPUs: a package, dtypes, a compute capability, head dimensions."""
 
@@ -92,6 +98,8 @@ def _needs(
             return f"needs an NVIDIA GPU, and the device is {case.device}"
         if package and importlib.util.find_spec(package) is None:
             return f"needs the package {package}, which is not installed"
+        if case.has_sinks and not has_sinks:
+            return "has no learned attention sinks, and this model has"
         if case.dtype not in dtypes:
             return f"takes {' and '.join(str(d)[6:] for d in dtypes)}, not {str(case.dtype)[6:]}"
         if case.capability < least or (major and case.capability[0] != major):
@@ -127,9 +135,11 @@ def _on_cpu_in_bf16(case: Case) -> str:
     return "" if library.load().multiplies_bf16() else "this processor does not multiply bf16"
 
 
-def _packed_in_fp32(q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None) -> Tensor:
+def _packed_in_fp32(
+    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     ends = list(zip(lens.queries.tolist()[1:], lens.keys.tolist()[1:], strict=True))
-    return prompt.attend_f32(library.load(), q, k, v, ends, window=window)
+    return prompt.attend_f32(library.load(), q, k, v, ends, window=window, sinks=sinks)
 
 
 VERSIONS: dict[str, Version] = {
@@ -146,10 +156,14 @@ VERSIONS: dict[str, Version] = {
             stage_heads=prompt.stage_heads, takes_narrow_values=True,
         ),
         Version(
-            "sdpa_flash", pytorch.prefill_attention, _needs(), packages.torch_varlen, packages.why_no_torch_varlen
+            "sdpa_flash", pytorch.prefill_attention, _needs(has_sinks=True), packages.torch_varlen,
+            packages.why_no_torch_varlen,
         ),
-        Version("sdpa_cudnn", pytorch.by_cudnn, _needs(head_dim=128)),
-        Version("sdpa_efficient", pytorch.by_efficient, _needs(dtypes=(torch.float32, *HALF), least=(7, 0))),
+        Version("sdpa_cudnn", pytorch.by_cudnn, _needs(head_dim=128, has_sinks=True)),
+        Version(
+            "sdpa_efficient", pytorch.by_efficient,
+            _needs(dtypes=(torch.float32, *HALF), least=(7, 0), has_sinks=True),
+        ),
         Version("flash_attn", packages.flash_attn, _needs(package="flash_attn"), packages.flash_attn_packed),
         Version(
             "flash_attn_3", packages.flash_attn_3, _needs(package="flash_attn_interface", major=9),

@@ -18,36 +18,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snapstream.kernels.formats import Scales, encoding_of, spread
-from snapstream.kernels.pytorch import window_attention
+from snapstream.kernels.pytorch import share_sinks, sink_softmax, window_attention
 from snapstream.kernels.rows import LayerRows
 
 MAX_WASTE = 1.25  # slots read over slots visible, up to which unequal rows share a call
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, _ = k.shape
     if window is not None and window < num_keys:
-        return window_attention(q, k, v, window)
+        return window_attention(q, k, v, window, sinks)
     group = num_heads // num_kv_heads
     prefix = num_keys - num_queries
     own_k = k[:, prefix:].repeat_interleave(group, 0)[None]  # [1, H, T, E]: only the chunk is repeated
     own_v = v[:, prefix:].repeat_interleave(group, 0)[None]
     out, lse = _flash(q.transpose(0, 1)[None], own_k, own_v, 0.0, True)  # [1, H, T, E], [1, H, T]
     if prefix == 0:
-        return out[0].transpose(0, 1)
+        return share_sinks(out[0], lse[0], sinks).transpose(0, 1)
     folded = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)[None]
     before, before_lse = _flash(folded, k[None, :, :prefix], v[None, :, :prefix], 0.0, False)  # [1, G, r*T, E]
     before = before.reshape(num_heads, num_queries, head_dim)
-    share = torch.sigmoid(before_lse.reshape(num_heads, num_queries) - lse[0])[..., None].to(out.dtype)
-    return torch.lerp(out[0], before, share).transpose(0, 1)
+    before_lse = before_lse.reshape(num_heads, num_queries)
+    share = torch.sigmoid(before_lse - lse[0])[..., None].to(out.dtype)
+    merged = torch.lerp(out[0], before, share)
+    if sinks is not None:
+        merged = share_sinks(merged, torch.logaddexp(before_lse, lse[0]), sinks)
+    return merged.transpose(0, 1)
 
 
-def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
+def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None) -> Tensor:
     """See ``reference.decode_attention``: ``q [B, H, E]`` -> ``[B, H, E']``."""
     batch, num_heads, head_dim = q.shape
+    all_sinks = None if sinks is None else sinks.expand(batch, -1)  # [B, H]
     k, v, scales = cache.k, cache.v, cache.scales
     num_kv_heads = k.shape[1]
     grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -61,29 +68,33 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
         if scales is not None:
             k_scale, v_scale = (scale[span] if scale.dim() == 2 else scale[span, :, :longest] for scale in scales)
             own_scales = k_scale, v_scale
-        part = _attend_stored(grouped[own], keys, values, visible, own_scales)
+        own_sinks = None if all_sinks is None else all_sinks[own]
+        part = _attend_stored(grouped[own], keys, values, visible, own_scales, own_sinks)
         if visible is not None and not math.isfinite(part.sum(dtype=torch.float32).item()):
             _silence(keys, visible)  # too: a mask that is added to a NaN leaves it
             _silence(values, visible)
             for scale in own_scales or ():
                 if scale.dim() == 3:
                     _silence(scale, visible)
-            part = _attend_stored(grouped[own], keys, values, visible, own_scales)
+            part = _attend_stored(grouped[own], keys, values, visible, own_scales, own_sinks)
         parts.append(part)
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.reshape(batch, num_heads, -1)
 
 
-def _attend_stored(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scales: Scales | None) -> Tensor:
+def _attend_stored(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scales: Scales | None, sinks: Tensor | None
+) -> Tensor:
     """``_attend`` over rows as they are stored; the scales of a whole head are left to ``q`` and the result."""
     if scales is None:
-        return _attend(q, k.to(q.dtype), v.to(q.dtype), visible)
+        dtype = q.dtype if sinks is None else torch.float32
+        return _attend(q.to(dtype), k.to(dtype), v.to(dtype), visible, sinks).to(q.dtype)
     encoding = encoding_of(k)
     if encoding.format.scales == "slot":
         keys, values = (encoding.decode(x, scale) for x, scale in zip((k, v), scales, strict=True))
-        return _attend(q.float(), keys, values, visible).to(q.dtype)
+        return _attend(q.float(), keys, values, visible, sinks).to(q.dtype)
     k_scale, v_scale = spread(scales[0], k), spread(scales[1], v)
-    return (_attend(q.float() * k_scale, k.float(), v.float(), visible) * v_scale).to(q.dtype)
+    return (_attend(q.float() * k_scale, k.float(), v.float(), visible, sinks) * v_scale).to(q.dtype)
 
 
 def _silence(slots: Tensor, visible: Tensor) -> None:
@@ -118,8 +129,10 @@ def runs(rows: list[int], lengths: list[int]) -> Iterator[Run]:
         start = stop
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax attention of ``q [b, G, r, E]`` over ``k [b, G, n, E], v [b, G, n, E']``, ``visible [b]`` slots each."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Softmax attention of ``q [b, G, r, E]`` over ``k [b, G, n, E], v [b, G, n, E']``, ``visible [b]`` slots each,
+    with ``sinks [b, H]`` only in fp32.
+    """
     batch, num_kv_heads, group, head_dim = q.shape
     unseen = None
     if visible is not None:
@@ -134,4 +147,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         logits = torch.bmm(keys, scaled.transpose(1, 2)).transpose(1, 2)
     if unseen is not None:
         logits = logits.view(batch, num_kv_heads, group, -1).masked_fill(unseen, float("-inf")).flatten(0, 1)
-    return torch.bmm(logits.softmax(-1), values).view(batch, num_kv_heads, group, -1)
+    own_sinks = None if sinks is None else sinks.reshape(batch * num_kv_heads, group, 1)
+    return torch.bmm(sink_softmax(logits, own_sinks), values).view(batch, num_kv_heads, group, -1)

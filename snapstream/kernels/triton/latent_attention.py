@@ -82,7 +82,12 @@ def latent_split_kernel(
 def attend_rows(
     heads: Tensor, norm: HeadNorm, rope: CosSin | None, cache: LayerRows, places: RowPlaces, keep: Keep | None
 ) -> Tensor:
-    """See ``reference.attend_rows``, over rows of either kind; of latents ``heads [B, H+1, E]``, which come rotated."""
+    """See ``reference.attend_rows``, over rows of either kind; of latents ``heads [B, H+1, E]``, which come rotated.
+
+    With attention sinks by plain products: the kernel has none.
+    """
+    if norm.sinks is not None:
+        return reference.attend_rows(heads, norm, rope, cache, places, keep)
     if rope is not None:
         return attention.attend_rows(heads, norm, rope, cache, places, keep)
     q, latents = heads[:, :-1], heads[:, -1:]

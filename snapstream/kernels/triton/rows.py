@@ -201,7 +201,16 @@ def norm_rope_write(
     """See ``reference.norm_rope_write``, through the operator."""
     cache.refuse_latents("the write of slots in Triton")
     return norm_rope_write_operator(
-        heads, *norm, *rope, cache.keys, cache.values, cache.layer, rows, slots, cache.key_scales, cache.value_scales
+        heads,
+        *norm[:2],
+        *rope,
+        cache.keys,
+        cache.values,
+        cache.layer,
+        rows,
+        slots,
+        cache.key_scales,
+        cache.value_scales,
     )
 
 
@@ -227,7 +236,7 @@ def _(
 
 def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
     """See ``reference.norm_rope``, through the operator."""
-    return norm_rope_operator(heads, *norm, *rope, num_kv_heads)
+    return norm_rope_operator(heads, *norm[:2], *rope, num_kv_heads)
 
 
 @custom_op("snapstream::norm_rope", mutates_args=())
@@ -247,7 +256,7 @@ def launch_norm_rope_write(
     heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
 ) -> Tensor:
     """See ``reference.norm_rope_write``; ``heads [T, H+2G, E]`` may be strided along T only."""
-    (head_norm, eps), (cos, sin) = norm, rope
+    (head_norm, eps), (cos, sin) = norm[:2], rope
     k_cache, v_cache = cache.k, cache.v
     k_scale, v_scale = cache.scales or (None, None)
     _check(heads, k_cache, v_cache)
@@ -272,7 +281,7 @@ def launch_norm_rope_write(
 
 def launch_norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
     """See ``reference.norm_rope``; ``heads [T, H+2G, E]`` may be strided along T only."""
-    (head_norm, eps), (cos, sin) = norm, rope
+    (head_norm, eps), (cos, sin) = norm[:2], rope
     _check(heads)
     num_tokens, num_projected, head_dim = heads.shape
     num_rotated = num_projected - num_kv_heads

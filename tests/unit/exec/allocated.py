@@ -37,7 +37,7 @@ def measured(
         weights = DecoderWeights.empty(share, getattr(torch, config.dtype), "meta", config.weights)
         runner = ModelRunner(Decoder(model, weights, bind("meta", "triton"), group), config)
         runner.prefill_attention = PrefillAttention(
-            "none", lambda q, k, v, window=None: q.new_empty(q.shape), packed_name="loop", attend_packed=None, why=""
+            "none", lambda q, k, v, **_: q.new_empty(q.shape), packed_name="loop", attend_packed=None, why=""
         )  # a kernel that returns its result and takes nothing else
         static = live.now
         entry = PrefillEntry(request_id="r", token_ids=(5,) * length, rows=(0,), seeds=(0,), sampling=SAMPLED,

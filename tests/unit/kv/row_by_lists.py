@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 
-def votes(queries, keys, start, stop, over_row, group_max):
+def votes(queries, keys, start, stop, over_row, group_max, sinks=None):
     """Scores ``[G][n]`` by explicit loops. ``queries[w][H][E]`` are the last prompt queries, ``keys[G][N][E]``."""
     num_queries, num_heads, width = len(queries), len(queries[0]), len(queries[0][0])
     num_kv_heads, num_keys = len(keys), len(keys[0])
@@ -28,18 +28,20 @@ def votes(queries, keys, start, stop, over_row, group_max):
                     sum(a * b for a, b in zip(queries[i][head], keys[g][j], strict=True)) / math.sqrt(width)
                     for j in seen
                 ]
-                top = max(dots)
+                extra = [] if sinks is None else [sinks[head]]
+                top = max(dots + extra)
                 weights = [math.exp(d - top) for d in dots]
+                whole = sum(weights) + sum(math.exp(d - top) for d in extra)
                 for j, weight in zip(seen, weights, strict=True):
                     if start <= j < stop:
-                        total[j - start] += weight / sum(weights)
+                        total[j - start] += weight / whole
             members.append(total)
         merge = max if group_max else sum
         scores.append([merge(column) for column in zip(*members, strict=True)])
     return scores
 
 
-def hop(scores, queries, keys, start, num_voters):
+def hop(scores, queries, keys, start, num_voters, sinks=None):
     """The next round: the candidates with most votes vote in turn, by explicit loops; ``scores[G][n]``, normalised.
 
     ``queries[N][H][E]`` and ``keys[G][N][E]`` are those of the whole prompt.
@@ -56,9 +58,11 @@ def hop(scores, queries, keys, start, num_voters):
                     sum(a * b for a, b in zip(query, keys[g][start + j], strict=True)) / math.sqrt(len(query))
                     for j in others
                 ]
+                extra = [] if sinks is None else [sinks[head]]
                 weights = [math.exp(d - max(dots)) for d in dots]
+                whole = sum(weights) + sum(math.exp(d - max(dots)) for d in extra)
                 for j, weight in zip(others, weights, strict=True):
-                    total[j] += own[voter] / per_kv_head * weight / sum(weights)
+                    total[j] += own[voter] / per_kv_head * weight / whole
         out.append(normalised(total))
     return out
 

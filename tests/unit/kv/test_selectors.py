@@ -209,6 +209,27 @@ def test_chunked_scores_equal_the_reference(
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("over_row", [False, True])
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_with_learned_sinks(over_row: bool, chunk: int, dtype: torch.dtype) -> None:
+    """As the list-based program has them, and every chunking; kernels of a layer carry its sinks."""
+    torch.manual_seed(chunk)
+    queries, keys, sinks = torch.randn(9, 6, 16), torch.randn(2, 60, 16).to(dtype), 2 * torch.randn(6)
+    kernels = bind("cpu").with_sinks(sinks)
+    for start, stop in ((0, 59), (4, 50), (30, 31), (52, 58)):
+        for group_max in (False, True):
+            args, options = (queries, keys, 51, start, stop), {"over_row": over_row, "group_max": group_max}
+            want = reference.snapkv_scores(*args, **options, sinks=sinks)
+            listed = row_by_lists.votes(
+                queries.tolist(), keys.tolist(), start, stop, over_row, group_max, sinks.tolist()
+            )
+            torch.testing.assert_close(want, torch.tensor(listed), atol=1e-5, rtol=1e-5)
+            got = snapkv_scores(*args, **options, sinks=sinks, chunk=chunk)
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+            assert torch.equal(kernels.snapkv_scores(*args, **options), snapkv_scores(*args, **options, sinks=sinks))
+
+
 def test_scores_are_fp32_whatever_the_storage() -> None:
     torch.manual_seed(0)
     queries, keys = torch.randn(8, 4, 16), torch.randn(2, 100, 16)
@@ -325,6 +346,19 @@ def test_chunked_hops_equal_the_reference(chunk: int, heads: tuple[int, int]) ->
         weights = torch.rand(voters.shape)
         want = reference.hop_scores(weights, voters, queries, keys, start, stop)
         torch.testing.assert_close(hop_scores(weights, voters, queries, keys, start, stop, chunk=chunk), want)
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 1)])
+def test_hops_with_learned_sinks(chunk: int, heads: tuple[int, int]) -> None:
+    torch.manual_seed(chunk)
+    queries, keys, sinks = torch.randn(100, heads[0], 16), torch.randn(heads[1], 100, 16), 2 * torch.randn(heads[0])
+    for start, stop in ((0, 99), (30, 32), (30, 31)):
+        voters = torch.stack([torch.randperm(stop - start)[:8] for _ in range(heads[1])])
+        args = torch.rand(voters.shape), voters, queries, keys, start, stop
+        want = reference.hop_scores(*args, sinks=sinks)
+        assert not torch.allclose(want, reference.hop_scores(*args)) or stop - start == 1
+        torch.testing.assert_close(hop_scores(*args, sinks=sinks, chunk=chunk), want)
 
 
 @pytest.mark.parametrize("num_hops", [1, 3])

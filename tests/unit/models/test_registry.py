@@ -16,6 +16,7 @@ from snapstream.config import EngineConfig, KVBudget, ModelConfig, RopeConfig
 from snapstream.config.model import LatentConfig
 from snapstream.exec.executors import executor_of
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
+from snapstream.models.sharding import active_parameters, num_parameters
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 1000,
@@ -189,6 +190,41 @@ def test_end_tokens_of_the_generation_config_join(tmp_path: Path) -> None:
     assert read_model_config(tmp_path).eos_token_ids == (11,)  # as transformers generates, without Llama's own 2
 
 
+# The published config.json files; 120b differs in the number of layers and of experts.
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+GPT_OSS_120B: dict[str, Any] = GPT_OSS_20B | {
+    "layer_types": ["sliding_attention", "full_attention"] * 18, "num_hidden_layers": 36, "num_local_experts": 128,
+}  # fmt: skip
+
+
+def test_gpt_oss() -> None:
+    """20b has 20.9B parameters and activates 3.6B, 120b 116.8B and 5.1B (arXiv 2508.10925, table 1)."""
+    small, large = model_config_from_dict(GPT_OSS_20B), model_config_from_dict(GPT_OSS_120B)
+    assert num_parameters(small) == 20_914_757_184
+    assert num_parameters(large) == 116_829_156_672
+    assert [active_parameters(model) / 1e9 for model in (small, large)] == pytest.approx([3.61, 5.13], abs=0.03)
+    assert small.layer_windows == (128, None) * 12
+    assert small.max_position == 131_072 and not small.rope.truncate
+    assert small.has_sinks and small.qkv_bias and small.o_bias
+    assert small.moe is not None and small.moe.clamp == (7.0, 1.702)
+    old = {name: value for name, value in GPT_OSS_20B.items() if name not in ("rope_scaling", "layer_types")}
+    assert model_config_from_dict(old) == small  # as the config class of transformers fills them in
+
+
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {**LLAMA, "architectures": ["GemmaForCausalLM"]},
@@ -205,7 +241,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention', which is not supported"),
     ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'; state-space"),
     ({**LLAMA, "layer_types": ["mamba", "full_attention"]}, "'mamba'; state-space"),
-    ({**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "learned attention sinks"),
+    ({**GPT_OSS_20B, "swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be a number over 0"),
+    ({**GPT_OSS_20B, "num_experts_per_tok": 33}, "top_k is 33; it must be <= 32"),
     (
         {**LLAMA, "quantization_config": {"quant_method": "gptq"}},
         r"_config is present \(gptq\); of quantized weights only c",
@@ -259,13 +296,12 @@ def test_refused_with_the_reason(settings: dict[str, Any], reason: str) -> None:
 
 
 def test_all_reasons_are_given_at_once() -> None:
-    settings = {**QWEN2, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss",
+    settings = {**QWEN2, "architectures": ["Llama9ForCausalLM"], "model_type": "llama9",
                 "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
-    with pytest.raises(ValueError, match="GptOss") as caught:
+    with pytest.raises(ValueError, match="Llama9") as caught:
         model_config_from_dict(settings)
     for reason in (
         "unknown architecture",
-        "learned attention sinks",
         "sliding_attention",
     ):
         assert reason in str(caught.value)
@@ -348,6 +384,9 @@ def other_values(architecture: str) -> dict[str, Any]:
     known |= {"partial_rotary_factor"} if architecture == "Glm4MoeForCausalLM" else set()
     settings = {name: value for name, value in OTHER_VALUES.items() if name in known}
     settings["norm_topk_prob"] = architecture == "Qwen3MoeForCausalLM"
+    if architecture == "GptOssForCausalLM":
+        settings |= {"sliding_window": 77, "swiglu_alpha": 1.5, "swiglu_limit": 5.0}  # layer_types has windows
+        settings.pop("rope_theta")  # without rope settings its config class ignores it
     if architecture in LATENT_NAMES:
         settings["attention_bias"] = False
         settings.pop("head_dim", None)  # of these, another name of qk_rope_head_dim

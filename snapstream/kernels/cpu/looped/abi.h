@@ -28,7 +28,9 @@ struct Mixture {  // of experts, in the layers from first_layer on; no experts: 
     int64_t experts, top_k, inner, shared_inner, first_layer;
     int64_t groups, top_groups, best_of_group, is_sigmoid, normalises;
     int64_t first_held, held;  // the experts that lie on this rank, whose matrices are stored; alone: 0 and X
+    const float *router_bias, *gate_up_bias, *down_bias;  // [L', X], [L' held, 2M], [L' held, D], or null
     float scale;
+    float limit, alpha;  // of the activation (simd.h); limit 0: the plain SwiGLU
 };
 
 struct Latent {  // attention over latents; rank 0: none (latent.h)
@@ -52,6 +54,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     const float* final_norm;                                    // [D]
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [L, out], or null
     const float *q_norm, *k_norm;                               // [L, E], or null
+    const float* sinks;                                         // [L, H]: a logit in each softmax, or null
     const float* frequencies;                                   // [rotated / 2]
     int64_t rotated;                                            // numbers of a head; the pairs after them stand still
     const int64_t* rotated_layers;                              // [L]: 0 in layers without rotary embedding; or null
@@ -117,6 +120,7 @@ struct Prompt {
     int64_t q_token, q_head, k_head, k_token, v_head, v_token;
     int64_t window;  // 0: none
     float scale;
+    const float* sinks;  // [H]: a logit of each softmax that no value belongs to, or null
 };
 
 struct Passing {  // tokens that pass one matrix, or the two of an MLP; numbers of a token lie side by side
@@ -139,7 +143,9 @@ struct Routed {
     const int32_t* ends;      // [X']: the pair before which those of an expert end
     const float* weights;     // [T, k]
     float* out;               // [T, D]
+    const float *gate_up_bias, *down_bias;  // [X', 2M], [X', D], or null
     int64_t tokens, top_k, experts;
+    float limit, alpha;  // as in Mixture
 };
 
 struct Heads {  // of tokens, as projected: q | k | v

@@ -114,7 +114,8 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     std::atomic<int>& done = w.engine.parts_left[b * w.model.kv_heads + kv_head];
     if (count > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
     done.store(0, std::memory_order_relaxed);
-    merge_parts(found(0), count, group, size, v_scale * stored.form.unit(), rest);
+    const float* sinks = w.model.sinks ? w.model.sinks + layer * w.model.heads + kv_head * group : nullptr;
+    merge_parts(found(0), count, group, size, v_scale * stored.form.unit(), sinks, rest);
     pack_attended(w, b, kv_head, rest);
 }
 

@@ -43,11 +43,12 @@ void take_best(float* numbers, char* is_taken, int64_t size, int64_t count, Take
     }
 }
 
-inline void choose_by(Work& w, float* scores, const float* correction, int64_t b) {
+inline void choose_by(Work& w, float* scores, const float* logit_bias, const float* correction, int64_t b) {
     constexpr float TINY = 1e-20f;
     const int64_t count = w.moe.experts;
     float *choice = w.scratch, *group_scores = w.scratch + count;
     char *is_taken = reinterpret_cast<char*>(w.scratch + 2 * count), *is_inside = is_taken + count;
+    for (int64_t i = 0; logit_bias && i < count; ++i) scores[i] += logit_bias[i];
     weigh_scores(w, scores);
     for (int64_t i = 0; i < count; ++i) choice[i] = scores[i] + (correction ? correction[i] : 0.0f);
     if (w.moe.groups > 1) {
@@ -74,8 +75,8 @@ inline void choose_by(Work& w, float* scores, const float* correction, int64_t b
 
 // Of the layer-th of those with experts: token b by its scores.
 inline void choose_of(Work& w, int64_t layer, int64_t b) {
-    choose_by(w, w.routed.scores + b * (w.moe.experts + W),
-              w.moe.correction ? w.moe.correction + layer * w.moe.experts : nullptr, b);
+    const auto own = [&](const float* all) { return all ? all + layer * w.moe.experts : nullptr; };
+    choose_by(w, w.routed.scores + b * (w.moe.experts + W), own(w.moe.router_bias), own(w.moe.correction), b);
 }
 
 inline bool is_held(Work& w, int64_t expert) {
@@ -147,6 +148,11 @@ inline void raw_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t fir
     });
 }
 
+// Of a routed expert, [2M], or null.
+inline const float* gate_up_bias(Work& w, int64_t matrix) {
+    return w.moe.gate_up_bias ? w.moe.gate_up_bias + matrix * 2 * w.moe.inner : nullptr;
+}
+
 inline bool activates_experts_at_once(Work& w) { return w.moe.inner % PANEL == 0 && w.moe.shared_inner % PANEL == 0; }
 
 // The i-th panels of gate and of up of a matrix, activated, times shares where there are any: columns of packed `out`,
@@ -156,7 +162,7 @@ inline void active_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t 
                     const float* shares, const Stack& down, float* out) {
     const int64_t apart = stack.rows / 2 / PANEL * stack.panel_bytes;
     gate_and_up(w, stack, panels_at(stack, matrix, i), x, Groups(tokens, next, apart));
-    activate_panel(w, down, nullptr, i * PANEL, tokens, shares, out);
+    activate_panel(w, down, shares ? gate_up_bias(w, matrix) : nullptr, i * PANEL, tokens, shares, out);
 }
 
 // -- the stages
@@ -218,20 +224,23 @@ inline void choose_experts(Work& w, int64_t layer) {
     });
 }
 
-inline void activate_piece(const float* gate, int64_t inner, int64_t first, float share, const Packed& to) {
+// bias: of gate [inner], then of up, or null.
+inline void activate_piece(const Gated& gated, const float* gate, const float* bias, int64_t inner, int64_t first,
+                           float share, const Packed& to) {
     const float* up = gate + inner;
     const int64_t last = std::min<int64_t>(first + 16 * W, inner);
     for (int64_t i = first; i < last; i += W) {
         const int64_t count = std::min<int64_t>(W, last - i);
-        const vec own = load_some(gate + i, count);
+        vec own = load_some(gate + i, count), other = load_some(up + i, count);
+        if (bias) own += load_some(bias + i, count), other += load_some(bias + inner + i, count);
         float lanes[W];
-        store(lanes, own / (1.0f + exponential(-own)) * load_some(up + i, count) * share);
+        store(lanes, gated(own, other) * share);
         for (int64_t j = 0; j < count; ++j) to.put(i + j, lanes[j]);
     }
     if (last == inner) to.end(inner);
 }
 
-inline void activate_pairs(Work& w) {
+inline void activate_pairs(Work& w, int64_t layer) {
     constexpr int64_t PIECE = 16 * W;
     const int64_t pieces = (w.moe.inner + PIECE - 1) / PIECE, shared = (w.moe.shared_inner + PIECE - 1) / PIECE;
     w.share(num_pairs(w) * pieces + w.step.batch * shared, 4, [&](int64_t task) {
@@ -241,13 +250,14 @@ inline void activate_pairs(Work& w) {
             const Span& span = w.routed.spans[w.routed.span_of[pair]];
             float* base = w.routed.inner + span.begin * padded(w.moe.inner);
             const Packed to(base, Groups(span.count), pair - span.begin, w.moe.inner);
-            activate_piece(w.routed.gate_up + pair * 2 * w.moe.inner, w.moe.inner, task % pieces * PIECE,
+            activate_piece({w.moe.limit, w.moe.alpha}, w.routed.gate_up + pair * 2 * w.moe.inner,
+                           gate_up_bias(w, layer * w.moe.held + span.expert), w.moe.inner, task % pieces * PIECE,
                            w.routed.share_of[pair], to);
         } else {
             const int64_t rest = task - num_pairs(w) * pieces, b = rest / shared;
             const Packed to(w.routed.shared_inner, w.tokens, b, w.moe.shared_inner);
             const float* gate = w.routed.shared_gate_up + b * 2 * w.moe.shared_inner;
-            activate_piece(gate, w.moe.shared_inner, rest % shared * PIECE, 1.0f, to);
+            activate_piece({}, gate, nullptr, w.moe.shared_inner, rest % shared * PIECE, 1.0f, to);
         }
     });
 }
@@ -292,7 +302,7 @@ inline void expand_experts(Work& w, int64_t layer) {
 }
 
 // Adds one panel to the residual stream, or to this rank's partial sum, from row `first` on.
-inline void add_panel(Work& w, const float* sums, int64_t first) {
+inline void add_panel(Work& w, int64_t layer, const float* sums, int64_t first) {
     const int64_t rows = std::min<int64_t>(PANEL, w.model.hidden - first);
     for (int64_t b = 0; b < w.step.batch; ++b) {
         float total[PANEL] = {};
@@ -301,6 +311,10 @@ inline void add_panel(Work& w, const float* sums, int64_t first) {
             if (w.routed.span_of[pair] == ELSEWHERE) continue;
             const float* own = sums + pair * PANEL;
             for (int i = 0; i < PANEL; ++i) total[i] += own[i];
+            if (!w.moe.down_bias) continue;
+            const int64_t matrix = layer * w.moe.held + w.routed.spans[w.routed.span_of[pair]].expert;
+            const float *bias = w.moe.down_bias + matrix * w.model.hidden + first, share = w.routed.share_of[pair];
+            for (int64_t i = 0; i < rows; ++i) total[i] += bias[i] * share;
         }
         const float* shared = sums + (num_pairs(w) + b) * PANEL;
         for (int i = 0; i < PANEL && w.moe.shared_inner; ++i) total[i] += shared[i];
@@ -334,7 +348,7 @@ inline void add_up_experts(Work& w, int64_t layer) {
         if (w.moe.shared_inner)
             multiply_panels(w, w.moe.shared_down, layer, first, count, w.routed.shared_inner, w.tokens,
                             keep(num_pairs(w), w.step.batch));
-        for (int64_t i = 0; i < count; ++i) add_panel(w, own + i * lines * PANEL, (first + i) * PANEL);
+        for (int64_t i = 0; i < count; ++i) add_panel(w, layer, own + i * lines * PANEL, (first + i) * PANEL);
     });
 }
 
@@ -352,7 +366,7 @@ inline void mixture_stage(Work& w, int64_t layer, int64_t stage) {
         case 1: return score_experts(w, own);
         case 2: return choose_experts(w, own);
         case 3: return expand_experts(w, own);
-        case 4: return activate_pairs(w);
+        case 4: return activate_pairs(w, own);
         default: return add_up_experts(w, own);
     }
 }

@@ -141,7 +141,7 @@ inline void attend_tile(Work& w, int64_t layer, int64_t b, int64_t first_head, i
         const int64_t from = place(head, 0);
         const Part found{w.engine.part_peaks + from, w.engine.part_totals + from,
                          w.engine.part_mixed + from * w.latent.rank};
-        merge_parts(found, parts, 1, w.latent.rank, scale,
+        merge_parts(found, parts, 1, w.latent.rank, scale, nullptr,
                     w.absorbed.mixed + (b * w.model.heads + first_head + head) * w.latent.rank);
     }
 }

@@ -93,8 +93,10 @@ class Task {
                 some_.push_back({q, first, size, packed, state, state + size, state + 2 * size});
                 for (int64_t t = 0; t < size; ++t)
                     pack_row(q + t * p_.q_token, p_.size, even(p_.size), packed + t, size);
-                std::fill(state, state + size, -std::numeric_limits<float>::infinity());
-                std::fill(state + size, state + size * (2 + value_panels * PANEL), 0.0f);
+                const float* sink = p_.sinks ? p_.sinks + kv_head * shared + head : nullptr;
+                std::fill(state, state + size, sink ? *sink : -std::numeric_limits<float>::infinity());
+                std::fill(state + size, state + 2 * size, sink ? 1.0f : 0.0f);
+                std::fill(state + 2 * size, state + size * (2 + value_panels * PANEL), 0.0f);
                 packed += units * size;
                 state += size * (2 + value_panels * PANEL);
             }

@@ -147,7 +147,7 @@ namespace {
 
 constexpr int64_t BLOCK_KEYS = 96;  // whose scores stay in the nearest cache; a multiple of the rows of all tiles
 constexpr int64_t MOST_PACKS = 8;   // of a task
-constexpr float NONE = -std::numeric_limits<float>::infinity();
+constexpr float NONE = -std::numeric_limits<float>::infinity(), LOG2_E = 1.44269504088896341f;
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -209,8 +209,12 @@ class Worker {
                 for (int64_t i = 0; i < p_->size; ++i) pack.queries[i * width + lane] = q[i];
             }
             std::fill(pack.mixed, pack.mixed + p_->value_size * width, 0.0f);
-            std::fill(pack.peaks, pack.peaks + width, NONE);
-            std::fill(pack.totals, pack.totals + width, 0.0f);
+            for (int lane = 0; lane < width; ++lane) {
+                const int64_t own = begin + std::min<int64_t>(lane, lanes - 1);
+                const float* sink = p_->sinks ? p_->sinks + task_->kv_head * shared_ + own % shared_ : nullptr;
+                pack.peaks[lane] = sink ? *sink * LOG2_E : NONE;
+                pack.totals[lane] = sink ? 1.0f : 0.0f;
+            }
         }
     }
 
@@ -265,7 +269,7 @@ class Worker {
         hide(whole, count);
         for (int64_t key = 0; key < count; ++key)
             UNROLL for (int v = 0; v < V; ++v) most[v] = larger(load(score(key, v)), most[v]);
-        const vec scale = all(p_->scale * 1.44269504088896341f);
+        const vec scale = all(p_->scale * LOG2_E);
         UNROLL for (int v = 0; v < V; ++v) {
             // Peaks are kept times the scale: of one that stays, the factor is 1 to the bit.
             const vec before = load(pack.peaks + v * W), peak = larger(most[v] * scale, before);

@@ -64,9 +64,10 @@ class Input {
     float* packed_;
 };
 
-// silu(gate) * up of a panel of each, times the share of a token where there are shares: columns of the next input.
-inline void activate(const Input& input, const float* bias, int64_t inner, const float* gates, const float* ups,
-                     const float* shares, int64_t begin, int64_t tokens, int64_t first) {
+// The activation of a panel of gate and one of up, times the share of a token where there are shares: columns of the
+// next input.
+inline void activate(const Input& input, const Gated& gated, const float* bias, int64_t inner, const float* gates,
+                     const float* ups, const float* shares, int64_t begin, int64_t tokens, int64_t first) {
     float gate_bias[PANEL] = {}, up_bias[PANEL] = {}, active[PANEL];
     if (bias) {
         std::copy(bias + first, bias + first + PANEL, gate_bias);
@@ -78,7 +79,7 @@ inline void activate(const Input& input, const float* bias, int64_t inner, const
         for (int v = 0; v < PANEL; v += W) {
             const vec gate = load(gates + t * PANEL + v) + load(gate_bias + v);
             const vec up = load(ups + t * PANEL + v) + load(up_bias + v);
-            store(active + v, gate / (1.0f + exponential(-gate)) * up * share);
+            store(active + v, gated(gate, up) * share);
         }
         at.put(active, first, PANEL);
     }
@@ -155,7 +156,7 @@ void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
             if (gated) {
                 float* ups = sums.data() + groups.tokens * PANEL;
                 multiply(matrix, own + panels * matrix.panel_bytes, first.of(range), groups, ups);
-                activate(second, p.bias, inner, sums.data(), ups, nullptr, begin, groups.tokens, panel * PANEL);
+                activate(second, Gated{}, p.bias, inner, sums.data(), ups, nullptr, begin, groups.tokens, panel * PANEL);
             } else {
                 write(p, matrix, p.bias, sums.data(), begin, groups.tokens, panel * PANEL);
             }
@@ -276,7 +277,8 @@ void pass_experts(const Routed& r, float* buffer, int64_t threads) {
             float* ups = sums.data() + groups.tokens * PANEL;
             multiply(matrix, data, expert->first.of(range), groups, sums.data());
             multiply(matrix, data + panels * matrix.panel_bytes, expert->first.of(range), groups, ups);
-            activate(expert->second, nullptr, inner, sums.data(), ups, shares.data() + expert->begin,
+            const float* bias = r.gate_up_bias ? r.gate_up_bias + expert->index * 2 * inner : nullptr;
+            activate(expert->second, {r.limit, r.alpha}, bias, inner, sums.data(), ups, shares.data() + expert->begin,
                      expert->first.begin(range), groups.tokens, panel * PANEL);
         }
 #pragma omp for schedule(dynamic, 1)
@@ -298,6 +300,9 @@ void pass_experts(const Routed& r, float* buffer, int64_t threads) {
                 if (place_of[i] >= held) continue;  // another rank's
                 const float* line = lines + place_of[i] * down.rows;
                 for (int64_t row = 0; row < down.rows; ++row) out[row] += line[row];
+                if (!r.down_bias) continue;
+                const float* bias = r.down_bias + experts[expert_of[place_of[i]]].index * down.rows;
+                for (int64_t row = 0; row < down.rows; ++row) out[row] += bias[row] * r.weights[i];
             }
         }
     }

@@ -431,16 +431,20 @@ inline void weigh(float* scores, int64_t n, int64_t head_dim, float& peak, float
     total += sum_of(sum);
 }
 
-// Parts in their order, `count` of them that lie one after the other from `parts` on; out [group, E].
-inline void merge_parts(const Part& parts, int64_t count, int64_t group, int64_t head_dim, float scale, float* out) {
+// Parts in their order, `count` of them that lie one after the other from `parts` on; out [group, E]. sinks [group]:
+// logits that count in the denominators alone, or null.
+inline void merge_parts(const Part& parts, int64_t count, int64_t group, int64_t head_dim, float scale,
+                        const float* sinks, float* out) {
     for (int64_t r = 0; r < group; ++r) {
         float peak = parts.peak[r], total = 0.0f;
         for (int64_t i = 1; i < count; ++i) peak = std::max(peak, parts.peak[i * group + r]);
+        if (sinks && sinks[r] > peak) peak = sinks[r];
+        if (sinks) total = exponential(all(sinks[r] - peak))[0];
         float* own = out + r * head_dim;
         std::fill(own, own + head_dim, 0.0f);
         for (int64_t i = 0; i < count; ++i) {
             const int64_t place = i * group + r;
-            const float share = count == 1 ? 1.0f : exponential(all(parts.peak[place] - peak))[0];
+            const float share = count == 1 && !sinks ? 1.0f : exponential(all(parts.peak[place] - peak))[0];
             total += parts.total[place] * share;
             for (int64_t e = 0; e < head_dim; ++e) own[e] += parts.mixed[place * head_dim + e] * share;
         }

@@ -163,6 +163,19 @@ INLINE vec exponential(vec x) {
     return x < low ? vec{} : out;
 }
 
+// The activation of a gated MLP: silu(gate) * up. With a limit that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
+// gate at most `limit`, up within +-limit.
+struct Gated {
+    float limit = 0.0f, alpha = 0.0f;
+    INLINE vec operator()(vec gate, vec up) const {
+        if (limit == 0.0f) return gate / (1.0f + exponential(-gate)) * up;
+        const vec most = all(limit), least = all(-limit);
+        gate = gate > most ? most : gate;
+        up = up > most ? most : (up < least ? least : up);
+        return gate / (1.0f + exponential(-gate * alpha)) * (up + 1.0f);
+    }
+};
+
 // The same of x up to 0; far below it, a number that is as good as 0 beside 1.
 INLINE vec falling(vec x) {
     const vec low = all(-87.0f), clamped = x < low ? low : x, magic = all(12582912.0f);

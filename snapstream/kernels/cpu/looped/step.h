@@ -149,8 +149,6 @@ inline void norm_input(Work& w, const float* weight, const Stack& next, Turn add
 
 // -- the MLP of dense layers
 
-INLINE vec swiglu(vec gate, vec up) { return gate / (1.0f + exponential(-gate)) * up; }
-
 // Whether gate and up are made panel by panel together with their activation, as the next product takes it.
 inline bool activates_at_once(Work& w) {
     return w.model.inner % PANEL == 0 && (!takes_codes(w.model.down) || w.model.down.group == PANEL);
@@ -164,8 +162,8 @@ inline void gate_and_up(Work& w, const Stack& stack, const char* gate, const flo
     products.of_one(stack, gate + groups.apart, x, groups, w.scratch + groups.tokens * PANEL);
 }
 
-// silu(gate) * up of what gate_and_up left in scratch, times the share of a token where there are shares: 32 columns
-// of the input of `down` from `first` on. bias: of gate [inner], then of up, or null.
+// The activation of what gate_and_up left in scratch, times the share of a token where there are shares, as routed
+// experts have them: 32 columns of the input of `down` from `first` on. bias: of gate [inner], then of up, or null.
 inline void activate_panel(Work& w, const Stack& down, const float* bias, int64_t first, int64_t tokens,
                            const float* shares,
                     float* packed) {
@@ -175,11 +173,12 @@ inline void activate_panel(Work& w, const Stack& down, const float* bias, int64_
         std::copy(bias + first, bias + first + PANEL, gate_bias);
         std::copy(bias + down.cols + first, bias + down.cols + first + PANEL, up_bias);
     }
+    const Gated gated = shares ? Gated{w.moe.limit, w.moe.alpha} : Gated{};
     for (int64_t t = 0; t < tokens; ++t, place.next()) {
         const float *gates = w.scratch + t * PANEL, *ups = gates + tokens * PANEL;
         const vec share = all(shares ? shares[t] : 1.0f);
         for (int v = 0; v < PANEL; v += W)
-            store(active + v, swiglu(load(gates + v) + load(gate_bias + v), load(ups + v) + load(up_bias + v)) * share);
+            store(active + v, gated(load(gates + v) + load(gate_bias + v), load(ups + v) + load(up_bias + v)) * share);
         put_input(down, packed, place, active, first, PANEL);
     }
 }
@@ -203,7 +202,7 @@ inline void activate_mlp(Work& w) {  // where that is a stage of its own
         const float *gate = w.engine.gate_up + b * 2 * w.model.inner + first, *up = gate + w.model.inner;
         for (int64_t i = 0; i < count; i += W) {
             const int64_t some = std::min<int64_t>(W, count - i);
-            store(out + i, swiglu(load_some(gate + i, some), load_some(up + i, some)));
+            store(out + i, Gated{}(load_some(gate + i, some), load_some(up + i, some)));
         }
     });
 }

@@ -1,0 +1,75 @@
+"""gpt-oss: learned attention sinks, windows in every other layer, experts with biases (arXiv 2508.10925). No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from snapstream.config import ModelConfig
+from snapstream.config.model import MoEConfig, SwiGLUClamp
+from snapstream.models.config_json import Settings, number, whole_number
+from snapstream.models.family import Family, Recipe, attention_biases, windows_by_type
+from snapstream.models.tensors import TensorSpec, TensorSpecs, attention_tensors, outer_tensors
+
+
+def _recipe(settings: Settings) -> Recipe:
+    """The router's choice is a softmax over the chosen logits: that over all of them, made to add up to 1."""
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_local_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "intermediate_size"),
+        normalise=True,
+        has_logit_bias=True,
+        has_expert_biases=True,
+        clamp=SwiGLUClamp(number(settings, "swiglu_limit", above=0.0), number(settings, "swiglu_alpha", above=0.0)),
+    )
+    windows = windows_by_type(settings, lambda layer: layer % 2 == 0)
+    return {**attention_biases(settings), **windows, "has_sinks": True, "moe": moe}
+
+
+def _tensors(config: ModelConfig) -> TensorSpecs:
+    """A checkpoint has the experts of a layer in one tensor, rows of gate and up by turns; floats are transposed."""
+    moe = config.moe
+    assert moe is not None
+    hidden, inner, count = config.hidden_size, moe.inner, len(moe.own)
+    by_turns = (*range(0, 2 * inner, 2), *range(1, 2 * inner, 2))
+    gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    router = TensorSpec(
+        shape=(moe.num_experts, hidden), parts={"mlp.router.weight": ()}, is_matrix=False, dtype="float32"
+    )
+    return {
+        **outer_tensors(config),
+        **attention_tensors(config),
+        "router": router,
+        "router_logit_bias": replace(router, shape=(moe.num_experts,), parts={"mlp.router.bias": ()}),
+        "experts_gate_up": TensorSpec(
+            shape=(count, 2 * inner, hidden), parts={gate_up: ()}, per_expert=True, row_order={gate_up: by_turns},
+            shard_dim=1, is_padded=True, is_transposed=True,
+        ),
+        "experts_gate_up_bias": TensorSpec(
+            shape=(count, 2 * inner), parts={f"{gate_up}_bias": ()}, per_expert=True, is_matrix=False,
+            row_order={f"{gate_up}_bias": by_turns}, shard_dim=1, is_padded=True,
+        ),
+        "experts_down": TensorSpec(
+            shape=(count, hidden, inner), parts={down: ()}, per_expert=True, shard_dim=2, is_padded=True,
+            is_transposed=True,
+        ),
+        "experts_down_bias": TensorSpec(
+            shape=(count, hidden), parts={f"{down}_bias": ()}, per_expert=True, is_matrix=False
+        ),
+    }  # fmt: skip
+
+
+GPT_OSS = Family(
+    defaults={
+        "attention_bias": True, "bos_token_id": None, "eos_token_id": None, "head_dim": 64, "num_key_value_heads": 8,
+        "num_local_experts": 128, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
+        },
+        "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+    },
+    recipe=_recipe,
+    has_windows=True,
+    has_experts=True,
+    tensors=_tensors,
+)  # fmt: skip
