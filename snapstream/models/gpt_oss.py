@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import MoEConfig, SwiGLUClamp
+from snapstream.config.model import MAX_DIM, MoEConfig, SwiGLUClamp
 from snapstream.models.config_json import Settings, number, whole_number
 from snapstream.models.family import Family, Recipe, attention_biases, windows_by_type
 from snapstream.models.tensors import TensorSpec, TensorSpecs, attention_tensors, outer_tensors
@@ -24,6 +24,11 @@ def _recipe(settings: Settings) -> Recipe:
     )
     windows = windows_by_type(settings, lambda layer: layer % 2 == 0)
     return {**attention_biases(settings), **windows, "has_sinks": True, "moe": moe}
+
+
+def _refusals(settings: Settings) -> list[str]:
+    inner = whole_number(settings, "intermediate_size")  # whose rows are put in order one by one
+    return [f"intermediate_size is {inner}; it must be <= {MAX_DIM}"] if inner > MAX_DIM else []
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
@@ -69,6 +74,7 @@ GPT_OSS = Family(
         "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
     },
     recipe=_recipe,
+    refusals=_refusals,
     has_windows=True,
     has_experts=True,
     tensors=_tensors,

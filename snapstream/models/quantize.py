@@ -66,6 +66,11 @@ def _matrices(config: ModelConfig, form: WeightFormat, attention: WeightFormat) 
     """Formats of the checkpoint's tensors that are quantized, by name."""
     specs = {name: spec for name, spec in tensor_specs(config).items() if spec.is_quantized}
     formats = {name: attention if spec.is_attention else form for name, spec in specs.items()}
+    if any(spec.is_transposed for spec in specs.values()):
+        raise ValueError(
+            f"{config.architecture} checkpoints have the experts of a layer in one tensor, which pack-quantized does "
+            f"not hold; quantize them at load: --weights {form.dtype}"
+        )
     for name, own in formats.items():
         if specs[name].shape[-1] % own.group:
             raise ValueError(

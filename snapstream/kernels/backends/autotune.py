@@ -285,7 +285,7 @@ def _trial(attend: Attend, case: Case) -> str:
     q, k, v = random_chunk(case, 40, 200)
     problem = ""
     for window in {None, case.window and min(case.window, 50)}:
-        extra: dict[str, Any] = {"window": window, "sinks": _sinks(case, q)}
+        extra: dict[str, Any] = {"window": window, **_sinks(case, q)}
         expected = reference.prefill_attention(q, k, v, **extra)
         problem = problem or _compare(partial(attend, q, k, v, **extra), expected)
     return problem
@@ -297,7 +297,7 @@ def _packed_trial(attend_packed: AttendPacked, case: Case) -> str:
     ends = torch.tensor([[0, 8, 48], [0, 24, 64]], dtype=torch.int32, device=q.device)
     lens, problem = PackedLens(ends[0], ends[1], 40, 40), ""
     for window in {None, case.window and min(case.window, 20)}:
-        extra: dict[str, Any] = {"window": window, "sinks": _sinks(case, q)}
+        extra: dict[str, Any] = {"window": window, **_sinks(case, q)}
         expected = torch.cat([
             reference.prefill_attention(q[:8], k[:, :24], v[:, :24], **extra),
             reference.prefill_attention(q[8:], k[:, 24:], v[:, 24:], **extra),
@@ -306,9 +306,9 @@ def _packed_trial(attend_packed: AttendPacked, case: Case) -> str:
     return problem
 
 
-def _sinks(case: Case, q: Tensor) -> Tensor | None:
-    """Sinks of the heads of ``q [T, H, E]`` for a model that has any."""
-    return torch.linspace(-2.0, 3.0, q.shape[1], device=q.device) if case.has_sinks else None
+def _sinks(case: Case, q: Tensor) -> dict[str, Tensor]:
+    """``sinks [H]`` for the heads of ``q [T, H, E]``, if the model has any."""
+    return {"sinks": torch.linspace(-2.0, 3.0, q.shape[1], device=q.device)} if case.has_sinks else {}
 
 
 def _compare(run: Callable[[], Tensor], expected: Tensor) -> str:

@@ -147,6 +147,22 @@ def test_experts_become_codes_and_routers_stay(name: str, tmp_path: Path) -> Non
     assert answers[0] == answers[1]
 
 
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    source = make_model("gpt-oss-panels", hidden_size=64)
+    source.save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="in one tensor, .*: --weights int4"):
+        quantize_checkpoint(tmp_path / "own", tmp_path / "codes", INT4)
+    assert not (tmp_path / "codes").exists()
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    answers = []
+    for executor in ("looped", "eager"):
+        with LLM(
+            tmp_path / "own", max_model_len=64, weights="int4", executor=executor, activations="dtype", progress=False
+        ) as llm:
+            answers.append(llm.generate([5, 6, 7, 8], params)[0].token_ids)
+    assert answers[0] == answers[1]
+
+
 def test_shards_and_their_index(tmp_path: Path) -> None:
     source, target = save(tmp_path / "own", max_shard_size="60KB"), tmp_path / "codes"
     told: list[str] = []
