@@ -301,6 +301,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None  # yarn (DeepSeek variant)
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     partial_rotary_factor: float = 1.0  # share of a head that is rotated; the rest passes
+    is_interleaved: bool = False  # the checkpoint rotates the pairs (0, 1), (2, 3) ... of a head, not its halves
 
     def rotary_dim(self, head_dim: int) -> int:
         """Numbers of a head that are rotated."""

@@ -88,6 +88,7 @@ class Family:
     has_windows: bool = False  # the recipe supports sliding windows
     has_experts: bool = False  # the recipe supports experts
     is_partly_rotated: bool = False  # partial_rotary_factor applies
+    is_interleaved: bool = False  # checkpoints rotate the pairs (0, 1), (2, 3) ... of a head, not its halves
     tensors: Callable[[ModelConfig], TensorSpecs] = decoder_tensors
     # A models.decoder.Layer, or "module:class" of one; None: the layer of the recipe.
     layer: str | type[Any] | None = None

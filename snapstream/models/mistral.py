@@ -1,4 +1,4 @@
-"""Mistral and Mixtral. No torch."""
+"""Mistral, Ministral and Mixtral. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 from snapstream.config.model import MoEConfig
 from snapstream.models.config_json import Settings, whole_number
-from snapstream.models.family import Family, Recipe, windows_of_all_layers
+from snapstream.models.family import Family, Recipe, windows_by_type, windows_of_all_layers
 from snapstream.models.tensors import ExpertNames, decoder_tensors
 
 _DEFAULTS: Settings = {"bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8}
@@ -25,6 +25,11 @@ def _mixtral(settings: Settings) -> Recipe:
 
 
 MISTRAL = Family(defaults={**_DEFAULTS, "sliding_window": 4096}, recipe=windows_of_all_layers, has_windows=True)
+MINISTRAL = Family(
+    defaults={**_DEFAULTS, "sliding_window": 4096},
+    recipe=lambda settings: windows_by_type(settings, lambda layer: True),
+    has_windows=True,
+)
 MIXTRAL = Family(
     defaults={
         **_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "rms_norm_eps": 1e-5,

@@ -33,8 +33,8 @@ from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.glm import GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.gpt_oss import GPT_OSS
-from snapstream.models.llama import LLAMA
-from snapstream.models.mistral import MISTRAL, MIXTRAL
+from snapstream.models.llama import ERNIE4_5, LLAMA, SEED_OSS
+from snapstream.models.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from snapstream.models.quantization import has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN3, QWEN3_MOE
 from snapstream.models.smollm import SMOLLM3
@@ -50,12 +50,15 @@ FAMILIES: Registry[Family] = Registry(
         "GptOssForCausalLM": GPT_OSS,
         "LlamaForCausalLM": LLAMA,
         "MistralForCausalLM": MISTRAL,
+        "MinistralForCausalLM": MINISTRAL,
         "Qwen2ForCausalLM": QWEN2,
         "Qwen3ForCausalLM": QWEN3,
         "Qwen3MoeForCausalLM": QWEN3_MOE,
         "MixtralForCausalLM": MIXTRAL,
         "Glm4MoeForCausalLM": GLM4_MOE,
         "SmolLM3ForCausalLM": SMOLLM3,
+        "SeedOssForCausalLM": SEED_OSS,
+        "Ernie4_5ForCausalLM": ERNIE4_5,
     },
 )
 
@@ -161,6 +164,7 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
     hidden, heads = whole_number(settings, "hidden_size"), whole_number(settings, "num_attention_heads")
     max_position = whole_number(settings, "max_position_embeddings")
     rope = parse_rope(settings, max_position, is_partial=family.is_partly_rotated)
+    rope = replace(rope, is_interleaved=family.is_interleaved)
     recipe = family.recipe(settings)
     plain: dict[str, Any] = dict(
         architecture=architecture,

@@ -196,17 +196,20 @@ def mlp_tensors(config: ModelConfig) -> TensorSpecs:
 
 
 def head_orders(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Order of the rows of the q and k projections; empty if whole heads are rotated.
+    """Order of the rows of the q and k projections; empty if whole heads are rotated, by halves.
 
-    The first r numbers of a head are rotated in pairs (i, i + r/2), and the kernels rotate pairs (i, i + E/2): so the
-    first halves of the pairs are stored at the start of the head, the second halves at its middle. Products of q and k
-    do not depend on the order.
+    The first r numbers of a head are rotated in pairs (i, i + r/2), interleaved (2i, 2i + 1), and the kernels rotate
+    pairs (i, i + E/2): so the first numbers of the pairs are stored at the start of the head, the second ones at its
+    middle. Products of q and k do not depend on the order.
     """
     head_dim, rotated = config.head_dim, config.rope.rotary_dim(config.head_dim)
-    if rotated == head_dim:
+    if rotated == head_dim and not config.rope.is_interleaved:
         return {}
     half, middle = rotated // 2, (rotated + head_dim) // 2
-    one = (*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, head_dim))
+    firsts, seconds = range(half), range(half, rotated)
+    if config.rope.is_interleaved:
+        firsts, seconds = range(0, rotated, 2), range(1, rotated, 2)
+    one = (*firsts, *range(rotated, middle), *seconds, *range(middle, head_dim))
 
     def heads(count: int) -> tuple[int, ...]:
         return tuple(head * head_dim + i for head in range(count) for i in one)

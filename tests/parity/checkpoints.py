@@ -41,6 +41,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"use_sliding_window": False, "num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"use_sliding_window": False, "head_dim": 20}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "attention_bias": True}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 20, "attention_out_bias": True, "num_key_value_heads": 1}),
+    "ernie": ("Ernie4_5Config", {"head_dim": 20, "use_bias": True, "num_attention_heads": 6}),
+    "ministral": (
+        "MinistralConfig",
+        {"head_dim": 16, "sliding_window": 33,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "gpt-oss": (
         "GptOssConfig",
         {"num_local_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 24, "head_dim": 20,

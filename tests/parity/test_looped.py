@@ -80,8 +80,8 @@ def answers(folder: Path, prompts: list[list[int]], executor: str, **changes: An
         return [list(output.token_ids) for output in llm.generate(prompts, params())]
 
 
-FAMILIES = ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "SmolLM3Config")
-DENSE = [name for name, (config, _) in ARCHITECTURES.items() if config in FAMILIES]
+OTHERS = ("Mo", "Mixtral", "GptOss", "Deepseek")  # mixtures and latents: tests/parity/test_looped_rows.py
+DENSE = [name for name, (config, _) in ARCHITECTURES.items() if not any(kind in config for kind in OTHERS)]
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -366,7 +366,7 @@ OTHER_VALUES: dict[str, Any] = {
     "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 4, "first_k_dense_replace": 2,
     "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"], "n_group": 16, "topk_group": 10,
     "topk_method": "group_limited_greedy", "norm_topk_prob": True, "routed_scaling_factor": 3.5,
-    "no_rope_layers": [1, 0, 1, 1, 0], "no_rope_layer_interval": 3,
+    "no_rope_layers": [1, 0, 1, 1, 0], "no_rope_layer_interval": 3, "attention_out_bias": True, "use_bias": True,
     "num_nextn_predict_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
