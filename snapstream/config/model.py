@@ -13,13 +13,14 @@ from typing import Literal, NamedTuple, cast, get_args
 from snapstream.config.values import DTYPE_BYTES, DType, check
 
 QuantizedDType = Literal["int8", "int4"]
-WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8"]  # fp8 only as a checkpoint stores it
+WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8", "mxfp4"]  # the last two: stored
 WeightsOption = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 ActivationOption = Literal["auto", "dtype", "int8"]
 
-QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8}
+QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4}
 FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
 SCALE_BYTES = 2  # fp16
+MXFP4_GROUP = 32  # numbers along the input that share a power of two
 # Numbers along the input that share a scale. The smallest of the usual 32, 64 and 128: most exact, at half a bit per
 # number against an eighth; and 32 numbers of a row fill a kernel's vector.
 DEFAULT_GROUP = 32
@@ -59,6 +60,11 @@ class WeightFormat:
         return self.dtype == "fp8"
 
     @property
+    def is_mxfp4(self) -> bool:
+        """FP4 with a power of two per 32 numbers (OCP Microscaling Formats 1.0, section 5.3)."""
+        return self.dtype == "mxfp4"
+
+    @property
     def bits(self) -> int:
         """Of a number, without its share of a scale."""
         return QUANTIZED_BITS.get(self.dtype) or 8 * DTYPE_BYTES[self.dtype]
@@ -70,7 +76,8 @@ class WeightFormat:
             return (
                 count + prod(shape[:-2]) * prod(-(-size // FP8_BLOCK) for size in shape[-2:]) * DTYPE_BYTES["float32"]
             )
-        return count * self.bits // 8 + (count // self.group * SCALE_BYTES if self.is_quantized else 0)
+        scale_bytes = 1 if self.is_mxfp4 else SCALE_BYTES
+        return count * self.bits // 8 + (count // self.group * scale_bytes if self.is_quantized else 0)
 
     def describe(self) -> str:
         """In a few words: ``int4 in groups of 32``."""
@@ -137,7 +144,9 @@ class StoredWeights:
     attention: WeightFormat | None = None  # of those around attention, where they differ
 
     def format_of(self, *, is_attention: bool) -> WeightFormat | None:
-        """The quantized format of a matrix of a layer; None for floats."""
+        """The quantized format of a matrix of a layer; None for floats, as attention is beside MXFP4 experts."""
+        if is_attention and self.quantized is not None and self.quantized.is_mxfp4:
+            return None
         return (self.attention or self.quantized) if is_attention else self.quantized
 
     def describe_quantized(self) -> str:

@@ -45,6 +45,33 @@ def dequantize(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     return numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.to(torch.float32)[..., None]).flatten(-2)
 
 
+# MXFP4 (OCP Microscaling Formats 1.0): codes of four bits, sign, two of the exponent, one of the fraction, and a scale
+# of eight bits per 32 numbers, a power of two.
+_MXFP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitude of a code
+_MXFP4_BIAS = 127
+MXFP4_NAN = 255  # the one scale that is no number
+
+
+def dequantize_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """The numbers ``[..., in]`` fp32 of ``codes [..., in / 2]`` and ``scales [..., in / 32]``, both uint8."""
+    table = torch.tensor([*_MXFP4_HALVES, *(-half for half in _MXFP4_HALVES)], dtype=torch.float32) / 2
+    numbers = table.to(codes.device)[unpack(codes, 4).int()].unflatten(-1, (scales.shape[-1], -1))
+    return torch.ldexp(numbers, (scales.int() - _MXFP4_BIAS)[..., None]).flatten(-2)
+
+
+def quantize_mxfp4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of ``x [..., in]``: the largest magnitude of a group has the largest exponent, ties are away
+    from zero, what is too large is 6 times the scale (section 6.3).
+    """
+    groups = x.float().unflatten(-1, (-1, group))
+    exponent = torch.frexp(groups.abs().amax(-1)).exponent - 3  # of 2^(e - 1) <= x < 2^e, less that of 4
+    scales = (exponent + _MXFP4_BIAS).clamp(0, MXFP4_NAN - 1)
+    halves = torch.ldexp(groups, (_MXFP4_BIAS + 1 - scales)[..., None])
+    table = torch.tensor(_MXFP4_HALVES, dtype=torch.float32, device=x.device)
+    codes = torch.bucketize(halves.abs().contiguous(), (table[1:] + table[:-1]) / 2, right=True)
+    return pack((codes + 8 * (halves < 0)).flatten(-2).to(torch.uint8), 4), scales.to(torch.uint8)
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Unsigned codes ``[..., in]``, one to a byte, as they are stored."""
     return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4

@@ -25,7 +25,7 @@ from torch import Tensor
 from snapstream.config import ModelConfig, WeightFormat, WeightFormats
 from snapstream.config.model import FP8_BLOCK
 from snapstream.kernels.formats import FP8
-from snapstream.kernels.groups import SCALE_DTYPE, dequantize, largest_value, quantize
+from snapstream.kernels.groups import MXFP4_NAN, SCALE_DTYPE, dequantize, largest_value, quantize
 from snapstream.models.config_json import read_object
 from snapstream.models.matrix import MakeMatrix, decode, make_matrix
 from snapstream.models.quantization import FP8_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
@@ -125,16 +125,25 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 Expected = tuple[Shape, tuple[str, ...]]  # shape of a tensor, and the dtypes that it may have
 PACKED, SHAPE = "_packed", "_shape"
+MXFP4_CODES, MXFP4_SCALES = "_blocks", "_scales"  # suffixes of the two tensors of MXFP4 matrices
 FP8_STORED = "F8_E4M3"  # safetensors' name
 
 
 def plain_name(name: str) -> str:
-    """``X.weight`` of ``X.weight_packed``, and of itself."""
-    return name.removesuffix(PACKED)
+    """``X.weight`` of ``X.weight_packed``, ``X`` of ``X_blocks``, and of itself."""
+    return name.removesuffix(PACKED).removesuffix(MXFP4_CODES)
 
 
 def packed_tensors(name: str, shape: Shape, form: WeightFormat) -> dict[str, Expected]:
-    """The tensors of a quantized matrix ``name``."""
+    """The tensors of a quantized matrix ``name``, of MXFP4 a stack of such."""
+    if form.is_mxfp4:
+        *rows, num_in = shape
+        if num_in % form.group:
+            raise ValueError(
+                f"the rows of {name} have {num_in} numbers; in MXFP4 it must be a multiple of {form.group}"
+            )
+        blocks = (*rows, num_in // form.group)
+        return {name + MXFP4_CODES: ((*blocks, form.group // 2), ("U8",)), name + MXFP4_SCALES: (blocks, ("U8",))}
     num_out, num_in = shape
     if form.is_fp8:
         scales = -(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK)
@@ -236,6 +245,8 @@ def _fill_quantized(
 ) -> dict[str, Tensor]:
     """Store a matrix that is quantized in the file; by name, the bounds of what was read."""
     part, own = cut.part, plain_name(name)
+    if form.is_mxfp4:
+        return _fill_mxfp4(weights, own, cut, form, manifest)
     outer = cut.aligned((FP8_BLOCK, FP8_BLOCK) if form.is_fp8 else (1, form.group))
     if form.is_fp8:
         values, scales = read_part(shard, name, outer.slices), read_block_scales(own, outer, manifest)
@@ -250,6 +261,28 @@ def _fill_quantized(
         numbers = decode(values, scales, form)
         weights.fill(part.target, part.place, _padded(_in_order(numbers[cut.within(outer)], part), cut))
     return bounds
+
+
+def _fill_mxfp4(
+    weights: DecoderWeights, name: str, cut: Cut, form: WeightFormat, manifest: Mapping[str, StoredTensor]
+) -> dict[str, Tensor]:
+    """Store experts ``[X, out, in]``: codes ``[X, out, in / 32, 16]`` and scales ``[X, out, in / 32]`` in the file.
+
+    Padding of a shard is codes of zero.
+    """
+    part, blocks = cut.part, cut.scaled((1, 1, form.group))
+    codes = _tensor(name + MXFP4_CODES, (*blocks, slice(0, form.group // 2)), manifest).flatten(-2)
+    scales = _tensor(name + MXFP4_SCALES, blocks, manifest)
+    bound = torch.tensor(torch.nan if bool((scales == MXFP4_NAN).any()) else 0.0)
+    *rows, columns = part.shape
+    sizes = (*rows, columns * form.bits // 8), (*rows, columns // form.group)
+    for index, (own, size) in enumerate(zip((codes, scales), sizes, strict=True)):
+        if own.shape != size:
+            whole = own.new_zeros(size)
+            whole[tuple(map(slice, own.shape))] = own
+            codes, scales = (whole, scales) if index == 0 else (codes, whole)
+    weights.fill_quantized(part.target, part.place, _in_order(codes, part), _in_order(scales, part))
+    return {name + MXFP4_SCALES: bound}
 
 
 def _read_floats(shard: Any, name: str, cut: Cut, rounded: WeightFormat | None) -> Tensor:

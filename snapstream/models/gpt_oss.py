@@ -32,8 +32,10 @@ def _refusals(settings: Settings) -> list[str]:
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
-    """A checkpoint has the experts of a layer in one tensor, rows of gate and up by turns; floats are transposed."""
-    moe = config.moe
+    """A checkpoint has the experts of a layer in one tensor, rows of gate and up by turns; floats are transposed, MXFP4
+    is not.
+    """
+    moe, is_float = config.moe, config.stored.quantized is None
     assert moe is not None
     hidden, inner, count = config.hidden_size, moe.inner, len(moe.own)
     by_turns = (*range(0, 2 * inner, 2), *range(1, 2 * inner, 2))
@@ -48,7 +50,7 @@ def _tensors(config: ModelConfig) -> TensorSpecs:
         "router_logit_bias": replace(router, shape=(moe.num_experts,), parts={"mlp.router.bias": ()}),
         "experts_gate_up": TensorSpec(
             shape=(count, 2 * inner, hidden), parts={gate_up: ()}, per_expert=True, row_order={gate_up: by_turns},
-            shard_dim=1, is_padded=True, is_transposed=True,
+            shard_dim=1, is_padded=True, is_transposed=is_float,
         ),
         "experts_gate_up_bias": TensorSpec(
             shape=(count, 2 * inner), parts={f"{gate_up}_bias": ()}, per_expert=True, is_matrix=False,
@@ -56,7 +58,7 @@ def _tensors(config: ModelConfig) -> TensorSpecs:
         ),
         "experts_down": TensorSpec(
             shape=(count, hidden, inner), parts={down: ()}, per_expert=True, shard_dim=2, is_padded=True,
-            is_transposed=True,
+            is_transposed=is_float,
         ),
         "experts_down_bias": TensorSpec(
             shape=(count, hidden), parts={f"{down}_bias": ()}, per_expert=True, is_matrix=False

@@ -1,8 +1,8 @@
-"""Matrices of a model in memory: row-major, in one of seven formats (``WeightFormat``).
+"""Matrices of a model in memory: row-major, in one of eight formats (``WeightFormat``).
 
-``encode`` and ``decode`` define a quantized format: int8 and int4 groups (``kernels/groups.py``), and FP8 blocks of 128
-by 128 with an fp32 scale (DeepSeek-V3, arXiv 2412.19437, section 3.3). Layers call a ``Matrix`` for its product and
-never see the storage. Low precision is dequantized block by block before it is multiplied, on any device; for few
+``encode`` and ``decode`` define a quantized format: int8, int4 and MXFP4 groups (``kernels/groups.py``), and FP8 blocks
+of 128 by 128 with an fp32 scale (DeepSeek-V3, arXiv 2412.19437, section 3.3). Layers call a ``Matrix`` for its product
+and never see the storage. Low precision is dequantized block by block before it is multiplied, on any device; for few
 tokens kernels may read the quantized values. ``panels.py`` has the layout of the looped library. Prefill dequantizes a
 layer once (``DequantizedLayer``).
 """
@@ -34,6 +34,8 @@ FEW = 64  # tokens that are multiplied with quantized values; more are bound by 
 
 def encode(numbers: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     """Quantized values and scales of a matrix ``[out, in]``."""
+    if form.is_mxfp4:
+        return groups.quantize_mxfp4(numbers, form.group)
     return quantize(numbers) if form.is_fp8 else groups.quantize(numbers, form.bits, form.group)
 
 
@@ -41,6 +43,8 @@ def decode(values: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
     """Dequantized numbers ``[..., out, in]`` fp32."""
     if form.is_fp8:
         return reference.dequantize_blocks(values, scales)
+    if form.is_mxfp4:
+        return groups.dequantize_mxfp4(values, scales)
     return groups.dequantize(values, scales, form.bits)
 
 
@@ -120,12 +124,17 @@ class Matrix:
                 self[start:stop].fill_quantized(*encode(numbers[start:stop].to(self.data.device), self.form))
 
     def fill_quantized(self, values: Tensor, scales: Tensor) -> None:
-        """Store int8 or int4 groups or FP8 blocks of a checkpoint; float storage takes any of them."""
-        if self.scales is not None:
+        """Store groups or FP8 blocks of a checkpoint; float storage takes any of them."""
+        if len(self.shape) > 2 and self.scales is None:
+            for index, (own_values, own_scales) in enumerate(zip(values, scales, strict=True)):
+                self[index].fill_quantized(own_values, own_scales)
+        elif self.scales is not None:
             self.data.copy_(values)
             self.scales.copy_(scales)
         elif values.dtype == FP8.dtype:
             self.fill(reference.dequantize_blocks(values, scales))
+        elif scales.dtype == torch.uint8:
+            self.fill(groups.dequantize_mxfp4(values, scales))
         else:
             self.fill(groups.dequantize(values, scales, 8 * values.shape[-1] // self.shape[-1]))
 
@@ -153,7 +162,7 @@ class Matrix:
                 ends = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
                 out = kernels.grouped_linear(x, self.data[None], self.scales[None], ends)
                 return out if bias is None else out.add_(bias)
-            if kernels.code_linear is not None:
+            if kernels.code_linear is not None and not self.form.is_mxfp4:
                 return kernels.code_linear(x, self.data, self.scales, bias)
         parts = [
             F.linear(x, self[start:stop].dense(), None if bias is None else bias[start:stop])
@@ -282,7 +291,8 @@ def make_matrix(form: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype, 
         return Matrix(torch.empty(shape, dtype=FP8.dtype, device=device), scales, form, dtype)
     if form.is_quantized:
         values = torch.empty((*shape[:-1], shape[-1] * form.bits // 8), dtype=torch.uint8, device=device)
-        scales = torch.empty((*shape[:-1], shape[-1] // form.group), dtype=groups.SCALE_DTYPE, device=device)
+        scale_dtype = torch.uint8 if form.is_mxfp4 else groups.SCALE_DTYPE
+        scales = torch.empty((*shape[:-1], shape[-1] // form.group), dtype=scale_dtype, device=device)
         return Matrix(values, scales, form, dtype)
     stored = getattr(torch, form.dtype)
     if stored == dtype and torch.device(device).type == "cpu":

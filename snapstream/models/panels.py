@@ -81,10 +81,13 @@ class PanelMatrix(Matrix):
 
     def fill_quantized(self, values: Tensor, scales: Tensor) -> None:
         first = self._rows.start
-        if not self.form.is_quantized:
+        if len(self._matrix) > 2:
+            for index, (own_values, own_scales) in enumerate(zip(values, scales, strict=True)):
+                self[index].fill_quantized(own_values, own_scales)
+        elif not self.form.is_quantized:
             super().fill_quantized(values, scales)
         elif self.scales is None:
-            panels.fill_codes(self.data, first, values, scales, self.form.bits)
+            panels.fill_codes(self.data, first, values, scales, self.form)
         else:
             panels.fill_rows(self.data.view(torch.uint8), first, values.view(torch.uint8))
             self.scales[block_rows(first, self._rows.stop, self._matrix[-2:])] = scales
@@ -99,7 +102,7 @@ class PanelMatrix(Matrix):
             return panels.rows_of(self.data, num_out, num_in).to(torch.float32)
         if len(self._matrix) > 2:
             return torch.stack([self[index].dense() for index in range(self._matrix[0])])
-        return decode(*panels.codes_of(self.data, num_out, self.form.bits), self.form)
+        return decode(*panels.codes_of(self.data, num_out, self.form), self.form)
 
     def dequantize_into(self, out: Tensor) -> None:
         out.copy_(self.dense())
@@ -110,7 +113,7 @@ class PanelMatrix(Matrix):
         self._need_whole()
         num_out, num_in, form = *self._matrix[-2:], self.form
         if form.is_quantized and not form.is_fp8:
-            return panels.stack_of_codes(self.data, num_out, num_in, form.bits, rounds_inputs=form.rounds_inputs)
+            return panels.stack_of_codes(self.data, num_out, num_in, form)
         stack = panels.stack_of(self.data, num_out, num_in)
         if form.is_fp8:
             stack.scales = address(self.scales)
@@ -184,7 +187,7 @@ def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeMatrix
         inputs: DType | Literal["int8"] = "bfloat16" if rounds_prefill else "float32"
         if is_table:
             inputs = "int8" if form.rounds_inputs else "float32"
-        storage = memory.zeros(panels.code_panel_shape(shape, form.bits, form.group), torch.uint8)
+        storage = memory.zeros(panels.code_panel_shape(shape, form), torch.uint8)
         return PanelMatrix(library, storage, shape, form, inputs=inputs)
 
     return make

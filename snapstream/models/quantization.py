@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from snapstream.config import DTYPE_BYTES, DType, StoredWeights
-from snapstream.config.model import FP8_BLOCK, GROUPS, QUANTIZED_BITS, QuantizedDType, WeightFormat
+from snapstream.config.model import FP8_BLOCK, GROUPS, MXFP4_GROUP, QUANTIZED_BITS, QuantizedDType, WeightFormat
 from snapstream.models.config_json import read_object
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
-FP8_METHOD = "fp8"
+FP8_METHOD, MXFP4_METHOD = "fp8", "mxfp4"
+# What stays float beside MXFP4 experts, by the names in the published files.
+_MXFP4_FLOATS = {
+    "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+}  # fmt: skip
 SCALES = "_scale"  # suffix of the tensor of a matrix's scales
 FP8_SCALES = "_scale_inv"  # the same of FP8 blocks; numbers are multiplied with it, in spite of the name
 _HEADS = ("lm_head", "re:lm_head", "re:.*lm_head", "re:.*lm_head.*")  # as ``ignore`` names it
@@ -42,13 +46,15 @@ def stored_format(settings: Mapping[str, Any]) -> WeightFormat | None:
         return None
     if quantization["quant_method"] == FP8_METHOD:
         return WeightFormat(dtype="fp8")
+    if quantization["quant_method"] == MXFP4_METHOD:
+        return WeightFormat(dtype="mxfp4", group=MXFP4_GROUP)
     return _form_of_target(quantization, LAYERS)
 
 
 def stored_attention(settings: Mapping[str, Any]) -> WeightFormat | None:
     """The format of attention's matrices if the checkpoint names one; ``settings`` as above."""
     quantization = settings.get("quantization_config")
-    if not quantization or quantization["quant_method"] == FP8_METHOD:
+    if not quantization or quantization["quant_method"] in (FP8_METHOD, MXFP4_METHOD):
         return None
     return _form_of_target(quantization, ATTENTION)
 
@@ -69,6 +75,8 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     method = quantization.get("quant_method", "unnamed")
     if method == FP8_METHOD:
         return _fp8_refusals(quantization)
+    if method == MXFP4_METHOD:
+        return _mxfp4_refusals(settings, quantization)
     if method != METHOD:
         return [
             f"quantization_config is present ({method}); of quantized weights only {METHOD} and {FP8_METHOD} are read: "
@@ -91,6 +99,19 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     elif not others and not tied:
         reasons.append("quantization_config.ignore does not name lm_head; output embeddings must be floats")
     return reasons + _group_refusals(quantization.get("config_groups"))
+
+
+def _mxfp4_refusals(settings: Mapping[str, Any], quantization: Mapping[str, Any]) -> list[str]:
+    """Experts of gpt-oss, and nothing else."""
+    architectures, kept = settings.get("architectures"), quantization.get("modules_to_not_convert")
+    if architectures != ["GptOssForCausalLM"]:
+        return [f"quantization_config is present ({MXFP4_METHOD}), which is read for gpt-oss alone"]
+    reasons = _unlike(quantization, {"dequantize": (None, False)}, "quantization_config")
+    if not isinstance(kept, list) or set(map(str, kept)) != _MXFP4_FLOATS:
+        reasons.append(
+            f"quantization_config.modules_to_not_convert is {kept!r}; read is {', '.join(sorted(_MXFP4_FLOATS))}"
+        )
+    return reasons
 
 
 def _fp8_refusals(quantization: Mapping[str, Any]) -> list[str]:

@@ -127,11 +127,12 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
 def _quantized_formats(
     quantized: WeightFormat, stored: StoredWeights, wanted: str, tables: WeightFormat
 ) -> WeightFormats:
-    """Layers as a quantized checkpoint has them; its embeddings are floats."""
+    """Layers as a quantized checkpoint has them; its embeddings are floats, beside MXFP4 experts attention too."""
     if wanted not in ("auto", quantized.dtype):
-        known = "'auto'" if quantized.is_fp8 else f"'auto' or {quantized.dtype!r}"
+        known = "'auto'" if quantized.is_fp8 or quantized.is_mxfp4 else f"'auto' or {quantized.dtype!r}"
         raise ValueError(f"weights is {wanted!r}; the checkpoint has {stored.describe_quantized()}: use {known}")
-    return WeightFormats(layers=quantized, attention=stored.attention, tables=tables)
+    attention = tables if quantized.is_mxfp4 else stored.attention
+    return WeightFormats(layers=quantized, attention=attention, tables=tables)
 
 
 MAX_AUTO_ROWS = 256  # more rows only on request

@@ -107,7 +107,7 @@ def _with_bf16_inputs(
     formats = config.weights
     if formats is None or options.activations != "auto" or not machine.gains_by_bf16 or config.dtype != "float32":
         return config
-    if formats.layers.dtype != "bfloat16" and (formats.layers.is_fp8 or not formats.layers.is_quantized):
+    if formats.layers.dtype not in ("bfloat16", "int8", "int4"):
         return config
     attention = "cpu_bf16" if config.prefill_attention == "auto" else config.prefill_attention
     if why_not_bf16_inputs(model, dtype=config.dtype, device=config.device) is None:

@@ -44,6 +44,7 @@ from tests.distributed.pairs import Pair
 from tests.distributed.pool import Pool, ranks
 from tests.parity.checkpoints import make_model, save
 from tests.parity.test_latents import narrowed
+from tests.parity.test_mxfp4 import narrowed as packed_experts
 
 TOLERANCE = 2e-5  # of logits of order 1
 Checkpoint = Callable[[str], Path]
@@ -63,6 +64,7 @@ MORE = {
          "moe_intermediate_size": 256, "intermediate_size": 256},
     ),
     "qwen3-groups": ("qwen3", GROUPS),
+    "gpt-oss-groups": ("gpt-oss", {"hidden_size": 64, "intermediate_size": 96}),
 }  # fmt: skip
 FLOAT = WeightFormat(dtype="float32")
 
@@ -108,6 +110,17 @@ def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str, budget: int 
 def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
     """The inner size of every expert is split, or whole experts are dealt out; latents and shared experts too."""
     check(two, Asked(checkpoint(name), experts=experts, budget=40))
+
+
+@pytest.mark.parametrize("executor", ["eager", "looped"])
+@pytest.mark.parametrize("experts", ["tp", "ep"])
+def test_mxfp4(two: Pool, checkpoint: Checkpoint, experts: SplitExperts, executor: str, tmp_path: Path) -> None:
+    """96 inner numbers are three groups: one rank has two, the other one and a padded one."""
+    if executor == "looped" and find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    folder, _ = packed_experts(checkpoint("gpt-oss-groups"), tmp_path)
+    formats = WeightFormats(layers=WeightFormat(dtype="mxfp4", group=32), tables=FLOAT, attention=FLOAT)
+    check(two, Asked(folder, experts=experts, formats=formats, executor=executor, budget=40))
 
 
 @pytest.mark.parametrize("selector", [Hops(observation_len=8, num_hops=2), Diverse(observation_len=8)])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks import bounds
 from snapstream.config import WeightFormat
+from snapstream.config.model import WeightDType
 from snapstream.kernels import groups
 from snapstream.kernels.compile_cache import VARIABLE, compile_folder
 from snapstream.kernels.cpu.looped import build, panels
@@ -41,6 +42,7 @@ from snapstream.kernels.cpu.looped.library import (
 from snapstream.kernels.formats import FP8
 from snapstream.kernels.interface import bind
 from snapstream.kernels.reference import dequantize_blocks
+from snapstream.models.matrix import decode, encode
 from snapstream.models.panels import make_panels
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -133,21 +135,22 @@ def test_a_product_in_panels(
 @settings(max_examples=20)
 @given(
     num_out=st.integers(1, 130), num_groups=st.integers(1, 7), group=st.sampled_from([32, 64, 128]),
-    bits=st.sampled_from([8, 4]), tokens=st.integers(1, 40), seed=st.integers(0, 99),
+    width=st.sampled_from(["int8", "int4", "mxfp4"]), tokens=st.integers(1, 40), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_codes(
-    instructions: InstructionSet, num_out: int, num_groups: int, group: int, bits: int, tokens: int, seed: int
+    instructions: InstructionSet, num_out: int, num_groups: int, group: int, width: WeightDType, tokens: int, seed: int
 ) -> None:
     """As over the widened numbers, which it reads exactly."""
-    library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
-    codes, scales = groups.quantize(torch.randn(num_out, num_in, generator=generator), bits, group)
-    stored = torch.zeros(panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
+    form = WeightFormat(dtype=width, group=32 if width == "mxfp4" else group)
+    library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * form.group
+    codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)
+    stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
     cut = seed % num_out
-    panels.fill_codes(stored, 0, codes[:cut], scales[:cut], bits)
-    panels.fill_codes(stored, cut, codes[cut:], scales[cut:], bits)
-    for own, want in zip(panels.codes_of(stored, num_out, bits), (codes, scales), strict=True):
+    panels.fill_codes(stored, 0, codes[:cut], scales[:cut], form)
+    panels.fill_codes(stored, cut, codes[cut:], scales[cut:], form)
+    for own, want in zip(panels.codes_of(stored, num_out, form), (codes, scales), strict=True):
         assert torch.equal(own, want)
-    stack, wide = panels.stack_of_codes(stored, num_out, num_in, bits), groups.dequantize(codes, scales, bits)
+    stack, wide = panels.stack_of_codes(stored, num_out, num_in, form), decode(codes, scales, form)
     assert torch.equal(panels.lookup(library, stack, torch.arange(num_out)), wide)
     x = torch.randn(tokens, num_in, generator=generator)
     got = panels.linear(library, stack, x, None)
@@ -171,10 +174,11 @@ def test_a_product_of_whole_numbers(
     instructions.
     """
     library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
+    form = WeightFormat(dtype="int8" if bits == 8 else "int4", group=group, rounds_inputs=True)
     codes, scales = groups.quantize(torch.randn(num_out, num_in, generator=generator), bits, group)
-    stored = torch.zeros(panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
-    panels.fill_codes(stored, 0, codes, scales, bits)
-    stack = panels.stack_of_codes(stored, num_out, num_in, bits, rounds_inputs=True)
+    stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
+    panels.fill_codes(stored, 0, codes, scales, form)
+    stack = panels.stack_of_codes(stored, num_out, num_in, form)
     x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
     x[0, :group] = 0.0
     got, want = panels.linear(library, stack, x, None), multiply_codes(x, codes, scales, bits)
@@ -189,6 +193,24 @@ def test_a_product_of_whole_numbers(
             assert torch.equal(panels.linear(library, stack, x[token : token + 1], None)[0], got[token])
     finally:
         library.way(chosen)
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+def test_every_code_and_scale_of_mxfp4(instructions: InstructionSet) -> None:
+    """Each of the 16 numbers times each power of two but NaN, to the bit; 2^-127 is below the normal numbers."""
+    form, library = WeightFormat(dtype="mxfp4", group=32), load(instructions)
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    numbers = torch.tensor(magnitudes + [-own for own in magnitudes])
+    codes = groups.pack(torch.arange(32).repeat(255, 1).to(torch.uint8) % 16, 4)  # [255, 16]
+    scales = torch.arange(255, dtype=torch.uint8)[:, None]
+    want = (numbers.double().repeat(2) * 2.0 ** (scales.double() - 127)).float()
+    assert torch.equal(decode(codes, scales, form), want)
+    stored = torch.zeros(panels.code_panel_shape((255, 32), form), dtype=torch.uint8)
+    panels.fill_codes(stored, 0, codes, scales, form)
+    assert torch.equal(panels.lookup(library, panels.stack_of_codes(stored, 255, 32, form), torch.arange(255)), want)
+    fits = (scales[:, 0] > 0) & (scales[:, 0] < 253)  # others round or overflow
+    again = encode(want[fits], form)
+    assert torch.equal(decode(*again, form), want[fits]) and torch.equal(again[1], scales[fits])
 
 
 @needs_bf16
@@ -213,10 +235,11 @@ def test_a_product_of_tokens_in_bf16(
         stack = panels.stack_of(stored, num_out, num_in)
     else:
         num_in, bits = num_groups * group, int(width[3:])
+        form = WeightFormat(dtype="int8" if bits == 8 else "int4", group=group)
         codes, scales = groups.quantize(torch.randn(num_out, num_in, generator=generator), bits, group)
-        stored = torch.zeros(panels.code_panel_shape((num_out, num_in), bits, group), dtype=torch.uint8)
-        panels.fill_codes(stored, 0, codes, scales, bits)
-        wide, stack = groups.dequantize(codes, scales, bits), panels.stack_of_codes(stored, num_out, num_in, bits)
+        stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
+        panels.fill_codes(stored, 0, codes, scales, form)
+        wide, stack = groups.dequantize(codes, scales, bits), panels.stack_of_codes(stored, num_out, num_in, form)
     stack.inputs = FORMATS["bfloat16"]
     x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
     x[0, 0] = 2.0**exponent * (1 + 2.0**-8)  # half-way between two numbers of bf16
@@ -246,12 +269,13 @@ def test_a_product_of_tokens_in_bf16_loses_nothing_that_is_not_finite(wrong: flo
 def test_a_product_of_whole_numbers_loses_nothing_that_is_not_finite(
     instructions: InstructionSet, wrong: float
 ) -> None:
+    form = WeightFormat(dtype="int8", group=32, rounds_inputs=True)
     codes, scales = groups.quantize(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), 8, 32)
-    stored = torch.zeros(panels.code_panel_shape((40, 64), 8, 32), dtype=torch.uint8)
-    panels.fill_codes(stored, 0, codes, scales, 8)
+    stored = torch.zeros(panels.code_panel_shape((40, 64), form), dtype=torch.uint8)
+    panels.fill_codes(stored, 0, codes, scales, form)
     x = torch.ones(3, 64)
     x[1, 40] = wrong
-    stack = panels.stack_of_codes(stored, 40, 64, 8, rounds_inputs=True)
+    stack = panels.stack_of_codes(stored, 40, 64, form)
     got = panels.linear(load(instructions), stack, x, None)
     assert got[[0, 2]].isfinite().all() and not got[1].isfinite().any()
 

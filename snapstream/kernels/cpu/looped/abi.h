@@ -9,7 +9,7 @@ namespace looped {
 constexpr int PANEL = 32;   // rows of a panel
 constexpr int ALIGN_K = 4;  // the columns of a panel are filled up with zeros to a multiple of this
 
-enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5 };
+enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6 };
 
 struct Stack {  // matrices [layers, rows, cols], or one of them
     const char* data;

@@ -21,7 +21,15 @@ from snapstream.kernels.cpu.looped.build import SOURCES, InstructionSet, instruc
 
 PANEL = 32  # rows of a panel
 ALIGN_COLS = 4  # its columns are padded with zeros to a multiple of this
-FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "int8": 4, "int4": 5}  # as ``abi.h``
+FORMATS = {
+    "float32": 0,
+    "bfloat16": 1,
+    "float16": 2,
+    "float8_e4m3fn": 3,
+    "int8": 4,
+    "int4": 5,
+    "mxfp4": 6,
+}  # as ``abi.h``
 FORMATS["fp8"] = FORMATS["float8_e4m3fn"]  # as rows name it
 
 _HEADER = re.sub("//.*", "", (SOURCES / "abi.h").read_text())

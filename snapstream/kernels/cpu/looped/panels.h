@@ -10,7 +10,8 @@
 //   int4         eight: byte b has column b in its lower and column 4 + b in its upper half, each stored plus 8
 //
 // so a vector of the weight holds rows, a token's number is broadcast, and no sum crosses lanes. Quantized columns come
-// in groups, each headed by the 32 scales in fp16: a number is (stored - offset) * scale, exact in fp32.
+// in groups, each headed by the 32 scales in fp16: a number is (stored - offset) * scale, exact in fp32. MXFP4 lies as
+// int4, a code is a sign and one of eight magnitudes, and the scales are bytes, the exponents of powers of two.
 //
 // Invariant: the sum of an output is taken over columns from first to last, in one chain of multiply-adds, whatever the
 // number of tokens, so products are batch-invariant.
@@ -83,6 +84,41 @@ struct Codes {
     }
 };
 
+// The eight bits of a scale are the exponent of a float. Of a code the first three bits choose a magnitude.
+struct Mxfp4 {
+    static constexpr int COLS = 8, BYTES = 128, HEAD = PANEL;
+    static INLINE vec scale(const char* head, int v) {
+        typedef uint8_t bytes __attribute__((vector_size(W)));
+        bytes own;
+        std::memcpy(&own, head + v * W, W);
+        const bits exponent = __builtin_convertvector(own, bits);
+        const bits least = exponent == all_bits(0) ? all_bits(0x400000u) : all_bits(0);  // 2^-127 is subnormal
+        return as_floats(exponent << 23 | least) * (LOOKS_UP ? 1.0f : 0.5f);
+    }
+    static INLINE bits stored(const char* unit, int v) { return load_bits(unit + v * W * 4); }
+    static INLINE vec widen(bits codes, int c, vec scale) { return number(codes, c % 4 * 2 + c / 4) * scale; }
+
+  private:
+    static constexpr bool LOOKS_UP = ISA == 512 || ISA == 256;
+    static INLINE vec number(bits codes, int place) {  // twice that where it is not looked up
+#if ISA == 512
+        const vec numbers = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
+        return (vec)_mm512_permutexvar_ps((__m512i)(codes >> (4 * place)), (__m512)numbers);
+#else
+        const bits sign = (codes << (28 - 4 * place)) & all_bits(0x80000000u);
+#if ISA == 256
+        const vec numbers = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+        const vec found = (vec)_mm256_permutevar8x32_ps((__m256)numbers, (__m256i)(codes >> (4 * place)));
+#else
+        const bits code = (codes >> (4 * place)) & all_bits(7), exponent = code >> 1, fraction = code & all_bits(1);
+        const bits normal = exponent == all_bits(0) ? all_bits(0) : all_bits(1);
+        const vec found = __builtin_convertvector((ints)((fraction + 2 * normal) << (exponent - normal)), vec);
+#endif
+        return as_floats((bits)found | sign);
+#endif
+    }
+};
+
 template <class Form>
 INLINE int64_t group_cols(const Stack& stack) { return Form::HEAD ? stack.group : padded(stack.cols); }
 template <class Form>
@@ -126,6 +162,7 @@ inline void copy_row(const Stack& table, int64_t row, float* out) {
         case F16: return copy_row<HalfF16>(table, row, out);
         case I8: return copy_row<Codes<8>>(table, row, out);
         case I4: return copy_row<Codes<4>>(table, row, out);
+        case MXFP4: return copy_row<Mxfp4>(table, row, out);
         default: return copy_row<PlainF32>(table, row, out);
     }
 }
@@ -333,6 +370,7 @@ inline Products products_of(int64_t format) {
         case F16: return {panel_product<HalfF16>, pair_product<HalfF16>};
         case I8: return {panel_product<Codes<8>>, pair_product<Codes<8>>};
         case I4: return {panel_product<Codes<4>>, pair_product<Codes<4>>};
+        case MXFP4: return {panel_product<Mxfp4>, pair_product<Mxfp4>};
         default: return {panel_product<PlainF32>, pair_product<PlainF32>};
     }
 }

@@ -3,7 +3,8 @@
 A panel is 32 rows, whose columns follow each other in units of a few. Floats are ``[..., panels, units, 32, columns of
 a unit]``; int8 and int4 (reference: ``groups.py``) are uint8 ``[..., panels, groups, bytes]``, of a group the scales of
 32 rows in fp16, then units of 128 bytes, four for each row: int8 as four columns, int4 as eight, column b in the lower
-half of byte b and column 4 + b in the upper. Rows and columns that a matrix does not have are zero.
+half of byte b and column 4 + b in the upper. MXFP4 is int4 with scales of a byte. Rows and columns that a matrix does
+not have are zero.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapstream.config import WeightFormat
 from snapstream.kernels import groups, memory
 from snapstream.kernels.cpu.looped.library import ALIGN_COLS, FORMATS, PANEL, Library, Stack, address
 from snapstream.kernels.formats import FP8
@@ -86,29 +88,39 @@ def lookup(library: Library, stack: Stack, row_ids: Tensor) -> Tensor:
     return out
 
 
-_HEAD, _UNIT, _ROW = 2 * PANEL, 4 * PANEL, 4  # bytes: of a group's scales, of a unit, of a row in a unit
+_UNIT, _ROW = 4 * PANEL, 4  # bytes: of a unit, of a row in a unit
 
 
-def code_panel_shape(shape: tuple[int, ...], bits: int, group: int) -> tuple[int, ...]:
+def _scale_dtype(form: WeightFormat) -> torch.dtype:
+    return torch.uint8 if form.is_mxfp4 else groups.SCALE_DTYPE
+
+
+def _head(form: WeightFormat) -> int:
+    """Bytes of a group's scales."""
+    return _scale_dtype(form).itemsize * PANEL
+
+
+def code_panel_shape(shape: tuple[int, ...], form: WeightFormat) -> tuple[int, ...]:
     """The storage of matrices ``[..., out, in]``; ``in`` is whole groups."""
     *stack, num_out, num_in = shape
-    return (*stack, -(-num_out // PANEL), num_in // group, _HEAD + group * bits // 8 * PANEL)
+    return (*stack, -(-num_out // PANEL), num_in // form.group, _head(form) + form.group * form.bits // 8 * PANEL)
 
 
-def fill_codes(panels: Tensor, first: int, codes: Tensor, scales: Tensor, bits: int) -> None:
+def fill_codes(panels: Tensor, first: int, codes: Tensor, scales: Tensor, form: WeightFormat) -> None:
     """Store rows from ``first`` on of a matrix in ``panels [P, groups, bytes]``.
 
-    ``codes [n, in * bits / 8]`` uint8 and ``scales [n, groups]`` fp16, as ``groups.quantise`` gives them.
+    ``codes [n, in * bits / 8]`` uint8 and ``scales [n, groups]``, as ``models.matrix.encode`` gives them.
     """
-    num_groups = panels.shape[1]
-    units = (panels.shape[2] - _HEAD) // _UNIT
-    if bits == 4:  # from neighbours in a byte to columns that lie four apart
+    num_groups, head = panels.shape[1], _head(form)
+    units = (panels.shape[2] - head) // _UNIT
+    if form.bits == 4:  # from neighbours in a byte to columns that lie four apart
         halves = groups.unpack(codes, 4).view(len(codes), num_groups, units, 2, _ROW)
         codes = halves[..., 0, :] | halves[..., 1, :] << 4
     lines = codes.reshape(len(codes), num_groups, units, _ROW).permute(1, 2, 0, 3)  # [groups, units, n, 4]
-    heads = scales.t().flatten().view(torch.uint8).view(num_groups, len(scales), 2)  # [groups, n, 2]
-    own_heads = panels[:, :, :_HEAD].unflatten(2, (PANEL, 2))  # [P, groups, 32, 2]
-    own_lines = panels[:, :, _HEAD:].unflatten(2, (units, PANEL, _ROW))  # [P, groups, units, 32, 4]
+    size = scales.itemsize  # bytes
+    heads = scales.t().flatten().view(torch.uint8).view(num_groups, len(scales), size)  # [groups, n, size]
+    own_heads = panels[:, :, :head].unflatten(2, (PANEL, size))  # [P, groups, 32, size]
+    own_lines = panels[:, :, head:].unflatten(2, (units, PANEL, _ROW))  # [P, groups, units, 32, 4]
     done = 0
     while done < len(codes):
         panel, lane = divmod(first + done, PANEL)
@@ -118,27 +130,27 @@ def fill_codes(panels: Tensor, first: int, codes: Tensor, scales: Tensor, bits: 
         done += count
 
 
-def codes_of(panels: Tensor, num_out: int, bits: int) -> tuple[Tensor, Tensor]:
+def codes_of(panels: Tensor, num_out: int, form: WeightFormat) -> tuple[Tensor, Tensor]:
     """``codes [out, in * bits / 8]`` and ``scales [out, groups]`` of a matrix in ``panels [P, groups, bytes]``."""
-    num_panels, num_groups = panels.shape[:2]
-    units = (panels.shape[2] - _HEAD) // _UNIT
-    heads = panels[:, :, :_HEAD].contiguous().view(torch.float16)  # [P, groups, 32]
+    (num_panels, num_groups), head = panels.shape[:2], _head(form)
+    units = (panels.shape[2] - head) // _UNIT
+    heads = panels[:, :, :head].contiguous().view(_scale_dtype(form))  # [P, groups, 32]
     scales = heads.transpose(1, 2).reshape(-1, num_groups)[:num_out]
-    lines = panels[:, :, _HEAD:].unflatten(2, (units, PANEL, _ROW)).permute(0, 3, 1, 2, 4)  # [P, 32, groups, units, 4]
+    lines = panels[:, :, head:].unflatten(2, (units, PANEL, _ROW)).permute(0, 3, 1, 2, 4)  # [P, 32, groups, units, 4]
     codes = lines.reshape(num_panels * PANEL, num_groups, units, _ROW)[:num_out]
-    if bits == 4:
+    if form.bits == 4:
         codes = groups.pack(torch.stack((codes & 15, codes >> 4), 3).flatten(1), 4)
     return codes.flatten(1), scales
 
 
-def stack_of_codes(panels: Tensor, num_out: int, num_in: int, bits: int, *, rounds_inputs: bool = False) -> Stack:
+def stack_of_codes(panels: Tensor, num_out: int, num_in: int, form: WeightFormat) -> Stack:
     """The struct of matrices in ``panels [L, P, groups, bytes]``, or of one.
 
-    ``rounds_inputs``: tokens are quantized to int8 before they are multiplied.
+    If ``form`` rounds inputs, tokens are quantized to int8 before they are multiplied.
     """
     panel_bytes = panels.shape[-2] * panels.shape[-1]
     return Stack(
         data=address(panels), layer_bytes=panels.shape[-3] * panel_bytes, panel_bytes=panel_bytes, rows=num_out,
-        cols=num_in, format=FORMATS[f"int{bits}"], group=num_in // panels.shape[-2],
-        inputs=FORMATS["int8"] if rounds_inputs else FORMATS["float32"],
+        cols=num_in, format=FORMATS[form.dtype], group=num_in // panels.shape[-2],
+        inputs=FORMATS["int8"] if form.rounds_inputs else FORMATS["float32"],
     )  # fmt: skip
