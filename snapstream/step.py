@@ -171,6 +171,7 @@ class StepResult:
     step_id: int
     prefilled: dict[str, PrefillResult] = field(default_factory=dict)  # by request id; ended jobs and received rows
     decoded: tuple[Logprob, ...] = ()  # aligned with StepPlan.decode_rows
+    accepted: dict[int, tuple[Logprob, ...]] = field(default_factory=dict)  # drafted tokens that follow, by its index
     # Rows whose grammar allows no further token: "" if the text is complete, else the reason.
     grammar_ends: dict[int, str] = field(default_factory=dict)
 

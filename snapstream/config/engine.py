@@ -231,6 +231,7 @@ class Settings:
         )
 
 
+SPECULATIVE_TOKENS = 8
 STALL_TIMEOUT_S = 60.0  # a prefill chunk, or a decode step, takes far less; 0: no timeout
 SHORT_RESERVE = 4096  # tokens of the staging pool that only short prompts may use
 EXECUTORS: Registry[Any] = Registry(  # an ``Executor``, or one by type of device
@@ -257,6 +258,7 @@ class EngineConfig(Settings):
     short_reserve: int = SHORT_RESERVE
     device: str = "cpu"
     executor: str = "eager"  # of EXECUTORS
+    num_speculative_tokens: int = 0  # drafted per row and step, at most
     weights: WeightFormats | None = None  # formats of the matrices; None: in dtype
     reserved_bytes: int = 0  # of the device's memory, for a draft
     prefix_store: PrefixStoreConfig | None = None
@@ -272,6 +274,7 @@ class EngineConfig(Settings):
         if not isinstance(self.selector, Selector):
             raise TypeError(f"selector is {self.selector!r}; it must be a Selector")
         set_counts(self, max_model_len=1, max_rows=1, staging_tokens=0, short_reserve=0, reserved_bytes=0)
+        set_counts(self, num_speculative_tokens=0)
         if self.prefix_store is not None:
             as_kind("prefix_store", self.prefix_store, PrefixStoreConfig)
             set_counts(self, prefix_blocks=1, prefix_max_len=0, prefix_disk=0)
@@ -421,6 +424,14 @@ class EngineOptions(Settings):
     prefix_disk: int | str = setting(
         DISK_SIZE, "Most that --prefix-dir may hold.", metavar="SIZE", parse=lambda text: as_size("prefix_disk", text)
     )
+    num_speculative_tokens: AutoCount = setting(
+        "auto",
+        "Most tokens of a row that a step drafts from earlier text (prompt lookup) and verifies: same answers, several "
+        f"tokens per step where text repeats. auto: {SPECULATIVE_TOKENS} where supported; used only while it pays. "
+        "0: none.",
+        metavar="N|auto",
+        parse=_count_or("auto"),
+    )
     prefill_quantum: int = setting(0, "Units of prefill per step while rows decode. 0: what suits the device.")
     tensor_parallel: int = setting(1, "Ranks that compute every step together, each with a part of the model.")
     attention: SplitAttention = setting(
@@ -441,9 +452,9 @@ class EngineOptions(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         set_counts(self, prefill_quantum=0)
-        for name in ("max_rows", "chunk_len"):
+        for name, least in (("max_rows", 1), ("chunk_len", 1), ("num_speculative_tokens", 0)):
             if getattr(self, name) != "auto":
-                object.__setattr__(self, name, as_count(name, getattr(self, name), 1))
+                object.__setattr__(self, name, as_count(name, getattr(self, name), least))
         if self.max_model_len is not None:
             set_counts(self, max_model_len=1)
         if self.executor is not None:

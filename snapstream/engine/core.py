@@ -208,9 +208,10 @@ class Engine:
                 continue
             for sample, token in zip(live.samples, prefill.tokens, strict=True):
                 self._append(sample, token, now, result)
-        for sample, token in zip(planned.decoding, result.decoded, strict=True):
-            if not sample.is_over:  # else surplus: decoded once more before its end was seen, or aborted
-                self._append(sample, token, now, result)
+        for index, (sample, token) in enumerate(zip(planned.decoding, result.decoded, strict=True)):
+            for own in (token, *result.accepted.get(index, ())):
+                if not sample.is_over:  # else surplus: decoded once more before its end was seen, or aborted
+                    self._append(sample, own, now, result)
 
     def _append(self, sample: LiveSample, token: Logprob, now: float, result: StepResult) -> None:
         self._changed[sample.request.request_id] = sample.request

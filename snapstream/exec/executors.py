@@ -61,6 +61,7 @@ class Executor:
     reads_row_formats: bool = False  # whether rows may have another dtype than the computation without being asked for
     dequantizes: bool = True  # whether products dequantize weights to a buffer of their own
     max_rows: int | None = None  # of a step; None: any number
+    verifies_drafts: bool = False  # whether a step takes drafted tokens (speculative decoding)
     batch_bytes: Callable[[ModelConfig, EngineConfig], int] = eager_batch_bytes  # of one entry of a decode batch
     scratch_bytes: Callable[[ModelConfig, EngineConfig], int] = lambda model, config: 0  # whatever the batch
 
@@ -82,6 +83,17 @@ def executor_of(name: str, device: str) -> Executor:
     """The entry of an executor on a device; ValueError for an unknown name."""
     entry = EXECUTORS.get(name)
     return entry if isinstance(entry, Executor) else entry[device.partition(":")[0]]
+
+
+def why_not_speculative(config: EngineConfig) -> str | None:
+    """Why an engine of this config cannot verify drafted tokens; None where it can."""
+    if not executor_of(config.executor, config.device).verifies_drafts:
+        return f"executor {config.executor!r} on {config.device} verifies no drafted tokens; 'looped' on a CPU does"
+    if config.parallel.size > 1:
+        return f"several ranks (tensor_parallel {config.parallel.size}) do not support it"
+    if config.reselection is not None:
+        return "KV re-selection keeps the queries of tokens that may be rejected"
+    return None
 
 
 def preferred_executor(device: str) -> str:

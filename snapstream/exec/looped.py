@@ -117,6 +117,7 @@ def why_not_bf16_inputs(model: ModelConfig, *, dtype: str, device: str) -> str |
 # stage, per thread some scratch (one stage at a time: the largest) and room to sample in.
 
 _NUMBER = 4  # bytes: fp32
+MAX_DRAFTED = 16  # tokens of a step, over all rows: wider steps are bound by arithmetic
 _PANEL, _ALIGN, _LANES, _DOTS = 32, 4, 16, 4  # the widest that a CPU has
 _PART_SLOTS = 1024  # of a row, that one task attends
 _TARGET_SPLITS, _MAX_SPLITS, _LEAST_SPLIT = 132, 64, 128  # of a row, and slots of one, by the kernel of a GPU
@@ -207,6 +208,19 @@ def _padded(columns: int) -> int:
     return -(-columns // _ALIGN) * _ALIGN
 
 
+def max_batch(config: EngineConfig) -> int:
+    """Entries of a step on a CPU: a row has one, and more with drafted tokens."""
+    drafted = config.num_speculative_tokens * config.max_rows
+    return config.max_rows + min(drafted, MAX_DRAFTED)
+
+
+def _scratch_bytes_cpu(model: ModelConfig, config: EngineConfig) -> int:
+    """Of the threads, and of the entries of drafted tokens, with copies of the slots that they overwrite."""
+    slots = kv_spec_of(model, config.dtype, config.kv_dtype).token_bytes()
+    drafted = (max_batch(config) - config.max_rows) * (_batch_bytes_cpu(model, config) + slots)
+    return looped_workspace(model, config, num_cores()).scratch_bytes + drafted
+
+
 def _why_not_cpu(model: ModelConfig, config: EngineConfig) -> str | None:
     problem = why_not_looped_cpu(model, dtype=config.dtype, device=config.device)
     return problem or why_not_looped_ranks(config.parallel)
@@ -227,7 +241,8 @@ LOOPED = {
         reads_row_formats=True,
         dequantizes=False,
         batch_bytes=_batch_bytes_cpu,
-        scratch_bytes=lambda model, config: looped_workspace(model, config, num_cores()).scratch_bytes,
+        scratch_bytes=_scratch_bytes_cpu,
+        verifies_drafts=True,
     ),
     "cuda": Executor(
         make="snapstream.exec.looped_gpu:make_looped",

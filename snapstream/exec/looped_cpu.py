@@ -17,10 +17,11 @@ from torch import Tensor
 from snapstream.config import EngineConfig
 from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import StepParts
-from snapstream.exec.looped import why_not_looped_cpu, why_not_looped_ranks
+from snapstream.exec.looped import max_batch, why_not_looped_cpu, why_not_looped_ranks
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.speculation import DraftBatch
 from snapstream.kernels.cpu.looped.library import (
     FORMATS,
     Draw,
@@ -188,6 +189,7 @@ class NativeDraw:
 
 
 _GREEDY = SamplingNeeds()
+REJECTED = -2  # as abi.h: the token of a drafted entry that is not what the entry before it drew
 
 
 class LoopedDecode:
@@ -203,22 +205,22 @@ class LoopedDecode:
         problem = problem or why_not_looped_ranks(config.parallel)
         if problem is not None:
             raise ValueError(f"executor 'looped': {problem}")
-        self._max_rows, vocab_size = parts.config.max_rows, parts.decoder.config.vocab_size
+        self._max_batch, vocab_size = max_batch(config), parts.decoder.config.vocab_size
         library = panels_of(parts.decoder, "o").library
         self.pool = ThreadPool(library, num_threads or torch.get_num_threads())
         model, rows = model_of(parts.decoder), _rows(parts)
-        floats = workspace_floats(self.pool, model, rows, self._max_rows)
+        floats = workspace_floats(self.pool, model, rows, self._max_batch)
         ranks, shared = None, None
         if parts.decoder.group.size > 1:
-            ranks, shared = _shared_memory(parts.decoder.group, library, model, self._max_rows)
-        self.engine = NativeEngine(self.pool, model, rows, self._max_rows, torch.empty(floats), ranks)
+            ranks, shared = _shared_memory(parts.decoder.group, library, model, self._max_batch)
+        self.engine = NativeEngine(self.pool, model, rows, self._max_batch, torch.empty(floats), ranks)
         self.shared = shared  # memory of barriers and all-reduces (threads.h); None for one rank
         self._kept = parts, model, rows  # whose addresses the library has
-        # [max_rows, V]; of several ranks one for all: each writes the scores of its own tokens.
-        num_logits = self._max_rows * vocab_size
+        # [max_batch, V]; of several ranks one for all: each writes the scores of its own tokens.
+        num_logits = self._max_batch * vocab_size
         logits = torch.empty(num_logits) if shared is None else shared[-4 * num_logits :].view(torch.float32)
-        self._logits = logits.view(self._max_rows, vocab_size)
-        self._sampler = NativeDraw(self.pool, parts.sampling, parts.rows, self._max_rows)
+        self._logits = logits.view(self._max_batch, vocab_size)
+        self._sampler = NativeDraw(self.pool, parts.sampling, parts.rows, self._max_batch)
         self._fed: Tensor | None = None  # whose address the step has
         self._step = Step(logits=address(self._logits), first=0, last=self.num_stages)
 
@@ -256,11 +258,49 @@ class LoopedDecode:
         self._run(rows, None)
         return self._logits[: len(rows)]
 
+    def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
+        """See ``speculation.Verifier``."""
+        tokens = torch.empty_like(batch.rows) if needs == _GREEDY else None
+        step = self._step
+        step.ahead, step.inputs = address(batch.ahead), address(batch.inputs)
+        self._run(batch.rows, tokens)
+        step.ahead, step.inputs = None, None
+        if tokens is not None:
+            accepted = tokens != REJECTED
+            nums = torch.zeros(len(batch.starts), dtype=torch.int64)
+            nums.index_add_(0, (batch.ahead == 0).cumsum(0) - 1, accepted.to(torch.int64))
+            return Sampled(tokens[accepted]), nums.tolist()
+        return self._draw_in_turn(batch, needs)
+
+    def _draw_in_turn(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
+        """Sample the first entry of every row, then the second of those whose draft was right, and so on: what a token
+        changes (counts of penalties, the random stream) is seen by the next.
+        """
+        inputs, ends = batch.inputs.tolist(), (*batch.starts[1:], len(batch.rows))
+        turn, drawn, counts = list(enumerate(batch.starts)), [], [0] * len(batch.starts)
+        order: list[int] = []  # entries in the order in which they are drawn
+        while turn:
+            entries = torch.tensor([entry for _, entry in turn])
+            sampled = self._sampler.draw(self._logits[entries], batch.rows[entries], needs)
+            drawn.append(sampled)
+            order += [entry for _, entry in turn]
+            right = []
+            for (row, entry), token in zip(turn, sampled.token_ids.tolist(), strict=True):
+                counts[row] += 1
+                if entry + 1 < ends[row] and inputs[entry + 1] == token:
+                    right.append((row, entry + 1))
+            turn = right
+        by_entry = torch.tensor(order).argsort()
+        columns = ([own for own in column if own is not None] for column in zip(*drawn, strict=True))
+        ids, *reported = (torch.cat(column)[by_entry] if column else None for column in columns)
+        assert ids is not None
+        return Sampled(ids, *reported), counts
+
     def _run(self, rows: Tensor, tokens: Tensor | None) -> None:
         step = self._step
         if rows is not self._fed:  # most steps feed the rows of the one before
-            if len(rows) > self._max_rows:
-                raise ValueError(f"{len(rows)} rows in a step; this engine has {self._max_rows}")
+            if len(rows) > self._max_batch:
+                raise ValueError(f"{len(rows)} entries in a step; this engine has {self._max_batch}")
             step.rows, step.batch, self._fed = address(rows), len(rows), rows
         step.tokens = address(tokens)
         self.engine.run(step)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
@@ -170,13 +171,18 @@ class SubmittedStep:
     def __init__(self, step_id: int) -> None:
         self._step_id = step_id
         self._decoded: tuple[HostCopy, list[SamplingParams]] | None = None
+        self._counts: Sequence[int] | None = None  # tokens of each decoded row; None: one
         self._prefilled: list[tuple[HostCopy, list[SamplingParams], Sequence[Finished]]] = []
         self._sent: list[Finished] = []
         self._grammar_ends: list[Callable[[], dict[int, str]]] = []
 
-    def add_decoded(self, sampled: Sampled, params: list[SamplingParams]) -> HostCopy:
-        """The step's decode batch: one entry of ``params`` per planned row."""
-        self._decoded = (HostCopy(sampled), params)
+    def add_decoded(
+        self, sampled: Sampled, params: list[SamplingParams], counts: Sequence[int] | None = None
+    ) -> HostCopy:
+        """The step's decode batch: one entry of ``params`` per planned row, which has so many tokens (None: one)."""
+        if counts is not None:
+            params = [own for own, count in zip(params, counts, strict=True) for _ in range(count)]
+        self._decoded, self._counts = (HostCopy(sampled), params), counts
         return self._decoded[0]
 
     def add_sent(self, prompt: Finished) -> None:
@@ -208,10 +214,25 @@ class SubmittedStep:
                 prefilled[prompt.entry.request_id] = prompt.result(tokens[:num_rows])
                 tokens = tokens[num_rows:]
         decoded = self._decoded[0].read(self._decoded[1]) if self._decoded else ()
+        accepted: dict[int, tuple[Logprob, ...]] = {}
+        if self._counts is not None:
+            starts = accumulate(self._counts, initial=0)
+            runs = [decoded[start : start + count] for start, count in zip(starts, self._counts, strict=False)]
+            decoded = tuple(own[0] for own in runs)
+            accepted = {index: own[1:] for index, own in enumerate(runs) if len(own) > 1}
         ends: dict[int, str] = {}
         for read in self._grammar_ends:
             ends.update(read())
-        return StepResult(step_id=self._step_id, prefilled=prefilled, decoded=decoded, grammar_ends=ends)
+        return StepResult(
+            step_id=self._step_id, prefilled=prefilled, decoded=decoded, accepted=accepted, grammar_ends=ends
+        )
+
+
+def first_entries(rows: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """The rows of sampled entries, of which each row has so many; -1 for all but its first. Rows with a grammar have
+    one.
+    """
+    return [row if index == 0 else -1 for row, count in zip(rows, counts, strict=True) for index in range(count)]
 
 
 @dataclass(slots=True, eq=False)

@@ -60,13 +60,15 @@ class Rows:
         """Visible slots of each of ``rows [B]`` once the next token has been written."""
         return torch.minimum(self.num_tokens[rows] + 1, self.capacity[rows])
 
-    def places(self, rows: Tensor, spec: KVSpec) -> list[RowPlaces]:
-        """By layer: where the next token of each of ``rows [B]`` is written, and what it attends to."""
-        places = RowPlaces(rows, self.slots(rows), self.lengths(rows))
+    def places(self, rows: Tensor, spec: KVSpec, ahead: Tensor | int = 0) -> list[RowPlaces]:
+        """By layer: where the next token of each of ``rows [B]`` is written, and what it attends to; or the token that
+        is ``ahead [B]`` of it.
+        """
+        fed, capacity = self.num_tokens[rows] + ahead, self.capacity[rows]
+        places = RowPlaces(rows, slots_of(fed, self.ring_start[rows], capacity), torch.minimum(fed + 1, capacity))
         windows = {layer.num_tokens for layer in spec.layers if isinstance(layer, Window)}
         if not windows:
             return [places] * spec.num_layers
-        fed = self.num_tokens[rows]
         rings = {size: RowPlaces(rows, fed.remainder(size), (fed + 1).clamp(max=size)) for size in windows}
         return [rings[layer.num_tokens] if isinstance(layer, Window) else places for layer in spec.layers]
 

@@ -29,6 +29,7 @@ from snapstream.exec.results import (
     PromptLogprobs,
     RowGrammars,
     SubmittedStep,
+    first_entries,
     prefill_result,
     received_result,
 )
@@ -36,6 +37,7 @@ from snapstream.exec.row_transfer import RowParts, hidden_bytes, read_later
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import prompt_logprobs
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.speculation import Speculation, Verifier
 from snapstream.grammar import GrammarCompiler
 from snapstream.kernels.backends.autotune import PrefillAttention, choose
 from snapstream.kernels.backends.prefill import Case
@@ -186,6 +188,7 @@ class ModelRunner:
         self._parts = RowParts(self.cache, self.reselector, decoder)
         self._connector: KVConnector | None = None
         self._jobs: dict[int, PrefillJob] = {}
+        self.speculation: Speculation | None = None
         self.use_decode(make_decode or executor_of(config.executor, config.device).decode_step, progress=progress)
         if decoder.kernels.version == "triton":
             warm_up_kernels(decoder, self.cache, self.buffers, config, self.prefill_attention)
@@ -195,6 +198,9 @@ class ModelRunner:
         self.decode = make_decode(self.step_parts)
         self.decode.warm_up(progress)
         self.first.use_decode(self.decode)
+        self.speculation = None
+        if self.config.num_speculative_tokens and isinstance(self.decode, Verifier):
+            self.speculation = Speculation(self.step_parts, self.decode, self.config.num_speculative_tokens)
 
     @property
     def num_jobs(self) -> int:
@@ -249,9 +255,17 @@ class ModelRunner:
             batch = self._batches.of(plan.decode_rows, self.first.params)
             if self.reselector is not None:
                 self.reselector.before_step(plan.decode_rows)
-            copy = step.add_decoded(self.decode.step(batch.rows, batch.needs), batch.params)
-            self._grammars.follow(plan.decode_rows, copy, step)
+            self._decode(plan.decode_rows, batch, step)
         return step
+
+    def _decode(self, rows: tuple[int, ...], batch: Batch, step: SubmittedStep) -> None:
+        counts = None
+        if self.speculation is None:
+            sampled = self.decode.step(batch.rows, batch.needs)
+        else:
+            sampled, counts = self.speculation.step(rows, batch.rows, batch.needs)
+        copy = step.add_decoded(sampled, batch.params, counts)
+        self._grammars.follow(rows if counts is None else first_entries(rows, counts), copy, step)
 
     def _drop(self, job_id: int) -> None:
         self._jobs.pop(job_id, None)
@@ -290,9 +304,16 @@ class ModelRunner:
             else:
                 drawn.append(index)
         if len(drawn) == len(finished):
-            self.first.draw(finished, hidden, step)
+            self._draw(finished, hidden, step)
         elif drawn:
-            self.first.draw([finished[index] for index in drawn], torch.stack([hidden[i] for i in drawn]), step)
+            self._draw([finished[index] for index in drawn], torch.stack([hidden[i] for i in drawn]), step)
+
+    def _draw(self, prompts: Sequence[Finished], hidden: Tensor, step: SubmittedStep) -> None:
+        """First tokens of prompts, from the hidden states ``[P, D]`` of their last tokens."""
+        self.first.draw(prompts, hidden, step)
+        if self.speculation is not None:
+            for prompt in prompts:
+                self.speculation.admit(prompt.entry)
 
     def _receive(self, received: Sequence[ReceivedRow], step: SubmittedStep) -> None:
         """Copy received rows, and continue as after a prefill."""
@@ -301,7 +322,7 @@ class ModelRunner:
                 self._parts.place(layer, row.entry, None if row.row is None else row.row.parts[layer])
                 self._on_unit()
         prompts = [Finished(row.entry, partial(received_result, row)) for row in received]
-        self.first.draw(prompts, self._parts.hidden([row.row for row in received]), step)
+        self._draw(prompts, self._parts.hidden([row.row for row in received]), step)
 
     def _send(self, layer: int, entry: PrefillEntry) -> None:
         part = self._parts.take(layer, entry)  # a collective

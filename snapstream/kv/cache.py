@@ -278,6 +278,25 @@ class KVCache:
             found.append((self.slots(stored, layer, row, span), scale))
         return found[:1] if self.spec.values_are_keys else found
 
+    def flat(self) -> list[Tensor]:
+        """K, V and per-slot scales, each with an entry per slot of all rows, as ``slot_indices`` counts them."""
+        stored = [self.k] if self.spec.values_are_keys else [self.k, self.v]
+        scales = [] if self.encoding.format.scales != "slot" else [self.k_scale, self.v_scale][: len(stored)]
+        per_slot = [(own, own.shape[-1]) for own in stored]
+        flat = [own.view(-1, width) for own, width in per_slot]
+        return [*flat, *(own.view(-1) for own in scales if own is not None)]
+
+    def slot_indices(self, places: Sequence[RowPlaces]) -> Tensor:
+        """Indices ``[L, B, G]`` in ``flat`` of the slots of ``places``, one for each layer."""
+        heads, slots = self.spec.num_kv_heads, torch.stack([own.slots for own in places])
+        if self.heads is not None:
+            return (slots + torch.stack([own.rows for own in places])).view(len(places), -1, heads)
+        device = slots.device
+        starts = torch.tensor(self.layer_starts[:-1], device=device)[:, None, None]
+        sizes = torch.tensor(self.layer_slots, device=device)[:, None, None]
+        firsts = places[0].rows[:, None] * heads + torch.arange(heads, device=device)  # [B, G]
+        return starts + firsts * sizes + slots[..., None]
+
     def tokens(self, layer: int, row: int, slots: Tensor, span: HeadSpan | None = None) -> tuple[Tensor, Tensor]:
         """Copies of the keys ``[g, n, E]`` and values ``[g, n, E']`` in ``slots [n]`` of a span."""
         keys, values = (self.slots(stored, layer, row, span).index_select(1, slots) for stored in (self.k, self.v))

@@ -26,8 +26,9 @@ from snapstream.config import (
     as_count,
     make_selector,
 )
+from snapstream.config.engine import SPECULATIVE_TOKENS
 from snapstream.config.kv import HeadProfile, HeadSlots
-from snapstream.exec.executors import FALLBACK, alternatives, executor_of, preferred_executor
+from snapstream.exec.executors import FALLBACK, alternatives, executor_of, preferred_executor, why_not_speculative
 from snapstream.exec.looped import why_not_rounded_inputs
 from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import check_groups, decode_weight_bytes, layer_parameters, rank_config
@@ -196,10 +197,20 @@ def engine_config(
         raise ValueError(f"KV re-selection is not supported for {model.architecture} with sliding windows")
     problem = executor_of(executor, device).why_not(model, config) or (executor_problems or {}).get(executor)
     if problem is None:
-        return config
+        return _with_drafts(config, options)
     if options.executor is None:
-        return replace(config, executor=FALLBACK)
+        return _with_drafts(replace(config, executor=FALLBACK), options)
     raise ValueError(f"executor {executor!r}: {problem}; use {alternatives(executor, device)}")
+
+
+def _with_drafts(config: EngineConfig, options: EngineOptions) -> EngineConfig:
+    """With as many drafted tokens as the user or the default wants; ValueError where the engine cannot verify any."""
+    wanted, problem = options.num_speculative_tokens, why_not_speculative(config)
+    if wanted == "auto":
+        wanted = SPECULATIVE_TOKENS if problem is None else 0
+    elif wanted and problem is not None:
+        raise ValueError(f"num_speculative_tokens is {wanted}: {problem}; leave it out")
+    return replace(config, num_speculative_tokens=wanted)
 
 
 def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:

@@ -19,15 +19,20 @@ from torch import Tensor
 from snapstream.config import KV_DTYPES, KVBudget, ModelConfig, ReselectionConfig, WeightFormat, WeightFormats
 from snapstream.config.model import MoEConfig
 from snapstream.exec.eager import EagerDecode
+from snapstream.exec.looped import MAX_DRAFTED
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.rows import Rows
+from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.exec.speculation import SlotBackup, draft_batch
 from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
+from snapstream.kv.spec import Window
 from snapstream.models import layers as router
 from snapstream.models.matrix import make_matrix
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import FAMILIES, model_config_from_dict
+from snapstream.types import SamplingParams
 from tests.parity.test_looped import ROPES, WIDTHS, random_runner
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -111,6 +116,8 @@ def forms_of(width: str, group: int) -> WeightFormats:
 class Drawn:
     """A model with random weights and rows, a batch of them, and both executors."""
 
+    needs = SamplingNeeds()
+
     def __init__(self, seed: int) -> None:
         random = Random(seed)
         architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "fp8"])
@@ -157,6 +164,18 @@ class Drawn:
 
     def kept(self) -> list[Tensor]:
         return [tensor.clone() for tensor in self.state()]
+
+    def counters(self) -> list[Tensor]:
+        """Copies of what a step advances."""
+        return [own.clone() for own in self._advanced()]
+
+    def set_counters(self, kept: list[Tensor]) -> None:
+        for own, stored in zip(self._advanced(), kept, strict=True):
+            own.copy_(stored)
+
+    def _advanced(self) -> list[Tensor]:
+        rows = [own for own in vars(self.runner.rows).values() if isinstance(own, Tensor)]
+        return [*rows, self.runner.sampling.num_sampled, self.runner.sampling.output_counts]
 
     def restore(self, kept: list[Tensor]) -> None:
         for tensor, own in zip(self.state(), kept, strict=True):
@@ -222,3 +241,67 @@ def test_rows_are_alike_alone_in_batches_and_in_eager_steps(seed: int, margins: 
             drawn.restore(before)
             looped.step(rows, SamplingNeeds())
     looped.close()
+
+
+def drafts_of(drawn: Drawn, random: Random) -> list[list[int]]:
+    """Tokens for each row to verify: what it would draw, up to a wrong one."""
+    before, counters = drawn.kept(), drawn.counters()
+    tokens = torch.stack([drawn.looped.step(drawn.rows, drawn.needs).token_ids for _ in range(3)], 1).tolist()
+    drawn.restore(before)
+    drawn.set_counters(counters)
+    room, drafts = MAX_DRAFTED, []
+    for row, own in zip(drawn.rows.tolist(), tokens, strict=True):
+        rows = drawn.runner.rows
+        rings = [own.num_tokens for own in drawn.runner.cache.spec.layers if isinstance(own, Window)]
+        most = min([3, room, int(rows.capacity[row] - rows.ring_start[row]) - 1, *(ring - 1 for ring in rings)])
+        if drawn.model.latent is not None:  # which are drafted only while a row is not full
+            most = min(most, int(rows.capacity[row] - rows.num_tokens[row]) - 1)
+        draft = [max(token, 0) for token in own[: random.randint(0, max(most, 0))]]
+        if draft and random.random() < 0.5:
+            draft[random.randrange(len(draft))] = random.randrange(drawn.model.vocab_size)
+        room -= len(draft)
+        drafts.append(draft)
+    return drafts
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_verified_drafts_are_steps_one_after_the_other(seed: int) -> None:
+    """The same tokens, log-probabilities, counters and slots, greedy or sampled, whatever was drafted."""
+    drawn, random = Drawn(seed), Random(-1 - seed)
+    if drawn.runner.config.reselection is not None:
+        return  # refused at the start
+    params = [
+        SamplingParams(temperature=random.choice([0.0, 1.0]), presence_penalty=1.5, logprobs=2) for _ in drawn.rows
+    ]
+    drawn.needs = random.choice([SamplingNeeds(), SamplingNeeds.of(params)])
+    for row, own in zip(drawn.rows.tolist(), params, strict=True):
+        drawn.runner.sampling.set_row(row, own, row, (), ())
+    with torch.inference_mode():
+        for _ in range(STEPS):
+            batch = draft_batch(
+                drawn.rows.tolist(), drawn.runner.rows.last_token[drawn.rows].tolist(), drafts_of(drawn, random)
+            )
+            before, counters = drawn.kept(), drawn.counters()
+            backup = SlotBackup(drawn.runner.step_parts, batch)
+            got, counts = drawn.looped.verify(batch, drawn.needs)
+            backup.restore(batch, counts)
+            written, after = drawn.kept(), drawn.counters()
+            drawn.restore(before)
+            drawn.set_counters(counters)
+            want: list[list[Sampled]] = [[] for _ in counts]
+            for turn in range(max(counts)):
+                own = [index for index, count in enumerate(counts) if count > turn]
+                drawn_here = drawn.looped.step(drawn.rows[own], drawn.needs)
+                for i, index in enumerate(own):
+                    want[index].append(Sampled(*(None if field is None else field[i] for field in drawn_here)))
+            flat = [sampled for row in want for sampled in row]
+            for field, column in zip(got, zip(*flat, strict=True), strict=True):
+                assert field is None or torch.equal(field, torch.stack([own for own in column if own is not None]))
+            assert all(map(torch.equal, drawn.counters(), after))
+            for own_slots, stored in zip(drawn.state(), written, strict=True):
+                assert own_slots.view(torch.uint8).equal(stored.view(torch.uint8))
+            ends = zip(batch.starts, (*batch.starts[1:], len(batch.rows)), counts, want, strict=True)
+            for start, end, count, row in ends:  # an entry is rejected only if another token was drawn
+                if start + count < end:
+                    assert int(batch.inputs[start + count]) != int(row[-1].token_ids)
+    drawn.looped.close()

@@ -7,6 +7,7 @@
 namespace looped {
 
 constexpr int PANEL = 32;   // rows of a panel
+constexpr int64_t REJECTED = -2;  // in tokens
 constexpr int ALIGN_K = 4;  // the columns of a panel are filled up with zeros to a multiple of this
 
 enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6 };
@@ -84,6 +85,10 @@ struct Step {  // one call: the stages [first, last) of a step over `batch` rows
     const int64_t* rows;
     float* logits;    // [batch, vocab]
     int64_t* tokens;  // [batch]: the likeliest tokens, -1 where the logits are not finite, and rows go on; or null
+    // [batch], or null where rows are distinct. Speculative decoding: a row's entries follow each other, first its last
+    // token, then drafted ones; ahead counts them from 0, and inputs are the tokens. An entry whose draft is not the
+    // token before it gets REJECTED, and the row goes on by the others.
+    const int64_t *ahead, *inputs;
     int64_t batch, first, last;
 };
 

@@ -13,7 +13,7 @@ struct Region {  // the slots of a kv head of a row: the first of them, those th
 inline Region region(Work& w, int64_t layer, int64_t b, int64_t kv_head) {  // ../../../kv/layout.py
     const RowTable& rows = w.rows;
     const int64_t row = w.step.rows[b], head = layer * w.model.kv_heads + kv_head;
-    int64_t token = rows.num_tokens[row], start = rows.ring_start[row], capacity = rows.capacity[row];
+    int64_t token = rows.num_tokens[row] + ahead_of(w, b), start = rows.ring_start[row], capacity = rows.capacity[row];
     int64_t first = rows.layer_starts[layer] + (row * w.model.kv_heads + kv_head) * rows.layer_slots[layer];
     if (rows.windows[layer]) {
         start = 0;
@@ -125,9 +125,13 @@ inline void attend_rows(Work& w, int64_t layer) {
         for (int64_t head = 0; head < w.model.kv_heads; ++head)
             most = std::max(most, region(w, layer, b, head).parts());
     w.share(w.step.batch * w.model.kv_heads * most, 1, [&](int64_t task) {
-        const int64_t part = task % most, head = task / most, b = head / w.model.kv_heads;
-        const Region own = region(w, layer, b, head % w.model.kv_heads);
-        if (part < own.parts()) attend_task(w, layer, b, head % w.model.kv_heads, part, own);
+        const int64_t part = task % most, head = task / most % w.model.kv_heads, first = task / most / w.model.kv_heads;
+        if (ahead_of(w, first)) return;
+        // One task for all entries of a row, in order: each reads the slots that the later ones overwrite.
+        for (int64_t b = first; b < w.step.batch && (b == first || ahead_of(w, b)); ++b) {
+            const Region own = region(w, layer, b, head);
+            if (part < own.parts()) attend_task(w, layer, b, head, part, own);
+        }
     });
 }
 

@@ -47,8 +47,8 @@ void angles_of(Work& w, int64_t position, float* out) {
 void embed(Work& w) {
     w.share(w.step.batch, 1, [&](int64_t b) {
         const int64_t row = w.step.rows[b];
-        embed_token(w, w.rows.last_token[row], b * w.model.hidden);
-        angles_of(w, w.rows.next_position[row], w.engine.angles + b * w.model.head_dim);
+        embed_token(w, w.step.inputs ? w.step.inputs[b] : w.rows.last_token[row], b * w.model.hidden);
+        angles_of(w, w.rows.next_position[row] + ahead_of(w, b), w.engine.angles + b * w.model.head_dim);
     });
 }
 
@@ -98,6 +98,10 @@ void head_stage(Work& w) {
 // Greedy sampling, the lowest id among equals (reference: ../../../exec/sampling.py), and the counters of the rows.
 void choose_tokens(Work& w) {
     for (int64_t b = 0; b < w.step.batch; ++b) {
+        if (ahead_of(w, b) && w.step.tokens[b - 1] != w.step.inputs[b]) {
+            w.step.tokens[b] = REJECTED;
+            continue;
+        }
         Likeliest best = likeliest_here(w, b);
         for (int64_t rank = 0; rank < w.ranks.size && w.ranks.waits; ++rank)
             merge(best, w.ranks.likeliest(rank)[b]);

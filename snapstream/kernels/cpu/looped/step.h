@@ -46,6 +46,9 @@ struct Work {
     int64_t turn = 0;      // of the tasks
 };
 
+// Tokens of its row that are fed before it in this step.
+inline int64_t ahead_of(const Work& w, int64_t b) { return w.step.ahead ? w.step.ahead[b] : 0; }
+
 // Adds the ranks' partial sums of token b to the residual stream, before it is read.
 inline void settle(Work& w, Turn turn, int64_t b) {
     const RankGroup& ranks = w.ranks;

@@ -1,0 +1,286 @@
+"""Speculative decoding by prompt lookup: answers are those without drafts, whatever an engine serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from snapstream import LLM, KVBudget, SamplingParams
+from snapstream.assets import TINY_MODEL
+from snapstream.exec import speculation
+from snapstream.exec.sampling import Sampled
+from snapstream.exec.speculation import MIN_MATCH, DraftBatch, History, Speculation, StepTimes
+from snapstream.kernels.cpu.looped.build import find_compiler
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.types import Request
+from tests.parity.checkpoints import VOCAB, make_model, save
+from tests.parity.test_heads import profile
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+BUDGETS = {"full": "full", "rows": KVBudget(num_sink=2, num_topk=14, num_recent=16)}
+MODELS = ["qwen3", "llama-dynamic", "mistral-window", "qwen2-windows", "smollm3", "mixtral", "deepseek-v3"]
+
+
+class Oracle:
+    """Drafts what the samples say without drafts, here and there with a wrong token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.texts: list[list[int]] = []
+        self.random = Random(1)
+        monkeypatch.setattr(speculation, "MAX_PAUSE", 0)
+        monkeypatch.setattr(StepTimes, "cost", lambda times, entries: 0.0)
+        monkeypatch.setattr(History, "draft", lambda history, most: self.draft(history, most))
+
+    def draft(self, history: History, most: int) -> list[int]:
+        known = history._ids[: history.num_tokens].tolist()
+        texts = [text for text in self.texts if text[: len(known)] == known]
+        if not texts:
+            return [5, 6, 7][: max(most, 0)]
+        following = self.random.choice(texts)[len(known) :][: max(most, 0)]
+        return [3 if self.random.random() < 0.2 else token for token in following]
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    return Oracle(monkeypatch)
+
+
+@pytest.fixture
+def costless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft pays, however long steps take on this machine."""
+    monkeypatch.setattr(StepTimes, "cost", lambda self, entries: 0.0)
+
+
+def repeating(random: Random, num_tokens: int) -> list[int]:
+    """Token ids in which runs come again, some with a token changed."""
+    ids = [random.randrange(3, VOCAB) for _ in range(random.randint(1, 12))]
+    while len(ids) < num_tokens:
+        start = random.randrange(len(ids))
+        ids += ids[start : start + random.randint(1, 9)]
+        if random.random() < 0.5:
+            ids.append(random.randrange(3, VOCAB))
+    return ids[:num_tokens]
+
+
+def draw_params(random: Random) -> SamplingParams:
+    """Greedy and sampled, all that a sampler keeps of a row."""
+    is_greedy = random.random() < 0.5
+    return SamplingParams(
+        max_tokens=random.choice([1, 2, 3, 9, 40]),
+        min_tokens=random.choice([0, 1]),
+        temperature=0.0 if is_greedy else 0.7,
+        top_p=random.choice([1.0, 0.9]),
+        seed=random.randrange(99),
+        n=1 if is_greedy else random.choice([1, 2]),
+        presence_penalty=random.choice([0.0, 0.5]),
+        repetition_penalty=random.choice([1.0, 1.0, 1.2]),
+        logprobs=random.choice([None, 0, 3]),
+        ignore_eos=random.random() < 0.5,
+        stop_token_ids=tuple(random.sample(range(3, VOCAB), random.choice([0, 6]))),
+    )
+
+
+def answers(folder: Path, count: int, prompts: list[list[int]], params: list[SamplingParams], **settings: Any) -> Any:
+    """What every sample says, prompts with their answers, and how many drafted tokens were verified and accepted."""
+    settings = {
+        "max_model_len": 256,
+        "max_rows": 5,
+        "selector": SnapKV(observation_len=8),
+        "progress": False,
+        "executor": "looped",
+    } | settings
+    with LLM(folder, num_speculative_tokens=count, **settings) as llm:
+        outputs = llm.generate(prompts, params)
+        drafts = llm.engine.runner.speculation
+        said = [
+            [(own.token_ids, own.finish_reason, own.stop_reason, own.logprobs) for own in output.samples]
+            for output in outputs
+        ]
+        texts = [[*output.prompt_token_ids, *own.token_ids] for output in outputs for own in output.samples]
+        return repr(said), texts, (0, 0) if drafts is None else (drafts.num_drafted, drafts.num_accepted)
+
+
+@needs_compiler
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_without_drafts(name: str, budget: str, tmp_path: Path, oracle: Oracle) -> None:
+    folder, random = save(make_model(name), tmp_path), Random(f"{name} {budget}")
+    prompts = [repeating(random, random.choice([1, 4, 30, 33, 90, 150])) for _ in range(14)]
+    params = [draw_params(random) for _ in prompts]
+    settings: dict[str, Any] = {"budget": BUDGETS[budget]}
+    if name in ("mixtral", "deepseek-v3"):  # the router's products in prefill depend on which prompts share a job
+        settings["max_rows"] = 28
+    want, oracle.texts, none = answers(folder, 0, prompts, params, **settings)
+    got, _, (num_drafted, num_accepted) = answers(folder, 4, prompts, params, **settings)
+    assert got == want
+    assert none == (0, 0) and num_drafted > num_accepted > 20
+
+
+@needs_compiler
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "int8"])
+def test_rows_of_other_formats_and_heads_with_their_own_budgets(kv_dtype: str, tmp_path: Path, oracle: Oracle) -> None:
+    folder, random = save(make_model("qwen3"), tmp_path), Random(kv_dtype)
+    prompts = [repeating(random, 100) for _ in range(9)]
+    params = [draw_params(random) for _ in prompts]
+    settings = {"budget": BUDGETS["rows"], "kv_dtype": kv_dtype, "heads": profile(folder)}
+    want, oracle.texts, _ = answers(folder, 0, prompts, params, **settings)
+    got, _, (num_drafted, num_accepted) = answers(folder, 3, prompts, params, **settings)
+    assert got == want and num_drafted > num_accepted > 5
+
+
+@needs_compiler
+@pytest.mark.usefixtures("costless")
+def test_text_that_repeats_takes_fewer_steps() -> None:
+    """Of a trained model: most drafts are right, also behind a compressed prompt, and stop strings end where they do
+    without drafts."""
+    text = "The quick brown fox jumps over the lazy dog. " * 12
+    params = [
+        SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=60, temperature=0.0, stop=["lazy d"]),
+        SamplingParams(max_tokens=7, temperature=0.0, logprobs=1),
+    ]
+    for budget in ("full", 96):
+        said = []
+        for count in (0, 8):
+            with LLM(TINY_MODEL, budget=budget, num_speculative_tokens=count, progress=False) as llm:
+                outputs = llm.generate([text, text[:150] + "The quick", text[:99]], params)
+                said.append([(output.text, output.token_ids) for output in outputs])
+                drafts = llm.engine.runner.speculation
+        assert said[0] == said[1]
+        assert drafts is not None and drafts.num_accepted > 30
+
+
+@needs_compiler
+@pytest.mark.usefixtures("costless")
+def test_grammars_draft_nothing_and_their_neighbours_do() -> None:
+    from snapstream.types import Grammar
+
+    text = "one two three four five six seven " * 9
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.0, grammar=Grammar(kind="regex", text="[a-z ]{20}")),
+        SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+    ]
+    said = []
+    for count in (0, 8):
+        with LLM(TINY_MODEL, num_speculative_tokens=count, progress=False) as llm:
+            said.append([output.token_ids for output in llm.generate([text, text], params)])
+    assert said[0] == said[1]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("costless")
+def test_an_aborted_row_drafts_for_its_next_owner() -> None:
+    text = "one two three four five six seven " * 9
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    with LLM(TINY_MODEL, num_speculative_tokens=8, max_rows=1, progress=False) as llm:
+        (want,) = llm.generate([text], params)
+        ids = tuple(llm.tokenizer(text * 2)["input_ids"])  # type: ignore[misc]
+        llm.engine.add_request(Request(request_id="gone", prompt_token_ids=ids, sampling=params))
+        for _ in range(4):
+            llm.engine.step()
+        llm.engine.abort("gone")
+        while llm.engine.has_work:
+            llm.engine.step()
+        (got,) = llm.generate([text], params)
+    assert got.token_ids == want.token_ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"executor": "eager"}, "executor 'eager' on cpu verifies no drafted tokens"),
+        ({"tensor_parallel": 2}, "several ranks"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"num_speculative_tokens is 4: .*{reason}"):
+        LLM(TINY_MODEL, num_speculative_tokens=4, progress=False, **settings)
+
+
+class TestHistory:
+    def test_a_draft_continues_the_longest_then_latest_occurrence(self) -> None:
+        ids = [7, 1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3, 70, 8, 2, 3, 80, 1, 2, 3]
+        assert History(ids).draft(2) == [70, 8]
+
+    def test_too_short_a_match_drafts_nothing(self) -> None:
+        assert MIN_MATCH == 2
+        assert History([5, 1, 6, 1]).draft(4) == []
+        assert History([1]).draft(4) == [] and History([]).draft(4) == []
+
+    def test_a_period_goes_on(self) -> None:
+        assert History([9, 4, 5, 4, 5, 4, 5]).draft(5) == [4, 5, 4, 5, 4]
+
+    def test_lookups_equal_a_plain_search(self) -> None:
+        random = Random(3)
+        for _ in range(300):
+            ids = [random.randrange(4) for _ in range(random.randint(0, 60))]
+            history = History(ids[:5])
+            for token in ids[5:]:
+                history.append(token)
+            assert history.draft(3) == plain_draft(ids, 3)
+
+
+def plain_draft(ids: list[int], most: int) -> list[int]:
+    for size in range(min(8, len(ids) - 1), MIN_MATCH - 1, -1):
+        for end in range(len(ids) - 1, size - 1, -1):
+            if ids[end - size : end] == ids[-size:]:
+                out = list(ids)
+                for i in range(most):
+                    out.append(out[end + i])
+                return out[len(ids) :]
+    return []
+
+
+class NeverRight:
+    """A step whose drafts are all wrong, and that costs its entries."""
+
+    def __init__(self) -> None:
+        self.num_verified: list[int] = []
+
+    def step(self, rows: torch.Tensor, needs: object) -> Sampled:
+        self.num_verified.append(0)
+        return Sampled(torch.zeros_like(rows))
+
+    def verify(self, batch: DraftBatch, needs: object) -> tuple[Sampled, list[int]]:
+        self.num_verified.append(len(batch.rows) - len(batch.starts))
+        return Sampled(torch.zeros(len(batch.starts), dtype=torch.int64)), [1] * len(batch.starts)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("costless")
+def test_drafts_that_are_never_right_become_rare() -> None:
+    with LLM(TINY_MODEL, num_speculative_tokens=8, progress=False) as llm:
+        runner = llm.engine.runner
+        decode = NeverRight()
+        own = Speculation(runner.step_parts, decode, 8)  # type: ignore[arg-type]
+        prompt = Request(
+            request_id="r",
+            prompt_token_ids=tuple([1, 2] * 20),
+            sampling=SamplingParams(max_tokens=900, temperature=0.0),
+        )
+        from snapstream.step import PrefillEntry
+
+        entry = PrefillEntry(
+            request_id="r", token_ids=prompt.prompt_token_ids, rows=(0,), seeds=(0,), sampling=prompt.sampling,
+            budget=llm.config.budget, selector=llm.config.selector,
+        )  # fmt: skip
+        own.admit(entry)
+        runner.rows.last_token[0] = 1
+        for _ in range(400):
+            own.step((0,), torch.tensor([0]), None)  # type: ignore[arg-type]
+    assert 0 < sum(map(bool, decode.num_verified)) <= 12
+
+
+def test_costs_follow_the_times_of_wider_steps() -> None:
+    flat, steep = StepTimes(), StepTimes()
+    for _ in range(5):
+        for entries in (1, 2, 5, 9):
+            flat.add(entries, 1.0 + 0.001 * entries)
+            steep.add(entries, 0.1 + 0.5 * entries)
+    assert flat.cost(1) < 0.02 and steep.cost(1) > 0.4
+    assert StepTimes().cost(1) > 0
