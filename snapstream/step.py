@@ -162,6 +162,14 @@ class PrefillResult:
     prompt_logprobs: list[Logprob | None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """Of a row with drafted tokens in a step."""
+
+    accepted: tuple[Logprob, ...]  # they follow the row's token of ``decoded``
+    num_drafted: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a step produced. ``Logprob.logprob`` is NaN unless requested; a token id below 0 means that the row's logits
@@ -171,7 +179,7 @@ class StepResult:
     step_id: int
     prefilled: dict[str, PrefillResult] = field(default_factory=dict)  # by request id; ended jobs and received rows
     decoded: tuple[Logprob, ...] = ()  # aligned with StepPlan.decode_rows
-    accepted: dict[int, tuple[Logprob, ...]] = field(default_factory=dict)  # drafted tokens that follow, by its index
+    drafted: dict[int, DraftResult] = field(default_factory=dict)  # by index in decode_rows
     # Rows whose grammar allows no further token: "" if the text is complete, else the reason.
     grammar_ends: dict[int, str] = field(default_factory=dict)
 

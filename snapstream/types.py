@@ -328,7 +328,7 @@ class Compression:
 
 @dataclass(slots=True)
 class Timings:
-    """Wall-clock milliseconds of a request, so far."""
+    """Wall-clock milliseconds of a request, so far, and its drafted tokens."""
 
     queue_ms: float = 0.0  # arrival to first prefill unit
     prefill_ms: float = 0.0  # first unit to first token
@@ -336,6 +336,8 @@ class Timings:
     decode_ms: float = 0.0  # first token to last
     total_ms: float = 0.0
     per_token_ms: float = 0.0  # decode_ms per output token after the first, of the longest sample
+    drafted_tokens: int = 0  # by speculative decoding, of all samples
+    accepted_tokens: int = 0  # of those, tokens of the answer
 
 
 @dataclass(slots=True)

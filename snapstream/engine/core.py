@@ -23,7 +23,7 @@ from snapstream.engine.request_state import CachingTokenizer, LiveRequest, LiveS
 from snapstream.engine.scheduler import PlannedStep, Scheduler
 from snapstream.engine.transfers import TicketIssued, Transfers, TransferStats
 from snapstream.engine.validate import QueueFull, check_request
-from snapstream.step import KVConnector, KVTransferFailed, PendingStep, Runner, StepResult
+from snapstream.step import DraftResult, KVConnector, KVTransferFailed, PendingStep, Runner, StepResult
 from snapstream.types import FinishReason, Logprob, Request, RequestOutput
 
 
@@ -208,10 +208,21 @@ class Engine:
                 continue
             for sample, token in zip(live.samples, prefill.tokens, strict=True):
                 self._append(sample, token, now, result)
-        for index, (sample, token) in enumerate(zip(planned.decoding, result.decoded, strict=True)):
-            for own in (token, *result.accepted.get(index, ())):
-                if not sample.is_over:  # else surplus: decoded once more before its end was seen, or aborted
-                    self._append(sample, own, now, result)
+        for sample, token in zip(planned.decoding, result.decoded, strict=True):
+            if not sample.is_over:  # else surplus: decoded once more before its end was seen, or aborted
+                self._append(sample, token, now, result)
+        for index, drafted in result.drafted.items():
+            if not planned.decoding[index].is_over:
+                self._take_drafted(planned.decoding[index], drafted, now, result)
+
+    def _take_drafted(self, sample: LiveSample, drafted: DraftResult, now: float, result: StepResult) -> None:
+        timings = sample.request.output.timings
+        timings.drafted_tokens += drafted.num_drafted
+        for token in drafted.accepted:
+            if sample.is_over:
+                return
+            timings.accepted_tokens += 1
+            self._append(sample, token, now, result)
 
     def _append(self, sample: LiveSample, token: Logprob, now: float, result: StepResult) -> None:
         self._changed[sample.request.request_id] = sample.request

@@ -24,6 +24,8 @@ class EngineStats:
     rows_total: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
+    drafted_tokens_total: int = 0  # by speculative decoding, of finished requests
+    accepted_tokens_total: int = 0
     evicted_tokens_total: int = 0
     compressions_total: int = 0
     compression_seconds_total: float = 0.0
@@ -49,12 +51,16 @@ class StatsCounter:
 
     def __init__(self) -> None:
         self._num_output = self._num_prompt = self._num_evicted = self._num_compressed = 0
+        self._num_drafted = self._num_accepted = 0
         self._compress_ms = 0.0
 
     def count(self, deltas: Iterable[RequestDelta]) -> None:
         for delta in deltas:
             for sample in delta.samples:
                 self._num_output += len(sample.token_ids)
+            if delta.timings is not None:
+                self._num_drafted += delta.timings.drafted_tokens
+                self._num_accepted += delta.timings.accepted_tokens
             done = delta.compression
             if done is None:
                 continue
@@ -69,6 +75,8 @@ class StatsCounter:
         return EngineStats(
             prompt_tokens_total=self._num_prompt,
             generation_tokens_total=self._num_output,
+            drafted_tokens_total=self._num_drafted,
+            accepted_tokens_total=self._num_accepted,
             evicted_tokens_total=self._num_evicted,
             compressions_total=self._num_compressed,
             compression_seconds_total=self._compress_ms / 1e3,

@@ -210,8 +210,7 @@ def _padded(columns: int) -> int:
 
 def max_batch(config: EngineConfig) -> int:
     """Entries of a step on a CPU: a row has one, and more with drafted tokens."""
-    drafted = config.num_speculative_tokens * config.max_rows
-    return config.max_rows + min(drafted, MAX_DRAFTED)
+    return config.max_rows + (MAX_DRAFTED if config.num_speculative_tokens else 0)
 
 
 def _scratch_bytes_cpu(model: ModelConfig, config: EngineConfig) -> int:

@@ -25,7 +25,7 @@ from snapstream.exec.sampling import NO_TOKEN, Sampled, TokenLogprobs
 from snapstream.exec.sampling_state import SamplingState
 from snapstream.grammar import GrammarCompiler, Matcher
 from snapstream.kv.compress import Budgets, as_bitmap, as_positions
-from snapstream.step import PrefillEntry, PrefillResult, ReceivedRow, StepResult
+from snapstream.step import DraftResult, PrefillEntry, PrefillResult, ReceivedRow, StepResult
 from snapstream.types import Compression, Logprob, SamplingParams
 
 
@@ -127,6 +127,13 @@ class PromptLogprobs:
         return [None, *(Logprob(token, own, tuple(zip(*top, strict=True))) for token, (own, *top) in rest)]
 
 
+class Verified(NamedTuple):
+    """What a step with drafts has of one row."""
+
+    num_tokens: int  # sampled: one, and the accepted
+    num_drafted: int
+
+
 class Finished(NamedTuple):
     """A prompt whose rows are written; ``result``, of the first token of each row, waits for the device."""
 
@@ -171,18 +178,18 @@ class SubmittedStep:
     def __init__(self, step_id: int) -> None:
         self._step_id = step_id
         self._decoded: tuple[HostCopy, list[SamplingParams]] | None = None
-        self._counts: Sequence[int] | None = None  # tokens of each decoded row; None: one
+        self._verified: Sequence[Verified] | None = None  # of each decoded row; None: a token each
         self._prefilled: list[tuple[HostCopy, list[SamplingParams], Sequence[Finished]]] = []
         self._sent: list[Finished] = []
         self._grammar_ends: list[Callable[[], dict[int, str]]] = []
 
     def add_decoded(
-        self, sampled: Sampled, params: list[SamplingParams], counts: Sequence[int] | None = None
+        self, sampled: Sampled, params: list[SamplingParams], verified: Sequence[Verified] | None = None
     ) -> HostCopy:
-        """The step's decode batch: one entry of ``params`` per planned row, which has so many tokens (None: one)."""
-        if counts is not None:
-            params = [own for own, count in zip(params, counts, strict=True) for _ in range(count)]
-        self._decoded, self._counts = (HostCopy(sampled), params), counts
+        """The step's decode batch: one entry of ``params`` per planned row, which has a token, or those verified."""
+        if verified is not None:
+            params = [own for own, row in zip(params, verified, strict=True) for _ in range(row.num_tokens)]
+        self._decoded, self._verified = (HostCopy(sampled), params), verified
         return self._decoded[0]
 
     def add_sent(self, prompt: Finished) -> None:
@@ -214,25 +221,25 @@ class SubmittedStep:
                 prefilled[prompt.entry.request_id] = prompt.result(tokens[:num_rows])
                 tokens = tokens[num_rows:]
         decoded = self._decoded[0].read(self._decoded[1]) if self._decoded else ()
-        accepted: dict[int, tuple[Logprob, ...]] = {}
-        if self._counts is not None:
-            starts = accumulate(self._counts, initial=0)
-            runs = [decoded[start : start + count] for start, count in zip(starts, self._counts, strict=False)]
+        drafted: dict[int, DraftResult] = {}
+        if self._verified is not None:
+            starts = accumulate((row.num_tokens for row in self._verified), initial=0)
+            runs = [decoded[start : start + row.num_tokens] for start, row in zip(starts, self._verified, strict=False)]
             decoded = tuple(own[0] for own in runs)
-            accepted = {index: own[1:] for index, own in enumerate(runs) if len(own) > 1}
+            pairs = enumerate(zip(runs, self._verified, strict=True))
+            drafted = {index: DraftResult(own[1:], row.num_drafted) for index, (own, row) in pairs if row.num_drafted}
         ends: dict[int, str] = {}
         for read in self._grammar_ends:
             ends.update(read())
         return StepResult(
-            step_id=self._step_id, prefilled=prefilled, decoded=decoded, accepted=accepted, grammar_ends=ends
+            step_id=self._step_id, prefilled=prefilled, decoded=decoded, drafted=drafted, grammar_ends=ends
         )
 
 
-def first_entries(rows: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """The rows of sampled entries, of which each row has so many; -1 for all but its first. Rows with a grammar have
-    one.
-    """
-    return [row if index == 0 else -1 for row, count in zip(rows, counts, strict=True) for index in range(count)]
+def first_entries(rows: Sequence[int], verified: Sequence[Verified]) -> list[int]:
+    """The rows of sampled entries; -1 for all but the first of a row. Rows with a grammar have one."""
+    pairs = zip(rows, verified, strict=True)
+    return [row if index == 0 else -1 for row, own in pairs for index in range(own.num_tokens)]
 
 
 @dataclass(slots=True, eq=False)

@@ -259,13 +259,13 @@ class ModelRunner:
         return step
 
     def _decode(self, rows: tuple[int, ...], batch: Batch, step: SubmittedStep) -> None:
-        counts = None
+        verified = None
         if self.speculation is None:
             sampled = self.decode.step(batch.rows, batch.needs)
         else:
-            sampled, counts = self.speculation.step(rows, batch.rows, batch.needs)
-        copy = step.add_decoded(sampled, batch.params, counts)
-        self._grammars.follow(rows if counts is None else first_entries(rows, counts), copy, step)
+            sampled, verified = self.speculation.step(rows, batch.rows, batch.needs)
+        copy = step.add_decoded(sampled, batch.params, verified)
+        self._grammars.follow(rows if verified is None else first_entries(rows, verified), copy, step)
 
     def _drop(self, job_id: int) -> None:
         self._jobs.pop(job_id, None)

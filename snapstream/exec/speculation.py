@@ -22,6 +22,7 @@ from torch import Tensor
 
 from snapstream.exec.eager import DecodeStep, StepParts
 from snapstream.exec.looped import MAX_DRAFTED
+from snapstream.exec.results import Verified
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kv.spec import Window
@@ -64,6 +65,10 @@ class History:
         self._ids = np.empty(len(token_ids) + 256, dtype=np.int32)
         self._ids[: len(token_ids)] = token_ids
         self.num_tokens = len(token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [int(token) for token in self._ids[: self.num_tokens]]
 
     def append(self, token: int) -> None:
         if self.num_tokens == len(self._ids):
@@ -133,18 +138,15 @@ class Speculation:
     parts: StepParts
     decode: VerifyingStep
     most: int  # drafted tokens per row and step
-    num_drafted: int = 0
-    num_accepted: int = 0
 
     def __post_init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._times = StepTimes()
-        cache, config = self.parts.cache, self.parts.config
+        cache = self.parts.cache
         self._least_slots = min(cache.layer_slots)
         self._windows = [own.num_tokens for own in cache.spec.layers if isinstance(own, Window)]
         if cache.heads is not None:
             self._least_slots = min(budget.capacity for layer in cache.heads.slots.budgets for budget in layer)
-        self._room = min(MAX_DRAFTED, self.most * config.max_rows)
 
     def _least_ring(self, entry: PrefillEntry) -> int:
         """Slots of the smallest ring of any layer."""
@@ -161,8 +163,10 @@ class Speculation:
                 most=min(self.most, self._least_ring(entry) - 1) if entry.sampling.grammar is None else 0,
             )
 
-    def step(self, rows: tuple[int, ...], batch_rows: Tensor, needs: SamplingNeeds) -> tuple[Sampled, list[int] | None]:
-        """A decode step with drafts where they pay: samples, and how many each row has; None: one each."""
+    def step(
+        self, rows: tuple[int, ...], batch_rows: Tensor, needs: SamplingNeeds
+    ) -> tuple[Sampled, list[Verified] | None]:
+        """A decode step with drafts where they pay: samples, and what each row has of them; None: one each."""
         own = [self._rows[row] for row in rows]
         last = self.parts.rows.last_token[batch_rows].tolist()
         for row, token in zip(own, last, strict=True):
@@ -182,9 +186,7 @@ class Speculation:
         self._times.add(len(batch.rows), perf_counter() - began)
         for row, draft, count in zip(own, drafts, counts, strict=True):
             _learn(row, draft, count)
-        self.num_drafted += sum(map(len, drafts))
-        self.num_accepted += sum(counts) - len(counts)
-        return sampled, counts
+        return sampled, [Verified(count, len(draft)) for count, draft in zip(counts, drafts, strict=True)]
 
     def _drafts(self, rows: Sequence[_Row]) -> list[list[int]]:
         """Drafts of each row; tokens are added while the expected tokens per second rise."""
@@ -205,7 +207,7 @@ class Speculation:
             return found
         counts, expected = [0] * len(rows), float(len(rows))
         cost = self._times.cost(len(rows))  # of one more entry, in steps
-        for entries, (value, index) in enumerate(sorted(values, key=lambda own: -own[0])[: self._room]):
+        for entries, (value, index) in enumerate(sorted(values, key=lambda own: -own[0])[:MAX_DRAFTED]):
             probes = rows[index].num_missed > 0 and counts[index] == 0  # seldom: a row pauses longer each time
             if not probes and value * (1.0 + cost * entries) <= cost * expected:
                 continue

@@ -24,7 +24,7 @@ ALIASED = frozenset(
     """num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens generation_tokens request_success
     time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds
     request_prefill_time_seconds request_decode_time_seconds request_prompt_tokens request_generation_tokens
-    prefix_cache_queries prefix_cache_hits""".split()
+    prefix_cache_queries prefix_cache_hits spec_decode_num_draft_tokens spec_decode_num_accepted_tokens""".split()
 )
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -132,6 +132,8 @@ class Metrics:
         for name, text, total in (
             ("prompt_tokens", "Prompt tokens prefilled.", stats.prompt_tokens_total),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
+            ("spec_decode_num_draft_tokens", "Tokens drafted by prompt lookup.", stats.drafted_tokens_total),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens of the answers.", stats.accepted_tokens_total),
             ("evicted_tokens", "Prompt tokens that rows did not keep.", stats.evicted_tokens_total),
             ("compressions", "Prompts longer than their row.", stats.compressions_total),
             ("compression_seconds", "Spent on scoring, selection and writing rows.", stats.compression_seconds_total),

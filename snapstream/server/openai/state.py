@@ -110,14 +110,17 @@ class Usage:
     @property
     def as_openai(self) -> dict[str, Any]:
         """The ``usage`` object of chat and text completions."""
-        num_reasoning = self.reasoning_tokens
-        details = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+        details = {} if self.reasoning_tokens is None else {"reasoning_tokens": self.reasoning_tokens}
+        timings = [own["timings"] for own in self._prompts if own["timings"] is not None]
+        if drafted := sum(own["drafted_tokens"] for own in timings):  # by speculative decoding
+            accepted = sum(own["accepted_tokens"] for own in timings)
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            **details,
+            **({"completion_tokens_details": details} if details else {}),
         }
 
     @property

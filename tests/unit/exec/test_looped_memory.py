@@ -9,7 +9,7 @@ import torch
 
 from snapstream.config import EngineConfig, KVBudget, WeightFormats
 from snapstream.config.values import num_cores
-from snapstream.exec.looped import NATIVE_SAMPLING_BYTES, looped_workspace
+from snapstream.exec.looped import MAX_DRAFTED, NATIVE_SAMPLING_BYTES, looped_workspace
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling_state import SamplingNeeds
@@ -45,25 +45,29 @@ MODELS["wide values"] = MODELS["latents"] | {"kv_lora_rank": 64, "v_head_dim": 2
 ROWS = 32
 
 
+@pytest.mark.parametrize("most_drafted", [0, 8])
 @pytest.mark.parametrize(("name", "width"), [("dense", "float32"), ("dense", "int8"), ("experts", "float32"),
                                              ("latents", "float32"), ("wide values", "float32")])  # fmt: skip
-def test_plan_and_engine_agree(name: str, width: str) -> None:
+def test_plan_and_engine_agree(name: str, width: str, most_drafted: int) -> None:
     model, formats = model_config_from_dict(MODELS[name]), WeightFormats.of(width)
     if width == "int8":
         formats = formats.rounding_inputs()
     weights = DecoderWeights.empty(model, torch.float32, "cpu", formats, make_panels(load()))
     budget = KVBudget(num_sink=4, num_topk=0, num_recent=2044)
-    config = EngineConfig(budget=budget, max_model_len=4096, max_rows=ROWS, weights=formats, executor="looped")
+    config = EngineConfig(budget=budget, max_model_len=4096, max_rows=ROWS, weights=formats, executor="looped",
+                          num_speculative_tokens=most_drafted)  # fmt: skip
     runner = ModelRunner(Decoder(model, weights), config)
     assert isinstance(runner.decode, LoopedDecode)
     held, num_threads = runner.decode.workspace_bytes, runner.decode.pool.num_threads
     runner.decode.close()
     planned = looped_workspace(model, config, num_threads)
-    total = ROWS * planned.entry_bytes + planned.scratch_bytes
+    drafted = MAX_DRAFTED if most_drafted else 0
+    total = (ROWS + drafted) * planned.entry_bytes + planned.scratch_bytes
     assert held <= total <= 1.03 * held
     memory, here = engine_memory(model, config), looped_workspace(model, config, num_cores())
     assert memory.batch_bytes == here.entry_bytes + model.vocab_size * NATIVE_SAMPLING_BYTES
-    assert memory.framework_bytes == here.scratch_bytes
+    slots = drafted * runner.cache.spec.token_bytes()  # copies of those that drafted tokens overwrite
+    assert memory.framework_bytes == here.scratch_bytes + drafted * memory.batch_bytes + slots
 
 
 def test_native_draws_take_what_the_plan_says() -> None:
