@@ -413,5 +413,5 @@ def test_what_it_cannot_run_is_refused(runner: ModelRunner, tmp_path: Path) -> N
     plain = Decoder(runner.decoder.config, random_weights(runner.decoder.config, torch.float32, "cpu", 0))
     with pytest.raises(ValueError, match="reads weights in panels, and o is stored row by row"):
         LoopedDecode(replace(runner.step_parts, decoder=plain))
-    with pytest.raises(ValueError, match="6 rows in a step; this engine has 5"):
-        LoopedDecode(runner.step_parts).logits(torch.arange(6))
+    with pytest.raises(ValueError, match="22 entries in a step; this engine has 21"):
+        LoopedDecode(runner.step_parts).logits(torch.arange(22))
