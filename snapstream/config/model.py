@@ -290,7 +290,7 @@ class LatentConfig:
         return max(self.query_dim, self.value_dim)
 
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,18 +303,40 @@ class RopeConfig:
     original_max_position: int = 0  # max_position before stretching; 0 where the kind does not use it
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    attention_factor: float | None = None  # yarn: scale of cos and sin; None means the formula of the paper
+    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; None: the formula of the paper
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn (DeepSeek variant)
     mscale_all_dim: float | None = None  # yarn (DeepSeek variant)
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    # longrope: divisors of the frequency of each pair, in sequences within the original context and in longer ones
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0  # share of a head that is rotated; the rest passes
     is_interleaved: bool = False  # the checkpoint rotates the pairs (0, 1), (2, 3) ... of a head, not its halves
 
     def rotary_dim(self, head_dim: int) -> int:
         """Numbers of a head that are rotated."""
         return int(head_dim * self.partial_rotary_factor)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the angles of a token depend on the length of its sequence, beyond the original context."""
+        return self.kind in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multipliers:
+    """Constants that a model multiplies with (Granite; arXiv 2408.13359, section 2)."""
+
+    embedding: float = 1.0  # hidden states that enter the first layer
+    residual: float = 1.0  # outputs of attention and of the MLP, before they are added
+    attention: float = 1.0  # products of queries and keys, beside the usual 1 / sqrt(E)
+    logits: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("embedding", "residual", "attention", "logits"):
+            check(getattr(self, name) > 0, f"the multiplier of {name} is {getattr(self, name)}; it must be over 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +356,8 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
+    multipliers: Multipliers = field(default_factory=Multipliers)
+    is_fused: bool = False  # q | k | v and gate | up are one tensor each in the checkpoint (Phi-3)
     tie_word_embeddings: bool = False
     has_sinks: bool = False  # a learned attention sink per query head (gpt-oss)
     qkv_bias: bool = False
@@ -370,6 +394,19 @@ class ModelConfig:
             least = min((window for window in self.windows if window is not None), default=1)
             check(least >= 1, f"a sliding window is {least} tokens; it must be >= 1")
             check(self.latent is None, "latent attention with sliding windows is not supported")
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(self.rope, name))
+            pairs = self.rope.rotary_dim(self.head_dim) // 2 if self.rope.kind == "longrope" else 0
+            check(count == pairs, f"rope {self.rope.kind}: {name} has {count} numbers; {pairs} pairs are rotated")
+        scales_scores = self.multipliers.attention != 1.0
+        check(
+            not scales_scores or (self.rotated_layers is None and self.rope.partial_rotary_factor == 1.0),
+            "a multiplier of attention needs heads that are rotated as a whole, in every layer",
+        )
+        check(
+            self.multipliers == Multipliers() or (self.moe is None and self.latent is None),
+            "multipliers with experts or latents are not supported",
+        )
         rotated = self.rope.rotary_dim(self.head_dim)
         check(
             rotated % 2 == 0 and 2 <= rotated <= self.head_dim,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig, ParallelConfig, WeightFormats
+from snapstream.config.model import Multipliers
 from snapstream.config.values import num_cores
 from snapstream.exec.executors import Executor, eager_batch_bytes
 from snapstream.models.registry import FAMILIES, kv_spec_of, tensor_specs
@@ -58,6 +59,8 @@ def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"{model.architecture} has layers without rotary embedding, and the GPU kernel rotates all heads"
     if model.windows is not None:
         return f"{model.architecture} has sliding windows, which the GPU kernel does not support"
+    if model.multipliers != Multipliers():
+        return f"{model.architecture} has multipliers, which the GPU kernel does not support"
     if config.weights is not None and not _reads(config.weights, config.dtype):
         return (
             f"weights are {config.weights.describe()}; the GPU kernel reads {config.dtype}, int8 and int4, and inputs "

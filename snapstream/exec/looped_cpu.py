@@ -79,7 +79,8 @@ def model_of(decoder: Decoder) -> Model:
         "qkv": vectors.get("qkv_bias"), "gate_up": vectors.get("gate_up_bias"),
         "o": bias_of_sum(vectors.get("o_bias"), group), "down": bias_of_sum(vectors.get("down_bias"), group),
     }  # fmt: skip
-    rope = Rope(config.rope, config.rope_dim, "cpu")
+    multipliers = config.multipliers
+    rope = Rope(config.rope, config.rope_dim, "cpu", multipliers.attention)
     is_dynamic = config.rope.kind == "dynamic"
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
     model = Model(
@@ -88,7 +89,10 @@ def model_of(decoder: Decoder) -> Model:
         head=panels_of(decoder, "lm_head").stack, frequencies=address(rope.frequencies), rope_scale=rope.scale,
         rotated=config.rope.rotary_dim(config.rope_dim), rotated_layers=address(rotated), eps=config.rms_norm_eps,
         dynamic_original=config.rope.original_max_position if is_dynamic else 0,
-        dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
+        long_frequencies=address(rope.long_frequencies),
+        long_original=config.rope.original_max_position if rope.long_frequencies is not None else 0,
+        embed_multiplier=multipliers.embedding, residual_multiplier=multipliers.residual,
+        logits_multiplier=multipliers.logits, dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder),
         **{role: _stack(decoder, role) for role in _STACKS},
         **{name: address(vectors.get(name)) for name in _VECTORS},

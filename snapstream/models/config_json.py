@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from snapstream.config import RopeConfig, RopeKind
+from snapstream.config.model import MAX_DIM
 from snapstream.types import named
 
 Settings = Mapping[str, Any]  # a parsed config.json
@@ -190,7 +191,8 @@ def _parse_kind(settings: Mapping[str, Any], values: Mapping[str, Any], max_posi
     original = _original_max_position(settings, values, max_position, kind)
     if kind == "yarn" and "factor" not in values:  # transformers takes null for the ratio of the contexts, not this
         raise ValueError("rope yarn: factor is missing")
-    factor = number(values, "factor", max_position / original if kind == "yarn" else None, most=MAX_FACTOR)
+    ratio = max_position / original if kind in ("yarn", "longrope") else None
+    factor = number(values, "factor", ratio, most=MAX_FACTOR)
     if factor < 1.0:
         raise ValueError(f"rope {kind}: factor is {factor}; it must be >= 1")
     if kind == "llama3":
@@ -201,6 +203,14 @@ def _parse_kind(settings: Mapping[str, Any], values: Mapping[str, Any], max_posi
                           low_freq_factor=low, high_freq_factor=high)  # fmt: skip
     if kind == "yarn":
         return _yarn(values, theta, factor, original)
+    if kind == "longrope":
+        return RopeConfig(
+            kind="longrope", theta=theta, factor=factor, original_max_position=original,
+            attention_factor=None if values.get("attention_factor") is None else number(
+                values, "attention_factor", above=0.0
+            ),
+            short_factors=_factors(values, "short_factor"), long_factors=_factors(values, "long_factor"),
+        )  # fmt: skip
     return RopeConfig(kind=cast(RopeKind, kind), theta=theta, factor=factor, original_max_position=original)
 
 
@@ -242,6 +252,14 @@ def _original_max_position(settings: Mapping[str, Any], values: Mapping[str, Any
     if original < 1:
         raise ValueError(f"rope {kind}: {name} is {original}; it must be >= 1")
     return original
+
+
+def _factors(values: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    """Divisors of longrope, one per rotated pair; ``Rope`` needs as many as there are pairs."""
+    given = values.get(name)
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_DIM:
+        raise ValueError(f"rope longrope: {name} is {given!r}; it must be a list of numbers, one per rotated pair")
+    return tuple(number({name: factor}, name, above=0.0) for factor in given)
 
 
 def _yarn(values: Mapping[str, Any], theta: float, factor: float, original: int) -> RopeConfig:

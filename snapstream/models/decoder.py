@@ -141,7 +141,7 @@ class Decoder:
         else:
             self.layers = self._layers(weights.layer)
             self._prefill_layers = self.layers if weights.dequantized is None else self._layers(weights.prefill_layer)
-        self._rope = Rope(config.rope, config.rope_dim, self.device)
+        self._rope = Rope(config.rope, config.rope_dim, self.device, config.multipliers.attention)
         self._vocabulary = Vocabulary(weights.embed, weights.lm_head, config.vocab_size, self.kernels, self.group)
 
     def sinks(self, layer: int) -> Tensor | None:
@@ -199,13 +199,15 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """``token_ids [T]`` to the hidden states that enter layer 0, ``[T, D]``."""
-        return self._vocabulary.embed(token_ids)
+        hidden = self._vocabulary.embed(token_ids)
+        multiplier = self.config.multipliers.embedding
+        return hidden if multiplier == 1.0 else hidden * multiplier
 
     def rope(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
         """Cosine and signed sine ``[T, 1, E]`` fp32 of every token.
 
         ``seq_lens [T]`` is the length of each token's sequence when it is fed: the prompt length in prefill,
-        position + 1 in decode. Only dynamic stretching reads it.
+        position + 1 in decode. Only dynamic stretching and longrope read it.
         """
         return self._rope.angles(positions, seq_lens)
 
@@ -228,7 +230,9 @@ class Decoder:
     def _logits(self, residual: Tensor, pending: Tensor | None) -> Tensor:
         norm = self.weights.vectors["final_norm"]
         normed = self.kernels.sum_norm(residual, pending, norm, self.config.rms_norm_eps)
-        return self._vocabulary.logits(normed)
+        logits = self._vocabulary.logits(normed)
+        multiplier = self.config.multipliers.logits
+        return logits if multiplier == 1.0 else logits.mul_(multiplier)
 
     @property
     def _dtype_name(self) -> DType:

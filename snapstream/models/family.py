@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from snapstream.config import DType, KVDType, ModelConfig
-from snapstream.config.model import MAX_DIM, LatentConfig, MoEConfig
+from snapstream.config.model import MAX_DIM, LatentConfig, MoEConfig, Multipliers
 from snapstream.kv.spec import KVSpec
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.tensors import TensorSpecs, decoder_tensors
@@ -32,6 +32,8 @@ class Recipe(TypedDict, total=False):
     qk_norm: bool  # an RMSNorm over each head of q and k
     rotated_layers: tuple[bool, ...]  # the layers whose heads are rotated
     windows: tuple[int | None, ...]  # by layer, sliding window in tokens
+    multipliers: Multipliers
+    is_fused: bool  # checkpoints have q | k | v in one tensor, and gate | up
     latent: LatentConfig  # multi-head latent attention
     has_sinks: bool  # a learned attention sink per query head
     moe: MoEConfig | None  # experts instead of the MLP
@@ -83,6 +85,7 @@ class Family:
     # Values of absent config.json keys, as in the architecture's config class in transformers. A null key gets no
     # default. Absent sizes without a default are refused.
     defaults: Settings = field(default_factory=dict)
+    rewrite: Callable[[Settings], Settings] = lambda settings: settings  # of completed settings, to the usual fields
     recipe: Callable[[Settings], Recipe] = lambda settings: {}
     refusals: Callable[[Settings], list[str]] = lambda settings: []  # why a config.json cannot be run faithfully
     has_windows: bool = False  # the recipe supports sliding windows
@@ -96,7 +99,7 @@ class Family:
 
     def complete(self, settings: Settings) -> Settings:
         """A config.json with defaults for absent keys."""
-        return {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **self.defaults, **settings}
+        return self.rewrite({"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **self.defaults, **settings})
 
 
 def read_sigmoid_moe(settings: Settings) -> MoEConfig:

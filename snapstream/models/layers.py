@@ -243,6 +243,7 @@ class DenseLayer:
         self._mlp = mlp_of(config, weights, kernels, group)
         self._head_norm = _head_norm(config, weights)
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
+        self._multiplier = config.multipliers.residual
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         """See ``models.decoder.Layer.attend``."""
@@ -257,7 +258,11 @@ class DenseLayer:
         projected = self._group.all_reduce(
             self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)
         )  # [T', D]
-        return self._group.all_reduce(self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps)))
+        given = SumNorm(residual, self._scaled(projected), self._post_norm, self._eps)
+        return self._scaled(self._group.all_reduce(self._mlp.of_norm(given)))
+
+    def _scaled(self, output: Tensor) -> Tensor:
+        return output if self._multiplier == 1.0 else output.mul_(self._multiplier)
 
 
 def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:

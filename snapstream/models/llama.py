@@ -1,9 +1,13 @@
-"""Llama, and families that differ from it in biases or in the order of rotated pairs. No torch."""
+"""Llama, and families that differ from it in biases, multipliers, rope or names of tensors. No torch."""
 
 from __future__ import annotations
 
-from snapstream.models.config_json import Settings, flag
-from snapstream.models.family import Family, Recipe, attention_biases
+import math
+from functools import partial
+
+from snapstream.config.model import Multipliers
+from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.family import Family, Recipe, attention_biases, windows_of_all_layers
 
 
 def _llama(settings: Settings) -> Recipe:
@@ -24,6 +28,34 @@ def _ernie(settings: Settings) -> Recipe:
     return {"qkv_bias": has_bias, "o_bias": has_bias, "mlp_bias": has_bias}
 
 
+def _granite(settings: Settings) -> Recipe:
+    """``attention_multiplier`` takes the place of 1 / sqrt(E)."""
+    heads = whole_number(settings, "num_attention_heads")
+    head_dim = whole_number(settings, "head_dim", whole_number(settings, "hidden_size") // max(heads, 1))
+    of = partial(number, settings, above=0.0)
+    multipliers = Multipliers(
+        embedding=of("embedding_multiplier"),
+        residual=of("residual_multiplier"),
+        attention=of("attention_multiplier") * math.sqrt(head_dim),
+        logits=1.0 / of("logits_scaling"),
+    )
+    return {**_llama(settings), "multipliers": multipliers}
+
+
+def _phi3_settings(settings: Settings) -> Settings:
+    """Older files call longrope su or yarn; the original context stands outside of the rope settings."""
+    name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    rope = settings.get(name)
+    if not isinstance(rope, dict):
+        return settings
+    kind = rope.get("rope_type") or rope.get("type")
+    return {**settings, name: {**rope, "rope_type": "longrope" if kind in ("su", "yarn") else kind}}
+
+
+def _phi3(settings: Settings) -> Recipe:
+    return {"is_fused": True, **windows_of_all_layers(settings)}
+
+
 LLAMA = Family(defaults={"bos_token_id": 1, "eos_token_id": 2}, recipe=_llama)
 SEED_OSS = Family(
     defaults={
@@ -38,4 +70,20 @@ ERNIE4_5 = Family(
     },
     recipe=_ernie,
     is_interleaved=True,
+)  # fmt: skip
+GRANITE = Family(
+    defaults={
+        "attention_multiplier": 1.0, "bos_token_id": 1, "embedding_multiplier": 1.0, "eos_token_id": 2,
+        "logits_scaling": 1.0, "residual_multiplier": 1.0,
+    },
+    recipe=_granite,
+)  # fmt: skip
+PHI3 = Family(
+    defaults={
+        "bos_token_id": 1, "eos_token_id": 32000, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    },
+    rewrite=_phi3_settings,
+    recipe=_phi3,
+    has_windows=True,
+    is_partly_rotated=True,
 )  # fmt: skip

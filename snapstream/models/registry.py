@@ -33,7 +33,7 @@ from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.glm import GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.gpt_oss import GPT_OSS
-from snapstream.models.llama import ERNIE4_5, LLAMA, SEED_OSS
+from snapstream.models.llama import ERNIE4_5, GRANITE, LLAMA, PHI3, SEED_OSS
 from snapstream.models.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from snapstream.models.quantization import has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -59,6 +59,8 @@ FAMILIES: Registry[Family] = Registry(
         "SmolLM3ForCausalLM": SMOLLM3,
         "SeedOssForCausalLM": SEED_OSS,
         "Ernie4_5ForCausalLM": ERNIE4_5,
+        "GraniteForCausalLM": GRANITE,
+        "Phi3ForCausalLM": PHI3,
     },
 )
 

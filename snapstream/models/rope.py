@@ -2,8 +2,8 @@
 
 Conventions of ``transformers``: the two halves of a head form the rotated pairs; angles are fp32. ``Rope.angles`` is
 called once per decode step or prefill unit; kernels rotate the heads of each layer. Invariant: an angle depends on the
-token's position only, with dynamic scaling also on the length of its sequence when it was fed; stored keys are never
-rotated again.
+token's position only, with dynamic scaling and longrope also on the length of its sequence when it was fed; stored keys
+are never rotated again.
 """
 
 from __future__ import annotations
@@ -61,8 +61,26 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     return growth(1.0)
 
 
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    """Of LongRoPE (arXiv 2402.13753, section 3.4), from how far the context is stretched."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What scaling multiplies cosines and sines with."""
+    match rope.kind:
+        case "yarn":
+            return _yarn_attention_factor(rope)
+        case "longrope":
+            return _longrope_attention_factor(rope)
+        case _:
+            return 1.0
+
+
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair, ``[E/2]`` fp32; for dynamic scaling, inside the original context."""
+    """Angle per position of each pair, ``[E/2]`` fp32; for dynamic and longrope, inside the original context."""
     match rope.kind:
         case "default" | "dynamic":
             return _default_frequencies(rope.theta, head_dim)
@@ -72,6 +90,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             return _llama3_frequencies(rope, head_dim)
         case "yarn":
             return _yarn_frequencies(rope, head_dim)
+        case "longrope":
+            return _default_frequencies(rope.theta, head_dim) / torch.tensor(rope.short_factors)
 
 
 class Rope:
@@ -81,26 +101,38 @@ class Rope:
     so that the rotated pairs come first).
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str) -> None:
-        """ValueError for dynamic scaling of r = 2 rotated elements: its base is a power of r / (r - 2)."""
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, device: torch.device | str, score_multiplier: float = 1.0
+    ) -> None:
+        """``score_multiplier``: of products of queries and keys. Both are multiplied by its root as they are rotated.
+
+        ValueError for dynamic scaling of r = 2 rotated elements: its base is a power of r / (r - 2)."""
         self.config = rope
         self.head_dim = head_dim
-        self.scale = _yarn_attention_factor(rope) if rope.kind == "yarn" else 1.0
+        self.scale = attention_factor(rope) * math.sqrt(score_multiplier)
         self._rotated = rope.rotary_dim(head_dim)
         if rope.kind == "dynamic" and self._rotated == 2:
             raise ValueError("dynamic rope rotates 2 numbers of a head; it needs 4 or more")
         self._num_unrotated = (head_dim - self._rotated) // 2  # pairs
         self.frequencies = rope_frequencies(rope, self._rotated).to(device)  # [r/2]
+        self.long_frequencies: Tensor | None = None  # [r/2], beyond the original context
+        if rope.kind == "longrope":
+            self.long_frequencies = _default_frequencies(rope.theta, self._rotated) / torch.tensor(rope.long_factors)
+            self.long_frequencies = self.long_frequencies.to(device)
         self._exponents = (torch.arange(0, self._rotated, 2, dtype=torch.float32) / self._rotated).to(device)  # [r/2]
 
     def angles(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
         """Cosine and signed sine, each ``[T, 1, E]`` fp32, of ``positions [T]`` in sequences of ``seq_lens``.
 
         The length counts the tokens of the sequence when this one is fed: the whole prompt in prefill, position + 1 in
-        decode. Only dynamic scaling reads it.
+        decode. Only dynamic scaling and longrope read it.
         """
-        is_dynamic = self.config.kind == "dynamic"
-        frequencies = self._dynamic_frequencies(seq_lens) if is_dynamic else self.frequencies
+        frequencies = self.frequencies
+        if self.config.kind == "dynamic":
+            frequencies = self._dynamic_frequencies(seq_lens)
+        elif self.long_frequencies is not None:
+            is_long = seq_lens[:, None] > self.config.original_max_position
+            frequencies = torch.where(is_long, self.long_frequencies, frequencies)  # [T, r/2]
         angle = positions.to(torch.float32)[:, None] * frequencies  # [T, r/2]
         cos, sin = angle.cos(), angle.sin()
         if self.scale != 1.0:

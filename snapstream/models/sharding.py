@@ -150,7 +150,7 @@ def rank_config(
 
     ``hidden_size``, ``vocab_size`` and the router's number of experts stay whole. Inner sizes are cut by whole
     quantization groups and padded with zeros, so that all ranks have the same shapes. ValueError where heads or experts
-    cannot be split evenly.
+    cannot be split evenly, and for fused projections.
     """
     size = parallel.size
     if size == 1:
@@ -159,6 +159,10 @@ def rank_config(
         raise ValueError(f"a vocabulary of {model.vocab_size} leaves some of {size} ranks without a line")
     if parallel.attention == "dp" and model.latent is None:
         raise ValueError("attention is 'dp', which needs latent attention; this model keeps keys and values per head")
+    if model.is_fused:
+        raise ValueError(
+            f"{model.architecture} checkpoints have q, k and v in one tensor, which is not split over ranks; use 1 rank"
+        )
     num_heads, num_kv_heads = (
         (model.num_heads, model.num_kv_heads) if parallel.attention == "dp" else _own_heads(model, size)
     )

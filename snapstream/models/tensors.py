@@ -135,15 +135,19 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
     cuts = {"q": slice(queries), "k": slice(queries, queries + keys), "v": slice(queries + keys, None)}
-    orders = head_orders(config)
+    orders, size = head_orders(config), queries + 2 * keys
 
     def qkv(kind: str) -> dict[str, tuple[Place, ...]]:
+        if config.is_fused:
+            return {f"self_attn.qkv_proj.{kind}": ()}
         return {f"self_attn.{name}_proj.{kind}": (cut,) for name, cut in cuts.items()}
 
     def ordered(kind: str) -> Mapping[str, Sequence[int]]:
+        if config.is_fused and orders:
+            keys_order = tuple(queries + row for row in orders["k"])
+            return {f"self_attn.qkv_proj.{kind}": (*orders["q"], *keys_order, *range(queries + keys, size))}
         return {f"self_attn.{name}_proj.{kind}": order for name, order in orders.items()}
 
-    size = queries + 2 * keys
     specs = {
         "qkv": TensorSpec(shape=(size, hidden), parts=qkv("weight"), row_order=ordered("weight"), shard_dim=0),
         "o": TensorSpec(shape=(hidden, queries), parts={"self_attn.o_proj.weight": ()}, shard_dim=1),
@@ -175,7 +179,7 @@ def mlp_tensors(config: ModelConfig) -> TensorSpecs:
     specs = {
         "gate_up": TensorSpec(
             shape=(2 * inner, hidden),
-            parts=gate_up_parts("mlp", "weight", inner),
+            parts={"mlp.gate_up_proj.weight": ()} if config.is_fused else gate_up_parts("mlp", "weight", inner),
             layers=layers,
             shard_dim=0,
             is_padded=True,

@@ -190,7 +190,7 @@ def engine_config(
         else store.num_blocks(store_token_bytes(model, options.parallel, options.dtype)),
         parallel=options.parallel,
         # A rotation that depends on the whole length gives keys beyond the original context to one prompt alone.
-        prefix_max_len=model.rope.original_max_position if model.rope.kind == "dynamic" else 0,
+        prefix_max_len=model.rope.original_max_position if model.rope.depends_on_length else 0,
         **kept,
     )
     if model.windows is not None and config.reselection is not None:

@@ -48,6 +48,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 33,
          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "granite": (
+        "GraniteConfig",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4, "logits_scaling": 1.7,
+         "attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "tie_word_embeddings": True},
+    ),
+    "phi3-window": ("Phi3Config", {"sliding_window": 21, "num_key_value_heads": 1}),
+    "phi3-longrope": (
+        "Phi3Config",
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "original_max_position_embeddings": 64,
+         "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+                             "original_max_position_embeddings": 64, "short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 1.7],
+                             "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0]}},
+    ),
     "gpt-oss": (
         "GptOssConfig",
         {"num_local_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 24, "head_dim": 20,

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, RopeConfig
+from snapstream.config.engine import ParallelConfig
 from snapstream.config.model import LatentConfig
 from snapstream.exec.executors import executor_of
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
-from snapstream.models.sharding import active_parameters, num_parameters
+from snapstream.models.sharding import active_parameters, num_parameters, rank_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 1000,
@@ -71,6 +72,39 @@ def test_what_the_architectures_add() -> None:
     assert not model_config_from_dict(QWEN3).qkv_bias
     assert [config.head_dim for config in (llama, mistral, qwen2, qwen3)] == [8, 8, 8, 128]
     assert model_config_from_dict({**QWEN3, "head_dim": 16}).head_dim == 16
+
+
+# The fields of published config.json files that decide shapes, and the number of parameters.
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Phi-4-mini-instruct": (
+        {"architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+         "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 200064, "max_position_embeddings": 131072,
+         "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-05,
+         "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+         "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True},
+        3_836_021_760,
+    ),
+    "granite-3.3-8b-instruct": (
+        {"architectures": ["GraniteForCausalLM"], "hidden_size": 4096, "intermediate_size": 12800,
+         "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 49159,
+         "attention_bias": False, "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0,
+         "logits_scaling": 16.0, "max_position_embeddings": 131072, "mlp_bias": False, "residual_multiplier": 0.22,
+         "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0, "tie_word_embeddings": True},
+        8_170_864_640,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_published_models_have_their_number_of_parameters(name: str) -> None:
+    settings, count = PUBLISHED[name]
+    assert num_parameters(model_config_from_dict(settings)) == count
+
+
+def test_fused_projections_are_not_split() -> None:
+    model = model_config_from_dict(PUBLISHED["Phi-4-mini-instruct"][0])
+    with pytest.raises(ValueError, match="Phi3ForCausalLM checkpoints have q, k and v in one tensor.*use 1 rank"):
+        rank_config(model, ParallelConfig(size=2))
 
 
 def test_layers_without_rope() -> None:
@@ -247,7 +281,15 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {**LLAMA, "quantization_config": {"quant_method": "gptq"}},
         r"_config is present \(gptq\); of quantized weights only c",
     ),
-    ({**LLAMA, "rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not supported"),
+    ({**LLAMA, "rope_scaling": {"type": "longrope", "factor": 4.0}}, "short_factor is None; it must be a list"),
+    (
+        {**LLAMA, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 3}},
+        "rope longrope: long_factors has 3 numbers; 4 pairs are rotated",
+    ),
+    (
+        {**LLAMA, "architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
+        "logits_scaling is 0; it must be a number over",
+    ),
     ({**LLAMA, "rope_scaling": {"type": "spiral"}}, "rope type 'spiral' is not supported .*default, linear"),
     ({**LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope_section"),
     ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
@@ -367,6 +409,7 @@ OTHER_VALUES: dict[str, Any] = {
     "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"], "n_group": 16, "topk_group": 10,
     "topk_method": "group_limited_greedy", "norm_topk_prob": True, "routed_scaling_factor": 3.5,
     "no_rope_layers": [1, 0, 1, 1, 0], "no_rope_layer_interval": 3, "attention_out_bias": True, "use_bias": True,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 8.0,
     "num_nextn_predict_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
@@ -381,7 +424,7 @@ def config_class_of(architecture: str) -> Any:
 def other_values(architecture: str) -> dict[str, Any]:
     """The fields of ``OTHER_VALUES`` that the config class of the architecture has, and the rope settings."""
     known = {*config_class_of(architecture)().to_dict(), "rope_theta"}
-    known |= {"partial_rotary_factor"} if architecture == "Glm4MoeForCausalLM" else set()
+    known |= {"partial_rotary_factor"} if architecture in ("Glm4MoeForCausalLM", "Phi3ForCausalLM") else set()
     settings = {name: value for name, value in OTHER_VALUES.items() if name in known}
     settings["norm_topk_prob"] = architecture == "Qwen3MoeForCausalLM"
     if architecture == "GptOssForCausalLM":

@@ -60,7 +60,12 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     int64_t rotated;                                            // numbers of a head; the pairs after them stand still
     const int64_t* rotated_layers;                              // [L]: 0 in layers without rotary embedding; or null
     int64_t dynamic_original;                                   // of dynamic stretching: the original context, else 0
+    // Beyond long_original tokens, where that is not 0, the frequencies are these (longrope), [rotated / 2] or null.
+    const float* long_frequencies;
+    int64_t long_original;
     float dynamic_factor, dynamic_theta, rope_scale, eps;
+    // Of hidden states that enter layer 0; of outputs before they are added to the residual stream; of logits.
+    float embed_multiplier, residual_multiplier, logits_multiplier;
     Mixture mixture;
     Latent latent;
 };

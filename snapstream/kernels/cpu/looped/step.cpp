@@ -9,20 +9,28 @@ namespace looped {
 
 namespace {
 
+void copy_embedding(Work& w, int64_t line, float* out) {
+    copy_row(w.model.embed, line, out);
+    if (w.model.embed_multiplier == 1.0f) return;
+    for (int64_t i = 0; i < w.model.hidden; ++i) out[i] *= w.model.embed_multiplier;
+}
+
 // The rank that has the token's row of the table writes it, the others zeros.
 void embed_token(Work& w, int64_t token, int64_t at) {
     float* x = w.engine.residual + at;
-    if (w.ranks.is_alone()) return copy_row(w.model.embed, token, x);
+    if (w.ranks.is_alone()) return copy_embedding(w, token, x);
     float* part = own_part(w, AFTER_MLP) + at;
     const int64_t line = token - w.ranks.rank * w.model.embed.rows;
     std::fill(x, x + w.model.hidden, 0.0f);
-    if (line >= 0 && line < w.model.embed.rows) return copy_row(w.model.embed, line, part);
+    if (line >= 0 && line < w.model.embed.rows) return copy_embedding(w, line, part);
     std::fill(part, part + w.model.hidden, 0.0f);
 }
 
 // Cosines and sines of a position (reference: ../../../models/rope.py).
 void angles_of(Work& w, int64_t position, float* out) {
     const int64_t half = (w.latent.rank ? w.latent.rope_dim : w.model.head_dim) / 2;
+    const bool is_long = w.model.long_original && position + 1 > w.model.long_original;
+    const float* frequencies = is_long ? w.model.long_frequencies : w.model.frequencies;
     float base = 0.0f;
     if (w.model.dynamic_original) {
         const float length = static_cast<float>(std::max(position + 1, w.model.dynamic_original));
@@ -37,7 +45,7 @@ void angles_of(Work& w, int64_t position, float* out) {
             continue;
         }
         const float share = 2.0f * i / w.model.rotated;
-        const float frequency = w.model.dynamic_original ? 1.0f / std::pow(base, share) : w.model.frequencies[i];
+        const float frequency = w.model.dynamic_original ? 1.0f / std::pow(base, share) : frequencies[i];
         const float angle = static_cast<float>(position) * frequency;
         out[i] = std::cos(angle) * w.model.rope_scale;
         out[half + i] = std::sin(angle) * w.model.rope_scale;
@@ -81,8 +89,10 @@ void head_stage(Work& w) {
         const int64_t first = before + line, count = std::min(lines, w.model.vocab - first);
         if (count <= 0) return;
         for (int64_t b = 0; b < w.step.batch; ++b) {
-            const float* own = sums + b * PANEL;
-            std::memcpy(w.step.logits + b * w.model.vocab + first, own, count * 4);
+            float* own = w.step.logits + b * w.model.vocab + first;
+            std::memcpy(own, sums + b * PANEL, count * 4);
+            if (w.model.logits_multiplier != 1.0f)
+                for (int64_t i = 0; i < count; ++i) own[i] *= w.model.logits_multiplier;
             if (!w.step.tokens) continue;
             bool is_better = false, is_number = true;
             for (int64_t i = 0; i < count; ++i) {

@@ -96,26 +96,28 @@ void product(Work& w, const Stack& stack, int64_t layer, const float* packed, Em
     });
 }
 
-// To out [B, rows]; packed: the input, null for what the previous stage packed.
+// To out [B, rows], times `multiplier`; packed: the input, null for what the previous stage packed.
 inline void project(Work& w, const Stack& stack, int64_t layer, const float* bias, float* out,
-                    const float* packed = nullptr) {
+                    const float* packed = nullptr, float multiplier = 1.0f) {
     const float* own = bias ? bias + layer * stack.rows : nullptr;
     product(w, stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
         for (int64_t b = 0; b < w.step.batch; ++b)
             for (int64_t i = 0; i < count; ++i)
-                out[b * stack.rows + first + i] = sums[b * PANEL + i] + (own ? own[first + i] : 0.0f);
+                out[b * stack.rows + first + i] = (sums[b * PANEL + i] + (own ? own[first + i] : 0.0f)) * multiplier;
     });
 }
 
 // To the residual stream, or to this rank's part of the sum.
 inline void add_product(Work& w, const Stack& stack, int64_t layer, const float* bias, Turn turn,
                         const float* packed = nullptr) {
-    if (!w.ranks.is_alone()) return project(w, stack, layer, bias, own_part(w, turn), packed);
+    const float multiplier = w.model.residual_multiplier;
+    if (!w.ranks.is_alone()) return project(w, stack, layer, bias, own_part(w, turn), packed, multiplier);
     const float* own = bias ? bias + layer * stack.rows : nullptr;
     product(w, stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
         for (int64_t b = 0; b < w.step.batch; ++b)
             for (int64_t i = 0; i < count; ++i)
-                w.engine.residual[b * stack.rows + first + i] += sums[b * PANEL + i] + (own ? own[first + i] : 0.0f);
+                w.engine.residual[b * stack.rows + first + i] +=
+                    (sums[b * PANEL + i] + (own ? own[first + i] : 0.0f)) * multiplier;
     });
 }
 
