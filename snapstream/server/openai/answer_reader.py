@@ -18,10 +18,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from snapstream.server.engine.api import SampleDelta
-from snapstream.server.openai.protocol import TemplateOptions
 from snapstream.server.openai.tools.format import (
     MAX_HEAD,
     ArgumentReader,
@@ -38,6 +36,10 @@ from snapstream.server.openai.tools.format import (
 )
 from snapstream.server.options import ReasoningParser
 from snapstream.types import Grammar
+
+if TYPE_CHECKING:  # the rest runs without the packages of a server: `snapstream chat` splits answers, too
+    from snapstream.server.engine.api import SampleDelta
+    from snapstream.server.openai.protocol import TemplateOptions
 
 OPENING, CLOSING = "<think>", "</think>"  # around reasoning, in which no calls are parsed
 
