@@ -149,6 +149,7 @@ class SamplingParams:
     grammar: Grammar | None = None  # takes precedence over min_tokens and ignore_eos
     # Report the prompt tokens that each row kept: True as Compression.kept_positions, "bitmap" as kept_bitmap.
     return_kept: bool | Literal["bitmap"] = False
+    prediction: Sequence[int] = ()  # token ids that the answer may repeat: drafts come from them, too
 
     def __post_init__(self) -> None:
         for name, low, high in COUNTS:
@@ -176,6 +177,8 @@ class SamplingParams:
             )
         self._check_stops()
         self._check_bias()
+        predicted = _as_tuple("prediction", self.prediction)
+        self._set("prediction", tuple(as_count("prediction token id", own, 0, field="prediction") for own in predicted))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -23,6 +23,11 @@ def check_request(request: Request, config: EngineConfig, *, vocab_size: int, ha
     sampling = request.sampling
     _check_prompt(request, config, vocab_size)
     _check_ids("logit_bias token id", sampling.logit_bias or (), vocab_size, "logit_bias")
+    _check_ids("prediction token id", sampling.prediction, vocab_size, "prediction")
+    if len(sampling.prediction) > config.max_model_len:
+        raise InvalidValue(
+            f"a prediction of {len(sampling.prediction)} tokens; the limit is {config.max_model_len}", "prediction"
+        )
     _check_ids("stop token id", sampling.stop_token_ids, vocab_size, "stop_token_ids")
     if sampling.n > config.max_rows:
         raise InvalidValue(f"n is {sampling.n}; each sample needs a row and the engine has {config.max_rows}", "n")

@@ -59,28 +59,33 @@ class VerifyingStep(DecodeStep, Verifier, Protocol):
 
 
 class History:
-    """Token ids of one row, and its lookups."""
+    """Token ids of one row, and its lookups: there, and in a text that its answer may repeat (``prediction``)."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._ids = np.empty(len(token_ids) + 256, dtype=np.int32)
-        self._ids[: len(token_ids)] = token_ids
-        self.num_tokens = len(token_ids)
+    def __init__(self, token_ids: Sequence[int], prediction: Sequence[int] = ()) -> None:
+        ids = (*prediction, *token_ids)
+        self._ids = np.empty(len(ids) + 256, dtype=np.int32)
+        self._ids[: len(ids)] = ids
+        self._start, self._end = len(prediction), len(ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._end - self._start
 
     @property
     def token_ids(self) -> list[int]:
-        return [int(token) for token in self._ids[: self.num_tokens]]
+        return [int(token) for token in self._ids[self._start : self._end]]
 
     def append(self, token: int) -> None:
-        if self.num_tokens == len(self._ids):
+        if self._end == len(self._ids):
             self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
-        self._ids[self.num_tokens] = token
-        self.num_tokens += 1
+        self._ids[self._end] = token
+        self._end += 1
 
     def draft(self, most: int) -> list[int]:
         """Up to ``most`` tokens that followed the longest, then latest, earlier occurrence of the last tokens; none
         where fewer than ``MIN_MATCH`` of them occur.
         """
-        ids, last = self._ids, self.num_tokens - 1
+        ids, last = self._ids, self._end - 1
         if most < 1 or last < MIN_MATCH:
             return []
         ends = np.flatnonzero(ids[MIN_MATCH - 1 : last] == ids[last]) + MIN_MATCH - 1
@@ -156,7 +161,7 @@ class Speculation:
         """The entry's rows hold its prompt, and their first tokens are drawn."""
         for row in entry.rows:
             self._rows[row] = _Row(
-                History(entry.token_ids),
+                History(entry.token_ids, entry.sampling.prediction),
                 num_left=entry.sampling.max_tokens,
                 num_safe=min(self._least_slots, entry.budget.capacity),
                 # No two entries share a slot of a ring. A grammar's mask is made between two tokens.

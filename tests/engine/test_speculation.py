@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -154,6 +155,22 @@ def test_text_that_repeats_takes_fewer_steps() -> None:
                 said.append([(output.text, output.token_ids) for output in outputs])
         assert said[0] == said[1]
         assert sum(output.timings.accepted_tokens for output in outputs) > 30
+
+
+@needs_compiler
+@pytest.mark.usefixtures("costless")
+def test_a_prediction_is_drafted_from() -> None:
+    ids = [11, 45, 200, 31, 77, 98, 150, 9, 62]
+    params = SamplingParams(max_tokens=50, temperature=0.9, seed=5, ignore_eos=True)
+    with LLM(TINY_MODEL, num_speculative_tokens=4, progress=False) as llm:
+        (want,) = llm.generate([ids], params)
+        (got,) = llm.generate([ids], replace(params, prediction=want.token_ids))
+        with pytest.raises(ValueError, match="prediction token id 99999 is outside the vocabulary"):
+            llm.generate([ids], replace(params, prediction=[99999]))
+        with pytest.raises(ValueError, match="a prediction of 70000 tokens; the limit is"):
+            llm.generate([ids], replace(params, prediction=[1] * 70000))
+    assert got.token_ids == want.token_ids
+    assert got.timings.accepted_tokens > 30 > want.timings.accepted_tokens
 
 
 @needs_compiler

@@ -198,6 +198,11 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
             body = body.model_copy(update={"messages": messages})
     prompt = await server.prompts.chat(body, server.metadata.max_model_len, has_tools=plan.has_tools)
     beginning, ids = find_answer_start(server.reasoning, prompt.ending, prompt.prefix), prompt.ids
+    if body.prediction is not None:
+        predicted = await server.prompts.encode(
+            body.prediction.text, server.metadata.max_model_len, add_special_tokens=False, param="prediction"
+        )
+        options = replace(options, sampling=replace(options.sampling, prediction=predicted))
     if plan.grammar is not None and beginning is not AnswerStart.ANSWER:
         grammar = allow_reasoning(plan.grammar, beginning, server.texts.symbols)
         await server.require_grammar(grammar, plan.grammar_param)

@@ -121,9 +121,26 @@ class TemplateOptions(Body):
     reasoning_effort: ReasoningEffort | None = None
 
 
+class PredictionPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """A text that the answer may repeat (predicted outputs)."""
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(TemplateOptions, GenerationBody):
     """POST /v1/chat/completions"""
 
+    prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None

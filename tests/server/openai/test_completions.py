@@ -418,3 +418,36 @@ def test_strict_tools_are_held_where_calls_begin_with_a_special_token() -> None:
     call = '<tool_call>\n{"name": "get", "arguments": {"a":1}}\n</tool_call>'
     assert accepts(grammar, f"So: {call}", "<tool_call>") and not accepts(grammar, f"{call}\n{call}", "<tool_call>")
     assert not accepts(grammar, call.replace("1", "3"), "<tool_call>")
+
+
+def test_a_predicted_output_is_drafted_from(api: openai.OpenAI) -> None:
+    """With the answer as its prediction, an answer is the same, comes from drafts, and usage says so."""
+    wish: Any = {
+        "model": "tiny",
+        "messages": HI,
+        "max_tokens": 40,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    plain = api.chat.completions.create(**wish)
+    text = plain.choices[0].message.content or ""
+    for content in (text, [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
+        answer = api.chat.completions.create(**wish, prediction={"type": "content", "content": content})
+        assert answer.choices[0].message.content == text
+        usage = answer.usage and answer.usage.completion_tokens_details
+        assert usage and (usage.accepted_prediction_tokens or 0) > 0 and usage.rejected_prediction_tokens is not None
+
+
+@pytest.mark.parametrize(
+    ("prediction", "words"),
+    [
+        ("text", "prediction"),
+        ({"type": "content"}, "content"),
+        ({"type": "tokens", "content": "a"}, "type"),
+        ({"type": "content", "content": [{"type": "image_url", "text": "a"}]}, "prediction.content"),
+        ({"type": "content", "content": "a " * 200_000}, "prediction"),
+    ],
+)
+def test_wrong_predictions_are_refused(prediction: Any, words: str) -> None:
+    error = error_of(call(CHAT, {"messages": HI, "prediction": prediction}), 400)
+    assert words in f"{error['param']} {error['message']}"

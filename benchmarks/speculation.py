@@ -1,0 +1,91 @@
+"""Speculative decoding by prompt lookup beside plain decode: text that repeats and text that does not.
+
+Weights are random, of the real shape, and answers are sampled. ``edit`` is given its own answer as a predicted output,
+with one token in twenty changed, as when a file is written again with small edits; ``fresh`` has nothing to repeat.
+Both must be the tokens of plain decode. Engines are alive together and take turns, so that a drifting machine favors
+none. ``speedup`` is the median over turns of tokens/s over those of plain decode.
+
+    python -m benchmarks.speculation --save
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from dataclasses import replace
+from random import Random
+from statistics import median
+from typing import Any
+
+from benchmarks.machine import ceilings, report
+from benchmarks.shapes import llama_folder, random_prompt
+from snapstream.config.engine import SPECULATIVE_TOKENS
+from snapstream.llm import LLM
+from snapstream.types import RequestOutput, SamplingParams
+
+ONE_IN = 20  # tokens of a prediction that are changed
+
+
+def tokens_per_s(outputs: list[RequestOutput]) -> float:
+    """Of all rows together, after the first token."""
+    slowest = max(output.timings.decode_ms for output in outputs)
+    return 1e3 * sum(len(output.token_ids) - 1 for output in outputs) / slowest
+
+
+def edited(token_ids: list[int], vocab: int) -> tuple[int, ...]:
+    random = Random(len(token_ids))
+    return tuple(random.randrange(vocab) if random.randrange(ONE_IN) == 0 else token for token in token_ids)
+
+
+def measure(width: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of one width and batch."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(llama_folder())
+        plain, drafting = (
+            stack.enter_context(
+                LLM(folder, budget="full", max_rows=rows, max_model_len=args.prompt_len + args.max_tokens,
+                    weights=width, num_speculative_tokens=count, progress=False)
+            )
+            for count in (0, SPECULATIVE_TOKENS)
+        )  # fmt: skip
+        vocab = plain.model_config.vocab_size
+        prompts = [random_prompt(args.prompt_len, vocab, seed=row) for row in range(rows)]
+        fresh = [SamplingParams(max_tokens=args.max_tokens, seed=row, ignore_eos=True) for row in range(rows)]
+        want = [output.token_ids for output in plain.generate(prompts, fresh)]
+        edit = [replace(own, prediction=edited(ids, vocab)) for own, ids in zip(fresh, want, strict=True)]
+        speeds: dict[str, list[float]] = {"plain": [], "fresh": [], "edit": []}
+        drafted = accepted = 0
+        for _ in range(args.repeats):
+            for arm, llm, params in (("plain", plain, fresh), ("fresh", drafting, fresh), ("edit", drafting, edit)):
+                outputs = llm.generate(prompts, params)
+                assert [output.token_ids for output in outputs] == want, f"{arm} changed an answer"
+                speeds[arm].append(tokens_per_s(outputs))
+                if arm == "edit":
+                    drafted += sum(output.timings.drafted_tokens for output in outputs)
+                    accepted += sum(output.timings.accepted_tokens for output in outputs)
+    figure: dict[str, Any] = {"weights": width, "rows": rows, "plain_tokens_per_s": median(speeds["plain"])}
+    for arm in ("fresh", "edit"):
+        figure[f"{arm}_speedup"] = median(own / base for own, base in zip(speeds[arm], speeds["plain"], strict=True))
+    return figure | {"edit_accepted_share": accepted / drafted if drafted else 0.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt-len", type=int, default=512)
+    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16", "int8", "int4"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
+    args = parser.parse_args()
+    ceiling = ceilings()
+    figures = []
+    for width in args.weights:
+        for rows in args.rows:
+            figures.append(measure(width, rows, args))
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in figures[-1].items()}, flush=True)
+    report("speculation", ceiling, {"model": "random Llama of 100M", "arms": figures}, save=args.save)
+
+
+if __name__ == "__main__":
+    main()
