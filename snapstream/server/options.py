@@ -20,10 +20,10 @@ from snapstream.spec_prefill.settings import DraftOptions, PromptCompression
 
 TOOL_PARSERS = (
     "auto", "none", "hermes", "llama3_json", "llama4_pythonic", "qwen3_coder", "glm45", "glm47", "deepseek_v3",
-    "deepseek_v31", "kimi_k2", "mistral",
+    "deepseek_v31", "kimi_k2", "mistral", "harmony",
 )  # fmt: skip
 Role = Literal["both", "prefill", "decode"]
-ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "none"]
+ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "harmony", "none"]
 KEY_VARIABLE, ADMIN_VARIABLE = "SNAPSTREAM_API_KEY", "SNAPSTREAM_ADMIN_KEY"
 MIB = 2**20
 # Engine options whose default differs in a server.

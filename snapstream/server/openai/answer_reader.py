@@ -34,6 +34,16 @@ from snapstream.server.openai.tools.format import (
     skip_space,
     skip_tail,
 )
+from snapstream.server.openai.tools.formats.harmony import (
+    CALL,
+    CALL_MARK,
+    CHANNEL,
+    END,
+    MESSAGE,
+    RECIPIENT,
+    RETURN,
+    START,
+)
 from snapstream.server.options import ReasoningParser
 from snapstream.types import Grammar
 
@@ -248,6 +258,7 @@ class AnswerStart(Enum):
     INSIDE = "inside"  # yes: the prompt ends with <think>
     LIKELY = "likely"  # yes (``deepseek_r1``), with or without <think>
     OPEN = "open"  # if it starts with <think>
+    HARMONY = "harmony"  # if its first message is of the channel analysis
     ANSWER = "answer"  # no: the prompt ends with </think>, or reasoning is not parsed
 
 
@@ -255,6 +266,8 @@ def choose_reasoning(wanted: ReasoningParser, chat_template: str) -> ReasoningPa
     """Resolve ``auto``: templates of reasoning models name the tag."""
     if wanted != "auto":
         return wanted
+    if CHANNEL in chat_template and MESSAGE in chat_template:
+        return "harmony"
     return "qwen3" if OPENING in chat_template or CLOSING in chat_template else "none"
 
 
@@ -262,6 +275,8 @@ def find_answer_start(parser: ReasoningParser, prompt: str, prefix: str | None =
     """``prompt``: the end of the rendered conversation. ``prefix``: of an answer that is continued."""
     if parser == "none":
         return AnswerStart.ANSWER
+    if parser == "harmony":
+        return AnswerStart.HARMONY if prefix is None else AnswerStart.ANSWER  # an answer that is continued is final
     if prefix is not None:
         return AnswerStart.INSIDE if prefix.rfind(OPENING) > prefix.rfind(CLOSING) else AnswerStart.ANSWER
     prompt = prompt.rstrip()
@@ -293,10 +308,17 @@ def mentions(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
-def allow_reasoning(grammar: Grammar, beginning: AnswerStart, symbols: Collection[str]) -> Grammar:
-    """The grammar with reasoning before it. ``symbols``: ``TokenText.symbols``."""
+def allow_reasoning(
+    grammar: Grammar, beginning: AnswerStart, symbols: Collection[str], *, has_heads: bool = False
+) -> Grammar:
+    """The grammar with reasoning before it. ``symbols``: ``TokenText.symbols``. ``has_heads``: see ``AnswerPlan``."""
     if beginning is AnswerStart.ANSWER:
         return grammar
+    if beginning is AnswerStart.HARMONY:
+        channel, message, end, start = (tag if tag in symbols else f'"{tag}"' for tag in (CHANNEL, MESSAGE, END, START))
+        analysis = f'{channel} "analysis" {message} TEXT {end} {start} "assistant"'
+        final = "" if has_heads else f' {channel} "final" {message}'
+        return replace(grammar, preface=f"preface: analysis?{final}\nanalysis: {analysis}\nTEXT: /(.|\\n)*/\n")
     opening = OPENING if OPENING in symbols else f'"{OPENING}"'
     is_symbol = CLOSING in symbols
     rules = {
@@ -397,6 +419,90 @@ class ReasoningSplitter:
         return False
 
 
+class HarmonySplitter:
+    """The same of messages with channels (``tools/formats/harmony.py``), before the tokens that end them are dropped.
+
+    The channel analysis is reasoning, all others are the answer. A message to a tool begins with ``CALL_MARK``, however
+    its header was spelled. An answer without any header is the answer.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""  # not consumed yet
+        self._step = self._header
+        self._is_over = False  # there is no more text
+        self._is_analysis = False  # the message that is read, or the last one
+        self._reasoning: list[str] = []
+        self._answer: list[str] = []
+        self._begun = {"reasoning": False, "answer": False}
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a header is being read."""
+        return self._step == self._header
+
+    @property
+    def is_inside(self) -> bool:
+        return self._step == self._body and self._is_analysis
+
+    @property
+    def is_answering(self) -> bool:
+        return self._step == self._body and not self._is_analysis
+
+    def push(self, piece: str) -> tuple[str, str]:
+        """What this piece adds to the reasoning, and to the answer."""
+        self._text += piece
+        return self._run()
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back."""
+        self._is_over = True
+        return self._run()
+
+    def _run(self) -> tuple[str, str]:
+        self._reasoning, self._answer = [], []
+        while self._step():
+            pass
+        return "".join(self._reasoning), "".join(self._answer)
+
+    def _header(self) -> bool:
+        place = self._text.find(MESSAGE)
+        if place < 0:
+            if self._is_over and not any(tag in self._text for tag in (CHANNEL, START)):
+                self._answer.append(self._text)
+            self._text = "" if self._is_over else self._text
+            return False
+        header, self._text = self._text[:place], self._text[place + len(MESSAGE) :]
+        channel, tool = _CHANNEL.search(header), _TOOL.search(header)
+        self._is_analysis = tool is None and channel is not None and channel[1] == "analysis"
+        if tool is not None:
+            self._answer.append(f"{CALL_MARK}{tool[1]}{MESSAGE}")
+        else:
+            kind, parts = ("reasoning", self._reasoning) if self._is_analysis else ("answer", self._answer)
+            if self._begun[kind]:
+                parts.append("\n")  # between two messages
+            self._begun[kind] = True
+        self._step = self._body
+        return True
+
+    def _body(self) -> bool:
+        """Up to the end of the message, or to the next where the end is missing."""
+        ends = (END, RETURN, CALL, START)
+        found = min(((place, tag) for tag in ends if (place := self._text.find(tag)) >= 0), default=None)
+        stop = len(self._text) - (0 if self._is_over else overlap(self._text, ends)) if found is None else found[0]
+        if stop:
+            (self._reasoning if self._is_analysis else self._answer).append(self._text[:stop])
+        if found is None:
+            self._text = self._text[stop:]
+            return False
+        self._text = self._text[stop + (0 if found[1] == START else len(found[1])) :]
+        self._step = self._header
+        return True
+
+
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_TOOL = re.compile(rf"to={re.escape(RECIPIENT)}([^\s<]+)")
+
+
 @dataclass(frozen=True, slots=True)
 class Reasoning:
     text: str
@@ -410,7 +516,8 @@ class AnswerReader:
 
     def __init__(self, beginning: AnswerStart, closing_id: int | None, calls: ToolCallParser | None) -> None:
         """``closing_id``: the token </think>, if it is one. ``calls`` None: calls are text."""
-        self._splitter = ReasoningSplitter(beginning)
+        is_harmony = beginning is AnswerStart.HARMONY
+        self._splitter = HarmonySplitter() if is_harmony else ReasoningSplitter(beginning)
         self._closing_id = closing_id
         self._calls = calls
         self._num_undecided = 0  # tokens that count as reasoning if there turns out to be some
@@ -448,6 +555,8 @@ class AnswerReader:
         elif self._splitter.is_inside:
             self.num_reasoning_tokens += self._num_undecided + len(ids)
             self._num_undecided = 0
+        elif isinstance(self._splitter, HarmonySplitter):
+            self._num_undecided = 0  # the header of a message of another channel
         elif self._closing_id is not None and self._closing_id in ids:
             self.num_reasoning_tokens += self._num_undecided + list(ids).index(self._closing_id) + 1
         elif has_reasoning or self.num_reasoning_tokens:

@@ -204,7 +204,7 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
         )
         options = replace(options, sampling=replace(options.sampling, prediction=predicted))
     if plan.grammar is not None and beginning is not AnswerStart.ANSWER:
-        grammar = allow_reasoning(plan.grammar, beginning, server.texts.symbols)
+        grammar = allow_reasoning(plan.grammar, beginning, server.texts.symbols, has_heads=plan.has_heads)
         await server.require_grammar(grammar, plan.grammar_param)
         options = replace(options, sampling=replace(options.sampling, grammar=grammar))
     request = make_request(

@@ -349,7 +349,15 @@ def _render(
 
 
 def _normalized(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return normalize(messages, has_developer="developer" in str(tokenizer.chat_template))
+    template = str(tokenizer.chat_template)
+    found = normalize(messages, has_developer="developer" in template)
+    if "reasoning_content" in template or ".thinking" not in template:
+        return found
+    for message in found:  # gpt-oss: refused beside a content, which then is the reasoning
+        reasoning = message.pop("reasoning_content", None)
+        if reasoning and not message.get("content"):
+            message["thinking"] = reasoning
+    return found
 
 
 def _template_arguments(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from snapstream.server.openai.answer_reader import CLOSING, OPENING, choose_reas
 from snapstream.server.openai.prompts import Prompts, TokenText
 from snapstream.server.openai.protocol import IgnoredFields, engine_error
 from snapstream.server.openai.tools.formats import choose_format
+from snapstream.server.openai.tools.formats.harmony import CHANNEL
 from snapstream.server.options import ServerSettings
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import Grammar, KeptBitmap, PrefixUse, Request
@@ -243,7 +244,7 @@ class ServerState(Admission):
         self.call_format = choose_format(settings.tool_parser, template)
         self.reasoning = choose_reasoning(settings.reasoning_parser, template)
         # Answers keep special tokens if the tags of reasoning are special tokens.
-        self.shows_special = self.reasoning != "none" and bool(self.texts.special & {OPENING, CLOSING})
+        self.shows_special = self.reasoning != "none" and bool(self.texts.special & {OPENING, CLOSING, CHANNEL})
         self.template = template
         self.template_has_tools = "tools" in template  # templates render tools from this variable
         self._grammars: GrammarChecker | None = None

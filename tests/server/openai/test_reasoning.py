@@ -13,19 +13,29 @@ from tokenizers import AddedToken
 
 from snapstream.grammar import GrammarCompiler
 from snapstream.server.app import make_app
+from snapstream.server.engine.api import SampleDelta
 from snapstream.server.openai.answer_reader import (
     CLOSING,
     OPENING,
+    AnswerReader,
     AnswerStart,
+    CallPiece,
+    CallStart,
+    HarmonySplitter,
+    Reasoning,
     ReasoningSplitter,
+    ToolCallParser,
     allow_reasoning,
     choose_reasoning,
     effort_arguments,
     find_answer_start,
 )
+from snapstream.server.openai.tools.format import Function
+from snapstream.server.openai.tools.formats import FORMATS, choose_format
+from snapstream.server.openai.tools.request import calls_or_answer, forced_calls
 from snapstream.server.options import ServerSettings
 from snapstream.startup.build import tokenizer_json
-from snapstream.types import Grammar
+from snapstream.types import FinishReason, Grammar
 from tests.server.app_client import HI, AppClient, error_of, frames
 from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
 
@@ -66,6 +76,64 @@ def test_pieces_of_every_size_read_the_same(beginning: AnswerStart, text: str, t
         gains = [parser.push(text[place : place + size]) for place in range(0, len(text), size)]
         gains.append(parser.finish())
         assert ("".join(one for one, _ in gains), "".join(one for _, one in gains)) == (thought, answer), size
+
+
+# The parts of gpt-oss's chat template that matter here.
+HARMONY = (
+    "{% for message in messages %}<|start|>{{ message.role }}{% if message.tool_calls %}<|channel|>analysis<|message|>"
+    "{{ message.thinking or message.content }}<|end|><|start|>assistant to=functions.{{ "
+    "message.tool_calls[0].function.name }}<|channel|>commentary json<|message|>{{ "
+    "message.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|message|>{{ message.content }}<|end|>"
+    "{% endif %}{% endfor %}{% if tools %}tools{% endif %}<|start|>assistant"
+)
+TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+NEXT = "<|end|><|start|>assistant"
+MARK = "<|channel|>commentary to=functions.get<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("<|channel|>analysis<|message|>Let me < see." + NEXT + "<|channel|>final<|message|>Hello <|you|>.<|return|>",
+         "Let me < see.", "Hello <|you|>."),
+        ("<|channel|>final<|message|>Hello.", "", "Hello."),
+        ("<|channel|>analysis<|message|>cut <|en", "cut <|en", ""),
+        ("<|channel|>analysis<|message|>a" + NEXT + "<|channel|>fin", "a", ""),
+        ("<|channel|>analysis<|message|>a" + NEXT + "<|channel|>analysis<|message|>b" + NEXT
+         + "<|channel|>commentary<|message|>I look." + NEXT + "<|channel|>final<|message|>c", "a\nb", "I look.\nc"),
+        ("<|channel|>analysis<|message|>a" + NEXT
+         + '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"a": 1}<|call|>',
+         "a", MARK + '{"a": 1}'),
+        (' to=functions.get<|channel|>commentary json<|message|>{"a": 1}<|call|>', "", MARK + '{"a": 1}'),
+        ('<|channel|>analysis to=functions.get<|message|>{}<|call|>', "", MARK + "{}"),
+        ("<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>b", "a", "b"),  # no end
+        ("Hello without any header", "", "Hello without any header"),
+        ("", "", ""),
+    ],
+)  # fmt: skip
+def test_channels(text: str, thought: str, answer: str) -> None:
+    for size in range(1, len(text) + 2):
+        parser = HarmonySplitter()
+        gains = [parser.push(text[place : place + size]) for place in range(0, len(text), size)]
+        gains.append(parser.finish())
+        assert ("".join(one for one, _ in gains), "".join(one for _, one in gains)) == (thought, answer), size
+
+
+def test_channels_stream_and_are_counted() -> None:
+    """A token at a time, special tokens whole; headers count with the reasoning that they begin."""
+    pieces = ["<|channel|>", "analysis", "<|message|>", "one", " two", "<|end|>", "<|start|>", "assistant",
+              "<|channel|>", "commentary", " to=functions.get", " <|constrain|>", "json", "<|message|>", '{"a"', ": 1}",
+              "<|call|>"]  # fmt: skip
+    calls = ToolCallParser(FORMATS["harmony"], (Function(name="get", parameters={}),))
+    reader, events = AnswerReader(AnswerStart.HARMONY, None, calls), []
+    for index, piece in enumerate(pieces):
+        reason = FinishReason.STOP if index == len(pieces) - 1 else None
+        events.append(reader.take(SampleDelta(index=0, token_ids=(index,), text=piece, finish_reason=reason)))
+    assert events[3:5] == [[Reasoning("one")], [Reasoning(" two")]]
+    assert reader.num_reasoning_tokens == 5 and reader.num_calls == 1
+    start = events[14][0]
+    assert isinstance(start, CallStart) and start.name == "get" and events[14][1:] == [CallPiece(0, '{"a"')]
+    assert events[15] == [CallPiece(0, ": 1}")] and not any(events[5:14] + events[16:])
 
 
 def test_a_thought_streams() -> None:
@@ -198,6 +266,70 @@ def test_forced_calls_and_schemas_leave_room_to_think() -> None:
         ]
         assert ["begun" in grammar.preface for grammar in grammars] == [True, False, False, False]
         assert [bool(grammar.preface) for grammar in grammars] == [True, True, False, False]
+
+
+def test_chat_by_channels() -> None:
+    """By the template alone: reasoning, content and calls, whole and streamed."""
+    thought, final = "<|channel|>analysis<|message|>Let me see.", "<|channel|>final<|message|>Hello wörld."
+    choice, usage = whole(HARMONY, {}, thought + NEXT + final)
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Hello wörld.")
+    num_reasoning = usage["completion_tokens_details"]["reasoning_tokens"]  # this tokenizer skips <|end|>
+    assert len(token_ids(thought)) - 1 <= num_reasoning <= len(token_ids(thought + NEXT))
+    assert streamed(HARMONY, {}, thought + NEXT + final)[:2] == ("Let me see.", "Hello wörld.")
+    call = '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"a": "wörld"}<|call|>'
+    choice, _ = whole(HARMONY, {"tools": [TOOL]}, thought + NEXT + call)
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls" and message["content"] is None
+    assert message["reasoning_content"] == "Let me see."
+    (found,) = message["tool_calls"]
+    assert (found["function"]["name"], found["function"]["arguments"]) == ("get", '{"a": "wörld"}')
+    # The reasoning before a call goes back to the template, by the name that it has there.
+    history = [{**message, "role": "assistant"}, {"role": "tool", "tool_call_id": found["id"], "content": "7"}]
+    engine, _ = ask(HARMONY, {"messages": [*HI, *history], "tools": [TOOL]}, final)
+    prompt = tokenizer().decode(list(engine.requests[0].prompt_token_ids))
+    assert "<|channel|>analysis<|message|>Let me see.<|end|>" in prompt
+
+
+def test_channels_are_chosen_by_the_template() -> None:
+    assert choose_reasoning("auto", HARMONY) == "harmony" and choose_format("auto", HARMONY) is FORMATS["harmony"]
+    assert find_answer_start("harmony", "...<|start|>assistant") is AnswerStart.HARMONY
+    assert find_answer_start("harmony", "...<|message|>So", "So") is ANSWER
+    own = copy.deepcopy(tokenizer())
+    own.chat_template = HARMONY
+    own.add_special_tokens({"additional_special_tokens": list(TAGS)})
+    app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
+    assert app.state.server.shows_special  # or the reader would not see the headers
+    app.state.server.close()
+
+
+@pytest.mark.parametrize("has_symbols", [True, False])
+def test_grammars_leave_room_for_channels(has_symbols: bool) -> None:
+    """A schema has the header of the channel final before it, a forced call its own; both after an analysis or none."""
+    own = copy.deepcopy(tokenizer())
+    if has_symbols:
+        own.add_special_tokens({"additional_special_tokens": list(TAGS)})
+    app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
+    texts = app.state.server.texts
+    app.state.server.close()
+    compiler = GrammarCompiler(lambda: tokenizer_json(own), len(own), [2])
+    functions = (Function(name="get", parameters={"type": "object", "properties": {}}),)
+    form, answer = FORMATS["harmony"], Grammar.regex("b+")
+    either = calls_or_answer(form, functions, texts.symbol_ids, answer, is_single=True)
+    forced = forced_calls(form, functions, texts.symbol_ids, is_single=True)
+    final = "<|channel|>final<|message|>bb"
+    call = "<|channel|>commentary to=functions.get <|constrain|>json<|message|>{}"
+    for grammar, has_heads, right, wrong in (
+        (answer, False, (final,), ("bb", call)), (forced, True, (call,), (final,)),
+        (either, True, (final, call), ("bb",)),
+    ):  # fmt: skip
+        whole_grammar = allow_reasoning(grammar, AnswerStart.HARMONY, texts.symbols, has_heads=has_heads)
+        for text in (*right, *wrong):
+            for before in ("", "<|channel|>analysis<|message|>so" + NEXT):
+                matcher = compiler.matcher(whole_grammar)
+                for token in own(before + text, add_special_tokens=False)["input_ids"]:
+                    matcher.take(token)
+                assert (matcher.fault == "") == (text in right), (text, before)
 
 
 def test_room_for_names_added_tokens_as_symbols() -> None:

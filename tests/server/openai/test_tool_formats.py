@@ -242,6 +242,7 @@ ONE: dict[str, str] = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
     f"{A}<|tool_call_end|><|tool_calls_section_end|>",
     "mistral": f"[TOOL_CALLS]get_weather{A}",
+    "harmony": f"<|channel|>commentary to=functions.get_weather<|message|>{A}<|call|>",
 }
 ONE["glm47"] = ONE["glm45"].replace("\n", "")
 SEVERAL: dict[str, str] = {
@@ -266,6 +267,8 @@ SEVERAL: dict[str, str] = {
     f'{{"input": {json.dumps(CODE)}}}<|tool_call_end|><|tool_calls_section_end|>',
     "mistral": f'[TOOL_CALLS] [{{"name": "now", "arguments": {{}}, "id": "abcdefghi"}}, {{"name": "run", "arguments": '
     f'{{"input": {json.dumps(CODE)}}}}}]',
+    "harmony": "<|channel|>commentary to=functions.now<|message|>{}<|channel|>commentary to=functions.run<|message|>"
+    f'{{"input": {json.dumps(CODE)}}}<|call|>',
 }
 NAMES = sorted(FORMATS)
 
@@ -436,6 +439,7 @@ TEMPLATES = {
     "deepseek_v31": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['function']['name'] + '<｜tool▁sep｜>' }}",
     "kimi_k2": "<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}",
     "mistral": '{{- "[TOOL_CALLS][" }}',
+    "harmony": '{{- "functions." + tool_call.name + "<|channel|>commentary " }}{{- content_type + "<|message|>" }}',
 }
 
 

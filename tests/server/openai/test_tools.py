@@ -290,8 +290,9 @@ def test_a_single_call_or_an_answer(name: str) -> None:
     answer = Grammar.json_schema({"enum": ["yes"]})
     grammar = calls_or_answer(FORMATS[name], (NOW,), {}, answer, is_single=True)
     texts = {written(grammar, seed) for seed in range(12)}
-    assert '"yes"' in texts and len(texts) > 1
-    assert all(calls_of(name, call, NOW) == ("", [("now", "{}")]) for call in texts - {'"yes"'})
+    yes = f'{FORMATS[name].answer_head}"yes"'
+    assert yes in texts and len(texts) > 1
+    assert all(calls_of(name, call, NOW) == ("", [("now", "{}")]) for call in texts - {yes})
 
 
 TEXT = Function(
@@ -317,6 +318,7 @@ TEXT = Function(
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.say:0<|tool_call_argument_begin|>"
          '{"text":"Zoë\\n"}<|tool_call_end|><|tool_calls_section_end|>'),
         ("mistral", '[TOOL_CALLS][{"name": "say", "arguments": {"text":"Zoë\\n"}}]'),
+        ("harmony", '<|channel|>commentary to=functions.say <|constrain|>json<|message|>{"text":"Zoë\\n"}'),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("has_symbols", [False, True])
@@ -367,7 +369,8 @@ def test_calls_that_are_offered_follow_their_schemas(name: str) -> None:
     symbols = TokenText(tokens(*special)).symbol_ids
     grammar = offered_calls(FORMATS[name], (TOOL_FORCING_GET, NOW), symbols, is_single=False)
     assert offered_calls(FORMATS[name], (TOOL_FORCING_GET,), {}, is_single=False) is None
-    assert (grammar is None) == (name == "llama4_pythonic")  # whose calls may begin without a tag
+    # Calls of the first may begin without a tag; in harmony text has headers, too.
+    assert (grammar is None) == (name in ("llama4_pythonic", "harmony"))
     if grammar is None:
         return
     forced = forced_calls(FORMATS[name], (TOOL_FORCING_GET, NOW), symbols, is_single=True)

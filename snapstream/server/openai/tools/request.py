@@ -222,7 +222,8 @@ def calls_or_answer(
     """Calls, or an answer that follows another grammar."""
     rules = GrammarBuilder(special)
     calls = rules.add("calls", _calls(rules, call_format, functions, is_single))
-    return Grammar.lark(rules.grammar(f"{calls} | {rules.add('answer', _answer(rules, answer))}"))
+    head = rules.text(call_format.answer_head)
+    return Grammar.lark(rules.grammar(f"{calls} | {head} {rules.add('answer', _answer(rules, answer))}"))
 
 
 def _enforceable(call_format: CallFormat, function: Function) -> Function:
@@ -259,6 +260,7 @@ class AnswerPlan:
     make_parser: Callable[[], ToolCallParser] | None = None  # one for each choice
     shows_special: bool = False  # the tags of calls are special tokens, which text omits otherwise
     has_tools: bool = True  # the prompt lists the tools
+    has_heads: bool = False  # the grammar includes the headers of calls, and of an answer
 
 
 def tools_of(body: TemplateOptions, call_format: CallFormat | None, *, template_has_tools: bool) -> ToolOptions:
@@ -310,4 +312,5 @@ def plan_answer(
         grammar_param=param,
         make_parser=lambda: ToolCallParser(call_format, tools.callable, max_calls=1 if tools.is_single else None),
         shows_special=bool(texts.special & set(call_format.tags)),
+        has_heads=grammar is not answer,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from snapstream.server.openai.tools.format import CallFormat
+from snapstream.server.openai.tools.formats.harmony import Harmony
 from snapstream.server.openai.tools.formats.json_object import Hermes, Llama3, Mistral
 from snapstream.server.openai.tools.formats.pythonic import Llama4Pythonic
 from snapstream.server.openai.tools.formats.sections import DeepSeekV3, DeepSeekV31, KimiK2
@@ -12,12 +13,13 @@ FORMATS: dict[str, CallFormat] = {
     call_format.name: call_format
     for call_format in (
         Hermes(), Llama3(), Llama4Pythonic(), Qwen3Coder(), Glm45(), Glm47(), DeepSeekV3(), DeepSeekV31(), KimiK2(),
-        Mistral(),
+        Mistral(), Harmony(),
     )
 }  # fmt: skip
 
 # Texts by which a chat template is recognized: the first format whose texts it all contains.
 _TEMPLATE_TEXTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "<|message|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
