@@ -10,6 +10,7 @@ from typer.main import get_command
 
 from figures.markdown import table
 from snapstream.cli.app import app
+from snapstream.cli.flags import OTHER_FLAGS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "cli.md"
 INTRO = """# Command line
@@ -18,13 +19,29 @@ Generated from the commands by `python -m figures`; a test fails when this page 
 `snapstream COMMAND --help` prints the same with examples. Wrong input ends in one line `error: ...` and exit code 2.
 
 """
+OTHERS = """
+### Flags of vLLM and llama.cpp
+
+Where a flag of theirs means the same it is an alias, listed above. Every command whose first argument is MODEL
+also takes it as `--model` or `-m`. The others are refused, with what to use:
+
+"""
 
 
 def render() -> str:
     """The whole page."""
     commands = get_command(app).commands  # type: ignore[attr-defined]
     index = table(["command", "purpose"], [[f"[`{name}`](#{name})", commands[name].short_help] for name in commands])
-    return INTRO + index + "\n" + "".join(_section(name, commands[name]) for name in commands)
+    return INTRO + index + "\n" + "".join(_section(name, commands[name]) for name in commands) + _others()
+
+
+def _others() -> str:
+    """What to use in place of flags of other engines."""
+    remedies: dict[str, list[str]] = {}
+    for flag, remedy in OTHER_FLAGS.items():
+        remedies.setdefault(remedy, []).append(_code(flag))
+    rows = [[", ".join(flags), _line(remedy)] for remedy, flags in remedies.items()]
+    return OTHERS + table(["flag", "here"], rows) + "\n"
 
 
 def _section(name: str, command: Any) -> str:

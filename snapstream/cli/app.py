@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from snapstream.cli import chat, checkpoints, compress, generate, plan, proxy, serve
-from snapstream.cli.flags import Command, as_command
+from snapstream.cli.flags import AliasedCommand, Command, as_command
 from snapstream.version import __version__
 
 app = typer.Typer(
@@ -45,7 +45,7 @@ def _root(
 
 
 def _add(function: Command, help_text: str | None, short_help: str) -> None:
-    app.command(help=help_text, short_help=short_help)(as_command(function))
+    app.command(cls=AliasedCommand, help=help_text, short_help=short_help)(as_command(function))
 
 
 def demo() -> None:
@@ -68,19 +68,6 @@ _add(checkpoints.calibrate, checkpoints.CALIBRATE_HELP, "Measure which kv heads 
 _add(demo, None, "Watch a small model answer from a fraction of its cache.")
 
 
-# vLLM's flags, and the equivalents here.
-VLLM_FLAGS = {
-    "--model": "give the checkpoint folder as the argument MODEL",
-    "--max-num-seqs": "use --max-rows N",
-    "--gpu-memory-utilization": "use --max-rows auto, which fills the free memory",
-    "--enable-prefix-caching": "use --prefix-store auto",
-    "--quantization": "use --weights int8 or int4; quantized checkpoints are recognized",
-    "--tensor-parallel-size": "use --tensor-parallel N",
-    "--kv-cache-dtype": "use --kv-dtype",
-    "--max-num-batched-tokens": "use --chunk-len N",
-}
-
-
 def _fail(message: str, code: int = 2) -> int:
     print("error:", " ".join(message.split()), file=sys.stderr)
     return code
@@ -101,6 +88,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of click's: typer may bundle its own click
             raise
-        flag = getattr(error, "option_name", "")
-        remedy = VLLM_FLAGS.get(flag)
-        return _fail(f"No such option: {flag}; {remedy}" if remedy else error.format_message())
+        return _fail(error.format_message())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from snapstream.assets import TINY_MODEL
-from snapstream.cli.flags import Flags
+from snapstream.cli.flags import ONE_SEQUENCE_ALIASES, SAMPLING_ALIASES, Flags
 from snapstream.cli.generate import summary
 from snapstream.config import EngineOptions
 from snapstream.config.engine import setting
@@ -60,7 +60,9 @@ ENGINE = Flags(
         "part of what is free, 0: none.",
     },
     without=("max_waiting",),
+    aliases=ONE_SEQUENCE_ALIASES,
 )
+SAMPLING = Flags(aliases=SAMPLING_ALIASES)
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 QUOTES = '"""'
 ENDING_TOKENS = 8  # of a prompt, in which its template may open or close reasoning
@@ -94,7 +96,7 @@ class ChatFlags:
 
 
 def chat(
-    flags: ChatFlags,
+    flags: Annotated[ChatFlags, SAMPLING],
     engine: Annotated[EngineOptions, ENGINE],
     model: Annotated[
         Path | None, typer.Argument(help="Checkpoint folder. Default: the shipped tiny one.", show_default=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from snapstream.assets import TINY_DRAFT_MODEL
 from snapstream.config import DType
@@ -68,6 +69,85 @@ class Flags:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # other than the class's
     words: Mapping[str, str] = field(default_factory=dict)  # help, other than the class's
     without: tuple[str, ...] = ()  # fields that have no flag here
+    # Other names of a flag: those of vLLM and llama.cpp, where they mean the same.
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+ENGINE_ALIASES = {
+    "kv_dtype": ("--kv-cache-dtype",),
+    "max_rows": ("--max-num-seqs", "--parallel", "-np"),
+    "tensor_parallel": ("--tensor-parallel-size", "-tp"),
+}
+ONE_SEQUENCE_ALIASES = ENGINE_ALIASES | {"max_model_len": ("--ctx-size", "-c")}  # llama.cpp divides it among slots
+SAMPLING_ALIASES = {"max_tokens": ("--n-predict", "-n"), "temperature": ("--temp",), "seed": ("-s",)}
+MODEL_FLAGS = ("--model", "-m")  # of commands whose first argument is MODEL
+# Flags of vLLM and llama.cpp that have no equal here, and what to use.
+OTHER_FLAGS = {
+    "--model": "give the model as the argument MODEL",
+    "-m": "give the model as the argument MODEL",
+    "--gpu-memory-utilization": "use --max-rows auto, which fills the free memory",
+    "--enable-prefix-caching": "use --prefix-store auto",
+    "--no-enable-prefix-caching": "use --prefix-store 0",
+    "--quantization": "use --weights int8 or int4; quantized checkpoints are recognized",
+    "-q": "use --weights int8 or int4; quantized checkpoints are recognized",
+    "--max-num-batched-tokens": "use --chunk-len N",
+    "--enable-chunked-prefill": "prompts are always prefilled in chunks, see --chunk-len",
+    "--block-size": "rows are not paged; --budget N is the size of a row",
+    "--enforce-eager": "use --executor eager",
+    "--pipeline-parallel-size": "use --tensor-parallel N",
+    "--trust-remote-code": "no code of a checkpoint is run",
+    "--ctx-size": "use --max-model-len N, tokens of one request; llama.cpp divides its own among the slots",
+    "-c": "use --max-model-len N, tokens of one request; llama.cpp divides its own among the slots",
+    "--threads": "set OMP_NUM_THREADS=N in the environment",
+    "-t": "set OMP_NUM_THREADS=N in the environment",
+    "--n-gpu-layers": "use --device cuda; all layers are on one device",
+    "-ngl": "use --device cuda; all layers are on one device",
+    "--batch-size": "use --chunk-len N, tokens of one prefill unit",
+    "--ubatch-size": "use --chunk-len N, tokens of one prefill unit",
+    "-b": "use --chunk-len N, tokens of one prefill unit",
+    "-ub": "use --chunk-len N, tokens of one prefill unit",
+    "--cache-type-k": "use --kv-dtype",
+    "--cache-type-v": "use --kv-dtype",
+    "-ctk": "use --kv-dtype",
+    "-ctv": "use --kv-dtype",
+}
+
+
+class AliasedCommand(TyperCommand):
+    """A command that also takes its first argument MODEL as ``--model``, and says what to use for others' flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """ValueError for a flag of ``OTHER_FLAGS`` that this command lacks."""
+        takes_value = {
+            name: not parameter.is_flag
+            for parameter in self.params
+            if isinstance(parameter, TyperOption)
+            for name in (*parameter.opts, *parameter.secondary_opts)
+        }
+        arguments = [one.name for one in self.params if one.param_type_name == "argument"]
+        has_model = arguments[:1] == ["model"]
+        model: list[str] = []
+        rest: list[str] = []
+        left = iter(args)
+        for word in left:
+            name, equals, value = word.partition("=")
+            if name in takes_value or not name.startswith("-"):
+                rest.append(word)
+                if takes_value.get(word):
+                    rest += [given for given in (next(left, None),) if given is not None]
+            elif word == "--":
+                rest += [word, *left]
+            elif name in MODEL_FLAGS and has_model:
+                if model:
+                    raise ValueError(f"{name}: one model is served; two are given")
+                model = [value if equals else next(left, "")]
+                if not model[0]:
+                    raise ValueError(f"{name} needs a model")
+            elif name in OTHER_FLAGS:
+                raise ValueError(f"No such option: {name}; {OTHER_FLAGS[name]}")
+            else:
+                rest.append(word)
+        return super().parse_args(ctx, [*model, *rest])
 
 
 def as_command(function: Command) -> Command:
@@ -132,7 +212,8 @@ def _annotation(own: Field[Any], hint: Any, shown: Flags) -> Any:
     """The typer annotation of a field made by ``setting``: of its type, or of what its ``parse`` reads."""
     option: dict[str, Any] = {"help": shown.words.get(own.name, own.metadata["help"]), "envvar": own.metadata["envvar"]}
     flag, parse, metavar = own.metadata["flag"], own.metadata["parse"], own.metadata["metavar"]
-    names = [flag] if flag else []
+    aliases = shown.aliases.get(own.name, ())
+    names = [flag or f"--{own.name.replace('_', '-')}", *aliases] if flag or aliases else []
     if parse is not None:
         hint, option["parser"] = Any, _read_with(parse)
     elif get_origin(hint) is tuple and int in get_args(hint):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.flags import Flags, decode_text, read_stdin
+from snapstream.cli.flags import ONE_SEQUENCE_ALIASES, SAMPLING_ALIASES, Flags, decode_text, read_stdin
 from snapstream.config import EngineOptions
 from snapstream.config.engine import setting
 from snapstream.config.values import format_bytes
@@ -54,12 +54,14 @@ ENGINE = Flags(
         "max_rows": "Rows to allocate; auto: as many as fit. One prompt uses one.",
     },
     without=("max_waiting",),
+    aliases=ONE_SEQUENCE_ALIASES,
 )
+REQUEST = Flags(aliases=SAMPLING_ALIASES | {"file": ("-f",)})
 
 
 def generate(
     model: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
-    flags: GenerateFlags,
+    flags: Annotated[GenerateFlags, REQUEST],
     engine: Annotated[EngineOptions, ENGINE],
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; without it or --file: stdin.", show_default=False)

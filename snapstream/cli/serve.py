@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from snapstream.assets import TINY_MODEL
-from snapstream.cli.flags import Flags, number_option, whole_option
+from snapstream.cli.flags import ENGINE_ALIASES, Flags, number_option, whole_option
 from snapstream.config import EngineOptions
 from snapstream.server.options import ADMIN_VARIABLE, ENGINE_DEFAULTS, ServeOptions
 
@@ -39,6 +39,7 @@ ENGINE = Flags(
         "prefix_store": "Host memory for the beginnings of prompts, so that each is computed once; auto: a part of "
         "what is free, 0: none.",
     },
+    aliases=ENGINE_ALIASES,
 )
 
 PATIENCE_S = 300.0  # for rank 0 to be there, where this process is another rank

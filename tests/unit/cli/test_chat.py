@@ -273,7 +273,10 @@ def take_terminal() -> None:
 
 
 def wait_for(terminal: int, text: str, again: bytes = b"") -> str:
-    """What a terminal showed until ``text``; AssertionError where it does not come. ``again`` is typed, and after silence again."""
+    """What a terminal showed until ``text``; AssertionError where it does not come.
+
+    ``again`` is typed, and once more after every silence.
+    """
     shown, end = "", time.monotonic() + HANG_S
     os.write(terminal, again)
     while time.monotonic() < end:

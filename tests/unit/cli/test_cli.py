@@ -62,15 +62,17 @@ def test_command_help_has_examples(command: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("flags", "remedy"),
     [
-        (["--model", "x"], "the argument MODEL"),
-        (["--max-num-seqs", "4"], "--max-rows N"),
+        (["-ngl", "99"], "--device cuda"),
+        (["-t", "4"], "OMP_NUM_THREADS=N"),
+        (["--batch-size", "512"], "--chunk-len N"),
+        (["--trust-remote-code"], "no code"),
         (["--gpu-memory-utilization", "0.9"], "--max-rows auto"),
         (["--enable-prefix-caching"], "--prefix-store auto"),
         (["--quantization=fp8"], "--weights int8 or int4"),
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "generate"])
-def test_flags_of_vllm_name_ours(
+def test_flags_of_other_engines_name_ours(
     command: str, flags: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(TINY_MODEL), *flags]) == 2
@@ -80,6 +82,50 @@ def test_flags_of_vllm_name_ours(
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in remedy.split() if word.startswith("--"))
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "error"),
+    [
+        ("serve", ["--max-num-seqs", "0"], "max_rows is 0"),
+        ("serve", ["-np", "0"], "max_rows is 0"),
+        ("serve", ["--tensor-parallel-size", "0"], "tensor_parallel is 0"),
+        ("serve", ["--kv-cache-dtype", "int5"], "'int5' is not one of"),
+        ("generate", ["hi", "-c", "0"], "max_model_len is 0"),
+        ("generate", ["hi", "-n", "0"], "max_tokens is 0"),
+        ("generate", ["hi", "--temp", "-1"], "temperature is -1"),
+        ("chat", ["-c", "0"], "max_model_len is 0"),
+        ("serve", ["-c", "512"], "No such option: -c; use --max-model-len N, tokens of one request"),
+    ],
+)
+def test_flags_of_other_engines_that_mean_the_same(
+    command: str, flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each arrives: its value is refused by the name of the setting."""
+    assert main([command, str(TINY_MODEL), *flags]) == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--model", "nowhere"], ["-m", "nowhere"], ["--model=nowhere"]])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_the_model_may_be_a_flag(command: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Before or behind other flags, also those whose value looks like it."""
+    prompt = ["the prompt"] if command == "generate" else []
+    assert main([command, "--budget", "64", *prompt, *flags]) in (1, 2)
+    assert "nowhere does not exist" in capsys.readouterr().err
+
+
+def test_the_model_flag_is_read_as_a_flag_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(TINY_MODEL), "--system", "-m", "--file", "nowhere.txt"]) == 2
+    assert "nowhere.txt" in capsys.readouterr().err
+    assert main(["generate", "--", "nowhere", "-m"]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
+    assert main(["generate", "hi", "-m"]) == 2
+    assert "-m needs a model" in capsys.readouterr().err
+    assert main(["serve", "-m", "a", "--model", "b"]) == 2
+    assert "two are given" in capsys.readouterr().err
+    assert main(["compress", "--model", "x"]) == 2
+    assert "No such option: --model" in capsys.readouterr().err
 
 
 def test_plan_json_from_file_and_folder(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
