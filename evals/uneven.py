@@ -36,6 +36,7 @@ from snapstream.config import KVBudget, Selector, make_selector
 from snapstream.config.kv import HeadProfile
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.interface import CosSin, HeadNorm
+from snapstream.kernels.reference import sink_softmax
 from snapstream.kv import layout
 from snapstream.kv.compress import kept_positions
 from snapstream.kv.selectors.diverse import Diverse
@@ -139,7 +140,8 @@ class HeadRows:
             keys[slot], values[slot] = round_keys(k[rule, head, None])[0], round_values(v[rule, head, None])[0]
             seen = layout.num_visible(self.num_tokens + 1, budget.capacity)
             mine = slice(head * group, (head + 1) * group)
-            weights = (q[rule, mine] @ keys[:seen].T * keys.shape[1] ** -0.5).softmax(-1)  # [H / G, n]
+            sinks = None if norm.sinks is None else norm.sinks[mine, None]
+            weights = sink_softmax(q[rule, mine] @ keys[:seen].T * keys.shape[1] ** -0.5, sinks)  # [H / G, n]
             out[rule, mine] = weights @ values[:seen]
         return out
 
@@ -155,7 +157,11 @@ class HeadRows:
                 if layout.is_compressed(budget, self.prompt_len):
                     asked = queries[-rule.selector.num_queries(self.prompt_len) :, head * group : (head + 1) * group]
                     selector = self._selector_of(rule, head)
-                    kept = kept_positions(asked, keys[mine], layer, budget, selector, self._decoder.kernels)[0]
+                    sinks = self._decoder.sinks(layer)
+                    kernels = self._decoder.kernels.with_sinks(
+                        None if sinks is None else sinks[head * group : (head + 1) * group]
+                    )
+                    kept = kept_positions(asked, keys[mine], layer, budget, selector, kernels)[0]
                 rows = torch.zeros(2, budget.capacity, keys.shape[2])
                 round_keys, round_values = self._rounding[layer, head]
                 rows[0, : len(kept)] = round_keys(keys[head, kept])

@@ -66,6 +66,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 24, "head_dim": 20,
          "num_attention_heads": 6, "sliding_window": 21, "swiglu_limit": 1.5, "num_hidden_layers": 4},
     ),
+    "gpt-oss-full": (  # with neither windows nor biases around attention
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16, "swiglu_limit": 1.0,
+         "attention_bias": False, "layer_types": ["full_attention"] * 3},
+    ),
     "gpt-oss-panels": (
         "GptOssConfig",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 64,

@@ -126,7 +126,7 @@ def mixtures(draw: st.DrawFn, multiple: int) -> dict[str, Any]:
 @st.composite
 def models(draw: st.DrawFn, multiple: int) -> ModelConfig:
     """Experts behind attention of every kind, scored either way; layers with one MLP before them, or nothing else."""
-    family = draw(st.sampled_from(["DeepseekV3", "DeepseekV2", "Glm4Moe", "Qwen3Moe"]))
+    family = draw(st.sampled_from(["DeepseekV3", "DeepseekV2", "Glm4Moe", "Qwen3Moe", "GptOss"]))
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 7))
     found: dict[str, Any] = {
         "architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), "rms_norm_eps": 1e-3,
@@ -139,6 +139,13 @@ def models(draw: st.DrawFn, multiple: int) -> ModelConfig:
         own = {"head_dim": 32, "attention_bias": draw(st.booleans()), "num_experts": found["n_routed_experts"]}
         first = {"first_k_dense_replace": draw(st.integers(0, layers - 1))}
         return model_config_from_dict(found | own | first)
+    if family == "GptOss":
+        groups = draw(st.integers(1, 3))
+        return model_config_from_dict(found | {
+            "num_attention_heads": groups * heads, "head_dim": 32, "attention_bias": draw(st.booleans()),
+            "num_local_experts": found["n_routed_experts"], "intermediate_size": found["moe_intermediate_size"],
+            "swiglu_limit": draw(st.sampled_from([0.5, 2.0])), "layer_types": ["full_attention"] * layers,
+        })  # fmt: skip
     rope = draw(st.sampled_from(ROPES))
     return model_config_from_dict(
         found | {"norm_topk_prob": False if family == "DeepseekV2" else found["norm_topk_prob"]} | {
@@ -155,7 +162,7 @@ def models(draw: st.DrawFn, multiple: int) -> ModelConfig:
 
 @settings(max_examples=50)
 @given(
-    data=st.data(), width=st.sampled_from(WIDTHS), kv_dtype=st.sampled_from(["auto", "fp8"]),
+    data=st.data(), width=st.sampled_from([*WIDTHS, "mxfp4"]), kv_dtype=st.sampled_from(["auto", "fp8"]),
     instructions=st.sampled_from(instruction_sets()),
     capacity=st.sampled_from([1, 2, 17, 40, 1100]), threads=st.integers(1, min(2, num_cores())),
     batch=st.permutations(range(5)), size=st.integers(1, 5), seed=st.integers(0, 999),
@@ -164,7 +171,7 @@ def test_logits_equal_eager_and_do_not_depend_on_neighbours(
     data: st.DataObject, width: str, kv_dtype: str, instructions: Any, capacity: int, threads: int, batch: list[int],
     size: int, seed: int,
 ) -> None:  # fmt: skip
-    model = data.draw(models(multiple=32 if width in ("int8", "int4") else 1))
+    model = data.draw(models(multiple=32 if width in ("int8", "int4", "mxfp4") else 1))
     runner = random_runner(model, WeightFormats.of(width), kv_dtype, make_panels(load(instructions)), capacity, seed)
     looped, eager = LoopedDecode(runner.step_parts, threads), EagerDecode(runner.step_parts)
     before, rows = runner.cache.k.clone(), torch.tensor(batch[:size])

@@ -14,15 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from snapstream.config import EngineOptions, WeightFormat, WeightFormats
+from snapstream.config import EngineOptions, WeightFormat
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.llm import LLM
 from snapstream.models.matrix import encode
 from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.models.sharding import weight_bytes
 from snapstream.plan.fit import weight_formats
+from snapstream.plan.plan import make_plan
 from snapstream.types import SamplingParams
 from tests.parity.checkpoints import VOCAB, greedy, make_model, save
+from tests.unit.models.test_registry import GPT_OSS_20B, GPT_OSS_120B
 
 FORM = WeightFormat(dtype="mxfp4", group=32)
 PUBLISHED = {
@@ -125,12 +127,14 @@ def test_other_weights_are_refused(both: tuple[Path, Path]) -> None:
         weight_formats(replace(config, hidden_size=80), EngineOptions(), device="cpu")
 
 
-def test_the_published_sizes() -> None:
-    """20b has 12.8 GiB of weights and 120b 60.8 (arXiv 2508.10925, table 1)."""
-    from tests.unit.models.test_registry import GPT_OSS_20B, GPT_OSS_120B
-
-    plain = WeightFormat(dtype="bfloat16")
-    formats = WeightFormats(layers=FORM, tables=plain, attention=plain)
-    for settings, size in ((GPT_OSS_20B, 12.8), (GPT_OSS_120B, 60.8)):
-        model = model_config_from_dict(settings | {"quantization_config": PUBLISHED})
-        assert weight_bytes(model, "bfloat16", formats) / 2**30 == pytest.approx(size, abs=0.06)
+@pytest.mark.parametrize(("settings", "size"), [(GPT_OSS_20B, 12.8), (GPT_OSS_120B, 60.8)])
+def test_the_published_models(settings: dict[str, Any], size: float, tmp_path: Path) -> None:
+    """Checkpoints of 12.8 and 60.8 GiB (arXiv 2508.10925, table 1); half of the layers keep 128 tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": PUBLISHED}))
+    model = read_model_config(tmp_path)
+    plan = make_plan(model, EngineOptions(dtype="bfloat16"), budgets=[8192], prompt_len=131_072)
+    assert plan.weight_bytes / 2**30 == pytest.approx(size, abs=0.06)
+    full, row = plan.rows
+    layer = 2 * 8 * 64 * 2  # bytes of a token
+    assert full.row_bytes == model.num_layers // 2 * layer * (131_072 + 128)
+    assert row.row_bytes == model.num_layers // 2 * layer * (8192 + 128)
