@@ -339,6 +339,28 @@ class Multipliers:
             check(getattr(self, name) > 0, f"the multiplier of {name} is {getattr(self, name)}; it must be over 0")
 
 
+class LayerNorms(NamedTuple):
+    """Names in the checkpoint of a layer's norms, by their place; None: there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None  # of the output, before it is added to the residual stream
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether outputs are normed before they are added."""
+        return self.after_attention is not None
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether attention and MLP read the norm of the residual stream, or the stream itself."""
+        return self.before_attention is not None
+
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder: all of a checkpoint but its weights."""
@@ -357,7 +379,12 @@ class ModelConfig:
     rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
     multipliers: Multipliers = field(default_factory=Multipliers)
-    is_fused: bool = False  # q | k | v and gate | up are one tensor each in the checkpoint (Phi-3)
+    has_fused_qkv: bool = False  # q | k | v are one tensor of the checkpoint
+    has_fused_gate_up: bool = False
+    norms: LayerNorms = LayerNorms()
+    norm_offset: float = 0.0  # what norms add to their stored weights (Gemma: 1)
+    activation: Activation = "silu"  # of gate
+    window_rope: RopeConfig | None = None  # of the layers with sliding windows, where it differs from the others'
     tie_word_embeddings: bool = False
     has_sinks: bool = False  # a learned attention sink per query head (gpt-oss)
     qkv_bias: bool = False
@@ -366,6 +393,7 @@ class ModelConfig:
     latent: LatentConfig | None = None  # of latent attention, where a latent is the head of the one kv head
     num_mtp_layers: int = 0  # layers behind the last, which predict further tokens; they are not loaded
     qk_norm: bool = False  # RMSNorm over each head of q and k before the rotation (Qwen3)
+    has_whole_qk_norm: bool = False  # RMSNorm over all heads of q together, and over those of k (OLMo 2)
     moe: MoEConfig | None = None  # None: every layer has one MLP
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -404,15 +432,40 @@ class ModelConfig:
             "a multiplier of attention needs heads that are rotated as a whole, in every layer",
         )
         check(
-            self.multipliers == Multipliers() or (self.moe is None and self.latent is None),
-            "multipliers with experts or latents are not supported",
+            self.is_plain or (self.moe is None and self.latent is None),
+            "multipliers, other places of norms and GELU are not supported with experts or latents",
         )
+        check(
+            self.multipliers.residual == 1.0 or not self.norms.has_outputs,
+            "a multiplier of the residual stream with norms of outputs is not supported",
+        )
+        ends = (self.norms.after_attention is None) == (self.norms.after_mlp is None)
+        check(
+            ends and (self.norms.before_attention is None) == (self.norms.before_mlp is None),
+            f"norms of a layer are at {self.norms}; attention and MLP must have the same places",
+        )
+        check(
+            not (self.qk_norm and self.has_whole_qk_norm), "norms of heads and of whole projections exclude each other"
+        )
+        if (own := self.window_rope) is not None:
+            check(self.windows is not None, "window_rope needs layers with sliding windows")
+            check(not own.depends_on_length, f"rope {own.kind} is not supported in layers with sliding windows")
+            check(
+                own.rotary_dim(self.head_dim) == self.rope.rotary_dim(self.head_dim)
+                and own.is_interleaved == self.rope.is_interleaved,
+                "layers with and without sliding windows must rotate the same numbers of a head",
+            )
         rotated = self.rope.rotary_dim(self.head_dim)
         check(
             rotated % 2 == 0 and 2 <= rotated <= self.head_dim,
             f"partial_rotary_factor {self.rope.partial_rotary_factor} rotates {rotated} of the {self.head_dim} numbers "
             "of a head; it must rotate an even number of them",
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether layers are pre-norm with SiLU and have no multipliers."""
+        return self.multipliers == Multipliers() and self.norms == LayerNorms() and self.activation == "silu"
 
     @property
     def own_vocab(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig, ParallelConfig, WeightFormats
-from snapstream.config.model import Multipliers
 from snapstream.config.values import num_cores
 from snapstream.exec.executors import Executor, eager_batch_bytes
 from snapstream.models.registry import FAMILIES, kv_spec_of, tensor_specs
@@ -21,8 +20,8 @@ _DENSE_TENSORS = frozenset(
     "down_bias".split()
 )
 _LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
-    "q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up experts_down shared_gate_up "
-    "shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias".split()
+    "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
+    "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias".split()
 )
 _MAX_HEAD_DIM = 256
 MAX_ROWS_GPU = 16  # of a step
@@ -59,8 +58,10 @@ def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"{model.architecture} has layers without rotary embedding, and the GPU kernel rotates all heads"
     if model.windows is not None:
         return f"{model.architecture} has sliding windows, which the GPU kernel does not support"
-    if model.multipliers != Multipliers():
-        return f"{model.architecture} has multipliers, which the GPU kernel does not support"
+    if not model.is_plain or model.norm_offset or model.has_whole_qk_norm or model.window_rope is not None:
+        return (
+            f"{model.architecture} has multipliers, norms, rope or an activation that the GPU kernel does not support"
+        )
     if config.weights is not None and not _reads(config.weights, config.dtype):
         return (
             f"weights are {config.weights.describe()}; the GPU kernel reads {config.dtype}, int8 and int4, and inputs "
@@ -168,7 +169,9 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     widest = max(model.hidden_size, model.intermediate_size, attended, q_rank) + _ALIGN
     projected = (heads + 2 * model.num_kv_heads) * model.head_dim
     parts = heads * -(-slots // _PART_SLOTS) * (2 + model.head_dim)
-    return model.hidden_size + projected + 2 * model.intermediate_size + widest + model.head_dim + parts
+    wide = model.hidden_size * (2 if model.norms.has_outputs else 1)
+    angles = model.head_dim * (1 if model.window_rope is None else 2)
+    return wide + projected + 2 * model.intermediate_size + widest + angles + parts
 
 
 def _latent_entry(model: ModelConfig) -> int:

@@ -50,7 +50,9 @@ from snapstream.models.panels import PanelMatrix, make_panels
 from snapstream.models.rope import Rope
 
 _STACKS = ("embed", "qkv", "o", "gate_up", "down")
-_VECTORS = ("input_norm", "post_norm", "final_norm", "q_norm", "k_norm", "sinks")
+_VECTORS = (
+    "input_norm", "post_norm", "attention_out_norm", "mlp_out_norm", "final_norm", "q_norm", "k_norm", "sinks",
+)  # fmt: skip
 
 
 def machine_problem(num_ranks: int) -> str | None:
@@ -82,6 +84,8 @@ def model_of(decoder: Decoder) -> Model:
     multipliers = config.multipliers
     rope = Rope(config.rope, config.rope_dim, "cpu", multipliers.attention)
     is_dynamic = config.rope.kind == "dynamic"
+    own = config.window_rope
+    window_rope = None if own is None else Rope(own, config.rope_dim, "cpu", multipliers.attention)
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
     model = Model(
         layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
@@ -91,14 +95,17 @@ def model_of(decoder: Decoder) -> Model:
         dynamic_original=config.rope.original_max_position if is_dynamic else 0,
         long_frequencies=address(rope.long_frequencies),
         long_original=config.rope.original_max_position if rope.long_frequencies is not None else 0,
-        embed_multiplier=multipliers.embedding, residual_multiplier=multipliers.residual,
+        has_whole_qk_norm=config.has_whole_qk_norm, is_gelu=config.activation == "gelu_tanh",
+        window_frequencies=None if window_rope is None else address(window_rope.frequencies),
+        window_rope_scale=1.0 if window_rope is None else window_rope.scale,
+        embed_multiplier=decoder.embedding_multiplier, residual_multiplier=multipliers.residual,
         logits_multiplier=multipliers.logits, dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder),
         **{role: _stack(decoder, role) for role in _STACKS},
         **{name: address(vectors.get(name)) for name in _VECTORS},
         **{f"{role}_bias": address(bias) for role, bias in biases.items()},
     )  # fmt: skip
-    model.kept = rope, rotated
+    model.kept = rope, window_rope, rotated
     return model
 
 

@@ -349,6 +349,8 @@ AttendRows = Callable[[Tensor, HeadNorm, CosSin | None, LayerRows, RowPlaces, Ke
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
+    if weight.dtype != x.dtype:  # of a norm with an offset
+        return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -361,6 +363,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """See ``reference.swiglu``; in the dtype of the input."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of ``gate_up [T, 2I]`` (gate | up), GELU by its tanh formula: ``[T, I]``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def clamped_swiglu(gate_up: Tensor, clamp: SwiGLUClamp) -> Tensor:
@@ -414,7 +422,7 @@ def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) ->
     """See ``reference.norm_rope``."""
     qk = heads[:, : heads.shape[1] - num_kv_heads]
     if norm.weight is not None:
-        qk = F.rms_norm(qk, (qk.shape[-1],), None, norm.eps) * norm.weight
+        qk = (F.rms_norm(qk, (qk.shape[-1],), None, norm.eps) * norm.weight).to(qk.dtype)
     return rotate(qk, rope)
 
 

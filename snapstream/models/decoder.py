@@ -141,7 +141,13 @@ class Decoder:
         else:
             self.layers = self._layers(weights.layer)
             self._prefill_layers = self.layers if weights.dequantized is None else self._layers(weights.prefill_layer)
-        self._rope = Rope(config.rope, config.rope_dim, self.device, config.multipliers.attention)
+        self._ropes = [
+            Rope(rope, config.rope_dim, self.device, config.multipliers.attention)
+            for rope in (config.rope, config.window_rope)
+            if rope is not None
+        ]
+        # As transformers multiplies Gemma's embeddings: with a constant of their dtype.
+        self.embedding_multiplier = float(torch.tensor(config.multipliers.embedding, dtype=self.dtype))
         self._vocabulary = Vocabulary(weights.embed, weights.lm_head, config.vocab_size, self.kernels, self.group)
 
     def sinks(self, layer: int) -> Tensor | None:
@@ -200,16 +206,19 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """``token_ids [T]`` to the hidden states that enter layer 0, ``[T, D]``."""
         hidden = self._vocabulary.embed(token_ids)
-        multiplier = self.config.multipliers.embedding
-        return hidden if multiplier == 1.0 else hidden * multiplier
+        return hidden if self.embedding_multiplier == 1.0 else hidden * self.embedding_multiplier
 
     def rope(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
-        """Cosine and signed sine ``[T, 1, E]`` fp32 of every token.
+        """Cosine and signed sine ``[T, 1, E]`` fp32 of every token. If layers with sliding windows have other angles,
+        these come second: ``[2, T, 1, E]``.
 
         ``seq_lens [T]`` is the length of each token's sequence when it is fed: the prompt length in prefill,
         position + 1 in decode. Only dynamic stretching and longrope read it.
         """
-        return self._rope.angles(positions, seq_lens)
+        angles = [rope.angles(positions, seq_lens) for rope in self._ropes]
+        if len(angles) == 1:
+            return angles[0]
+        return torch.stack([cos for cos, _ in angles]), torch.stack([sin for _, sin in angles])
 
     def layer(self, index: int, hidden: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """One whole layer, ``[T, D]`` to ``[T, D]``; ``hidden`` is overwritten with the result."""

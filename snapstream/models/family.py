@@ -12,28 +12,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from snapstream.config import DType, KVDType, ModelConfig
-from snapstream.config.model import MAX_DIM, LatentConfig, MoEConfig, Multipliers
+from snapstream.config import DType, KVDType, ModelConfig, RopeConfig
+from snapstream.config.model import MAX_DIM, Activation, LatentConfig, LayerNorms, MoEConfig, Multipliers
 from snapstream.kv.spec import KVSpec
-from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.config_json import Settings, flag, number, parse_rope, whole_number
 from snapstream.models.tensors import TensorSpecs, decoder_tensors
 
 
 class Recipe(TypedDict, total=False):
     """The parts of a layer, and sizes that a family's config.json names differently: fields of ``ModelConfig``.
 
-    Every layer is pre-norm RMSNorm, attention with RoPE, and a SwiGLU or experts; absent fields have the defaults of
-    ``ModelConfig``.
+    A layer is attention with RoPE, and a gated MLP or experts, with an RMSNorm before or after each or both; absent
+    fields have the defaults of ``ModelConfig``.
     """
 
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool  # an RMSNorm over each head of q and k
+    has_whole_qk_norm: bool  # an RMSNorm over all heads of q together, and over those of k
     rotated_layers: tuple[bool, ...]  # the layers whose heads are rotated
     windows: tuple[int | None, ...]  # by layer, sliding window in tokens
     multipliers: Multipliers
-    is_fused: bool  # checkpoints have q | k | v in one tensor, and gate | up
+    has_fused_qkv: bool  # checkpoints have q | k | v in one tensor
+    has_fused_gate_up: bool
+    norms: LayerNorms
+    norm_offset: float
+    activation: Activation  # of gate
+    window_rope: RopeConfig | None  # of layers with sliding windows
+    rope: RopeConfig  # of the others, where config.json has one for each kind of layers
     latent: LatentConfig  # multi-head latent attention
     has_sinks: bool  # a learned attention sink per query head
     moe: MoEConfig | None  # experts instead of the MLP
@@ -51,7 +58,7 @@ def attention_biases(settings: Settings) -> Recipe:
 def windows_of_all_layers(settings: Settings) -> Recipe:
     """sliding_window in every layer, unless absent or disabled."""
     window = sliding_window(settings)
-    return {} if window is None else {"windows": (window,) * _num_layers(settings)}
+    return {} if window is None else {"windows": (window,) * num_layers(settings)}
 
 
 def windows_by_type(settings: Settings, is_sliding: Callable[[int], bool]) -> Recipe:
@@ -59,9 +66,30 @@ def windows_by_type(settings: Settings, is_sliding: Callable[[int], bool]) -> Re
     window, types = sliding_window(settings), settings.get("layer_types")
     if window is None:
         return {}
-    layers = range(_num_layers(settings))
+    layers = range(num_layers(settings))
     has = [is_sliding(layer) if types is None else types[layer] == "sliding_attention" for layer in layers]
     return {"windows": tuple(window if is_windowed else None for is_windowed in has)} if any(has) else {}
+
+
+def ropes_by_kind(settings: Settings, full: Settings, window: Settings) -> Recipe:
+    """The rope of layers with sliding windows and of the others, in either spelling of the settings.
+
+    ``full`` and ``window`` are what the settings of each kind are unless rope_parameters says otherwise.
+    """
+    by_kind = settings.get("rope_parameters") or {}
+    if not isinstance(by_kind, dict) or any(not isinstance(own or {}, dict) for own in by_kind.values()):
+        raise ValueError(f"rope_parameters is {by_kind!r}; it must have the rope settings of each kind of layers")
+    max_position = whole_number(settings, "max_position_embeddings")
+    own, others = (
+        parse_rope({**default, "rope_parameters": by_kind.get(kind)}, max_position)
+        for kind, default in (("sliding_attention", window), ("full_attention", full))
+    )  # fmt: skip
+    return {"rope": others, "window_rope": own}
+
+
+def refuse_absent_window(settings: Settings) -> list[str]:
+    """Refusals of families that give layers with and without sliding windows other rope settings."""
+    return [] if settings.get("sliding_window") is not None else ["sliding_window is null; it must be a whole number"]
 
 
 def sliding_window(settings: Settings) -> int | None:
@@ -74,7 +102,8 @@ def sliding_window(settings: Settings) -> int | None:
     return window
 
 
-def _num_layers(settings: Settings) -> int:
+def num_layers(settings: Settings) -> int:
+    """Of a config.json; a bounded number, for lists of layers."""
     return min(whole_number(settings, "num_hidden_layers"), MAX_DIM + 1)  # more are refused later
 
 
@@ -91,6 +120,8 @@ class Family:
     has_windows: bool = False  # the recipe supports sliding windows
     has_experts: bool = False  # the recipe supports experts
     is_partly_rotated: bool = False  # partial_rotary_factor applies
+    has_rope_by_kind: bool = False  # the recipe reads the rope settings, which differ by kind of layers
+    has_own_activation: bool = False  # the recipe reads or refuses it; hidden_act does not count
     is_interleaved: bool = False  # checkpoints rotate the pairs (0, 1), (2, 3) ... of a head, not its halves
     tensors: Callable[[ModelConfig], TensorSpecs] = decoder_tensors
     # A models.decoder.Layer, or "module:class" of one; None: the layer of the recipe.

@@ -1,7 +1,10 @@
-"""GLM-4 MoE (grouped-query attention) and GLM-4 MoE Lite (latents), both with DeepSeek-V3's routing. No torch."""
+"""GLM-4, dense with four norms a layer; GLM-4 MoE (grouped-query attention) and GLM-4 MoE Lite (latents), both with
+DeepSeek-V3's routing. No torch.
+"""
 
 from __future__ import annotations
 
+from snapstream.config.model import LayerNorms
 from snapstream.models.config_json import Settings, flag, whole_number
 from snapstream.models.deepseek import V3_DEFAULTS, deepseek_v3, deepseek_v3_refusals
 from snapstream.models.family import Family, Recipe, num_mtp_layers, read_sigmoid_moe
@@ -16,6 +19,14 @@ _LITE_DEFAULTS: Settings = {
     "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+
+
+_NORMS = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+def _glm4(settings: Settings) -> Recipe:
+    qkv_bias = flag(settings, "attention_bias")  # none of o
+    return {"qkv_bias": qkv_bias, "norms": _NORMS, "has_fused_gate_up": True}
 
 
 def _glm4_moe(settings: Settings) -> Recipe:
@@ -53,5 +64,14 @@ def _glm4_lite_refusals(settings: Settings) -> list[str]:
     return reasons
 
 
+GLM4 = Family(
+    defaults={
+        "attention_bias": True, "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 0.00000015625,
+    },
+    recipe=_glm4,
+    is_partly_rotated=True,
+    is_interleaved=True,
+)  # fmt: skip
 GLM4_MOE = Family(defaults=_MOE_DEFAULTS, recipe=_glm4_moe, has_experts=True, is_partly_rotated=True)
 GLM4_MOE_LITE = Family(defaults=_LITE_DEFAULTS, recipe=_glm4_lite, refusals=_glm4_lite_refusals, has_experts=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import MoEConfig
+from snapstream.config.model import Activation, MoEConfig
 from snapstream.distributed.group import Group
 from snapstream.kernels.interface import CosSin, ExpertParts, HeadNorm, Kernels, Pairs, SumNorm
 from snapstream.models.matrix import Matrix
@@ -192,21 +192,22 @@ class Mlp(Protocol):
 
 
 class SwiGLU:
-    """``down(silu(gate x) * up x)`` of stored matrices; an ``Mlp``."""
+    """``down(act(gate x) * up x)`` of stored matrices; an ``Mlp``."""
 
     def __init__(
-        self, gate_up: Matrix, down: Matrix, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
-    ) -> None:
+        self, gate_up: Matrix, down: Matrix, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
+        activation: Activation = "silu",
+    ) -> None:  # fmt: skip
         self._gate_up, self._down, self._kernels = gate_up, down, kernels
-        self._gate_up_bias, self._down_bias = biases
+        self._biases, self._activation = biases, activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """See ``Mlp``."""
-        return self._gate_up.swiglu(self._down, x, (self._gate_up_bias, self._down_bias), self._kernels)
+        return self._gate_up.swiglu(self._down, x, self._biases, self._kernels, self._activation)
 
     def of_norm(self, given: SumNorm) -> Tensor:
         """See ``Mlp``."""
-        return self._gate_up.swiglu(self._down, given, (self._gate_up_bias, self._down_bias), self._kernels)
+        return self._gate_up.swiglu(self._down, given, self._biases, self._kernels, self._activation)
 
 
 def bias_of_sum(bias: Tensor | None, group: Group) -> Tensor | None:
@@ -227,7 +228,7 @@ def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: 
             shared = SwiGLU(weights.matrix("shared_gate_up"), weights.matrix("shared_down"), (None, None), kernels)
         return Experts(config.moe, weights, kernels, group, shared)
     biases = weights.optional("gate_up_bias"), bias_of_sum(weights.optional("down_bias"), group)
-    return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels)
+    return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, config.activation)
 
 
 class DenseLayer:
@@ -237,18 +238,34 @@ class DenseLayer:
         self._index, self._kernels, self._group, self._eps = index, kernels, group, config.rms_norm_eps
         self._num_heads = config.num_heads + 2 * config.num_kv_heads  # as projected
         self._head_dim = config.head_dim
-        self._input_norm, self._post_norm = weights.vector("input_norm"), weights.vector("post_norm")
+        self._input_norm, self._post_norm = weights.optional("input_norm"), weights.optional("post_norm")
+        self._attention_out_norm = weights.optional("attention_out_norm")
+        self._mlp_out_norm = weights.optional("mlp_out_norm")
         self._qkv, self._qkv_bias = weights.matrix("qkv"), weights.optional("qkv_bias")
         self._o, self._o_bias = weights.matrix("o"), bias_of_sum(weights.optional("o_bias"), group)
         self._mlp = mlp_of(config, weights, kernels, group)
         self._head_norm = _head_norm(config, weights)
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
         self._multiplier = config.multipliers.residual
+        self._rope_kind = None if config.window_rope is None else int(config.layer_windows[index] is not None)
+        self._whole_norms: list[tuple[slice, Tensor]] = []  # columns of the projection, and the norm over all of them
+        if config.has_whole_qk_norm:
+            queries = config.num_heads * config.head_dim
+            columns = slice(queries), slice(queries, queries + config.num_kv_heads * config.head_dim)
+            self._whole_norms = list(zip(columns, (weights.vector("q_norm"), weights.vector("k_norm")), strict=True))
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         """See ``models.decoder.Layer.attend``."""
-        given = SumNorm(residual, pending, self._input_norm, self._eps)
-        heads = self._qkv.multiply_normed(given, self._qkv_bias, self._kernels)  # [T, (H+2G)E]
+        if self._input_norm is None:
+            residual = residual if pending is None else residual.add_(pending)
+            heads = self._qkv.multiply(residual, self._qkv_bias, self._kernels)  # [T, (H+2G)E]
+        else:
+            given = SumNorm(residual, pending, self._input_norm, self._eps)
+            heads = self._qkv.multiply_normed(given, self._qkv_bias, self._kernels)
+        for columns, weight in self._whole_norms:
+            heads[:, columns] = self._kernels.rms_norm(heads[:, columns].contiguous(), weight, self._eps)
+        if self._rope_kind is not None:
+            rope = rope[0][self._rope_kind], rope[1][self._rope_kind]
         if not self._is_rotated:
             rope = torch.ones_like(rope[0]), torch.zeros_like(rope[1])
         return view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
@@ -258,17 +275,23 @@ class DenseLayer:
         projected = self._group.all_reduce(
             self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)
         )  # [T', D]
-        given = SumNorm(residual, self._scaled(projected), self._post_norm, self._eps)
-        return self._scaled(self._group.all_reduce(self._mlp.of_norm(given)))
+        projected = self._ended(projected, self._attention_out_norm)
+        if self._post_norm is None:
+            output = self._mlp(residual.add_(projected))
+        else:
+            output = self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps))
+        return self._ended(self._group.all_reduce(output), self._mlp_out_norm)
 
-    def _scaled(self, output: Tensor) -> Tensor:
+    def _ended(self, output: Tensor, norm: Tensor | None) -> Tensor:
+        """An output as it is added to the residual stream."""
+        output = output if norm is None else self._kernels.rms_norm(output, norm, self._eps)
         return output if self._multiplier == 1.0 else output.mul_(self._multiplier)
 
 
 def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:
     """Norms of q and k as one over ``[T, H+G, E]``, so that both cost one call."""
     sinks = weights.optional("sinks")
-    if not config.qk_norm:
+    if not config.qk_norm:  # also where whole projections are normed: before this
         return HeadNorm(None, config.rms_norm_eps, sinks)
     q, k = weights.vector("q_norm"), weights.vector("k_norm")
     per_head = torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))  # [H+G, E]

@@ -53,7 +53,7 @@ def _phi3_settings(settings: Settings) -> Settings:
 
 
 def _phi3(settings: Settings) -> Recipe:
-    return {"is_fused": True, **windows_of_all_layers(settings)}
+    return {"has_fused_qkv": True, "has_fused_gate_up": True, **windows_of_all_layers(settings)}
 
 
 LLAMA = Family(defaults={"bos_token_id": 1, "eos_token_id": 2}, recipe=_llama)

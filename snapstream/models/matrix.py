@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import WeightFormat
-from snapstream.config.model import WeightDType
+from snapstream.config.model import Activation, WeightDType
 from snapstream.kernels import groups, memory, reference
 from snapstream.kernels.formats import FP8, FP8_MAX
 from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm
-from snapstream.kernels.pytorch import clamped_swiglu
+from snapstream.kernels.pytorch import clamped_swiglu, geglu
 from snapstream.kernels.reference import BLOCK
 from snapstream.models.sharding import dequantized_block
 
@@ -175,9 +175,10 @@ class Matrix:
         return self.multiply(kernels.normed(given), bias, kernels)
 
     def swiglu(
-        self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
-    ) -> Tensor:
-        """``down(silu(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``.
+        self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
+        activation: Activation = "silu",
+    ) -> Tensor:  # fmt: skip
+        """``down(act(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``.
 
         x ``[T, D]`` is the norm of ``given``, or ``given``; ``biases`` are this matrix's and that of ``down``.
         """
@@ -185,7 +186,8 @@ class Matrix:
             gate_up = self.multiply(given, biases[0], kernels)  # [T, 2I]
         else:
             gate_up = self.multiply_normed(given, biases[0], kernels)
-        return down.multiply(kernels.swiglu(gate_up), biases[1], kernels)
+        inner = kernels.swiglu(gate_up) if activation == "silu" else geglu(gate_up)
+        return down.multiply(inner, biases[1], kernels)
 
     def swiglu_grouped(
         self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels, parts: ExpertParts = _NO_PARTS

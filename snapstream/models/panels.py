@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import DType, WeightFormat
+from snapstream.config.model import Activation
 from snapstream.kernels import memory
 from snapstream.kernels.cpu.looped import panels, prompt
 from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack, address
@@ -129,12 +130,14 @@ class PanelMatrix(Matrix):
         return prompt.normed_linear(self.library, self._prefill_stack, given, bias)
 
     def swiglu(
-        self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels
-    ) -> Tensor:
+        self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
+        activation: Activation = "silu",
+    ) -> Tensor:  # fmt: skip
         """One native call if gate and up are whole panels."""
         if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL or down._inputs == "int8":
-            return super().swiglu(down, given, biases, kernels)
-        return prompt.swiglu(self.library, (self._prefill_stack, down._prefill_stack), given, biases)
+            return super().swiglu(down, given, biases, kernels, activation)
+        stacks = self._prefill_stack, down._prefill_stack
+        return prompt.swiglu(self.library, stacks, given, biases, activation)
 
     def swiglu_grouped(
         self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels, parts: ExpertParts = _NO_PARTS

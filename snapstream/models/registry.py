@@ -31,10 +31,12 @@ from snapstream.models.config_json import (
 )
 from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from snapstream.models.family import Family, sliding_window
-from snapstream.models.glm import GLM4_MOE, GLM4_MOE_LITE
+from snapstream.models.gemma import GEMMA3
+from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.llama import ERNIE4_5, GRANITE, LLAMA, PHI3, SEED_OSS
 from snapstream.models.mistral import MINISTRAL, MISTRAL, MIXTRAL
+from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
 from snapstream.models.quantization import has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN3, QWEN3_MOE
 from snapstream.models.smollm import SMOLLM3
@@ -59,7 +61,12 @@ FAMILIES: Registry[Family] = Registry(
         "SmolLM3ForCausalLM": SMOLLM3,
         "SeedOssForCausalLM": SEED_OSS,
         "Ernie4_5ForCausalLM": ERNIE4_5,
+        "Exaone4ForCausalLM": EXAONE4,
+        "Gemma3ForCausalLM": GEMMA3,
+        "Glm4ForCausalLM": GLM4,
         "GraniteForCausalLM": GRANITE,
+        "Olmo2ForCausalLM": OLMO2,
+        "Olmo3ForCausalLM": OLMO3,
         "Phi3ForCausalLM": PHI3,
     },
 )
@@ -165,9 +172,10 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
     settings = family.complete(settings)
     hidden, heads = whole_number(settings, "hidden_size"), whole_number(settings, "num_attention_heads")
     max_position = whole_number(settings, "max_position_embeddings")
-    rope = parse_rope(settings, max_position, is_partial=family.is_partly_rotated)
-    rope = replace(rope, is_interleaved=family.is_interleaved)
     recipe = family.recipe(settings)
+    if not family.has_rope_by_kind:
+        recipe["rope"] = parse_rope(settings, max_position, is_partial=family.is_partly_rotated)
+    rope = replace(recipe["rope"], is_interleaved=family.is_interleaved)
     plain: dict[str, Any] = dict(
         architecture=architecture,
         vocab_size=whole_number(settings, "vocab_size"),
@@ -184,7 +192,7 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=next(iter(token_ids(settings, "bos_token_id")), None),
         eos_token_ids=token_ids(settings, "eos_token_id"),
     )
-    return ModelConfig(**{**plain, **recipe})
+    return ModelConfig(**{**plain, **recipe, "rope": rope})
 
 
 def find_refusals(settings: Mapping[str, Any]) -> list[str]:
@@ -216,7 +224,7 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
         )
     reasons += _number_refusals(settings)
     activation = settings.get("hidden_act", "silu")
-    if activation != "silu":
+    if activation != "silu" and not family.has_own_activation:
         reasons.append(f"hidden_act is {activation!r}; only 'silu' is supported")
     return reasons
 

@@ -159,10 +159,13 @@ def rank_config(
         raise ValueError(f"a vocabulary of {model.vocab_size} leaves some of {size} ranks without a line")
     if parallel.attention == "dp" and model.latent is None:
         raise ValueError("attention is 'dp', which needs latent attention; this model keeps keys and values per head")
-    if model.is_fused:
+    if model.has_fused_qkv or model.has_fused_gate_up:
+        fused = "q, k and v" if model.has_fused_qkv else "gate and up"
         raise ValueError(
-            f"{model.architecture} checkpoints have q, k and v in one tensor, which is not split over ranks; use 1 rank"
+            f"{model.architecture} checkpoints have {fused} in one tensor, which is not split over ranks; use 1 rank"
         )
+    if model.has_whole_qk_norm:
+        raise ValueError(f"{model.architecture} norms all heads together, which are not split over ranks; use 1 rank")
     num_heads, num_kv_heads = (
         (model.num_heads, model.num_kv_heads) if parallel.attention == "dp" else _own_heads(model, size)
     )

@@ -8,7 +8,7 @@ this list. The router stays in fp32: it is small, and a rounded score changes th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from snapstream.config import DType, ModelConfig
@@ -38,6 +38,7 @@ class TensorSpec:
     is_float: bool = False  # not quantized on this rank, because its shard cuts through quantization groups
     # The checkpoint has the matrices transposed, [.., in, out]; ``row_order`` and ``shard_dim`` count as stored here.
     is_transposed: bool = False
+    offset: float = 0.0  # what is added to the numbers of the checkpoint
     is_dense: bool = False  # a matrix in the dtype of the computation, whatever the format of the others
 
     def layers_of(self, num_layers: int) -> range:
@@ -106,6 +107,12 @@ def vector(size: int, name: str) -> TensorSpec:
     return TensorSpec(shape=(size,), parts={name: ()}, is_matrix=False)
 
 
+def norm(config: ModelConfig, size: int, name: str) -> TensorSpec:
+    """The weight of an RMSNorm; with an offset in fp32, as the sum is computed."""
+    dtype: DType | None = "float32" if config.norm_offset else None
+    return replace(vector(size, name), offset=config.norm_offset, dtype=dtype)
+
+
 def gate_up_parts(prefix: str, kind: str, inner: int) -> dict[str, tuple[Place, ...]]:
     """Gate and up projection of an MLP as one matrix."""
     return {f"{prefix}.gate_proj.{kind}": (slice(inner),), f"{prefix}.up_proj.{kind}": (slice(inner, None),)}
@@ -119,11 +126,11 @@ def outer_tensors(config: ModelConfig) -> TensorSpecs:
         shape = (config.own_vocab, hidden)
         return TensorSpec(shape=shape, parts={name: ()}, per_layer=False, shard_dim=0, is_padded=True)
 
+    names = dict(zip(("input_norm", "attention_out_norm", "post_norm", "mlp_out_norm"), config.norms, strict=True))
     specs = {
         "embed": table("model.embed_tokens.weight"),
-        "input_norm": vector(hidden, "input_layernorm.weight"),
-        "post_norm": vector(hidden, "post_attention_layernorm.weight"),
-        "final_norm": TensorSpec(shape=(hidden,), parts={"model.norm.weight": ()}, per_layer=False, is_matrix=False),
+        **{name: norm(config, hidden, f"{part}.weight") for name, part in names.items() if part is not None},
+        "final_norm": replace(norm(config, hidden, "model.norm.weight"), per_layer=False),
     }
     if not config.tie_word_embeddings:
         specs["lm_head"] = table("lm_head.weight")
@@ -138,12 +145,12 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
     orders, size = head_orders(config), queries + 2 * keys
 
     def qkv(kind: str) -> dict[str, tuple[Place, ...]]:
-        if config.is_fused:
+        if config.has_fused_qkv:
             return {f"self_attn.qkv_proj.{kind}": ()}
         return {f"self_attn.{name}_proj.{kind}": (cut,) for name, cut in cuts.items()}
 
     def ordered(kind: str) -> Mapping[str, Sequence[int]]:
-        if config.is_fused and orders:
+        if config.has_fused_qkv and orders:
             keys_order = tuple(queries + row for row in orders["k"])
             return {f"self_attn.qkv_proj.{kind}": (*orders["q"], *keys_order, *range(queries + keys, size))}
         return {f"self_attn.{name}_proj.{kind}": order for name, order in orders.items()}
@@ -166,7 +173,12 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
         for name in ("q", "k"):
             part = f"self_attn.{name}_norm.weight"
             order = {part: orders[name][:head_dim]} if orders else {}
-            specs[f"{name}_norm"] = TensorSpec(shape=(head_dim,), parts={part: ()}, is_matrix=False, row_order=order)
+            specs[f"{name}_norm"] = replace(norm(config, head_dim, part), row_order=order)
+    if config.has_whole_qk_norm:
+        for name, rows in (("q", queries), ("k", keys)):
+            part = f"self_attn.{name}_norm.weight"
+            order = {part: orders[name]} if orders else {}
+            specs[f"{name}_norm"] = replace(norm(config, rows, part), row_order=order)
     return specs
 
 
@@ -179,7 +191,9 @@ def mlp_tensors(config: ModelConfig) -> TensorSpecs:
     specs = {
         "gate_up": TensorSpec(
             shape=(2 * inner, hidden),
-            parts={"mlp.gate_up_proj.weight": ()} if config.is_fused else gate_up_parts("mlp", "weight", inner),
+            parts={"mlp.gate_up_proj.weight": ()}
+            if config.has_fused_gate_up
+            else gate_up_parts("mlp", "weight", inner),
             layers=layers,
             shard_dim=0,
             is_padded=True,

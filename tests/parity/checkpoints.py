@@ -61,6 +61,30 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                              "original_max_position_embeddings": 64, "short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 1.7],
                              "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0]}},
     ),
+    "glm4": ("Glm4Config", {"head_dim": 16, "num_key_value_heads": 1, "num_attention_heads": 6}),
+    "olmo2": ("Olmo2Config", {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}),
+    "olmo3": (
+        "Olmo3Config",
+        {"sliding_window": 21, "num_hidden_layers": 4, "num_key_value_heads": 1,
+         "rope_parameters": {
+             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+             "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0,
+                                "original_max_position_embeddings": 64}}},
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": 33, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"sliding_window": 21, "head_dim": 20, "num_key_value_heads": 1, "query_pre_attn_scalar": 12,
+         "tie_word_embeddings": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "rope_parameters": {
+             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+             "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0}}},
+    ),
+    "gemma3-panels": (
+        "Gemma3TextConfig",
+        {"sliding_window": 40, "head_dim": 32, "intermediate_size": 64, "tie_word_embeddings": True,
+         "sliding_window_pattern": 3},
+    ),
     "gpt-oss": (
         "GptOssConfig",
         {"num_local_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 24, "head_dim": 20,

@@ -26,6 +26,7 @@ from snapstream.config import (
     ReselectionConfig,
     WeightFormats,
 )
+from snapstream.config.model import LayerNorms, Multipliers
 from snapstream.exec import eager as decode_eager
 from snapstream.exec import prefill
 from snapstream.exec.eager import EagerDecode
@@ -180,6 +181,7 @@ ROPES: list[dict[str, Any] | None] = [
     {"rope_type": "linear", "factor": 4.0},
     {"rope_type": "dynamic", "factor": 4.0},
     {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    {"rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 64},
 ]
 
 
@@ -204,11 +206,37 @@ def models(draw: st.DrawFn, *, multiple: int = 1) -> ModelConfig:
     if family == "Llama":
         found |= {"attention_bias": draw(st.booleans()), "mlp_bias": draw(st.booleans())}
     rope = draw(st.sampled_from(ROPES))
+    if rope is not None and rope["rope_type"] == "longrope":
+        pairs = found["head_dim"] // 2
+        rope = rope | {"short_factor": [1.5] * pairs, "long_factor": [2.0 + i for i in range(pairs)]}
     if rope is not None and found["head_dim"] > 2:
         found |= {"rope_scaling": rope, "max_position_embeddings": 64 if rope["rope_type"] == "dynamic" else 4096}
     model = model_config_from_dict(found)
-    share = draw(st.sampled_from([1.0, 0.5])) if model.head_dim % 8 == 0 else 1.0  # no dense family has it today
-    return replace(model, rope=replace(model.rope, partial_rotary_factor=share))
+    share = draw(st.sampled_from([1.0, 0.5])) if model.head_dim % 8 == 0 and model.rope.kind != "longrope" else 1.0
+    model = replace(model, rope=replace(model.rope, partial_rotary_factor=share))
+    return with_parts(draw, model) if draw(st.booleans()) else model
+
+
+def with_parts(draw: st.DrawFn, model: ModelConfig) -> ModelConfig:
+    """The model with other parts of the recipe, which no one family has together."""
+    norms = draw(st.sampled_from([LayerNorms(), LayerNorms("a", "b", "c", "d"), LayerNorms(None, "b", None, "d")]))
+    factors = st.sampled_from([0.5, 1.0, 3.0])
+    is_whole = model.rope.partial_rotary_factor == 1.0
+    window = draw(st.sampled_from([None, 1, 5, 16]))
+    return replace(
+        model,
+        norms=norms,
+        norm_offset=draw(st.sampled_from([0.0, 1.0])),
+        activation=draw(st.sampled_from(["silu", "gelu_tanh"])),
+        qk_norm=False,
+        has_whole_qk_norm=draw(st.booleans()),
+        multipliers=Multipliers(
+            embedding=draw(factors), logits=draw(factors), residual=1.0 if norms.has_outputs else draw(factors),
+            attention=draw(factors) if is_whole else 1.0,
+        ),
+        windows=None if window is None else (window, None)[: model.num_layers],
+        window_rope=None if window is None else replace(model.rope, kind="default", theta=500.0),
+    )  # fmt: skip
 
 
 def runner_of(

@@ -92,6 +92,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0, "tie_word_embeddings": True},
         8_170_864_640,
     ),
+    "gemma-3-1b-it": (
+        {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "final_logit_softcapping": None,
+         "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+         "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+         "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+         "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144},
+        999_885_952,
+    ),
+    "OLMo-2-1124-7B": (
+        {"architectures": ["Olmo2ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+         "rms_norm_eps": 1e-06, "rope_theta": 500000, "vocab_size": 100352},
+        7_298_617_344,
+    ),
 }  # fmt: skip
 
 
@@ -101,10 +115,31 @@ def test_published_models_have_their_number_of_parameters(name: str) -> None:
     assert num_parameters(model_config_from_dict(settings)) == count
 
 
-def test_fused_projections_are_not_split() -> None:
-    model = model_config_from_dict(PUBLISHED["Phi-4-mini-instruct"][0])
-    with pytest.raises(ValueError, match="Phi3ForCausalLM checkpoints have q, k and v in one tensor.*use 1 rank"):
-        rank_config(model, ParallelConfig(size=2))
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Phi-4-mini-instruct", "Phi3ForCausalLM checkpoints have q, k and v in one tensor.*use 1 rank"),
+        ("OLMo-2-1124-7B", "Olmo2ForCausalLM norms all heads together.*use 1 rank"),
+    ],
+)
+def test_not_split_over_ranks(name: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        rank_config(model_config_from_dict(PUBLISHED[name][0]), ParallelConfig(size=2))
+
+
+@pytest.mark.parametrize("name", ["granite-3.3-8b-instruct", "gemma-3-1b-it", "OLMo-2-1124-7B"])
+def test_the_gpu_kernel_refuses_other_recipes(name: str) -> None:
+    model = replace(model_config_from_dict(PUBLISHED[name][0]), windows=None, window_rope=None, head_dim=128)
+    config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
+    assert f"{model.architecture} has " in str(executor_of("looped", "cuda").why_not(model, config))
+
+
+def test_gemma_3_rotates_layers_with_windows_otherwise() -> None:
+    settings = PUBLISHED["gemma-3-1b-it"][0]
+    model = model_config_from_dict({**settings, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}})
+    assert model.layer_windows == ((512,) * 5 + (None,)) * 4 + (512, 512)
+    assert model.window_rope == RopeConfig(theta=10000.0)
+    assert (model.rope.kind, model.rope.theta, model.rope.factor) == ("linear", 1e6, 8.0)
 
 
 def test_layers_without_rope() -> None:
@@ -290,6 +325,17 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {**LLAMA, "architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
         "logits_scaling is 0; it must be a number over",
     ),
+    (
+        {**PUBLISHED["gemma-3-1b-it"][0], "final_logit_softcapping": 30.0, "use_bidirectional_attention": True},
+        "final_logit_softcapping is 30.0; only models without soft caps.*only causal attention",
+    ),
+    ({**PUBLISHED["gemma-3-1b-it"][0], "hidden_activation": "silu"}, "hidden_activation is 'silu'; only 'gelu_py"),
+    ({**PUBLISHED["gemma-3-1b-it"][0], "sliding_window": None}, "sliding_window is null"),
+    ({**PUBLISHED["gemma-3-1b-it"][0], "rope_parameters": {"full_attention": 3}}, "rope settings of each kind"),
+    (
+        {**LLAMA, "architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG", "sliding_window": 8},
+        "sliding_window_pattern is 'LLLG'; without layer_types",
+    ),
     ({**LLAMA, "rope_scaling": {"type": "spiral"}}, "rope type 'spiral' is not supported .*default, linear"),
     ({**LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope_section"),
     ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
@@ -409,16 +455,20 @@ OTHER_VALUES: dict[str, Any] = {
     "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"], "n_group": 16, "topk_group": 10,
     "topk_method": "group_limited_greedy", "norm_topk_prob": True, "routed_scaling_factor": 3.5,
     "no_rope_layers": [1, 0, 1, 1, 0], "no_rope_layer_interval": 3, "attention_out_bias": True, "use_bias": True,
+    "query_pre_attn_scalar": 24,
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 8.0,
     "num_nextn_predict_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+TEXT_CONFIGS = ("Gemma3ForCausalLM",)
+WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM")
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
 
 def config_class_of(architecture: str) -> Any:
     import transformers
 
-    return getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+    name = architecture.removesuffix("ForCausalLM") + ("TextConfig" if architecture in TEXT_CONFIGS else "Config")
+    return getattr(transformers, name)
 
 
 def other_values(architecture: str) -> dict[str, Any]:
@@ -430,6 +480,10 @@ def other_values(architecture: str) -> dict[str, Any]:
     if architecture == "GptOssForCausalLM":
         settings |= {"sliding_window": 77, "swiglu_alpha": 1.5, "swiglu_limit": 5.0}  # layer_types has windows
         settings.pop("rope_theta")  # without rope settings its config class ignores it
+    if architecture in WINDOW_NAMES:
+        settings["sliding_window"] = 77
+    if architecture == "Gemma3ForCausalLM":
+        settings |= {"sliding_window_pattern": 3, "rope_local_base_freq": 3e4}
     if architecture in LATENT_NAMES:
         settings["attention_bias"] = False
         settings.pop("head_dim", None)  # of these, another name of qk_rope_head_dim

@@ -51,10 +51,15 @@ struct Ranks {  // processes of one machine that compute every step together, ea
 struct Model {  // of a rank: heads, inner sizes and the lines of embed and head are its share, all else is whole
     int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
     Stack embed, qkv, o, gate_up, down, head;
-    const float *input_norm, *post_norm;                        // [L, D]
+    const float *input_norm, *post_norm;                        // [L, D], or both null
+    const float *attention_out_norm, *mlp_out_norm;             // [L, D]: of outputs before they are added; or null
     const float* final_norm;                                    // [D]
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [L, out], or null
-    const float *q_norm, *k_norm;                               // [L, E], or null
+    const float *q_norm, *k_norm;                               // [L, E], whole [L, H E] and [L, G E], or null
+    int64_t has_whole_qk_norm;                                  // one norm over all heads of q, and one of k
+    int64_t is_gelu;                                            // of gate; else SiLU
+    const float* window_frequencies;                            // [rotated / 2], of layers with windows; or null
+    float window_rope_scale;
     const float* sinks;                                         // [L, H]: a logit in each softmax, or null
     const float* frequencies;                                   // [rotated / 2]
     int64_t rotated;                                            // numbers of a head; the pairs after them stand still
@@ -140,7 +145,7 @@ struct Passing {  // tokens that pass one matrix, or the two of an MLP; numbers 
     Stack matrix, down;  // down.rows 0: none; else the halves of what matrix gives are gate and up, and this is next
     const float *bias, *down_bias;  // or null
     float* out;                     // [T, out]
-    int64_t tokens;
+    int64_t tokens, is_gelu;
     float eps;
 };
 

@@ -35,10 +35,13 @@ inline int64_t length(Work& w, int64_t b) { return region(w, 0, b, 0).length; }
 inline int64_t num_parts(Work& w, int64_t b) { return region(w, 0, b, 0).parts(); }
 inline int64_t slot(Work& w, int64_t b) { return region(w, 0, b, 0).slot; }
 
-// One head normed and, unless angle is null, rotated: out [E].
-inline void rotated_head(Work& w, const float* head, const float* weight, const float* angle, float* out) {
+// One head normed and, unless angle is null, rotated: out [E]. all: the heads that are normed together, `heads` of them.
+inline void rotated_head(Work& w, const float* head, const float* weight, const float* angle, float* out,
+                         const float* all, int64_t heads) {
     const int64_t size = w.model.head_dim, half = size / 2;
-    const float factor = weight ? norm_factor(head, size, w.model.eps) : 1.0f;
+    const bool whole = w.model.has_whole_qk_norm;
+    const float factor = weight ? norm_factor(whole ? all : head, whole ? heads * size : size, w.model.eps) : 1.0f;
+    if (weight && whole) weight += head - all;
     for (int64_t i = 0; i < half; ++i) {
         const float low = weight ? head[i] * factor * weight[i] : head[i];
         const float high = weight ? head[half + i] * factor * weight[half + i] : head[half + i];
@@ -84,12 +87,16 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     const float k_scale = has_head_scales ? rows.key_scales[head] : 1.0f;
     const float v_scale = has_head_scales ? rows.value_scales[head] : 1.0f;
     const float *own = w.engine.heads + b * (w.model.heads + 2 * w.model.kv_heads) * size,
-        *angle = w.model.rotated_layers && !w.model.rotated_layers[layer] ? nullptr : w.engine.angles + b * size;
+        *angle = w.engine.angles + (w.model.window_frequencies && rows.windows[layer] ? w.step.batch + b : b) * size;
+    if (w.model.rotated_layers && !w.model.rotated_layers[layer]) angle = nullptr;
+    const float *queries = own, *keys = own + w.model.heads * size;
     float *q = w.scratch, *rest = w.scratch + group * size;
-    const float* q_norm = w.model.q_norm ? w.model.q_norm + layer * size : nullptr;
-    const float* k_norm = w.model.k_norm ? w.model.k_norm + layer * size : nullptr;
+    const bool whole = w.model.has_whole_qk_norm;
+    const int64_t q_normed = whole ? w.model.heads : 1, k_normed = whole ? w.model.kv_heads : 1;
+    const float* q_norm = w.model.q_norm ? w.model.q_norm + layer * q_normed * size : nullptr;
+    const float* k_norm = w.model.k_norm ? w.model.k_norm + layer * k_normed * size : nullptr;
     for (int64_t r = 0; r < group; ++r)
-        rotated_head(w, own + (kv_head * group + r) * size, q_norm, angle, q + r * size);
+        rotated_head(w, queries + (kv_head * group + r) * size, q_norm, angle, q + r * size, queries, q_normed);
     if (rows.queries && part == 0) {
         const int64_t kept = rows.next_position[row] % rows.kept_queries;
         const int64_t place = (layer * rows.num_rows + row) * rows.kept_queries + kept;
@@ -99,7 +106,7 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     for (int64_t i = 0; i < group * size; ++i) q[i] *= factor;
     const int64_t at = seen.slot, begin = part * PART, end = std::min(begin + PART, seen.length);
     if (begin <= at && at < end) {
-        rotated_head(w, own + (w.model.heads + kv_head) * size, k_norm, angle, rest);
+        rotated_head(w, keys + kv_head * size, k_norm, angle, rest, keys, k_normed);
         const float* value = own + (w.model.heads + w.model.kv_heads + kv_head) * size;
         stored.put(rest, at, k_scale, stored.keys, stored.key_scales);
         stored.put(value, at, v_scale, stored.values, stored.value_scales);

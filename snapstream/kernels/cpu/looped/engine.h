@@ -92,8 +92,10 @@ inline int64_t parts_of(const RowTable& rows) { return (rows.slots + 1023) / 102
 // The buffers of every step, cut as those above: what is counted is what is taken.
 struct StepBuffers {
     // Of a batch of B: residual stream [B, D], projected heads [B, (H+2G)E], gate and up [B, 2I]; packed activations;
-    // angles [B, E]: cosines, then sines; what parts of rows found; [B, H * E], where the next product takes codes.
-    float *residual, *heads, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended;
+    // angles [B, E]: cosines, then sines, and those of layers with windows, where these differ; what parts of rows found;
+    // [B, H * E], where the next product takes codes; [B, D]: outputs that are normed before they are added.
+    float *residual, *heads, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
+        *outputs;
     std::vector<float*> scratch;  // of each thread
 
     StepBuffers(const Model& model, const RowTable& rows, int64_t batch, int threads, Cut& cut);

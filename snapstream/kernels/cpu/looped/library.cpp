@@ -22,11 +22,12 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     heads = cut(batch * (model.heads + 2 * model.kv_heads) * model.head_dim);
     gate_up = cut(batch * 2 * model.inner);
     packed = cut(batch * padded(widest_input(model)));
-    angles = cut(batch * model.head_dim);
+    angles = cut((model.window_frequencies ? 2 : 1) * batch * model.head_dim);
     part_peaks = cut(parts);
     part_totals = cut(parts);
     part_mixed = cut(parts * model.head_dim);
     attended = cut(takes_codes(model.o) ? batch * model.heads * model.head_dim : 0);
+    outputs = cut(model.attention_out_norm ? batch * model.hidden : 0);
     for (int i = 0; i < threads; ++i) scratch.push_back(cut(own));
 }
 

@@ -12,6 +12,7 @@ from ctypes import addressof, byref, c_int32, c_int64
 import torch
 from torch import Tensor
 
+from snapstream.config.model import Activation
 from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.cpu.looped.library import (
     ALIGN_COLS,
@@ -111,9 +112,9 @@ def normed_linear(library: Library, stack: Stack, given: SumNorm, bias: Tensor |
 
 def swiglu(
     library: Library, matrices: tuple[Stack, Stack], given: SumNorm | Tensor,
-    biases: tuple[Tensor | None, Tensor | None],
+    biases: tuple[Tensor | None, Tensor | None], activation: Activation = "silu",
 ) -> Tensor:  # fmt: skip
-    """``down(silu(gate x) * up x)``, ``[T, D]`` fp32: x is the norm of a ``SumNorm``, ``[T, D]``, or ``given``.
+    """``down(act(gate x) * up x)``, ``[T, D]`` fp32: x is the norm of a ``SumNorm``, ``[T, D]``, or ``given``.
 
     ``matrices``: gate and up in one, each of whole panels, and down.
     """
@@ -122,7 +123,8 @@ def swiglu(
     bias, down_bias = biases
     _pass(
         library, given,
-        Passing(matrix=gate_up, down=down, bias=address(bias), down_bias=address(down_bias), out=address(out)),
+        Passing(matrix=gate_up, down=down, bias=address(bias), down_bias=address(down_bias), out=address(out),
+                is_gelu=activation == "gelu_tanh"),
     )  # fmt: skip
     return out
 

@@ -156,7 +156,7 @@ void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
             if (gated) {
                 float* ups = sums.data() + groups.tokens * PANEL;
                 multiply(matrix, own + panels * matrix.panel_bytes, first.of(range), groups, ups);
-                activate(second, Gated{}, p.bias, inner, sums.data(), ups, nullptr, begin, groups.tokens, panel * PANEL);
+                activate(second, Gated{0.0f, 0.0f, p.is_gelu != 0}, p.bias, inner, sums.data(), ups, nullptr, begin, groups.tokens, panel * PANEL);
             } else {
                 write(p, matrix, p.bias, sums.data(), begin, groups.tokens, panel * PANEL);
             }

@@ -164,10 +164,16 @@ INLINE vec exponential(vec x) {
 }
 
 // The activation of a gated MLP: silu(gate) * up. With a limit that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
-// gate at most `limit`, up within +-limit.
+// gate at most `limit`, up within +-limit. With is_gelu gelu(gate) * up by the tanh formula, since (1 + tanh(z)) / 2 is
+// sigmoid(2 z).
 struct Gated {
     float limit = 0.0f, alpha = 0.0f;
+    bool is_gelu = false;
     INLINE vec operator()(vec gate, vec up) const {
+        if (is_gelu) {
+            const vec z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+            return gate / (1.0f + exponential(-z)) * up;
+        }
         if (limit == 0.0f) return gate / (1.0f + exponential(-gate)) * up;
         const vec most = all(limit), least = all(-limit);
         gate = gate > most ? most : gate;

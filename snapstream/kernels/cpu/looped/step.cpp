@@ -27,10 +27,12 @@ void embed_token(Work& w, int64_t token, int64_t at) {
 }
 
 // Cosines and sines of a position (reference: ../../../models/rope.py).
-void angles_of(Work& w, int64_t position, float* out) {
+void angles_of(Work& w, int64_t position, bool is_window, float* out) {
     const int64_t half = (w.latent.rank ? w.latent.rope_dim : w.model.head_dim) / 2;
     const bool is_long = w.model.long_original && position + 1 > w.model.long_original;
     const float* frequencies = is_long ? w.model.long_frequencies : w.model.frequencies;
+    if (is_window) frequencies = w.model.window_frequencies;
+    const float scale = is_window ? w.model.window_rope_scale : w.model.rope_scale;
     float base = 0.0f;
     if (w.model.dynamic_original) {
         const float length = static_cast<float>(std::max(position + 1, w.model.dynamic_original));
@@ -47,8 +49,8 @@ void angles_of(Work& w, int64_t position, float* out) {
         const float share = 2.0f * i / w.model.rotated;
         const float frequency = w.model.dynamic_original ? 1.0f / std::pow(base, share) : frequencies[i];
         const float angle = static_cast<float>(position) * frequency;
-        out[i] = std::cos(angle) * w.model.rope_scale;
-        out[half + i] = std::sin(angle) * w.model.rope_scale;
+        out[i] = std::cos(angle) * scale;
+        out[half + i] = std::sin(angle) * scale;
     }
 }
 
@@ -56,7 +58,10 @@ void embed(Work& w) {
     w.share(w.step.batch, 1, [&](int64_t b) {
         const int64_t row = w.step.rows[b];
         embed_token(w, w.step.inputs ? w.step.inputs[b] : w.rows.last_token[row], b * w.model.hidden);
-        angles_of(w, w.rows.next_position[row] + ahead_of(w, b), w.engine.angles + b * w.model.head_dim);
+        const int64_t position = w.rows.next_position[row] + ahead_of(w, b);
+        angles_of(w, position, false, w.engine.angles + b * w.model.head_dim);
+        if (w.model.window_frequencies)
+            angles_of(w, position, true, w.engine.angles + (w.step.batch + b) * w.model.head_dim);
     });
 }
 
@@ -127,7 +132,9 @@ void choose_tokens(Work& w) {
 
 void attention_stage(Work& w, int64_t layer, int64_t stage) {
     switch (stage) {
-        case 0: return norm_input(w, w.model.input_norm + layer * w.model.hidden, w.model.qkv, AFTER_MLP);
+        case 0:
+            return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), w.model.qkv, AFTER_MLP,
+                              layer ? norm_of_layer(w, w.model.mlp_out_norm, layer - 1) : nullptr);
         case 1: return project(w, w.model.qkv, layer, w.model.qkv_bias, w.engine.heads);
         case 2: return attend_rows(w, layer);
         default: return add_product(w, w.model.o, layer, w.model.o_bias, AFTER_ATTENTION);
@@ -153,7 +160,9 @@ void latent_stage(Work& w, int64_t layer, int64_t stage) {
 
 void mlp_stage(Work& w, int64_t layer, int64_t stage) {
     switch (stage) {
-        case 0: return norm_input(w, w.model.post_norm + layer * w.model.hidden, w.model.gate_up, AFTER_ATTENTION);
+        case 0:
+            return norm_input(w, norm_of_layer(w, w.model.post_norm, layer), w.model.gate_up, AFTER_ATTENTION,
+                              norm_of_layer(w, w.model.attention_out_norm, layer));
         case 1: return expand_tokens(w, layer);
         case 2: return activate_mlp(w);
         default: return add_product(w, w.model.down, layer, w.model.down_bias, AFTER_MLP,
@@ -200,7 +209,9 @@ void run(Work& w) {
         if (stage == 0) embed(w);
         else if (stage <= w.model.layers * layer_stages(w.model))
             layer_stage(w, (stage - 1) / layer_stages(w.model), (stage - 1) % layer_stages(w.model));
-        else if (stage == num_stages(w.model) - 2) norm_input(w, w.model.final_norm, w.model.head, AFTER_MLP);
+        else if (stage == num_stages(w.model) - 2) 
+            norm_input(w, w.model.final_norm, w.model.head, AFTER_MLP,
+                       norm_of_layer(w, w.model.mlp_out_norm, w.model.layers - 1));
         else head_stage(w);
         w.clear_next();
         end_stage(w, stage);

@@ -49,28 +49,6 @@ struct Work {
 // Tokens of its row that are fed before it in this step.
 inline int64_t ahead_of(const Work& w, int64_t b) { return w.step.ahead ? w.step.ahead[b] : 0; }
 
-// Adds the ranks' partial sums of token b to the residual stream, before it is read.
-inline void settle(Work& w, Turn turn, int64_t b) {
-    const RankGroup& ranks = w.ranks;
-    if (ranks.is_alone()) return;
-    const int64_t size = w.model.hidden, first = b * size;
-    float* x = w.engine.residual + first;
-    const auto add = [&](int64_t begin, int64_t count) {
-        vec sum = load_some(ranks.part(turn, 0) + first + begin, count);
-        for (int64_t rank = 1; rank < ranks.size; ++rank)
-            sum += load_some(ranks.part(turn, rank) + first + begin, count);
-        return load_some(x + begin, count) + sum;
-    };
-    int64_t i = 0;
-    for (; i + W <= size; i += W) store(x + i, add(i, W));
-    float rest[W];
-    store(rest, add(i, size - i));
-    std::copy(rest, rest + size - i, x + i);
-}
-
-// This rank's partial sum, [B, D].
-inline float* own_part(Work& w, Turn turn) { return w.ranks.part(turn, w.ranks.rank); }
-
 inline float norm_factor(const float* x, int64_t count, float eps) {
     vec sum = {};
     int64_t i = 0;
@@ -78,6 +56,39 @@ inline float norm_factor(const float* x, int64_t count, float eps) {
     const vec rest = load_some(x + i, count - i);
     return 1.0f / std::sqrt(sum_of(sum + rest * rest) / static_cast<float>(count) + eps);
 }
+
+// Adds the ranks' partial sums of token b to the residual stream, before it is read. With the weight of an output norm
+// their norm is added; one rank's output then lies in `outputs`.
+inline void settle(Work& w, Turn turn, int64_t b, const float* out_norm = nullptr) {
+    const RankGroup& ranks = w.ranks;
+    if (ranks.is_alone() && !out_norm) return;
+    const int64_t size = w.model.hidden, first = b * size;
+    float *x = w.engine.residual + first, *own = out_norm ? w.engine.outputs + first : x;
+    const auto add = [&](int64_t begin, int64_t count) {
+        vec sum = load_some(ranks.part(turn, 0) + first + begin, count);
+        for (int64_t rank = 1; rank < ranks.size; ++rank)
+            sum += load_some(ranks.part(turn, rank) + first + begin, count);
+        return out_norm ? sum : load_some(x + begin, count) + sum;
+    };
+    if (!ranks.is_alone()) {
+        int64_t i = 0;
+        for (; i + W <= size; i += W) store(own + i, add(i, W));
+        float rest[W];
+        store(rest, add(i, size - i));
+        std::copy(rest, rest + size - i, own + i);
+    }
+    if (!out_norm) return;
+    const float factor = norm_factor(own, size, w.model.eps);
+    for (int64_t i = 0; i < size; ++i) x[i] += own[i] * factor * out_norm[i];
+}
+
+// Of a stack of norms [L, D], or null.
+inline const float* norm_of_layer(const Work& w, const float* norms, int64_t layer) {
+    return norms ? norms + layer * w.model.hidden : nullptr;
+}
+
+// This rank's partial sum, [B, D].
+inline float* own_part(Work& w, Turn turn) { return w.ranks.part(turn, w.ranks.rank); }
 
 template <class Emit>  // emit(first row, rows, sums [B][32])
 void product(Work& w, const Stack& stack, int64_t layer, const float* packed, Emit emit) {
@@ -107,11 +118,12 @@ inline void project(Work& w, const Stack& stack, int64_t layer, const float* bia
     });
 }
 
-// To the residual stream, or to this rank's part of the sum.
+// To the residual stream, or to where `settle` takes it from.
 inline void add_product(Work& w, const Stack& stack, int64_t layer, const float* bias, Turn turn,
                         const float* packed = nullptr) {
     const float multiplier = w.model.residual_multiplier;
     if (!w.ranks.is_alone()) return project(w, stack, layer, bias, own_part(w, turn), packed, multiplier);
+    if (w.model.attention_out_norm) return project(w, stack, layer, bias, w.engine.outputs, packed);
     const float* own = bias ? bias + layer * stack.rows : nullptr;
     product(w, stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
         for (int64_t b = 0; b < w.step.batch; ++b)
@@ -140,14 +152,16 @@ void make_input(Work& w, const Stack& matrix, Make make) {
     });
 }
 
-inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added) {
+// weight: null where the residual stream itself is read; out_norm: of what was added last, or null.
+inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added, const float* out_norm = nullptr) {
     w.share(w.step.batch, 1, [&](int64_t b) {
-        settle(w, added, b);
+        settle(w, added, b, out_norm);
         w.engine.factors[b] = norm_factor(w.engine.residual + b * w.model.hidden, w.model.hidden, w.model.eps);
     });
     w.end_part();
     make_input(w, next, [&](int64_t b, int64_t first, int64_t count, float* out) {
         const float *x = w.engine.residual + b * w.model.hidden, factor = w.engine.factors[b];
+        if (!weight) return void(std::copy(x + first, x + first + count, out));
         for (int64_t i = 0; i < count; ++i) out[i] = x[first + i] * factor * weight[first + i];
     });
 }
@@ -178,7 +192,7 @@ inline void activate_panel(Work& w, const Stack& down, const float* bias, int64_
         std::copy(bias + first, bias + first + PANEL, gate_bias);
         std::copy(bias + down.cols + first, bias + down.cols + first + PANEL, up_bias);
     }
-    const Gated gated = shares ? Gated{w.moe.limit, w.moe.alpha} : Gated{};
+    const Gated gated = shares ? Gated{w.moe.limit, w.moe.alpha} : Gated{0.0f, 0.0f, w.model.is_gelu != 0};
     for (int64_t t = 0; t < tokens; ++t, place.next()) {
         const float *gates = w.scratch + t * PANEL, *ups = gates + tokens * PANEL;
         const vec share = all(shares ? shares[t] : 1.0f);
@@ -203,11 +217,12 @@ inline void expand_tokens(Work& w, int64_t layer) {
 }
 
 inline void activate_mlp(Work& w) {  // where that is a stage of its own
+    const Gated gated{0.0f, 0.0f, w.model.is_gelu != 0};
     make_input(w, w.model.down, [&](int64_t b, int64_t first, int64_t count, float* out) {
         const float *gate = w.engine.gate_up + b * 2 * w.model.inner + first, *up = gate + w.model.inner;
         for (int64_t i = 0; i < count; i += W) {
             const int64_t some = std::min<int64_t>(W, count - i);
-            store(out + i, Gated{}(load_some(gate + i, some), load_some(up + i, some)));
+            store(out + i, gated(load_some(gate + i, some), load_some(up + i, some)));
         }
     });
 }

@@ -1,0 +1,70 @@
+"""Gemma 3, text: four norms a layer, GELU, windows with a rope of their own (arXiv 2503.19786). No torch."""
+
+from __future__ import annotations
+
+import math
+
+from snapstream.config.model import LayerNorms, Multipliers
+from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.family import (
+    Family,
+    Recipe,
+    attention_biases,
+    refuse_absent_window,
+    ropes_by_kind,
+    windows_by_type,
+)
+
+_NORMS = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+def _gemma3(settings: Settings) -> Recipe:
+    """query_pre_attn_scalar takes the place of E in 1 / sqrt(E)."""
+    step = whole_number(settings, "sliding_window_pattern")
+    windows = windows_by_type(settings, lambda layer: (layer + 1) % step != 0)
+    hidden, head_dim = whole_number(settings, "hidden_size"), whole_number(settings, "head_dim")
+    ropes = ropes_by_kind(
+        settings,
+        {"rope_theta": settings["rope_theta"], "rope_scaling": settings.get("rope_scaling")},
+        {"rope_theta": settings["rope_local_base_freq"]},
+    )
+    if not windows:
+        ropes.pop("window_rope")
+    scale = number(settings, "query_pre_attn_scalar", above=0.0)
+    return {
+        **attention_biases(settings), **windows, **ropes,
+        "activation": "gelu_tanh", "head_dim": head_dim, "multipliers": Multipliers(
+            embedding=math.sqrt(max(hidden, 1)), attention=math.sqrt(max(head_dim, 1) / scale)
+        ),
+        "norm_offset": 1.0, "norms": _NORMS, "qk_norm": True,
+    }  # fmt: skip
+
+
+def _refusals(settings: Settings) -> list[str]:
+    reasons = refuse_absent_window(settings)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if settings.get(name) is not None:
+            reasons.append(f"{name} is {settings[name]!r}; only models without soft caps are supported (as Gemma 3)")
+    if flag(settings, "use_bidirectional_attention"):
+        reasons.append("use_bidirectional_attention is true; only causal attention is supported")
+    if (activation := settings.get("hidden_activation")) != "gelu_pytorch_tanh":
+        reasons.append(f"hidden_activation is {activation!r}; only 'gelu_pytorch_tanh' is supported for Gemma 3")
+    if whole_number(settings, "sliding_window_pattern") < 1:
+        reasons.append(f"sliding_window_pattern is {settings['sliding_window_pattern']}; it must be >= 1")
+    return reasons
+
+
+GEMMA3 = Family(
+    defaults={
+        "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0,
+        "rope_theta": 1_000_000.0, "sliding_window": 4096, "sliding_window_pattern": 6, "tie_word_embeddings": True,
+    },
+    recipe=_gemma3,
+    refusals=_refusals,
+    has_windows=True,
+    has_own_activation=True,
+    has_rope_by_kind=True,
+)  # fmt: skip
