@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from figures.machine import describe
-from snapstream.kernels import memory
+from snapstream.startup.measure import read_bandwidth
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -33,12 +33,6 @@ def timed_seconds(work: Any, repeats: int) -> list[float]:
 def best_seconds(work: Any, repeats: int = 5) -> float:
     """Shortest of ``repeats`` timed calls after one warm-up."""
     return min(timed_seconds(work, repeats))
-
-
-def read_bandwidth() -> float:
-    """Bytes per second of reading 512 MiB once with all threads (a sum)."""
-    data = memory.zeros((128 * 2**20,), torch.float32).fill_(1.0)
-    return data.nbytes / best_seconds(data.sum)
 
 
 def matmul_rate() -> float:

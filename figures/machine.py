@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from snapstream.startup.measure import machine_name
+
 ROOT = Path(__file__).parents[1]
 # Of files under version control, but for records: one benchmark after the other stores its own.
 _CHANGES = ("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results", ":!evals/results")
@@ -21,7 +23,7 @@ def describe() -> dict[str, Any]:
     import transformers
 
     return {
-        "device": f"cpu: {_cpu_name()}, {torch.get_num_threads()} threads",
+        "device": f"cpu: {machine_name()}, {torch.get_num_threads()} threads",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -29,13 +31,6 @@ def describe() -> dict[str, Any]:
         "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
         "date": date.today().isoformat(),
     }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _git(*args: str) -> str:

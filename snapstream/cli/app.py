@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli import chat, checkpoints, compress, generate, plan, proxy, serve
+from snapstream.cli import bench, chat, checkpoints, compress, generate, plan, proxy, serve
 from snapstream.cli.flags import AliasedCommand, Command, as_command
 from snapstream.version import __version__
 
@@ -58,6 +58,7 @@ def demo() -> None:
 _add(plan.plan, plan.HELP, "What a model costs, from its config.json alone.")
 _add(generate.generate, generate.HELP, "Answer one prompt with a checkpoint on disk.")
 _add(chat.chat, chat.HELP, "Chat with a model in the terminal.")
+_add(bench.bench, bench.HELP, "Measure tokens per second of prefill and decode.")
 _add(serve.serve, serve.HELP, "Serve a model over HTTP, as the OpenAI API.")
 _add(serve.deploy, serve.DEPLOY_HELP, "Serve replicas of a model on Ray Serve.")
 _add(serve.worker, serve.WORKER_HELP, "Run worker ranks of an engine on another machine.")

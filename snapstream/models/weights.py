@@ -7,6 +7,7 @@ can fill the stacks in any order. ``tensors.py`` has names and shapes, ``matrix.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from snapstream.config import ModelConfig, WeightFormats
 from snapstream.models.matrix import MakeMatrix, Matrix, make_matrix
 from snapstream.models.registry import tensor_specs
 from snapstream.models.sharding import format_of, is_dequantized
-from snapstream.models.tensors import Place, stacked_shape
+from snapstream.models.tensors import Place, checkpoint_parts, stacked_shape
 
 
 class DequantizedLayer:
@@ -150,6 +151,28 @@ class DecoderWeights:
         """The same of quantized values."""
         matrix = self.matrices[name]
         (matrix[place] if place else matrix).fill_quantized(values, scales)
+
+    def fill_randomly(self, seed: int, num_drawn: int = 2**22) -> None:
+        """Random numbers for every tensor of a checkpoint; activations keep their size. Norms are 1, biases 0.
+
+        A pool of ``num_drawn`` numbers is drawn once, and each matrix begins elsewhere in it.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        pool = (torch.rand(num_drawn, generator=generator) * 2 - 1).to(self.device)
+        specs = tensor_specs(self.config)
+        for start, part in enumerate(checkpoint_parts(specs, self.config.num_layers)):
+            spec = specs[part.target]
+            if not spec.is_matrix:
+                numbers = torch.full(part.shape, float(part.target.endswith("norm")), device=self.device)
+            else:
+                count = prod(part.shape)
+                first = (start * 7919) % num_drawn
+                numbers = pool.roll(-first).repeat(-(-count // num_drawn))[:count].view(part.shape)
+                bound = (3.0 / spec.shape[-1]) ** 0.5  # uniform on [-b, b] has variance b^2 / 3 = 1 / fan-in
+                if part.target == "o" or part.target.endswith("down"):  # what is added to the residual stream
+                    bound /= (2 * self.config.num_layers) ** 0.5
+                numbers = numbers * bound
+            self.fill(part.target, part.place, numbers)
 
     def layer(self, index: int) -> LayerWeights:
         """Parameters of one layer, as views."""

@@ -103,6 +103,30 @@ def build_runner(
     )
 
 
+def build_random(seed: int) -> MakeRunner:
+    """A ``MakeRunner`` of random weights, for measurements: no checkpoint is read. One device."""
+
+    def build(
+        folder: Path, model: ModelConfig, config: EngineConfig, grammars: GrammarCompiler | None, progress: bool
+    ) -> ModelRunner:
+        import torch
+
+        from snapstream.exec.runner import ModelRunner
+        from snapstream.kernels.backends.latents import with_latents
+        from snapstream.models.decoder import Decoder
+        from snapstream.models.weights import DecoderWeights
+
+        make = executor_of(config.executor, config.device).storage(config)
+        weights = DecoderWeights.empty(model, getattr(torch, config.dtype), config.device, config.weights, make)
+        weights.fill_randomly(seed)
+        decoder = Decoder(model, weights)
+        if (latents := latent_attention(model, config)) is not None and not latents.is_ours:
+            decoder = decoder.with_kernels(with_latents(decoder.kernels, latents))
+        return ModelRunner(decoder, config, grammars, progress=progress)
+
+    return build
+
+
 def release_openmp_threads() -> None:
     """End the OpenMP threads of the calling thread, which loaded the weights and leaves the steps to another.
 

@@ -6,8 +6,10 @@ torch is imported only for a GPU, so that a plan on a CPU starts at once.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
@@ -117,6 +119,40 @@ def device_memory(device: str) -> tuple[int, int]:
     import torch
 
     return torch.cuda.mem_get_info(device)
+
+
+READ_BYTES = 2**29
+
+
+def read_bandwidth(device: str = "cpu", repeats: int = 5) -> float:
+    """Bytes per second at which all threads, or the GPU, read 512 MiB once (a sum): the best of ``repeats``."""
+    import torch
+
+    from snapstream.kernels import memory
+
+    is_gpu = device.startswith("cuda")
+    data = torch.ones(READ_BYTES // 4, device=device) if is_gpu else memory.zeros((READ_BYTES // 4,), torch.float32)
+    data.fill_(1.0)  # touches every page
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        began = perf_counter()
+        data.sum()
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append(perf_counter() - began)
+    return data.nbytes / min(times[1:])
+
+
+def machine_name(device: str = "cpu") -> str:
+    """The name of the processor or of the GPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks: int = 1) -> Machine:
