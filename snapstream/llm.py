@@ -15,6 +15,7 @@ from snapstream.engine.client import EngineThread
 from snapstream.engine.core import Engine
 from snapstream.engine.request_state import Tokenizer
 from snapstream.models.chat_template import render_chat
+from snapstream.models.hub import local_folder
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer
 from snapstream.plan.memory import DraftMemory
@@ -62,7 +63,8 @@ class RequestOptions(TypedDict, total=False):
 class LLM:
     """A model behind fixed-size rows.
 
-    ``model``: a Hugging Face checkpoint folder. ``options``: settings of the engine; ``fields``: single settings by
+    ``model``: a Hugging Face checkpoint folder, or the id of a model on its hub (``models/hub.py``).
+    ``options``: settings of the engine; ``fields``: single settings by
     their names in ``EngineOptions``, which override those of ``options``. ``notes`` report what was chosen
     automatically. ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens prompts on request.
     ``draft_memory``: of a draft that another process has loaded on this device; kept free.
@@ -93,6 +95,7 @@ class LLM:
             as_kind("draft_memory", draft_memory, DraftMemory)
         if stall_timeout != 0:
             as_number("stall_timeout", stall_timeout, 1.0, 86400.0)
+        model = local_folder(model, progress=progress)
         self.model_config = read_model_config(model)
         # Decided before anything is loaded, so that impossible settings are refused at once.
         self.config = decide(self.model_config, options, draft_memory)

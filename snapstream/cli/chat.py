@@ -99,7 +99,8 @@ def chat(
     flags: Annotated[ChatFlags, SAMPLING],
     engine: Annotated[EngineOptions, ENGINE],
     model: Annotated[
-        Path | None, typer.Argument(help="Checkpoint folder. Default: the shipped tiny one.", show_default=False)
+        Path | None,
+        typer.Argument(help="Checkpoint folder or hub id. Default: the shipped tiny one.", show_default=False),
     ] = None,
 ) -> None:
     params = flags.sampling()

@@ -11,6 +11,7 @@ import typer
 from snapstream.cli.flags import decode_text, whole_number, whole_option
 from snapstream.config.model import DEFAULT_GROUP, QuantizedDType, WeightFormat, describe_layers
 from snapstream.config.values import DType
+from snapstream.models.hub import local_folder
 
 QUANTIZE_HELP = """Write a checkpoint whose layers are int8 or int4, which transformers and vLLM read as well.
 
@@ -26,7 +27,7 @@ Examples:
 
 
 def quantize(
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder or hub id.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.", show_default=False)],
     weights: Annotated[QuantizedDType, typer.Option(help="Width of the layers' matrices.")] = "int8",
     attention: Annotated[QuantizedDType, typer.Option(help="Width of those around attention.")] = "int8",
@@ -38,7 +39,7 @@ def quantize(
     around = WeightFormat(dtype=attention, group=group)
     from snapstream.models.quantize import quantize_checkpoint
 
-    quantize_checkpoint(model, out, layers, lambda line: print(line, file=sys.stderr), attention=around)
+    quantize_checkpoint(local_folder(model), out, layers, lambda line: print(line, file=sys.stderr), attention=around)
     typer.echo(f"{out}: {describe_layers(layers, around)}")
 
 
@@ -56,7 +57,7 @@ Examples:
 
 
 def calibrate(
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder or hub id.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", show_default=False)],
     text: Annotated[Path | None, typer.Option(help="Text to calibrate on. Default: generated documents.")] = None,
     prompt_len: Annotated[int, whole_option("Tokens of a prompt; as long as yours are.")] = 2048,
@@ -70,7 +71,7 @@ def calibrate(
         raise ValueError(f"--output is {output}; it must be a file in a folder that exists")
     own = None if text is None else decode_text(text.read_bytes(), str(text))
     profile = measure(
-        model, text=own, prompt_len=prompt_len, num_texts=texts, dtype=dtype, device=device,
+        local_folder(model), text=own, prompt_len=prompt_len, num_texts=texts, dtype=dtype, device=device,
         progress=sys.stderr.isatty(),
     )  # fmt: skip
     profile.write(output)

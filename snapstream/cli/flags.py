@@ -245,7 +245,7 @@ def _read_with(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
 class DraftFlags:
     """Which draft, and how it reads."""
 
-    draft: Path | None = setting(None, "Checkpoint folder of the draft. Default: the shipped tiny one.")
+    draft: Path | None = setting(None, "Checkpoint folder or hub id of the draft. Default: the shipped tiny one.")
     chunk_len: int | None = setting(None, "Draft tokens that are kept or dropped together. Default: 32, in code 128.")
     context_len: int | None = setting(
         None, "Draft tokens read at once; longer texts in overlapping passages. Default: the model's limit."

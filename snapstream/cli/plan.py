@@ -12,6 +12,7 @@ import typer
 from snapstream.cli.flags import Flags
 from snapstream.config import DType, EngineOptions
 from snapstream.config.engine import setting
+from snapstream.models.hub import local_folder
 
 if TYPE_CHECKING:
     from snapstream.plan.memory import DraftMemory
@@ -103,7 +104,7 @@ def plan(
     free_bytes, _ = device_memory(engine.device)
     memory, bandwidth = flags.memory or "80GiB", flags.bandwidth or ("50GB/s" if on_cpu else "3.35TB/s")
     result = make_plan(
-        read_model_config(config),
+        read_model_config(local_folder(config, config_only=True)),
         engine,
         budgets=flags.budget,
         prompt_len=flags.prompt_len,
@@ -140,4 +141,5 @@ def _draft_memory(flags: PlanFlags, engine: EngineOptions) -> DraftMemory | None
     from snapstream.spec_prefill.settings import scoring_of
 
     scoring = scoring_of(None, flags.draft_context_len)
-    return draft_memory(read_model_config(flags.draft), scoring, dtype=engine.dtype, device=flags.device or "cuda")
+    draft = read_model_config(local_folder(flags.draft, config_only=True))
+    return draft_memory(draft, scoring, dtype=engine.dtype, device=flags.device or "cuda")

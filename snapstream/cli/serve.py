@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +17,13 @@ import typer
 from snapstream.assets import TINY_MODEL
 from snapstream.cli.flags import ENGINE_ALIASES, Flags, number_option, whole_option
 from snapstream.config import EngineOptions
+from snapstream.models.hub import local_folder
 from snapstream.server.options import ADMIN_VARIABLE, ENGINE_DEFAULTS, ServeOptions
 
 HELP = """Serve a model over HTTP, as the OpenAI API; SIGTERM drains. Needs the extra: snapstream-llm[serve].
 
-MODEL is a checkpoint folder; without it the tiny model that ships with the package is served.
+MODEL is a checkpoint folder or the id of a model on the Hugging Face hub; without it the tiny model that ships with
+the package is served.
 
 \b
 Examples:
@@ -49,10 +52,13 @@ def serve(
     engine: Annotated[EngineOptions, ENGINE],
     options: ServeOptions,
     model: Annotated[
-        Path | None, typer.Argument(help="Checkpoint folder. Default: the shipped tiny one.", show_default=False)
+        Path | None,
+        typer.Argument(help="Checkpoint folder or hub id. Default: the shipped tiny one.", show_default=False),
     ] = None,
 ) -> None:
-    folder = TINY_MODEL if model is None else model
+    folder = TINY_MODEL if model is None else local_folder(model)
+    if options.draft is not None:
+        options = replace(options, draft=local_folder(options.draft))
     if engine.master_addr == "env":  # not rank 0: torchrun starts the same command as every rank
         from snapstream.startup.ranks import run_worker
 
@@ -94,7 +100,7 @@ POLL_S = 0.1
 
 def worker(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where rank 0 listens.", show_default=False)],
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder or hub id.", show_default=False)],
     ranks: Annotated[int, whole_option("Ranks here, a process each; on GPUs the first so many, one each.")] = 1,
     patience: Annotated[float, number_option("Seconds to wait for a rank 0 that is not there yet.")] = PATIENCE_S,
 ) -> None:
@@ -102,6 +108,7 @@ def worker(
         raise ValueError(f"--ranks is {ranks}; it must be a whole number >= 1")
     if address == "env" and ranks > 1:
         raise ValueError(f"--ranks is {ranks}; RANK names one rank: start a process for each")
+    model = local_folder(model)
     if ranks == 1:
         from snapstream.startup.ranks import run_worker
 

@@ -7,7 +7,6 @@ file and field. Both spellings of the rope settings are read: ``rope_theta`` wit
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,7 +104,6 @@ UNSUPPORTED_FIELDS = {
     "ssm_state_size": "state-space layers",
     "mamba_d_state": "state-space layers",
 }
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 # In config.json; the loader reads the headers of the files.
 DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
@@ -124,11 +122,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     if file.suffix == ".gguf" or (is_absent and file.name == "config.json" and any(file.parent.glob("*.gguf"))):
         raise ValueError(f"{path} is a GGUF model; only checkpoint folders of safetensors and a config.json are read")
     if is_absent:
-        is_id = HUB_ID.fullmatch(str(path)) and not file.parent.is_dir()
-        hint = (
-            f"; to download it from the Hugging Face hub: hf download {path} --local-dir {file.name}" if is_id else ""
-        )
-        raise ValueError(f"{file} does not exist; expected a checkpoint folder or a config.json{hint}")
+        raise ValueError(f"{file} does not exist; expected a checkpoint folder, a config.json or the id of a model")
     check_folder(file.parent)
     settings = read_object(file)
     with _with_path(file):

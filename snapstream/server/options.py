@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from snapstream.config import as_count, as_number, as_path
 from snapstream.config.engine import STALL_TIMEOUT_S, setting
 from snapstream.config.values import check, is_loopback
+from snapstream.models.hub import model_name
 from snapstream.spec_prefill.settings import DraftOptions, PromptCompression
 
 TOOL_PARSERS = (
@@ -121,7 +122,7 @@ class ListenOptions:
 
     def names_of(self, model: str | Path) -> tuple[str, ...]:
         """The served names; the first is the one that answers state."""
-        return self.served_model_name or (Path(model).resolve().name,)
+        return self.served_model_name or (model_name(model),)
 
 
 @dataclass(frozen=True, kw_only=True)

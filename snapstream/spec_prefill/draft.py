@@ -46,6 +46,7 @@ from snapstream.kv.compress import write_rows
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.chat_template import render_chat
 from snapstream.models.decoder import Decoder
+from snapstream.models.hub import local_folder
 from snapstream.models.matrix import make_matrix
 from snapstream.models.panels import PanelMatrix
 from snapstream.models.prefill import LayerDone, LayerPass, Outputs, PassTokens
@@ -342,7 +343,7 @@ class Draft:
     def load(cls, folder: str | Path, *, dtype: DType = "float32", device: str = "cpu", progress: bool = False) -> Self:
         """Read a Hugging Face checkpoint folder. ValueError, with the reason, for a model that cannot be a draft."""
         check_choice("dtype", dtype, tuple(DTYPE_BYTES))
-        folder = as_path("the draft's folder", folder)
+        folder = local_folder(as_path("the draft's folder", folder), progress=progress)
         check_torch_device(device)
         config = read_model_config(folder)
         if config.windows is not None:
