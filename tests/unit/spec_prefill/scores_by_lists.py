@@ -57,14 +57,17 @@ def token_scores(model, prompt, *, look_ahead, own_queries=8, width=13, ends=())
     for layer in range(len(model.model.layers)):
         queries, keys = rotated(model, layer, states[layer], position_ids)
         group = len(queries) // len(keys)
+        sinks = getattr(model.model.layers[layer].self_attn, "sinks", None)  # learned, of gpt-oss
         for head, own in enumerate(queries):
             for row, voter in enumerate(voters):
                 q = own[voter]
                 seen = [k for j, k in enumerate(keys[head // group][:n]) if j <= voter]
                 dots = [sum(a * b for a, b in zip(q, k, strict=True)) / math.sqrt(len(q)) for k in seen]
-                top = max(dots)
+                extra = [] if sinks is None else [float(sinks[head])]
+                top = max(dots + extra)
                 powers = [math.exp(d - top) for d in dots]
-                weights = [p / sum(powers) for p in powers] + [0.0] * (n - len(seen))
+                whole = sum(powers) + sum(math.exp(d - top) for d in extra)
+                weights = [p / whole for p in powers] + [0.0] * (n - len(seen))
                 for j in range(n):
                     near = [weights[i] for i in range(j - width // 2, j + width // 2 + 1) if 0 <= i < n]
                     best[row][j] = max(best[row][j], sum(near) / width)
