@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -74,7 +75,13 @@ def test_steps_are_looped_without_a_compiler(sources: Path, tmp_path: Path) -> N
     best = instruction_sets()[0]
     write_libraries(tmp_path / "libraries", [best])
     wheel = wheel_of(sources, tmp_path / "wheels", SNAPSTREAM_PREBUILT=str(tmp_path / "libraries"))
-    assert wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
+    tag = re.fullmatch(r".*-py3-none-manylinux_2_(\d+)_(\w+)\.whl", wheel.name)
+    assert tag is not None and sysconfig.get_platform() == f"linux-{tag[2]}", wheel.name
+    library = (tmp_path / "libraries" / library_name(best)).read_bytes()
+    needed = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library)]
+    assert int(tag[1]) == max(28, *needed), (
+        "pip installs it where glibc has what the library asks for, and nowhere else"
+    )
     own = tmp_path / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", own)
     run(sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", own / "bin" / "python",
