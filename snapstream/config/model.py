@@ -379,6 +379,7 @@ class ModelConfig:
     rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
     multipliers: Multipliers = field(default_factory=Multipliers)
+    is_text_part: bool = False  # of a checkpoint that also has towers for images, which are not loaded
     has_fused_qkv: bool = False  # q | k | v are one tensor of the checkpoint
     has_fused_gate_up: bool = False
     norms: LayerNorms = LayerNorms()

@@ -31,7 +31,7 @@ from snapstream.models.matrix import MakeMatrix, decode, make_matrix
 from snapstream.models.quantization import FP8_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
 from snapstream.models.registry import tensor_specs
 from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
-from snapstream.models.tensors import Part, TensorSpec, checkpoint_parts
+from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, name_in_text_part
 from snapstream.models.weights import DecoderWeights
 from snapstream.types import named
 
@@ -45,16 +45,27 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, e.g. "BF16"
+    name: str  # in the file
 
 
-def read_manifest(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint by name. ValueError for missing, truncated or contradictory shards."""
+def read_manifest(folder: Path, *, is_text_part: bool = False) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint by name. ValueError for missing, truncated or contradictory shards.
+
+    ``is_text_part``: only those of the text model, by their names in a checkpoint of it alone.
+    """
     manifest: dict[str, StoredTensor] = {}
+    num_skipped = 0
     for file in _shards(folder):
-        for name, tensor in _read_header(file).items():
+        for stored, tensor in _read_header(file).items():
+            if is_text_part and stored.startswith(TOWER_PREFIXES):
+                num_skipped += 1
+                continue
+            name = name_in_text_part(stored) if is_text_part else stored
             if name in manifest:
                 raise ValueError(f"{name} is in two shards: {manifest[name].file.name} and {file.name}")
             manifest[name] = tensor
+    if num_skipped:
+        logger.info("%d tensors of the vision tower and its projector are not loaded: text only", num_skipped)
     return manifest
 
 
@@ -120,7 +131,9 @@ def _check_name(index: Path, tensor: str, name: Any) -> None:
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     with open_shard(file) as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 - not a mapping
-        return {name: StoredTensor(file, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        return {
+            name: StoredTensor(file, tuple(part.get_shape()), part.get_dtype(), name) for name, part in slices.items()
+        }
 
 
 Expected = tuple[Shape, tuple[str, ...]]  # shape of a tensor, and the dtypes that it may have
@@ -187,7 +200,7 @@ def pack_matrix(name: str, numbers: Tensor, form: WeightFormat) -> dict[str, Ten
 
 def _tensor(name: str, place: tuple[slice, ...], manifest: Mapping[str, StoredTensor]) -> Tensor:
     with open_shard(manifest[name].file) as shard:
-        return read_part(shard, name, place)
+        return read_part(shard, manifest[name].name, place)
 
 
 logger = logging.getLogger(__name__)
@@ -223,7 +236,7 @@ def load_weights(
         for file in dict.fromkeys(stored.file for name, stored in manifest.items() if plain_name(name) in cuts):
             with open_shard(file) as shard:
                 for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
-                    own = plain_name(name)
+                    own = plain_name(name_in_text_part(name) if config.is_text_part else name)
                     if own not in cuts:
                         continue
                     cut, part = cuts[own], cuts[own].part
@@ -246,7 +259,7 @@ def _fill_quantized(
     weights: DecoderWeights, shard: Any, name: str, cut: Cut, form: WeightFormat, manifest: Mapping[str, StoredTensor]
 ) -> dict[str, Tensor]:
     """Store a matrix that is quantized in the file; by name, the bounds of what was read."""
-    part, own = cut.part, plain_name(name)
+    part, own = cut.part, cut.part.name
     if form.is_mxfp4:
         return _fill_mxfp4(weights, own, cut, form, manifest)
     outer = cut.aligned((FP8_BLOCK, FP8_BLOCK) if form.is_fp8 else (1, form.group))
@@ -300,7 +313,7 @@ def _read_floats(shard: Any, name: str, cut: Cut, rounded: WeightFormat | None) 
 
 def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The stored tensors by name; ValueError unless they are exactly this model's."""
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, is_text_part=config.is_text_part)
     specs = tensor_specs(config)
     needed: dict[str, Expected] = {}
     for part in checkpoint_parts(specs, config.num_layers):

@@ -120,6 +120,7 @@ class Family:
     has_windows: bool = False  # the recipe supports sliding windows
     has_experts: bool = False  # the recipe supports experts
     is_partly_rotated: bool = False  # partial_rotary_factor applies
+    is_text_part: bool = False  # settings are in text_config; checkpoints also have towers for images
     has_rope_by_kind: bool = False  # the recipe reads the rope settings, which differ by kind of layers
     has_own_activation: bool = False  # the recipe reads or refuses it; hidden_act does not count
     is_interleaved: bool = False  # checkpoints rotate the pairs (0, 1), (2, 3) ... of a head, not its halves
@@ -129,7 +130,11 @@ class Family:
     kv_spec: Callable[[ModelConfig, DType, KVDType], KVSpec] = KVSpec.of
 
     def complete(self, settings: Settings) -> Settings:
-        """A config.json with defaults for absent keys."""
+        """A config.json with defaults for absent keys; of a text part its fields over those around it."""
+        if self.is_text_part and (inner := settings.get("text_config")) is not None:
+            if not isinstance(inner, dict):
+                raise ValueError(f"text_config is {inner!r}; it must be an object of settings")
+            settings = {**settings, **inner}
         return self.rewrite({"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **self.defaults, **settings})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from snapstream.config.model import LayerNorms, Multipliers
 from snapstream.models.config_json import Settings, flag, number, whole_number
@@ -67,4 +68,12 @@ GEMMA3 = Family(
     has_windows=True,
     has_own_activation=True,
     has_rope_by_kind=True,
+)  # fmt: skip
+# The text part of 4b, 12b and 27b, whose text_config leaves out what the config class of transformers fills in.
+GEMMA3_TEXT_PART = replace(
+    GEMMA3,
+    defaults={
+        **GEMMA3.defaults, "max_position_embeddings": 131072, "num_attention_heads": 8, "vocab_size": 262208,
+    },
+    is_text_part=True,
 )  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any, cast
 from snapstream.config import DTYPE_BYTES, DType, StoredWeights
 from snapstream.config.model import FP8_BLOCK, GROUPS, MXFP4_GROUP, QUANTIZED_BITS, QuantizedDType, WeightFormat
 from snapstream.models.config_json import read_object
+from snapstream.models.tensors import name_in_text_part
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
 FP8_METHOD, MXFP4_METHOD = "fp8", "mxfp4"
@@ -230,6 +231,7 @@ def has_own_head(folder: Path) -> bool:
     tables: dict[str, tuple[Path, int, int, Any]] = {}
     for file in _weight_files(folder):
         header, start = _read_header(file)
+        header = {name_in_text_part(name): tensor for name, tensor in header.items()}
         room = file.stat().st_size - start
         for name in (EMBED, LM_HEAD):
             match header.get(name):

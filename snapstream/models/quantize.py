@@ -45,6 +45,8 @@ def quantize_checkpoint(
     config = read_model_config(source)
     if config.stored.quantized is not None:
         raise ValueError(f"{source} is quantized already ({config.stored.describe_quantized()})")
+    if config.is_text_part:
+        raise ValueError(f"{source} also has a vision tower; only checkpoints of text models are quantized to files")
     matrices = _matrices(config, form, attention or form)
     manifest = check_checkpoint(source, config)
     with _whole_or_nothing(target) as folder:

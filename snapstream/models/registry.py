@@ -30,7 +30,7 @@ from snapstream.models.config_json import (
 )
 from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from snapstream.models.family import Family, sliding_window
-from snapstream.models.gemma import GEMMA3
+from snapstream.models.gemma import GEMMA3, GEMMA3_TEXT_PART
 from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.llama import ERNIE4_5, GRANITE, LLAMA, PHI3, SEED_OSS
@@ -62,6 +62,7 @@ FAMILIES: Registry[Family] = Registry(
         "Ernie4_5ForCausalLM": ERNIE4_5,
         "Exaone4ForCausalLM": EXAONE4,
         "Gemma3ForCausalLM": GEMMA3,
+        "Gemma3ForConditionalGeneration": GEMMA3_TEXT_PART,
         "Glm4ForCausalLM": GLM4,
         "GraniteForCausalLM": GRANITE,
         "Olmo2ForCausalLM": OLMO2,
@@ -186,7 +187,7 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=next(iter(token_ids(settings, "bos_token_id")), None),
         eos_token_ids=token_ids(settings, "eos_token_id"),
     )
-    return ModelConfig(**{**plain, **recipe, "rope": rope})
+    return ModelConfig(**{**plain, **recipe, "rope": rope, "is_text_part": family.is_text_part})
 
 
 def find_refusals(settings: Mapping[str, Any]) -> list[str]:

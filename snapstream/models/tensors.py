@@ -14,6 +14,12 @@ from typing import NamedTuple
 from snapstream.config import DType, ModelConfig
 from snapstream.config.model import LatentConfig
 
+# Of checkpoints whose model is a text part: prefixes of its tensors with what takes their place, and of the others.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+}  # fmt: skip
+TOWER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
 Place = int | slice  # of a checkpoint tensor along the leading dimensions of the stored one
 
 
@@ -69,6 +75,12 @@ class Part(NamedTuple):
     row_order: Sequence[int] | None  # the checkpoint's row of each stored one; None: the same order
     row_dim: int = 0  # of the stored tensor: the dimension of its rows
     is_transposed: bool = False
+
+
+def name_in_text_part(name: str) -> str:
+    """The name of a tensor in a checkpoint of the text part alone."""
+    prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), None)
+    return name if prefix is None else TEXT_PREFIXES[prefix] + name.removeprefix(prefix)
 
 
 def stacked_shape(spec: TensorSpec, num_layers: int) -> tuple[int, ...]:

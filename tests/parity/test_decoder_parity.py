@@ -15,10 +15,12 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from snapstream.config import WeightFormat
 from snapstream.kernels.interface import CosSin, HeadNorm
 from snapstream.kv.spec import KVSpec, Window
 from snapstream.models.checkpoint import load_weights
 from snapstream.models.decoder import Decoder
+from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
 from tests.parity.checkpoints import ARCHITECTURES, LLAMA3, SIZES, VOCAB, randomise_corrections, save
 from tests.parity.heads import split
@@ -146,6 +148,34 @@ def test_prefill_and_decode_logits_equal_transformers(name: str, tmp_path: Path)
         with torch.no_grad():
             theirs = model(ids[None, start:end], past_key_values=cache, use_cache=True).logits[0]
         assert_close(run(decoder, view, ids[start:end], start), theirs)
+
+
+def test_the_text_part_of_a_checkpoint_with_a_vision_tower(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {**SIZES, "head_dim": 16, "sliding_window": 21, "tie_word_embeddings": True}
+    sizes["rope_parameters"] = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    sizes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    torch.manual_seed(5)
+    config = transformers.Gemma3Config(text_config=sizes, vision_config=vision, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if "norm" in key:
+                value.copy_(0.3 * torch.randn_like(value))
+    folder = save(model, tmp_path)
+    with caplog.at_level("INFO"):
+        decoder = load(folder)
+    assert "tensors of the vision tower and its projector are not loaded" in caplog.text
+    ids = torch.randint(0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = model(ids[None]).logits[0]
+    assert_close(run(decoder, full_attention(decoder), ids, 0), theirs)
+    with pytest.raises(ValueError, match="also has a vision tower"):
+        quantize_checkpoint(folder, tmp_path / "int8", WeightFormat(dtype="int8", group=32))
 
 
 @pytest.mark.parametrize("kind", ["llama3", "linear", "yarn"])

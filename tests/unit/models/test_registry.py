@@ -100,6 +100,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144},
         999_885_952,
     ),
+    "gemma-3-4b-it": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+         "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"}},
+        3_880_263_168,
+    ),
     "OLMo-2-1124-7B": (
         {"architectures": ["Olmo2ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
          "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
@@ -329,6 +336,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {**PUBLISHED["gemma-3-1b-it"][0], "final_logit_softcapping": 30.0, "use_bidirectional_attention": True},
         "final_logit_softcapping is 30.0; only models without soft caps.*only causal attention",
     ),
+    ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 5}, "text_config is 5; it must be an object"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "hidden_activation": "silu"}, "hidden_activation is 'silu'; only 'gelu_py"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "sliding_window": None}, "sliding_window is null"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "rope_parameters": {"full_attention": 3}}, "rope settings of each kind"),
@@ -399,7 +407,7 @@ def test_all_reasons_are_given_at_once() -> None:
 
 TEXT = {"num_hidden_layers": 2, "num_experts": 4}
 UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
-    ("Gemma3ForConditionalGeneration", {"vision_config": {"a": 1}, "text_config": {"sliding_window_pattern": 6}},
+    ("Gemma3nForConditionalGeneration", {"vision_config": {"a": 1}, "text_config": {"sliding_window_pattern": 6}},
      "image inputs .a vision tower., sliding-window attention layers"),
     ("Qwen3NextForCausalLM", {"linear_num_key_heads": 16, **TEXT}, "linear attention layers .Gated DeltaNet."),
     ("Qwen3_5ForConditionalGeneration",
@@ -457,16 +465,16 @@ OTHER_VALUES: dict[str, Any] = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 8.0,
     "num_nextn_predict_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-TEXT_CONFIGS = ("Gemma3ForCausalLM",)
-WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM")
+TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+WINDOW_NAMES = ("Exaone4ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
 
 def config_class_of(architecture: str) -> Any:
     import transformers
 
-    name = architecture.removesuffix("ForCausalLM") + ("TextConfig" if architecture in TEXT_CONFIGS else "Config")
-    return getattr(transformers, name)
+    name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    return getattr(transformers, name + ("TextConfig" if architecture in TEXT_CONFIGS else "Config"))
 
 
 def other_values(architecture: str) -> dict[str, Any]:
@@ -480,7 +488,7 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings.pop("rope_theta")  # without rope settings its config class ignores it
     if architecture in WINDOW_NAMES:
         settings["sliding_window"] = 77
-    if architecture == "Gemma3ForCausalLM":
+    if architecture in TEXT_CONFIGS:
         settings |= {"sliding_window_pattern": 3, "rope_local_base_freq": 3e4}
     if architecture in LATENT_NAMES:
         settings["attention_bias"] = False
@@ -517,7 +525,11 @@ def test_absent_keys_have_the_value_of_the_config_class(architecture: str) -> No
     least = {key: value for key, value in settings.items() if key not in optional}
     assert read(least) == read(filled_in(least))
     for name in SIZES:
-        assert f"{name} is None" in str(read({key: value for key, value in settings.items() if key != name}))
+        less = {key: value for key, value in settings.items() if key != name}
+        if name in FAMILIES.get(architecture).defaults:
+            assert read(less) == read(filled_in(less))
+        else:
+            assert f"{name} is None" in str(read(less))
 
 
 def test_torch_and_transformers_are_not_imported() -> None:
