@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -27,10 +28,16 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git(*_CHANGES) else ""),
+        "commit": commit(),
         "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
         "date": date.today().isoformat(),
     }
+
+
+def commit() -> str:
+    """SNAPSTREAM_COMMIT, for a copy of the tree without git; otherwise what git says."""
+    given = os.environ.get("SNAPSTREAM_COMMIT", "")
+    return given or _git("rev-parse", "--short", "HEAD") + ("+changes" if _git(*_CHANGES) else "")
 
 
 def _git(*args: str) -> str:

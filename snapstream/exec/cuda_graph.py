@@ -9,9 +9,11 @@ Invariant: equal to eager, and after ``warm_up`` nothing is captured any more.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from time import perf_counter
@@ -34,6 +36,22 @@ class ProgramMaker(Protocol):
     """Makes programs of functions."""
 
     def make(self, function: Callable[..., Out], *inputs: Tensor) -> Program[Out]: ...
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage, then keep the collector off until the end of the block.
+
+    A collection during a capture may destroy another graph, or free device memory; either makes the capture invalid.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Capturer:
@@ -137,7 +155,8 @@ class GraphDecode:
 
         began, doing = perf_counter(), self._programs.doing
         logger.info("%s: %d programs", doing, self.num_programs)
-        with tqdm(total=self.num_programs, desc=doing, unit="program", disable=not progress, file=sys.stderr) as bar:
+        bar = tqdm(total=self.num_programs, desc=doing, unit="program", disable=not progress, file=sys.stderr)
+        with bar, no_collection():
             self._make(bar.update)
         logger.info("%d decode programs are ready after %.1f s", self.num_programs, perf_counter() - began)
 
@@ -152,6 +171,11 @@ class GraphDecode:
                 program = self._maker.make(partial(self._eager.draw, needs=needs), logits, rows)
                 self._samplers[bucket].append((needs, program))
                 made()
+
+    def release(self) -> None:
+        """Free the programs; no step runs afterwards. NCCL cannot leave a group while a graph holds its collectives."""
+        self._forward.clear()
+        self._samplers.clear()
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """See ``EagerDecode.step``; ``rows [B]`` int64 on the device, B at most the largest bucket."""

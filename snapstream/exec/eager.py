@@ -63,6 +63,15 @@ class OwnSampler(Protocol):
         ...
 
 
+@runtime_checkable
+class HoldsPrograms(Protocol):
+    """A decode step that holds captured programs."""
+
+    def release(self) -> None:
+        """Free them; no step runs afterwards."""
+        ...
+
+
 MakeDecode = Callable[[StepParts], DecodeStep]
 
 

@@ -181,6 +181,7 @@ class SubmittedStep:
         self._verified: Sequence[Verified] | None = None  # of each decoded row; None: a token each
         self._prefilled: list[tuple[HostCopy, list[SamplingParams], Sequence[Finished]]] = []
         self._sent: list[Finished] = []
+        self._sent_event: torch.cuda.Event | None = None  # behind the last of them
         self._grammar_ends: list[Callable[[], dict[int, str]]] = []
 
     def add_decoded(
@@ -192,9 +193,12 @@ class SubmittedStep:
         self._decoded, self._verified = (HostCopy(sampled), params), verified
         return self._decoded[0]
 
-    def add_sent(self, prompt: Finished) -> None:
-        """A prompt whose row is sent to another engine."""
+    def add_sent(self, prompt: Finished, device: torch.device) -> None:
+        """A prompt whose row is sent to another engine, with all its work on ``device`` submitted."""
         self._sent.append(prompt)
+        if device.type == "cuda":  # no token is sampled whose copy ``result`` would wait for
+            self._sent_event = torch.cuda.Event()
+            self._sent_event.record()
 
     def add_prefilled(self, sampled: Sampled, params: list[SamplingParams], prompts: Sequence[Finished]) -> HostCopy:
         """The first tokens of prompts: prompt after prompt, one per row."""
@@ -213,6 +217,8 @@ class SubmittedStep:
 
     def result(self) -> StepResult:
         """Wait for the device and return plain data."""
+        if self._sent_event is not None:
+            self._sent_event.synchronize()
         prefilled = {prompt.entry.request_id: prompt.result(()) for prompt in self._sent}
         for copy, params, prompts in self._prefilled:
             tokens = copy.read(params)

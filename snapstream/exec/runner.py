@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import EngineConfig, KVBudget
-from snapstream.exec.eager import MakeDecode, StepParts
+from snapstream.exec.eager import HoldsPrograms, MakeDecode, StepParts
 from snapstream.exec.executors import executor_of
 from snapstream.exec.prefill import FirstTokens, PrefillJob, PromptProgress, RowWriter
 from snapstream.exec.prefix_store import PrefixMover, make_mover
@@ -215,7 +215,11 @@ class ModelRunner:
         return self.mover is None or self.mover.is_ready(job_id)
 
     def close(self) -> None:
-        """See ``Runner.close``."""
+        """See ``Runner.close``; frees captured programs."""
+        if isinstance(self.decode, HoldsPrograms):
+            if self.decoder.device.type == "cuda":
+                torch.cuda.synchronize()  # the last replay may still run
+            self.decode.release()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> SubmittedStep:
@@ -300,7 +304,7 @@ class ModelRunner:
             if entry.is_sent:
                 if self._connector is not None:
                     self._connector.put_last(entry.request_id, hidden_bytes(hidden[index]))
-                step.add_sent(finished[-1])
+                step.add_sent(finished[-1], self.decoder.device)
             else:
                 drawn.append(index)
         if len(drawn) == len(finished):

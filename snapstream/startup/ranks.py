@@ -145,6 +145,7 @@ def build_ranks(
 
     def leave() -> None:
         torch.set_num_threads(before)
+        runner.close()  # graphs first: leaving waits for those that hold collectives
         group.close()
 
     return ParallelRunner(RankRunner(runner, group, checks=checks), workers, leave)

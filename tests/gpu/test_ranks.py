@@ -71,7 +71,9 @@ def answered(group: Counted, executor: str) -> tuple[list[int], int]:
     found = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result().prefilled["r"].tokens
     group.num_calls = 0
     steps = [runner.submit(StepPlan(step_id=step, decode_rows=(1,))).result().decoded[0] for step in range(1, STEPS)]
-    return [one.token_id for one in (*found, *steps)], group.num_calls
+    num_calls = group.num_calls
+    runner.close()  # NCCL cannot leave the group while a graph holds its collectives
+    return [one.token_id for one in (*found, *steps)], num_calls
 
 
 def test_collectives_are_captured_with_the_step(nccl: Ranks) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from snapstream.config import KVBudget
 from snapstream.config.values import imported
-from snapstream.exec.cuda_graph import SAMPLERS, bucket_sizes, covers, make_graph
+from snapstream.exec.cuda_graph import SAMPLERS, bucket_sizes, covers, make_graph, no_collection
 from snapstream.exec.executors import GRAPH, executor_of
 from snapstream.exec.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -146,3 +148,41 @@ def test_every_need_of_a_request_is_a_program(tmp_path: Path, prompts: list[list
             assert values == pytest.approx([same.logprob, *(value for _, value in same.top)], abs=1e-4)
     forwards = [size for name, size in maker.runs if name == "_run_forward"]
     assert forwards and forwards == [size for name, size in maker.runs if name == "draw"]  # each step drew by a program
+
+
+def test_no_garbage_is_collected_during_a_capture(folder: Path) -> None:
+    """A collection may destroy an older graph, which makes the capture invalid."""
+    seen: list[bool] = []
+
+    class Watching(PlainMaker):
+        def make(self, function: Any, *inputs: Any) -> Any:
+            seen.append(gc.isenabled())
+            return super().make(function, *inputs)
+
+    with LLM(folder, make_runner=graph(maker=Watching(), buckets=(2,)), max_rows=2, **SETTINGS):
+        assert seen == [False] * (1 + len(SAMPLERS)) and gc.isenabled()
+    with pytest.raises(RuntimeError, match="capture"), no_collection():
+        raise RuntimeError("capture")
+    assert gc.isenabled()
+
+
+def test_a_closed_runner_holds_no_program(folder: Path) -> None:
+    """NCCL cannot leave a group while a graph holds its collectives."""
+    programs: list[weakref.ref[Any]] = []
+
+    class Kept(PlainMaker):
+        def make(self, function: Any, *inputs: Any) -> Any:
+            program = super().make(function, *inputs)
+            programs.append(weakref.ref(program))
+            return program
+
+    runners: list[Any] = []
+
+    def keep(*args: Any, **more: Any) -> Any:
+        runners.append(graph(maker=Kept(), buckets=(2,))(*args, **more))
+        return runners[-1]
+
+    with LLM(folder, make_runner=keep, max_rows=2, **SETTINGS):
+        assert programs and all(own() is not None for own in programs)
+    gc.collect()
+    assert runners and all(own() is None for own in programs)

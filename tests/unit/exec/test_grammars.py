@@ -10,7 +10,7 @@ import torch
 
 from snapstream.assets import TINY_MODEL
 from snapstream.config import KVBudget, make_selector
-from snapstream.exec.results import HostCopy, RowGrammars, SubmittedStep
+from snapstream.exec.results import Finished, HostCopy, RowGrammars, SubmittedStep
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingState
 from snapstream.grammar import GrammarCompiler
@@ -103,3 +103,26 @@ def test_without_a_compiler_grammars_must_not_come() -> None:
     grammars.admit(entry_of((0,), None))
     with pytest.raises(RuntimeError, match="no compiler"):
         grammars.admit(entry_of((0,), "a"))
+
+
+def test_sent_prompts_are_read_behind_their_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They sample no token, whose copy would be waited for, and their figures need the device to be done."""
+    calls: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    def read(tokens: Any) -> Any:
+        calls.append("read")
+        return "result"
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    step = SubmittedStep(3)
+    step.add_sent(Finished(entry_of((1,), None), read), torch.device("cuda"))
+    assert calls == ["record"]
+    assert step.result().prefilled == {"r(1,)": "result"}
+    assert calls == ["record", "synchronize", "read"]
