@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from snapstream.config.model import MoEConfig
@@ -25,6 +26,17 @@ def _mixtral(settings: Settings) -> Recipe:
 
 
 MISTRAL = Family(defaults={**_DEFAULTS, "sliding_window": 4096}, recipe=windows_of_all_layers, has_windows=True)
+
+
+def _text_part_refusals(settings: Settings) -> list[str]:
+    kind = settings.get("model_type")
+    if not isinstance(settings.get("text_config"), dict) or kind == "mistral":
+        return []
+    return [f"text_config has model_type {kind!r}; only 'mistral' (Mistral Small 3.1 and 3.2) is supported"]
+
+
+# The text part of Mistral Small 3.1 and 3.2.
+MISTRAL3_TEXT_PART = replace(MISTRAL, refusals=_text_part_refusals, is_text_part=True)
 MINISTRAL = Family(
     defaults={**_DEFAULTS, "sliding_window": 4096},
     recipe=lambda settings: windows_by_type(settings, lambda layer: True),

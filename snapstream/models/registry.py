@@ -34,7 +34,7 @@ from snapstream.models.gemma import GEMMA3, GEMMA3_TEXT_PART
 from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.llama import ERNIE4_5, GRANITE, LLAMA, PHI3, SEED_OSS
-from snapstream.models.mistral import MINISTRAL, MISTRAL, MIXTRAL
+from snapstream.models.mistral import MINISTRAL, MISTRAL, MISTRAL3_TEXT_PART, MIXTRAL
 from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
 from snapstream.models.quantization import has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -52,6 +52,7 @@ FAMILIES: Registry[Family] = Registry(
         "LlamaForCausalLM": LLAMA,
         "MistralForCausalLM": MISTRAL,
         "MinistralForCausalLM": MINISTRAL,
+        "Mistral3ForConditionalGeneration": MISTRAL3_TEXT_PART,
         "Qwen2ForCausalLM": QWEN2,
         "Qwen3ForCausalLM": QWEN3,
         "Qwen3MoeForCausalLM": QWEN3_MOE,

@@ -150,22 +150,37 @@ def test_prefill_and_decode_logits_equal_transformers(name: str, tmp_path: Path)
         assert_close(run(decoder, view, ids[start:end], start), theirs)
 
 
-def test_the_text_part_of_a_checkpoint_with_a_vision_tower(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sizes = {**SIZES, "head_dim": 16, "sliding_window": 21, "tie_word_embeddings": True}
-    sizes["rope_parameters"] = {
+GEMMA3_TEXT: dict[str, Any] = {
+    "head_dim": 16, "sliding_window": 21, "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-    }
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
-    sizes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    },
+}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}  # fmt: skip
+WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Gemma3": (GEMMA3_TEXT, {"vision_config": VISION, "mm_tokens_per_image": 4}),
+    "Mistral3": (
+        {"model_type": "mistral", "sliding_window": None, "head_dim": 20},
+        {"vision_config": {**VISION, "model_type": "pixtral"}, "tie_word_embeddings": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WITH_TOWERS))
+def test_the_text_part_of_a_checkpoint_with_a_vision_tower(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, around = WITH_TOWERS[name]
     torch.manual_seed(5)
-    config = transformers.Gemma3Config(text_config=sizes, vision_config=vision, mm_tokens_per_image=4)
-    model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    config = getattr(transformers, f"{name}Config")(text_config={**SIZES, **text}, **around)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
             if "norm" in key:
-                value.copy_(0.3 * torch.randn_like(value))
+                value.copy_((0.0 if name == "Gemma3" else 1.0) + 0.3 * torch.randn_like(value))
     folder = save(model, tmp_path)
     with caplog.at_level("INFO"):
         decoder = load(folder)

@@ -107,6 +107,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"}},
         3_880_263_168,
     ),
+    "Mistral-Small-3.1-24B-Instruct-2503": (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": {
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 32768,
+            "max_position_embeddings": 131072, "model_type": "mistral", "num_attention_heads": 32,
+            "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0,
+            "sliding_window": None, "vocab_size": 131072},
+         "vision_config": {"hidden_size": 1024, "model_type": "pixtral"}},
+        23_572_403_200,
+    ),
     "OLMo-2-1124-7B": (
         {"architectures": ["Olmo2ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
          "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
@@ -336,6 +345,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {**PUBLISHED["gemma-3-1b-it"][0], "final_logit_softcapping": 30.0, "use_bidirectional_attention": True},
         "final_logit_softcapping is 30.0; only models without soft caps.*only causal attention",
     ),
+    (
+        {**LLAMA, "architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
+        "text_config has model_type 'ministral3'; only 'mistral'",
+    ),
     ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 5}, "text_config is 5; it must be an object"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "hidden_activation": "silu"}, "hidden_activation is 'silu'; only 'gelu_py"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "sliding_window": None}, "sliding_window is null"),
@@ -474,6 +487,7 @@ def config_class_of(architecture: str) -> Any:
     import transformers
 
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    name = "Mistral" if name == "Mistral3" else name  # that of its text_config
     return getattr(transformers, name + ("TextConfig" if architecture in TEXT_CONFIGS else "Config"))
 
 
