@@ -31,7 +31,7 @@ from tests.distributed import cases
 from tests.distributed.cases import Asked
 from tests.distributed.pairs import Pair, ids
 from tests.distributed.pool import Pool, ranks
-from tests.distributed.test_tensor_parallel import TOLERANCE, Checkpoint, check, checkpoint
+from tests.distributed.test_tensor_parallel import DENSE, TOLERANCE, Checkpoint, check, checkpoint
 from tests.llm.conftest import write_checkpoint
 from tests.waiting import HANG_S, until
 
@@ -44,7 +44,7 @@ def looped(folder: Path, **changes: Any) -> Asked:
     return Asked(folder, budget=40, executor="looped", **changes)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen2", "qwen2-windows", "qwen3", "llama-all-biases"])
+@pytest.mark.parametrize("name", DENSE)
 def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     """A kv head on each rank; one on both (qwen2); 199 token ids; tied tables; biases that one rank adds."""
     asked = looped(checkpoint(name))

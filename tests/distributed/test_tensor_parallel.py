@@ -98,7 +98,13 @@ def check(pool: Pool, asked: Asked, tolerance: float = TOLERANCE) -> None:
         assert max(rank.own_bytes[0] / alone.own_bytes[0], rank.own_bytes[1] / alone.own_bytes[1]) <= 1
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen2", "qwen2-windows", "qwen3", "llama-all-biases"])
+DENSE = (
+    "llama-gqa-tied", "qwen2", "qwen2-windows", "qwen3", "llama-all-biases", "ernie", "granite", "exaone4",
+    "gemma3-panels",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("budget", [None, 40])
 def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str, budget: int | None) -> None:
     """Two kv heads, one on each rank; one on both (qwen2); 199 token ids; biases on every product."""
