@@ -5,7 +5,7 @@ from __future__ import annotations
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.config.values import format_bytes
 from snapstream.exec.executors import FALLBACK, executor_of, preferred_executor
-from snapstream.plan.memory import prefix_store_bytes
+from snapstream.plan.memory import engine_memory, prefix_store_bytes
 from snapstream.startup.measure import describe_prefill, latent_attention
 from snapstream.startup.ranks import threads_of_rank
 
@@ -16,6 +16,7 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
         describe_budget(options, config),
         model.describe_windows(),
         describe_ranks(config),
+        *describe_engine(model, config),
         describe_prefill(model, config),
         describe_latents(model, config),
         describe_inputs(config),
@@ -23,6 +24,19 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
         describe_store(model, options, config),
     )
     return tuple(line for line in lines if line)
+
+
+def describe_engine(model: ModelConfig, config: EngineConfig) -> tuple[str, str]:
+    """Executor, weights and rows, with their bytes on a rank and the flags that change them."""
+    memory = engine_memory(model, config)
+    weights = config.dtype if config.weights is None else config.weights.describe()
+    kv_dtype = config.dtype if config.kv_dtype == "auto" else config.kv_dtype
+    rows = f"{config.max_rows} row{'s' * (config.max_rows > 1)} of {config.budget.capacity:,} slots"
+    return (
+        f"executor: {config.executor}; weights: {weights}, {format_bytes(memory.weight_bytes)} (--executor, --weights)",
+        f"rows: {rows}, {format_bytes(memory.row_bytes)} each, KV dtype {kv_dtype}; requests of at most "
+        f"{config.max_model_len:,} tokens (--max-rows, --budget, --kv-dtype, --max-model-len)",
+    )
 
 
 def describe_budget(options: EngineOptions, config: EngineConfig) -> str:
@@ -79,4 +93,4 @@ def describe_store(model: ModelConfig, options: EngineOptions, config: EngineCon
         why = "the selector needs the queries of whole prompts" if needs_queries else "too little memory is free"
         return f"prefix store: none{how}, because {why}"
     size = format_bytes(config.parallel.size * prefix_store_bytes(model, config))
-    return f"prefix store: {size}{how}, {config.prefix_blocks * store.block_len:,} tokens"
+    return f"prefix store: {size}{how}, {config.prefix_blocks * store.block_len:,} tokens (--prefix-store)"

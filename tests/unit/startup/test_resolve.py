@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from benchmarks.published import DEEPSEEK_V3, QWEN3_30B
 from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
+from snapstream.cli import main
 from snapstream.config import AutoCount, EngineConfig, EngineOptions, ReselectionConfig, Settings, WeightFormat
 from snapstream.config.kv import HeadProfile
 from snapstream.config.model import LatentConfig, StoredWeights
+from snapstream.config.values import format_bytes
 from snapstream.llm import LLM
 from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.models.sharding import weight_bytes
@@ -136,6 +139,23 @@ def test_a_cpu_loops_where_it_can_and_says_why_not() -> None:
         assert any("decode: eager, because dtype is 'bfloat16'" in note for note in llm.notes)
     with LLM(TINY_MODEL, dtype="bfloat16", executor="eager", progress=False) as llm:
         assert not any("decode:" in note for note in llm.notes)
+
+
+def test_a_start_says_in_few_lines_what_was_chosen_and_how_to_change_it(capsys: pytest.CaptureFixture[str]) -> None:
+    options = EngineOptions(
+        budget=64, max_rows=3, max_model_len=512, weights="int8", kv_dtype="int8", prefix_store="auto"
+    )
+    with LLM(TINY_MODEL, options, progress=False) as llm:
+        notes, memory = llm.notes, engine_memory(llm.model_config, llm.config)
+    assert len(notes) <= 6
+    said = "\n".join(notes)
+    for words in ("executor: looped; weights: int8", f"{format_bytes(memory.weight_bytes)} (--executor, --weights)",
+                  f"rows: 3 rows of 64 slots, {format_bytes(memory.row_bytes)} each, KV dtype int8; requests of at",
+                  "prefix store: "):  # fmt: skip
+        assert words in said, said
+    assert main(["serve", "--help"]) == 0
+    flags = re.findall(r"--[a-z-]+", said)
+    assert len(flags) == 7 and set(flags) <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
 
 
 def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -> None:
