@@ -425,7 +425,7 @@ class ModelConfig:
             check(self.latent is None, "latent attention with sliding windows is not supported")
         for name in ("short_factors", "long_factors"):
             count = len(getattr(self.rope, name))
-            pairs = self.rope.rotary_dim(self.head_dim) // 2 if self.rope.kind == "longrope" else 0
+            pairs = self.rope.rotary_dim(self.rope_dim) // 2 if self.rope.kind == "longrope" else 0
             check(count == pairs, f"rope {self.rope.kind}: {name} has {count} numbers; {pairs} pairs are rotated")
         scales_scores = self.multipliers.attention != 1.0
         check(

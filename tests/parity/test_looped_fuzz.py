@@ -42,6 +42,9 @@ SEEDS = range(int(_FIRST or 0), int(_FIRST or 0) + int(_COUNT))
 STEPS = 2
 
 
+NEED_WINDOWS = ("Gemma3", "Olmo3")  # in some layers
+
+
 class Sizes:
     """Draws sizes; those that matrices of codes have as inputs are whole groups."""
 
@@ -89,9 +92,17 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
             "sliding_window": random.choice([1, 30, 1025, 5000]), "use_sliding_window": True,
             "max_window_layers": size.any(0, layers),
         }  # fmt: skip
+    elif architecture.startswith(NEED_WINDOWS):
+        found["sliding_window"] = 5000
     if family.has_experts:
         found |= draw_experts(random, size, architecture, layers)
-    return model_config_from_dict(found)
+    if rope is None or (rope["rope_type"] != "longrope" and architecture != "Phi3ForCausalLM"):
+        return model_config_from_dict(found)
+    dim = found.get("qk_rope_head_dim") or found["head_dim"]
+    part = family.defaults.get("partial_rotary_factor", 1.0) if family.is_partly_rotated else 1.0
+    pairs = int(dim * part) // 2
+    factors = {"short_factor": [1.5] * pairs, "long_factor": [2.0 + pair for pair in range(pairs)]}
+    return model_config_from_dict(found | {"rope_scaling": rope | factors})
 
 
 def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) -> dict[str, Any]:

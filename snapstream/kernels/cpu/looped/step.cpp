@@ -33,8 +33,9 @@ void angles_of(Work& w, int64_t position, bool is_window, float* out) {
     const float* frequencies = is_long ? w.model.long_frequencies : w.model.frequencies;
     if (is_window) frequencies = w.model.window_frequencies;
     const float scale = is_window ? w.model.window_rope_scale : w.model.rope_scale;
+    const bool is_dynamic = w.model.dynamic_original && !is_window;
     float base = 0.0f;
-    if (w.model.dynamic_original) {
+    if (is_dynamic) {
         const float length = static_cast<float>(std::max(position + 1, w.model.dynamic_original));
         const float factor = w.model.dynamic_factor;
         const float growth = factor * length / w.model.dynamic_original - (factor - 1.0f);
@@ -47,7 +48,7 @@ void angles_of(Work& w, int64_t position, bool is_window, float* out) {
             continue;
         }
         const float share = 2.0f * i / w.model.rotated;
-        const float frequency = w.model.dynamic_original ? 1.0f / std::pow(base, share) : frequencies[i];
+        const float frequency = is_dynamic ? 1.0f / std::pow(base, share) : frequencies[i];
         const float angle = static_cast<float>(position) * frequency;
         out[i] = std::cos(angle) * scale;
         out[half + i] = std::sin(angle) * scale;
