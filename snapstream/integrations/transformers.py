@@ -203,6 +203,11 @@ def _model_config(config: PreTrainedConfig) -> ModelConfig:
     model = model_config_from_dict(settings)
     if model.windows is not None:
         raise ValueError(f"{model.architecture} has sliding windows, which SnapStreamCache does not support")
+    if model.rope.kind == "longrope":
+        raise ValueError(
+            f"{model.architecture} has longrope, and transformers drops its cache where a text outgrows the original "
+            "context; SnapStreamCache does not support it"
+        )
     if model.has_sinks:
         raise ValueError(f"{model.architecture} has learned attention sinks, which SnapStreamCache does not support")
     if kv_spec_of(model, "float32").values_are_keys:

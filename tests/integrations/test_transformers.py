@@ -21,10 +21,11 @@ from tests.parity.checkpoints import ARCHITECTURES, LATENTS, VOCAB, make_model, 
 
 NEW = 40
 BUDGET = 64
+REFUSED = ("gpt-oss", "phi3-longrope")
 FAMILIES = [
     name
     for name, (_, changes) in ARCHITECTURES.items()
-    if not set(LATENTS) <= set(changes) and not any(part in name for part in ("window", "gpt-oss"))
+    if not set(LATENTS) <= set(changes) and not changes.get("sliding_window") and not name.startswith(REFUSED)
 ]
 PARAMS = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
 
@@ -65,6 +66,12 @@ def test_the_engines_tokens(name: str, tmp_path: Path) -> None:
         cache.reset()
         assert generate(model, batch([text]), cache) == [tokens], len(text)
     assert cache.layers[0].keys.shape[2] == BUDGET
+
+
+@pytest.mark.parametrize(("name", "problem"), [("gemma3", "sliding windows"), ("phi3-longrope", "longrope")])
+def test_models_that_the_cache_does_not_support(name: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"has {problem}.*SnapStreamCache does not support"):
+        SnapStreamCache(make_model(name).config, budget=BUDGET)
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_routed_experts": None, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
+# Norms of outputs, and angles of layers with windows.
+MODELS["four norms"] = COMMON | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 6,
+    "sliding_window": 512,
+    "hidden_size": 1024,
+}
 # The values of all heads are the widest input of a product, wider than all queries in the space of the latents.
 MODELS["wide values"] = MODELS["latents"] | {"kv_lora_rank": 64, "v_head_dim": 256}
 ROWS = 32
 
 
 @pytest.mark.parametrize("most_drafted", [0, 8])
-@pytest.mark.parametrize(("name", "width"), [("dense", "float32"), ("dense", "int8"), ("experts", "float32"),
+@pytest.mark.parametrize(("name", "width"), [("dense", "float32"), ("dense", "int8"), ("four norms", "float32"),
+                                             ("experts", "float32"),
                                              ("latents", "float32"), ("wide values", "float32")])  # fmt: skip
 def test_plan_and_engine_agree(name: str, width: str, most_drafted: int) -> None:
     model, formats = model_config_from_dict(MODELS[name]), WeightFormats.of(width)
