@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 HELP = """Measure prefill and decode: tokens per second, their spread, the share of the read rate that decode uses.
 
-MODEL is a checkpoint folder, or with --random a config.json alone; without it the shipped tiny model is measured.
+MODEL is a checkpoint folder, a hub id, or with --random a config.json alone; without it the tiny model is measured.
 
 \b
 Examples:
   snapstream bench Qwen3-0.6B/
   snapstream bench Qwen3-0.6B/ -p 512,4096 -n 64 -d 0,4096,32768 --budget 4096 --max-rows 8
-  snapstream bench llama-70b/config.json --random --weights int4 --json
+  snapstream bench Qwen/Qwen3-8B --random --weights int4 --json
 """
 
 ENGINE = Flags(
@@ -103,7 +103,7 @@ def bench(
     engine: Annotated[EngineOptions, ENGINE],
     model: Annotated[
         Path | None,
-        typer.Argument(help="Checkpoint folder, or config.json. Default: the shipped tiny one.", show_default=False),
+        typer.Argument(help="Folder, hub id or config.json. Default: the shipped tiny one.", show_default=False),
     ] = None,
 ) -> None:
     as_count("repetitions", flags.repetitions, 1)
@@ -119,15 +119,16 @@ def bench(
         f"max_model_len is {engine.max_model_len}; the longest test needs {longest} tokens",
     )
     from snapstream.llm import LLM
+    from snapstream.models.hub import local_folder
     from snapstream.startup.build import build_random
     from snapstream.startup.measure import read_bandwidth
     from snapstream.startup.ranks import build_ranks
 
-    folder = TINY_MODEL if model is None else model
+    folder = TINY_MODEL if model is None else local_folder(model, config_only=flags.is_random)
     make = build_random(flags.seed) if flags.is_random else build_ranks
     with LLM(folder, engine, make_runner=make, progress=sys.stderr.isatty()) as llm:
         read_rate = read_bandwidth(llm.config.device)
-        about = describe(folder, llm, read_rate, is_random=flags.is_random)
+        about = describe(TINY_MODEL if model is None else model, llm, read_rate, is_random=flags.is_random)
         if not flags.as_json:
             print(*(f"{name}: {value}" for name, value in about.items()), sep="\n")
             print(HEADING)
@@ -206,21 +207,23 @@ def step_bytes(model: ModelConfig, config: EngineConfig, num_rows: int, num_toke
     return decode_weight_bytes(own, config.dtype, config.weights, num_rows) + num_rows * visible
 
 
-def describe(folder: Path, llm: LLM, read_rate: float, *, is_random: bool) -> dict[str, str]:
-    """What was measured, and on what."""
+def describe(model: Path, llm: LLM, read_rate: float, *, is_random: bool) -> dict[str, str]:
+    """What was measured, and on what; ``model`` as it was given."""
     from snapstream.kv.spec import KVSpec
     from snapstream.models.sharding import num_parameters, weight_bytes
     from snapstream.startup.measure import machine_name
 
-    model, config = llm.model_config, llm.config
-    size = format_bytes(weight_bytes(model, config.dtype, config.weights))
-    name = folder.resolve().parent.name if folder.name == "config.json" else folder.resolve().name
-    kv_dtype = KVSpec.of(model, config.dtype, config.kv_dtype).kv_dtype
+    own, config = llm.model_config, llm.config
+    size = format_bytes(weight_bytes(own, config.dtype, config.weights))
+    name = str(model)  # a hub id
+    if model.exists():
+        name = (model.resolve().parent if model.is_file() else model.resolve()).name
+    kv_dtype = KVSpec.of(own, config.dtype, config.kv_dtype).kv_dtype
     threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
     where = f", {threads} threads" * config.device.startswith("cpu")
     return {
         "version": __version__,
-        "model": f"{name}, {num_parameters(model) / 1e6:,.1f}M parameters" + ", random weights" * is_random,
+        "model": f"{name}, {num_parameters(own) / 1e6:,.1f}M parameters" + ", random weights" * is_random,
         "machine": f"{machine_name(config.device)}{where}, reads {read_rate / 1e9:,.1f} GB/s",
         "executor": config.executor + f", {config.parallel.size} ranks" * (config.parallel.size > 1),
         "weights": f"{'dtype' if config.weights is None else config.weights.describe()}, {size}",

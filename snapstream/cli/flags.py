@@ -85,6 +85,9 @@ MODEL_FLAGS = ("--model", "-m")  # of commands whose first argument is MODEL
 OTHER_FLAGS = {
     "--model": "give the model as the argument MODEL",
     "-m": "give the model as the argument MODEL",
+    "--revision": "write it behind the hub id: ID@REVISION",
+    "--hf-repo": "give the hub id as the argument MODEL",
+    "-hf": "give the hub id as the argument MODEL",
     "--gpu-memory-utilization": "use --max-rows auto, which fills the free memory",
     "--enable-prefix-caching": "use --prefix-store auto",
     "--no-enable-prefix-caching": "use --prefix-store 0",

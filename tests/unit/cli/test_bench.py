@@ -66,6 +66,21 @@ def test_bench_of_random_weights_reads_no_checkpoint(tmp_path: Path, capsys: pyt
     assert printed["weights"].startswith("int8") and printed["model"].endswith("random weights")
 
 
+def test_random_weights_of_a_hub_id_fetch_its_settings_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def folder_of(model: Path, *, config_only: bool = False, progress: bool = True) -> Path:
+        asked.append((str(model), config_only))
+        return TINY_MODEL
+
+    monkeypatch.setattr("snapstream.models.hub.local_folder", folder_of)
+    assert main(["bench", "some/model", "--random", "-p", "8", "-n", "0", "-r", "1"]) == 0
+    assert asked == [("some/model", True)]
+    assert "model: some/model, 1.2M parameters, random weights" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
