@@ -19,6 +19,7 @@ from figures.documents import NAMES, README, SECTION, render
 from figures.site import inside
 from snapstream.assets import TINY_MODEL
 from snapstream.cli.app import app
+from snapstream.cli.flags import MODEL_FLAGS, OTHER_FLAGS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
@@ -192,7 +193,7 @@ def test_flags_that_pages_name_exist() -> None:
             own = {name for p in known[words[1]].params for name in (*p.opts, *p.secondary_opts)}
             assert {word for word in words if word.startswith("--")} <= own, line
         for flag in re.findall(r"`(--[a-z][a-z_-]+)", page.read_text()):
-            assert flag in flags | FOREIGN_FLAGS, (page.name, flag)
+            assert flag in flags | FOREIGN_FLAGS | {*OTHER_FLAGS, *MODEL_FLAGS}, (page.name, flag)
 
 
 def test_figures_are_those_of_the_stored_results() -> None:
