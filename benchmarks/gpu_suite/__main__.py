@@ -1,8 +1,11 @@
-"""The command; see ``__init__.py``. Sections are listed here in the order of their value."""
+"""The command; see ``__init__.py``. Sections are listed here in the order of their value, but looping
+last: a barrier that never opens hangs.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import replace
 from datetime import date
@@ -26,12 +29,14 @@ from benchmarks.gpu_suite import (
     spec_prefill,
     speed,
 )
+from benchmarks.gpu_suite.apart import START_S, Apart, is_waiting, rehearse, run_apart
 from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.suite import Bench, Section, run
 from benchmarks.gpu_tables import wanted_table
 from figures.machine import describe
 
 SMOKE_S = 3600.0
+HANG_S = 3.0  # of the stand-in that hangs, in a rehearsal
 GRACE_S = 15.0  # by which a figure may be late; then the process ends, within nine minutes
 
 
@@ -46,9 +51,6 @@ def sections() -> list[Section]:
     return [
         Section("ceilings", speed.ceilings, 30, "rates of this device that shares refer to: reads, copies, products"),
         Section("decode_8b", speed.decode("llama_8b", [(8192, [1, 64, 8], 131_000)], both), 60, decode),
-        Section("looping", looping.ladder(("qwen3_06b", "llama_1b"), ("int4",)), 180,
-                "a decode step without sampling, captured: kernels one by one (B0), a kernel per layer (B1), one that "
-                "loops (B2), with weights loaded across its barriers (B3); dense weights, then int4 and int8"),
         Section("decode_kernel", kernels.decode_kernel, 30, "decode attention alone over full rows"),
         Section("prefill_8b", prompts.prefill("llama_8b", [
             (2048, 2048, 2048), (8192, 8192, 2048), (32_768, 8192, 2048), (131_072 - 8, 8192, 2048)]), 90, prefill),
@@ -83,6 +85,9 @@ def sections() -> list[Section]:
             (2048, [1, 64], 8000), (32_768, [1, 16], 131_000)], best), 40, decode),
         Section("prefill_chunks", prompts.prefill("llama_8b", [
             (32_768, 8192, 1024), (131_072 - 8, 8192, 512), (32_768, 8192, 512), (32_768, 8192, 8192)]), 70, prefill),
+        Section("looping", looping.ladder(("qwen3_06b", "llama_1b"), ("int4",)), 180,
+                "a decode step without sampling, captured: kernels one by one (B0), a kernel per layer (B1), one that "
+                "loops (B2), with weights loaded across its barriers (B3); dense weights, then int4 and int8"),
         Section("looping_8b", looping.ladder(("llama_8b",), ("int4", "int8")), 180, "the same at 8B"),
     ]  # fmt: skip
 
@@ -93,7 +98,17 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="run only these")
     parser.add_argument("--budget-s", type=float, default=520, help="seconds for all of it")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, on a CPU where there is no GPU")
+    parser.add_argument("--rehearse", action="store_true", help="stand-ins on a CPU: one hangs, one dies")
+    parser.add_argument("--in-process", action="store_true", help="all sections in this process, as each child runs")
+    parser.add_argument(
+        "--ceilings", type=json.loads, metavar="JSON", help="measured rates, which are not measured again"
+    )
     args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.rehearse:
+        problems = rehearse([section.name for section in sections()], args.out, HANG_S)
+        print("\n".join(problems) or f"wrote {args.out}: what hung and what died cost only themselves")
+        return 1 if problems else 0
     if not torch.cuda.is_available() and not args.smoke:
         raise SystemExit("torch sees no GPU; --smoke runs tiny shapes without one")
     known = sections()
@@ -103,17 +118,38 @@ def main() -> int:
     wanted = [section for section in known if not args.only or section.name in args.only or section.name == "ceilings"]
     if args.smoke:  # it tells whether they run: a slow machine must not cut them short
         wanted = [replace(section, limit_s=SMOKE_S) for section in wanted]
+    if not args.smoke and not args.in_process:
+        return _apart(wanted, args.out, args.budget_s)
+    if args.ceilings:
+        wanted = [section for section in wanted if section.name != "ceilings" or "ceilings" in (args.only or ())]
     device = Device("cuda" if torch.cuda.is_available() else "cpu")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     head = {"name": "gpu_suite", **describe(), **device.describe(), "date": date.today().isoformat(),
             "command": "python -m benchmarks.gpu_suite " + " ".join(sys.argv[1:])}  # fmt: skip
     budget_s, grace_s = (SMOKE_S, 0.0) if args.smoke else (args.budget_s, GRACE_S)
-    result = run(wanted, Bench(device, args.smoke), budget_s, args.out, head, grace_s)
+    result = run(wanted, Bench(device, args.smoke, args.ceilings or {}), budget_s, args.out, head, grace_s)
     print(wanted_table(result))
     failed = [name for name, entry in result["sections"].items() if entry["error"]]
     print(
         f"wrote {args.out}; {len(failed)} of {len(wanted)} sections failed{': ' if failed else ''}{', '.join(failed)}"
     )
+    return 1 if failed else 0
+
+
+def _apart(wanted: list[Section], out: Path, budget_s: float) -> int:
+    """A process per section; what ``out`` has already is not run again."""
+
+    def command(name: str, seconds: float, part: Path) -> list[str]:
+        measured = json.loads(out.read_text()).get("ceilings") if out.exists() else None
+        own = ["--out", str(part), "--only", name, "--budget-s", str(max(seconds - START_S, 1.0)), "--in-process"]
+        ceilings = ["--ceilings", json.dumps(measured)] if measured else []
+        return [sys.executable, "-m", "benchmarks.gpu_suite", *own, *ceilings]
+
+    limits = [Apart(section.name, section.limit_s + START_S, section.about) for section in wanted]
+    result = run_apart(limits, command, out, budget_s)
+    print(wanted_table(result))
+    waiting = [name for name, entry in result["sections"].items() if is_waiting(entry)]
+    failed = [name for name, entry in result["sections"].items() if entry["error"]]
+    print(f"wrote {out}; failed: {', '.join(failed) or 'none'}; left for the next run: {', '.join(waiting) or 'none'}")
     return 1 if failed else 0
 
 

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import gpu_tables
 from benchmarks.gpu_suite import __main__ as command
-from benchmarks.gpu_suite import speed, suite
+from benchmarks.gpu_suite import apart, speed, suite
 from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.peers_kvpress import kvpress
 from benchmarks.gpu_suite.suite import Bench, Figures, Section, run
@@ -148,6 +148,32 @@ def test_a_figure_that_does_not_come_back_ends_the_run(tmp_path: Path) -> None:
     result = json.loads(out.read_text())
     assert result["sections"]["stuck"]["figures"] == [{"a": 1}]
     assert result["sections"]["stuck"]["is_cut"] and result["seconds"] > 0
+
+
+def test_a_rehearsal_loses_only_what_hangs_and_what_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "r" / "gpu.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--out", str(out), "--rehearse"])
+    assert command.main() == 0
+    found = json.loads(out.read_text())["sections"]
+    names = [section.name for section in command.sections()]
+    assert [name for name in found if name not in ("hangs", "dies")] == names
+    assert all(found[name]["figures"] == [{"value": len(name)}] for name in found)
+    assert {name for name in found if found[name]["error"]} == {"hangs", "dies"}
+    assert found["hangs"]["is_cut"] and [path.name for path in out.parent.iterdir()] == ["gpu.json"]
+
+
+def test_the_next_run_begins_with_what_is_left(tmp_path: Path) -> None:
+    out, started = tmp_path / "gpu.json", []
+
+    def command_of(name: str, seconds: float, part: Path) -> list[str]:
+        started.append(name)
+        return [sys.executable, "-m", "benchmarks.gpu_suite.apart", name, str(part)]
+
+    sections = [apart.Apart("short", 60, ""), apart.Apart("long", 1000, "")]
+    found = apart.run_apart(sections, command_of, out, 100)["sections"]
+    assert found["short"]["figures"] and apart.is_waiting(found["long"])
+    found = apart.run_apart(sections, command_of, out, 2000)["sections"]
+    assert started == ["short", "long"] and all(entry["figures"] for entry in found.values())
 
 
 def test_all_sections_fit_their_names() -> None:
