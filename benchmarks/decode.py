@@ -57,7 +57,7 @@ def run(prompt_len: int, rows: int, steps: int, parts: list[int], executor: str 
     with llama_folder() as folder, ExitStack() as stack:
         llms = [
             stack.enter_context(LLM(folder, budget=budget, executor=executor, max_rows=rows, max_model_len=max_len,
-                                    progress=False))
+                                    num_speculative_tokens=0, progress=False))
             for budget in budgets
         ]  # fmt: skip
         prefills = [prefill_seconds(llm, prompt, rows, steps) for llm in llms]

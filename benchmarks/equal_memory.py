@@ -36,7 +36,7 @@ def run(prompt_len: int, rows: int, part: int, steps: int, executor: str) -> lis
             row_bytes = KVSpec.of(read_model_config(folder), "float32", kv_dtype).row_bytes(budget.capacity)
             count = arms[0][2] * arms[0][3] // row_bytes if arms else rows
             llm = LLM(folder, budget=budget, executor=executor, max_rows=count, max_model_len=most, kv_dtype=kv_dtype,
-                      progress=False)  # fmt: skip
+                      num_speculative_tokens=0, progress=False)  # fmt: skip
             arms.append((budget, kv_dtype, row_bytes, count, stack.enter_context(llm)))
             prefill_seconds(llm, prompt, count, steps)
         found = step_seconds([arm[-1] for arm in arms], steps)

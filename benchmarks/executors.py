@@ -51,7 +51,7 @@ def run(rows: int, contexts: list[int], steps: int) -> list[dict[str, Any]]:
         for executor in ("eager", "looped"):
             began = perf_counter()
             with LLM(TINY_MODEL, budget="full", executor=executor, max_rows=rows,
-                     max_model_len=context + steps + 16, progress=False) as llm:  # fmt: skip
+                     max_model_len=context + steps + 16, num_speculative_tokens=0, progress=False) as llm:  # fmt: skip
                 starts[executor] = perf_counter() - began
                 found[executor] = {name: step_ms(llm, rows, context, steps, params) for name, params in PARAMS.items()}
         for name in PARAMS:

@@ -22,7 +22,7 @@ def run(model: Path, ranks: int, rows: int, context: int, steps: int) -> list[di
     figures: list[dict[str, Any]] = []
     for size, executor in ((1, "looped"), (ranks, "looped"), (ranks, "eager"), (1, "looped")):
         with LLM(model, budget="full", executor=executor, max_rows=rows, max_model_len=context + steps + 16,
-                 tensor_parallel=size, progress=False) as llm:  # fmt: skip
+                 tensor_parallel=size, num_speculative_tokens=0, progress=False) as llm:  # fmt: skip
             for name, params in PARAMS.items():
                 middle, least = step_ms(llm, rows, context, steps, params)
                 figure = {"ranks": size, "executor": executor, "sampling": name, "ms": middle, "least_ms": least}

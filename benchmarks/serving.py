@@ -103,7 +103,7 @@ def measure(rows: int, prompt_len: int, max_tokens: int, repeats: int) -> dict[s
     prompts = make_prompts(rows, prompt_len)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     one = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    options = ["--max-rows", str(rows), "--budget", str(BUDGET)]
+    options = ["--max-rows", str(rows), "--budget", str(BUDGET), "--num-speculative-tokens", "0"]
     engine: list[float] = []
     http: list[float] = []
     first_engine: list[float] = []
@@ -114,7 +114,7 @@ def measure(rows: int, prompt_len: int, max_tokens: int, repeats: int) -> dict[s
     with (
         tempfile.TemporaryDirectory() as folder,
         served(options, Path(folder) / "log") as server,
-        LLM(TINY_MODEL, budget=BUDGET, max_rows=rows, progress=False) as llm,
+        LLM(TINY_MODEL, budget=BUDGET, max_rows=rows, num_speculative_tokens=0, progress=False) as llm,
         closing(HTTPConnection(urlsplit(server.url).netloc)) as connection,
     ):
         for turn in range(repeats + 1):  # side by side, so that both meet the same machine; the first is a warm-up

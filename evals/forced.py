@@ -32,6 +32,7 @@ class ForcedRunner:
 
     def __init__(self, runner: Any, forced: dict[str, Sequence[int]]) -> None:
         self._runner, self._forced = runner, forced
+        self._speculation, runner.speculation = runner.speculation, None  # a step draws one token, which is replaced
         self._left: dict[int, list[int]] = {}  # by row, next token last
 
     @property
@@ -47,6 +48,10 @@ class ForcedRunner:
 
     def close(self) -> None:
         self._runner.close()
+
+    def restore(self) -> None:
+        """Leave the runner as it was."""
+        self._runner.speculation = self._speculation
 
     def submit(self, plan: StepPlan) -> PendingStep:
         for spec in plan.opened_jobs:
@@ -91,8 +96,9 @@ def answer(
     from snapstream.engine.core import Engine
 
     by_id = {request.request_id: own for request, own in zip(requests, forced, strict=True)}
+    forcing = ForcedRunner(runner, by_id) if any(forced) else None
     engine = Engine(
-        ForcedRunner(runner, by_id) if any(forced) else runner,
+        forcing or runner,
         config,
         vocab_size=model.vocab_size,
         num_layers=model.num_layers,
@@ -101,4 +107,6 @@ def answer(
     outputs = [engine.add_request(request) for request in requests]
     while engine.has_work:
         engine.step()
+    if forcing is not None:
+        forcing.restore()
     return outputs

@@ -90,6 +90,7 @@ def generate_shared(
         budget=KVBudget(num_sink=0, num_topk=1, num_recent=llm.config.max_model_len - 1),
         max_rows=PROMPTS_AT_ONCE * len(rules),
         reselection=_widest([reselection for *_, reselection in rules]),
+        num_speculative_tokens=0,  # rows of a request have other budgets than it says
     )
     lent = cast(ModelRunner, llm.engine.runner)
     runner = ModelRunner(lent.decoder, config, make_writer=partial(SharedWriter, rules))

@@ -300,6 +300,10 @@ class EngineConfig(Settings):
             self.reselection is None or self.kv_dtype == "auto",
             f"reselection needs kv_dtype 'auto'; it is {self.kv_dtype!r}",
         )
+        check(
+            self.reselection is None or self.num_speculative_tokens == 0,
+            f"num_speculative_tokens is {self.num_speculative_tokens}; with KV re-selection it must be 0",
+        )
         if self.heads is not None:
             as_kind("heads", self.heads, HeadSlots)
             check(

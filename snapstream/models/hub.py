@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from snapstream.config.values import as_path
+
 HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 CONFIG_FILES = ("config.json", "generation_config.json")
 FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -22,7 +24,7 @@ def local_folder(model: str | Path, *, config_only: bool = False, progress: bool
     Downloads what the cache lacks, with ``config_only`` no weights. ValueError, in one line, for a model that the hub
     does not have or does not give, and where it cannot be reached. Other text is returned as a path.
     """
-    path = Path(model)
+    path = as_path("the model's folder", model)
     found = None if path.exists() else HUB_ID.fullmatch(str(model))
     if found is None:
         return path
