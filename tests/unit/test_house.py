@@ -33,12 +33,12 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # of layers, GGUF and hub ids, `chat` and `bench`. A module with one importer lives in that importer, unless it is an
 # entry point, an optional dependency or an entry of a registry.
 COUNTS = {
-    "Python files of the package": 245,
-    "Python lines of the package": 51000,
-    "C++ files": 29,
-    "files under tests/": 256,
-    "modules with one importer": 40,
-    "words to learn in docs/architecture.md": 21,
+    "Python files of the package": 230,
+    "Python lines of the package": 46868,
+    "C++ files": 26,
+    "files under tests/": 240,
+    "modules with one importer": 28,
+    "words to learn in docs/architecture.md": 20,
 }
 
 # Private names of other people's packages, as their dotted access is written, each with why there is no public way.
