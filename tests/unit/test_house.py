@@ -33,10 +33,10 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # of layers, GGUF and hub ids, `chat` and `bench`. A module with one importer lives in that importer, unless it is an
 # entry point, an optional dependency or an entry of a registry.
 COUNTS = {
-    "Python files of the package": 230,
-    "Python lines of the package": 46868,
-    "C++ files": 26,
-    "files under tests/": 240,
+    "Python files of the package": 240,  # room for states, DeltaNet and GGUF: families and a file format are files
+    "Python lines of the package": 50500,  # as above
+    "C++ files": 28,  # a stage for recurrent layers
+    "files under tests/": 250,  # their tests
     "modules with one importer": 28,
     "words to learn in docs/architecture.md": 20,
 }
