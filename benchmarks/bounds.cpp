@@ -94,16 +94,18 @@ double multiply_int8(int64_t rounds, ThreadPool& pool) {
     constexpr int CHAINS = W == 16 ? 24 : 10;
     std::vector<int32_t> ends(pool.size());
     pool.run([&](int thread) {
-        const int32_t from = 0x01010101 + thread;
-        ints sums[CHAINS];
-        UNROLL for (int j = 0; j < CHAINS; ++j) sums[j] = (ints)all_bits(from + j);
-        const auto token = Dot::token(from);
+        const int32_t from[1] = {0x01010101 + thread};
+        ints sums[1][CHAINS];
+        UNROLL for (int j = 0; j < CHAINS; ++j) sums[0][j] = (ints)all_bits(from[0] + j);
         for (int64_t i = 0; i < rounds; ++i) {
-            const auto weight = Dot::weight(all_bits(static_cast<uint32_t>(i)));  // a constant one would be hoisted
-            UNROLL for (int j = 0; j < CHAINS; ++j) Dot::add(sums[j], weight, token);
+            UNROLL for (int pass = 0; pass < Dot::PASSES; ++pass) {
+                bits weights[CHAINS];  // constant ones would be hoisted
+                UNROLL for (int j = 0; j < CHAINS; ++j) weights[j] = Dot::pass(all_bits(static_cast<uint32_t>(i)), pass);
+                Dot::template add<1, CHAINS>(sums, weights, from);
+            }
         }
         ints sum = {};
-        UNROLL for (int j = 0; j < CHAINS; ++j) sum ^= sums[j];
+        UNROLL for (int j = 0; j < CHAINS; ++j) sum ^= sums[0][j];
         ends[thread] = sum[0];
     });
     return ends[0] == 1 ? 0.0 : 2.0 * 4 * CHAINS * W * rounds * pool.size();

@@ -59,7 +59,7 @@ def compare(other: Path, command: list[str], repeats: int) -> dict[str, Any]:
     sides = {side: [dict(numbers(one["figures"])) for one in own] for side, own in runs.items()}
     rows = []
     for name in sides["here"][0]:
-        if name not in sides["before"][0]:
+        if not all(name in one for own in sides.values() for one in own):
             continue
         before, here = (median(one[name] for one in sides[side]) for side in ("before", "here"))
         if before and before != here:

@@ -68,7 +68,7 @@ def run(
             figure = {
                 "prompt_len": prompt_len,
                 "weights": width,
-                "multiplies": "bfloat16" if llm.config.weights and llm.config.weights.rounds_prefill else "float32",
+                "multiplies": (llm.config.weights and llm.config.weights.prefill_inputs) or "float32",
                 "slots": budget.capacity,
                 "prefill_s": seconds,
                 "tokens_per_s": prompt_len / seconds,

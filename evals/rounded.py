@@ -4,13 +4,15 @@ Eager: prefill computes with the widened weights, decode too, and with ``-a8`` e
 layer or the head sees its input after a trip through int8, which is what looped steps multiply with. On a processor
 that multiplies bf16 an engine rounds what prefill multiplies to bf16 by itself. ``-auto`` is what it then does in dense
 models, whose decode rounds too: to int8 beside codes, to bf16 beside weights of bf16. ``-prefill`` is what it does in
-models with experts or latents, whose decode does not.
+models with experts or latents, whose decode does not. ``-all8`` rounds to int8 in prefill, too, as an engine does where
+that is the fastest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from snapstream.config import EngineConfig, ModelConfig
 from snapstream.config.model import QUANTIZED_BITS, ActivationOption, WeightsOption
@@ -39,7 +41,7 @@ class Width:
     weights: WeightsOption = "auto"
     activations: ActivationOption = "dtype"
     is_everywhere: bool = False  # of int4: attention too
-    rounds_prefill: bool = False  # to bf16: what auto does where a processor gains by it
+    prefill_inputs: Literal["bfloat16", "int8"] | None = None  # what auto rounds to where a processor gains by it
     rounds_decode: bool = False  # to int8 beside codes, else to bf16
 
     @property
@@ -55,13 +57,13 @@ class Width:
             found["attention_width"] = "int8"
         if self.rounds_decode:
             found["activations"] = "int8" if self.weights in QUANTIZED_BITS else "bfloat16"
-        return found | ({"prefill_inputs": "bfloat16"} if self.rounds_prefill else {})
+        return found | ({"prefill_inputs": self.prefill_inputs} if self.prefill_inputs else {})
 
     def check(self, config: EngineConfig) -> None:
         """ValueError where this machine does not round as the name says."""
         if config.weights is None:
             return
-        if config.weights.rounds_prefill != self.rounds_prefill:
+        if config.weights.prefill_inputs != self.prefill_inputs:
             raise ValueError(f"prefill of {self.words} weights rounds its inputs on other processors, not on this one")
         if config.weights.layers.rounds_inputs != self.rounds_decode:
             width = next(name for name, own in WIDTHS.items() if own is self)
@@ -74,18 +76,20 @@ class Width:
 WIDTHS = {
     "auto": Width(words="fp32"),
     "bfloat16": Width(words="bf16", weights="bfloat16"),
-    "bfloat16-prefill": Width(words="bf16", weights="bfloat16", activations="auto", rounds_prefill=True),
+    "bfloat16-prefill": Width(words="bf16", weights="bfloat16", activations="auto", prefill_inputs="bfloat16"),
     "bfloat16-auto": Width(
-        words="bf16", weights="bfloat16", activations="auto", rounds_prefill=True, rounds_decode=True
+        words="bf16", weights="bfloat16", activations="auto", prefill_inputs="bfloat16", rounds_decode=True
     ),
     "int8": Width(words="int8", weights="int8"),
     "int8-a8": Width(words="int8", weights="int8", activations="int8", rounds_decode=True),
-    "int8-prefill": Width(words="int8", weights="int8", activations="auto", rounds_prefill=True),
-    "int8-auto": Width(words="int8", weights="int8", activations="auto", rounds_prefill=True, rounds_decode=True),
+    "int8-prefill": Width(words="int8", weights="int8", activations="auto", prefill_inputs="bfloat16"),
+    "int8-auto": Width(words="int8", weights="int8", activations="auto", prefill_inputs="bfloat16", rounds_decode=True),
+    "int8-all8": Width(words="int8", weights="int8", activations="auto", prefill_inputs="int8", rounds_decode=True),
     "int4": Width(words="int4", weights="int4"),
     "int4-a8": Width(words="int4", weights="int4", activations="int8", rounds_decode=True),
-    "int4-prefill": Width(words="int4", weights="int4", activations="auto", rounds_prefill=True),
-    "int4-auto": Width(words="int4", weights="int4", activations="auto", rounds_prefill=True, rounds_decode=True),
+    "int4-prefill": Width(words="int4", weights="int4", activations="auto", prefill_inputs="bfloat16"),
+    "int4-auto": Width(words="int4", weights="int4", activations="auto", prefill_inputs="bfloat16", rounds_decode=True),
+    "int4-all8": Width(words="int4", weights="int4", activations="auto", prefill_inputs="int8", rounds_decode=True),
     "int4-everywhere": Width(words="int4, attention too", weights="int4", is_everywhere=True),
     "int4-everywhere-a8": Width(
         words="int4, attention too", weights="int4", activations="int8", is_everywhere=True, rounds_decode=True

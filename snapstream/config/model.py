@@ -93,8 +93,8 @@ class WeightFormats:
     layers: WeightFormat
     tables: WeightFormat  # the embedding, and the output embedding
     attention: WeightFormat | None = None  # the matrices around attention; None: as the other ones of a layer
-    # Whether prefill rounds inputs of the layers' GEMMs to bf16, where a CPU is faster at it.
-    rounds_prefill: bool = False
+    # What prefill rounds inputs of the layers' GEMMs to, where a CPU is faster at it: int8 per token and group.
+    prefill_inputs: Literal["bfloat16", "int8"] | None = None
 
     @classmethod
     def of(cls, width: str, group: int = DEFAULT_GROUP) -> WeightFormats:
@@ -113,10 +113,12 @@ class WeightFormats:
             if form is not None and form.describe() != self.layers.describe():
                 others.setdefault(form.describe(), []).append(name)
         words = ", ".join([self.layers.describe(), *(f"{', '.join(names)} {form}" for form, names in others.items())])
-        if self.rounds_prefill and self.layers.rounds_inputs and not self.layers.is_quantized:
-            return f"{words}; inputs bf16"
-        words += "; inputs int8 in decode" * self.layers.rounds_inputs
-        return words + "; inputs bf16 in prefill" * self.rounds_prefill
+        prefill = {"bfloat16": "bf16", "int8": "int8", None: ""}[self.prefill_inputs]
+        decode = ("int8" if self.layers.is_quantized else "bf16") if self.layers.rounds_inputs else ""
+        if prefill == decode:
+            return f"{words}; inputs {decode}" if decode else words
+        parts = {"decode": decode, "prefill": prefill}
+        return words + "".join(f"; inputs {inputs} in {phase}" for phase, inputs in parts.items() if inputs)
 
     def rounding_inputs(self) -> WeightFormats:
         """The same; quantized matrices round their inputs to int8."""

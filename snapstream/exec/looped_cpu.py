@@ -62,7 +62,7 @@ def machine_problem(num_ranks: int) -> str | None:
 
 def panels_for(config: EngineConfig) -> MakeMatrix:
     """The storage of weights as the library reads them."""
-    return make_panels(load(), rounds_prefill=config.weights is not None and config.weights.rounds_prefill)
+    return make_panels(load(), prefill_inputs=None if config.weights is None else config.weights.prefill_inputs)
 
 
 def panels_of(decoder: Decoder, role: str) -> PanelMatrix:

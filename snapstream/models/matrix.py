@@ -53,7 +53,7 @@ class Matrix:
 
     is_read_by_prefill = False  # fast for many tokens too: prefill need not dequantize it
     is_batch_invariant = False  # a token's product has the same bits in any batch
-    _rounds_to: torch.dtype | None = None
+    _rounding: tuple[str, int] | None = None  # what inputs are rounded to in prefill, and the group of int8
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Matrix:
     def __getitem__(self, index: Index) -> Self:
         """View of a layer, an expert, or a slice of rows. ValueError for rows that are not whole FP8 blocks."""
         view = type(self)(self.data[index], self._scales_at(index), self.form, self.dtype)
-        view._rounds_to = self._rounds_to
+        view._rounding = self._rounding
         return view
 
     def _scales_at(self, index: Index) -> Tensor | None:
@@ -106,10 +106,12 @@ class Matrix:
             of_scales.append(block_rows(start, stop, self.shape[-2:]))
         return self.scales[tuple(of_scales)]
 
-    def with_rounded_inputs(self) -> Self:
-        """The same storage, multiplied with inputs rounded to bf16, as the looped library does in prefill."""
+    def with_rounded_inputs(self, dtype: str | None, group: int) -> Self:
+        """The same storage, multiplied with inputs rounded to bf16 or int8 (per token and group), as the looped library
+        does in prefill; None: as they are.
+        """
         other = copy(self)
-        other._rounds_to = torch.bfloat16
+        other._rounding = None if dtype is None else (dtype, group)
         return other
 
     def fill(self, numbers: Tensor) -> None:
@@ -241,7 +243,10 @@ class Matrix:
         return decode(self.data[token_ids], self.scales[token_ids], self.form).to(self.dtype)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        return x if self._rounds_to is None else x.to(self._rounds_to).to(x.dtype)
+        if self._rounding is None:
+            return x
+        dtype, group = self._rounding
+        return groups.round_inputs(x, group) if dtype == "int8" else x.bfloat16().to(x.dtype)
 
     def _blocks(self) -> list[tuple[int, int]]:
         """Ranges of rows of a matrix ``[out, in]`` that are dequantized at a time."""

@@ -134,7 +134,7 @@ class PanelMatrix(Matrix):
         activation: Activation = "silu",
     ) -> Tensor:  # fmt: skip
         """One native call if gate and up are whole panels."""
-        if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL or down._inputs == "int8":
+        if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL:
             return super().swiglu(down, given, biases, kernels, activation)
         stacks = self._prefill_stack, down._prefill_stack
         return prompt.swiglu(self.library, stacks, given, biases, activation)
@@ -166,13 +166,14 @@ class PanelMatrix(Matrix):
             raise TypeError(f"rows {self._rows.start} to {self._rows.stop} of {self._matrix[-2]} cannot be read alone")
 
 
-def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeMatrix:
+def make_panels(library: Library, *, prefill_inputs: Literal["bfloat16", "int8"] | None = None) -> MakeMatrix:
     """Allocates matrices in panels, for computation in fp32 on a CPU.
 
-    ``rounds_prefill``: see ``WeightFormats``; for bf16, int8 and int4. The output embedding multiplies few tokens, in
-    prefill too, and rounds as in decode. ValueError if this processor has no bf16 products; rank 0's decides.
+    ``prefill_inputs``: see ``WeightFormats``; bf16 for bf16, int8 and int4 weights, int8 for the latter two. The output
+    embedding multiplies few tokens, in prefill too, and rounds as in decode. ValueError if this processor has no bf16
+    products; rank 0's decides.
     """
-    if rounds_prefill:
+    if prefill_inputs == "bfloat16":
         _need_bf16(library)
 
     def make(form: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Matrix:
@@ -184,10 +185,10 @@ def make_panels(library: Library, *, rounds_prefill: bool = False) -> MakeMatrix
             )
         is_table = len(shape) == 2
         if not form.is_quantized:
-            rounds = form.rounds_inputs if is_table else rounds_prefill and form.dtype == "bfloat16"
+            rounds = form.rounds_inputs if is_table else prefill_inputs == form.dtype == "bfloat16"
             storage = panels.empty_panels(shape, getattr(torch, form.dtype))
             return PanelMatrix(library, storage, shape, form, inputs="bfloat16" if rounds else "float32")
-        inputs: DType | Literal["int8"] = "bfloat16" if rounds_prefill else "float32"
+        inputs: DType | Literal["int8"] = prefill_inputs or "float32"
         if is_table:
             inputs = "int8" if form.rounds_inputs else "float32"
         storage = memory.zeros(panels.code_panel_shape(shape, form), torch.uint8)

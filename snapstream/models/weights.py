@@ -32,13 +32,13 @@ class DequantizedLayer:
         dtype: torch.dtype,
         device: torch.device | str,
         *,
-        rounds: bool = False,
+        inputs: str | None = None,
     ) -> None:
-        """``stacks``: by name, the low-precision matrices and the layers that have one; ``rounds``: see
-        ``WeightFormats.rounds_prefill``.
+        """``stacks``: by name, the low-precision matrices and the layers that have one; ``inputs``: see
+        ``WeightFormats.prefill_inputs``.
         """
         self._stacks = stacks
-        self._rounds = rounds
+        self._inputs = inputs
         self._data = {
             name: torch.empty(stack.shape[1:], dtype=dtype, device=device) for name, (stack, _) in stacks.items()
         }
@@ -50,13 +50,19 @@ class DequantizedLayer:
 
     def matrices(self, layer: int) -> dict[str, Matrix]:
         """Views of the buffer, for when it holds ``layer``."""
-        held = {name: Matrix(self._data[name]) for name, (_, layers) in self._stacks.items() if layer in layers}
-        return {name: matrix.with_rounded_inputs() for name, matrix in held.items()} if self._rounds else held
+        return {
+            name: Matrix(self._data[name]).with_rounded_inputs(self._inputs, stack.form.group)
+            for name, (stack, layers) in self._stacks.items()
+            if layer in layers
+        }
 
     def experts(self, stored: Mapping[str, Matrix]) -> dict[str, Matrix]:
         """The experts among a layer's ``stored`` matrices, as prefill multiplies with them."""
-        found = {name: matrix for name, matrix in stored.items() if len(matrix.shape) == 3}
-        return {name: matrix.with_rounded_inputs() for name, matrix in found.items()} if self._rounds else found
+        return {
+            name: matrix.with_rounded_inputs(self._inputs, matrix.form.group)
+            for name, matrix in stored.items()
+            if len(matrix.shape) == 3
+        }
 
     def hold(self, layer: int) -> None:
         """Dequantize a layer, unless the buffer holds it."""
@@ -111,8 +117,8 @@ class DecoderWeights:
             matrices[name] = own_make(format_of(spec, dtype_name, formats), shape, dtype, device)
             if is_dequantized(spec, dtype_name, formats) and not matrices[name].is_read_by_prefill:
                 low_precision[name] = matrices[name], spec.layers_of(config.num_layers)
-        rounds = formats is not None and formats.rounds_prefill
-        dequantized = DequantizedLayer(low_precision, dtype, device, rounds=rounds) if low_precision else None
+        inputs = None if formats is None else formats.prefill_inputs
+        dequantized = DequantizedLayer(low_precision, dtype, device, inputs=inputs) if low_precision else None
         return cls(config, matrices, vectors, dtype, dequantized)
 
     @property

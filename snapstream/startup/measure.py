@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.exec.executors import problems_here
@@ -168,7 +168,8 @@ def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks:
             free_bytes=free // num_ranks,
             total_bytes=total // num_ranks,
             executor_problems=problems_here(device, num_ranks),
-            gains_by_bf16=gains_by_bf16(),
+            gains_by_bf16=gains_by("bf16"),
+            gains_by_int8=gains_by("codes"),
             draft=draft,
             num_gpus=0,
         )
@@ -192,11 +193,15 @@ def decide(model: ModelConfig, options: EngineOptions, draft: DraftMemory | None
     return resolve(model, options, measure_machine(options.device, draft, num_ranks=options.parallel.ranks_here))
 
 
-def gains_by_bf16() -> bool:
-    """Whether the native library's products are faster here with inputs in bf16; the first call measures them."""
+def gains_by(inputs: Literal["bf16", "codes"]) -> bool:
+    """Whether the native library's prefill products are faster here with inputs in bf16; with int8 or int4 weights, in
+    int8. The first call measures them.
+    """
     from snapstream.kernels.cpu.looped.library import library_problem, load
 
-    return library_problem() is None and bool(load().gains_by_bf16())
+    if library_problem() is not None:
+        return False
+    return bool(load().gains_by_bf16() if inputs == "bf16" else load().gains_by_codes())
 
 
 def latent_attention(model: ModelConfig, config: EngineConfig) -> LatentAttention | None:

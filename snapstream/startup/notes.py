@@ -66,12 +66,12 @@ def describe_ranks(config: EngineConfig) -> str:
 
 
 def describe_inputs(config: EngineConfig) -> str:
-    """Whether GEMMs of prefill, and with bf16 weights of decode, round their inputs to bf16."""
-    if config.weights is None or not config.weights.rounds_prefill:
+    """Whether GEMMs of prefill, and of decode with them, round their inputs."""
+    if config.weights is None or config.weights.prefill_inputs is None:
         return ""
-    layers = config.weights.layers
-    who = "prefill and decode" if layers.rounds_inputs and not layers.is_quantized else "prefill"
-    return f"{who}: bfloat16 inputs, faster here (activations 'dtype': float32)"
+    inputs, layers = config.weights.prefill_inputs, config.weights.layers
+    who = "prefill and decode" if layers.rounds_inputs and layers.is_quantized == (inputs == "int8") else "prefill"
+    return f"{who}: {inputs} inputs, faster here (activations 'dtype': float32)"
 
 
 def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:

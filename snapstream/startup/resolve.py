@@ -43,6 +43,7 @@ class Machine:
     capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
     executor_problems: Mapping[str, str] = field(default_factory=dict)  # executors that it cannot run, and why
     gains_by_bf16: bool = False  # whether a CPU's prefill GEMMs are faster with inputs in bf16
+    gains_by_int8: bool = False  # and those of int8 and int4 weights with inputs in int8 than with any other
     host_free_bytes: int | None = None  # of the host, now; None where the device is the host
     draft: DraftMemory | None = None  # of a draft that is loaded on this device, perhaps by another process
     num_gpus: int = 1  # that this process sees; 0 on a CPU
@@ -92,27 +93,33 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
     if options.max_rows == "auto" and (limit := executor_of(one_row.executor, machine.device).max_rows):
         max_rows = min(max_rows, limit)
     config = config_of(max_rows, options)
-    config = _with_bf16_inputs(model, config, options, machine)
+    config = _with_rounded_inputs(model, config, options, machine)
     _check_memory(model, config, options, machine)
     _check_store(model, config, machine)
     return config
 
 
-def _with_bf16_inputs(
+def _with_rounded_inputs(
     model: ModelConfig, config: EngineConfig, options: EngineOptions, machine: Machine
 ) -> EngineConfig:
-    """Rounds inputs of prefill GEMMs, and with bf16 weights of decode's, to bf16 where that is faster and the user has
-    not set ``activations``. Eager decode does the same, so that executors give the same tokens.
+    """Rounds inputs of prefill GEMMs, and with bf16 weights of decode's, where that is faster and the user has not set
+    ``activations``: to int8 where decode does, else to bf16. The eager executor does the same, so that executors give
+    the same tokens.
     """
     formats = config.weights
-    if formats is None or options.activations != "auto" or not machine.gains_by_bf16 or config.dtype != "float32":
+    if formats is None or options.activations != "auto" or config.dtype != "float32":
         return config
     if formats.layers.dtype not in ("bfloat16", "int8", "int4"):
         return config
-    attention = "cpu_bf16" if config.prefill_attention == "auto" else config.prefill_attention
+    if machine.gains_by_bf16 and config.prefill_attention == "auto":
+        config = replace(config, prefill_attention="cpu_bf16")
+    if formats.layers.is_quantized and formats.layers.rounds_inputs and machine.gains_by_int8:
+        return replace(config, weights=replace(formats, prefill_inputs="int8"))
+    if not machine.gains_by_bf16:
+        return config
     if why_not_bf16_inputs(model, dtype=config.dtype, device=config.device) is None:
         formats = formats.rounding_to_bf16()
-    return replace(config, weights=replace(formats, rounds_prefill=True), prefill_attention=attention)
+    return replace(config, weights=replace(formats, prefill_inputs="bfloat16"))
 
 
 def auto_prefix_store(model: ModelConfig, config: EngineConfig, machine: Machine) -> PrefixStoreConfig | None:

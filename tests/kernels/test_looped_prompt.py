@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.config import PrefixStoreConfig
 from snapstream.config.model import WeightFormat, WeightFormats
-from snapstream.kernels import reference
+from snapstream.kernels import groups, reference
 from snapstream.kernels.backends import autotune
 from snapstream.kernels.backends.autotune import choose
 from snapstream.kernels.backends.packages import PackedLens
@@ -272,10 +273,12 @@ def test_tokens_are_those_of_the_reference(model: Path) -> None:
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 FORMS = [WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4")]
+Inputs = Literal["bfloat16", "int8"] | None
+LIMITS = {None: 1e-4, "bfloat16": 0.05, "int8": 0.05}  # an input that rounds to the other side is off by its 256th
 
 
-def matrix_of(form: WeightFormat, rows: int, cols: int, rounds: bool, instructions: InstructionSet | None) -> Matrix:
-    make = make_panels(load(instructions), rounds_prefill=rounds)
+def matrix_of(form: WeightFormat, rows: int, cols: int, inputs: Inputs, instructions: InstructionSet | None) -> Matrix:
+    make = make_panels(load(instructions), prefill_inputs=inputs)
     stack = make(form, (1, rows, cols), torch.float32, "cpu")
     stack.fill(torch.randn(1, rows, cols) / cols**0.5)
     return stack[0]
@@ -290,21 +293,20 @@ def copy_of(given: SumNorm, own: slice = slice(None)) -> SumNorm:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.dtype))
-@pytest.mark.parametrize("rounds", [False, pytest.param(True, marks=needs_bf16)])
+@pytest.mark.parametrize("inputs", [None, pytest.param("bfloat16", marks=needs_bf16), "int8"])
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 96), (31, 96), (31, 88)])
-def test_norm_and_mlp_are_those_of_plain_calls(form: WeightFormat, rounds: bool, tokens: int, inner: int) -> None:
+def test_norm_and_mlp_are_those_of_plain_calls(form: WeightFormat, inputs: Inputs, tokens: int, inner: int) -> None:
     torch.manual_seed(tokens)
     kernels, inner = bind("cpu"), inner if not form.is_quantized else 96
-    gate_up = matrix_of(form, 2 * inner, 64, rounds, None)
-    down = matrix_of(form, 64, inner, rounds, None)
+    gate_up = matrix_of(form, 2 * inner, 64, inputs, None)
+    down = matrix_of(form, 64, inner, inputs, None)
     given = given_of(tokens, 64, adds=tokens > 1)
     biases = torch.randn(2 * inner), torch.randn(64)
     plain, native = copy_of(given), copy_of(given)
     want = Matrix.multiply_normed(gate_up, plain, biases[0], kernels)
     got = gate_up.multiply_normed(native, biases[0], kernels)
     assert torch.equal(native.residual, plain.residual)  # the sum is made
-    # An input that rounding takes to the next number of bf16 is off by its 256th.
-    limit = 0.05 if rounds else 1e-4
+    limit = LIMITS[inputs]
     torch.testing.assert_close(got, want, rtol=0, atol=limit)
     want = Matrix.swiglu(gate_up, down, copy_of(given), biases, kernels)
     got = gate_up.swiglu(down, copy_of(given), biases, kernels)
@@ -318,7 +320,7 @@ def test_norm_and_mlp_are_those_of_plain_calls(form: WeightFormat, rounds: bool,
 def test_tokens_that_go_in_ranges_have_the_same_bits() -> None:
     torch.manual_seed(0)
     form, kernels = WeightFormats.of("bfloat16").layers, bind("cpu")
-    gate_up, down = matrix_of(form, 2048, 1024, True, None), matrix_of(form, 64, 1024, True, None)
+    gate_up, down = matrix_of(form, 2048, 1024, "bfloat16", None), matrix_of(form, 64, 1024, "bfloat16", None)
     given = given_of(500, 1024, adds=True)  # a near cache holds 384
     got = gate_up.swiglu(down, copy_of(given), (None, None), kernels)
     for own in (slice(0, 1), slice(370, 397), slice(499, 500)):
@@ -328,12 +330,41 @@ def test_tokens_that_go_in_ranges_have_the_same_bits() -> None:
 @pytest.mark.parametrize("instructions", instruction_sets())
 def test_every_instruction_set_passes_tokens(instructions: InstructionSet) -> None:
     torch.manual_seed(1)
-    gate_up = matrix_of(WeightFormats.of("float32").layers, 64, 20, False, instructions)
-    down = matrix_of(WeightFormats.of("float32").layers, 20, 32, False, instructions)
+    gate_up = matrix_of(WeightFormats.of("float32").layers, 64, 20, None, instructions)
+    down = matrix_of(WeightFormats.of("float32").layers, 20, 32, None, instructions)
     given = given_of(5, 20, adds=True)
     want = Matrix.swiglu(gate_up, down, copy_of(given), (None, None), bind("cpu"))
     got = gate_up.swiglu(down, copy_of(given), (None, None), bind("cpu"))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+@pytest.mark.parametrize(("width", "group"), [("int8", 32), ("int4", 32), ("int8", 128), ("int4", 64), ("int4", 128)])
+def test_prefill_in_whole_numbers(instructions: InstructionSet, width: str, group: int) -> None:
+    """Inputs rounded to int8 per token and group of the weights, and the same bits for a token in any batch and by any
+    instructions. 1,300 tokens are more than one range.
+    """
+    torch.manual_seed(group)
+    form, kernels, library = WeightFormats.of(width, group).layers, bind("cpu"), load(instructions)
+    gate_up, down = matrix_of(form, 768, 640, "int8", instructions), matrix_of(form, 72, 384, "int8", instructions)
+    given = given_of(1300, 640, adds=True)
+    rounded = groups.round_inputs(kernels.normed(copy_of(given)), group)
+    want = gate_up.dense() @ rounded.T
+    was, found = library.way(-1), []
+    try:
+        for way in range(2):
+            library.way(way)
+            got = gate_up.multiply_normed(copy_of(given), None, kernels)
+            torch.testing.assert_close(got, want.T, rtol=0, atol=0.05)
+            assert (got - want.T).abs().mean() < 1e-4  # few inputs lie between two codes
+            found += [got, gate_up.swiglu(down, copy_of(given), (None, None), kernels)]
+            plain = Matrix.swiglu(gate_up, down, copy_of(given), (None, None), kernels)
+            torch.testing.assert_close(found[-1], plain, rtol=0, atol=0.05)
+            for own in (slice(0, 1), slice(640, 657), slice(1299, 1300)):
+                assert torch.equal(gate_up.swiglu(down, copy_of(given, own), (None, None), kernels), found[-1][own])
+    finally:
+        library.way(was)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
 @pytest.mark.parametrize(("size", "has_norm"), [(64, True), (20, True), (32, False), (2, True)])
@@ -376,25 +407,25 @@ def of_tokens(pairs: Pairs, tokens: slice) -> Pairs:
     return Pairs(order, ends, pairs.weights[tokens], own == stored if pairs.are_elsewhere is not None else None)
 
 
-def experts_of(form: WeightFormat, rows: int, cols: int, rounds: bool, instructions: InstructionSet | None) -> Matrix:
-    stack = make_panels(load(instructions), rounds_prefill=rounds)(form, (1, 5, rows, cols), torch.float32, "cpu")
+def experts_of(form: WeightFormat, rows: int, cols: int, inputs: Inputs, instructions: InstructionSet | None) -> Matrix:
+    stack = make_panels(load(instructions), prefill_inputs=inputs)(form, (1, 5, rows, cols), torch.float32, "cpu")
     stack.fill(torch.randn(1, 5, rows, cols) / cols**0.5)
     return stack[0]
 
 
 @pytest.mark.parametrize("form", [*FORMS, WeightFormat(dtype="fp8")], ids=lambda form: str(form.dtype))
-@pytest.mark.parametrize("rounds", [False, pytest.param(True, marks=needs_bf16)])
+@pytest.mark.parametrize("inputs", [None, pytest.param("bfloat16", marks=needs_bf16)])
 @pytest.mark.parametrize(("tokens", "inner", "elsewhere"), [(1, 64, 0), (50, 96, 0), (31, 64, 3), (9, 48, 0)])
 def test_experts_are_those_of_plain_calls(
-    form: WeightFormat, rounds: bool, tokens: int, inner: int, elsewhere: int
+    form: WeightFormat, inputs: Inputs, tokens: int, inner: int, elsewhere: int
 ) -> None:
     torch.manual_seed(tokens)
     kernels, inner = bind("cpu"), inner if not form.is_quantized or inner % 32 == 0 else 64
-    gate_up, down = experts_of(form, 2 * inner, 64, rounds, None), experts_of(form, 64, inner, rounds, None)
+    gate_up, down = experts_of(form, 2 * inner, 64, inputs, None), experts_of(form, 64, inner, inputs, None)
     x, pairs = torch.randn(tokens, 64), pairs_of(tokens, 3, 5, elsewhere)
     want = Matrix.swiglu_grouped(gate_up, down, x, pairs, kernels)
     got = gate_up.swiglu_grouped(down, x, pairs, kernels)
-    torch.testing.assert_close(got, want, rtol=0, atol=0.05 if rounds else 1e-4)
+    torch.testing.assert_close(got, want, rtol=0, atol=LIMITS[inputs])
     for token in range(0, tokens, 7):  # alone
         own = slice(token, token + 1)
         assert torch.equal(gate_up.swiglu_grouped(down, x[own], of_tokens(pairs, own), kernels)[0], got[token])
@@ -404,7 +435,7 @@ def test_experts_are_those_of_plain_calls(
 def test_tokens_of_an_expert_that_go_in_ranges_have_the_same_bits() -> None:
     torch.manual_seed(0)
     form, kernels = WeightFormats.of("bfloat16").layers, bind("cpu")
-    gate_up, down = experts_of(form, 128, 1024, True, None), experts_of(form, 32, 64, True, None)
+    gate_up, down = experts_of(form, 128, 1024, "bfloat16", None), experts_of(form, 32, 64, "bfloat16", None)
     x, pairs = torch.randn(1000, 1024), pairs_of(1000, 3, 5, 0)  # a near cache holds 384 tokens
     assert int(pairs.ends[0]) > 384
     got = gate_up.swiglu_grouped(down, x, pairs, kernels)
@@ -416,7 +447,7 @@ def test_tokens_of_an_expert_that_go_in_ranges_have_the_same_bits() -> None:
 def test_every_instruction_set_passes_experts(instructions: InstructionSet) -> None:
     torch.manual_seed(1)
     form = WeightFormats.of("float32").layers
-    gate_up, down = experts_of(form, 64, 20, False, instructions), experts_of(form, 20, 32, False, instructions)
+    gate_up, down = experts_of(form, 64, 20, None, instructions), experts_of(form, 20, 32, None, instructions)
     x, pairs = torch.randn(9, 20), pairs_of(9, 2, 5, 2)
     want = Matrix.swiglu_grouped(gate_up, down, x, pairs, bind("cpu"))
     torch.testing.assert_close(gate_up.swiglu_grouped(down, x, pairs, bind("cpu")), want, rtol=1e-4, atol=1e-5)

@@ -43,7 +43,7 @@ from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.weights import DecoderWeights
-from snapstream.startup.measure import gains_by_bf16
+from snapstream.startup.measure import gains_by
 from snapstream.types import SamplingParams
 from tests.kernels.layers import step_of
 from tests.parity.checkpoints import ARCHITECTURES, VOCAB, make_model, save
@@ -156,8 +156,8 @@ def test_sampled_answers_of_the_tiny_model(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("folder", [TINY_MODEL, TINY_LATENT_MODEL], ids=["heads", "latents and experts"])
 def test_prefill_that_rounds_its_inputs(folder: Path, weights: str) -> None:
     """Both executors round the same things, and what that changes is small beside what a model is sure of."""
-    if not gains_by_bf16():
-        pytest.skip("this processor gains nothing by inputs in bf16")
+    if not gains_by("bf16") and (weights == "bfloat16" or not gains_by("codes") or folder == TINY_LATENT_MODEL):
+        pytest.skip("this processor gains nothing by such inputs")
     facts = "The code for amber falcon is 4821907. The code for velvet otter is 1130254."
     text = f"{facts}\n\nWhat is the code for amber falcon?"
     asked = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)

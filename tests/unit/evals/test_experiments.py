@@ -80,7 +80,7 @@ def config_of(folder: Path, width: Width) -> EngineConfig:
     options = EngineOptions(weights=width.weights, activations=width.activations, dtype="float32", device="cpu")
     formats = weight_formats(read_model_config(folder), options, device="cpu")
     return EngineConfig(
-        budget=KVBudget.full(64), max_model_len=64, weights=replace(formats, rounds_prefill=width.rounds_prefill)
+        budget=KVBudget.full(64), max_model_len=64, weights=replace(formats, prefill_inputs=width.prefill_inputs)
     )
 
 

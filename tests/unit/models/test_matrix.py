@@ -180,7 +180,7 @@ def test_prefill_in_bf16_is_refused_on_a_processor_that_does_not_multiply_it() -
     """Of ranks on several machines the leader's processor decides what all of them compute."""
     bare = cast(Library, SimpleNamespace(multiplies_bf16=lambda: 0))
     with pytest.raises(ValueError, match="this processor has no bfloat16 products.*use activations 'dtype'"):
-        make_panels(bare, rounds_prefill=True)
+        make_panels(bare, prefill_inputs="bfloat16")
     make_panels(bare)
 
 

@@ -162,22 +162,33 @@ def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -
     fast = replace(LAPTOP, gains_by_bf16=True)
     loops = {"executor": None, "dtype": "float32", "max_rows": 1}
 
-    def rounds(machine: Machine, **options: Any) -> bool:
+    def inputs(machine: Machine, **options: Any) -> str | None:
         formats = decided(machine, **loops | options).weights
         assert formats is not None
-        return formats.rounds_prefill
+        return formats.prefill_inputs
 
     for weights in ("bfloat16", "int8", "int4"):
-        assert rounds(fast, weights=weights)
-        assert not rounds(LAPTOP, weights=weights)
-        assert not rounds(fast, weights=weights, activations="dtype")
-        assert weights == "bfloat16" or not rounds(fast, weights=weights, activations="int8")
-        assert rounds(fast, weights=weights, executor="eager")  # to mean the same
-    assert not rounds(fast, weights="float32") and not rounds(fast, weights="float16")
-    assert not rounds(fast, dtype="bfloat16")
+        assert inputs(fast, weights=weights) == "bfloat16"
+        assert inputs(LAPTOP, weights=weights) is None
+        assert inputs(fast, weights=weights, activations="dtype") is None
+        assert weights == "bfloat16" or inputs(fast, weights=weights, activations="int8") is None
+        assert inputs(fast, weights=weights, executor="eager") == "bfloat16"  # to mean the same
+        for machine in (integers := replace(LAPTOP, gains_by_int8=True), both := replace(fast, gains_by_int8=True)):
+            own = inputs(machine, weights=weights)
+            assert own == ("int8" if weights != "bfloat16" else "bfloat16" if machine is both else None)
+            assert inputs(machine, weights=weights, activations="dtype") is None
+            assert weights == "bfloat16" or inputs(machine, weights=weights, activations="int8") is None  # decode alone
+    assert inputs(both, weights="float32") is None is inputs(both, weights="float16")
+    assert inputs(both, dtype="bfloat16") is None
+    config = decided(integers, **loops, weights="int8")
+    assert config.weights is not None and config.weights.describe() == "int8 in groups of 32; inputs int8"
+    assert "prefill and decode: int8 inputs" in describe_inputs(config)
+    assert decided(both, **loops, weights="int8").prefill_attention == "cpu_bf16"
     options = EngineOptions(device="cpu", weights="bfloat16", max_rows=1)
     formats = resolve(read_model_config(TINY_LATENT_MODEL), options, fast).weights  # latents and experts
-    assert formats is not None and formats.rounds_prefill and not formats.layers.rounds_inputs
+    assert formats is not None and formats.prefill_inputs == "bfloat16" and not formats.layers.rounds_inputs
+    mixture = resolve(read_model_config(TINY_LATENT_MODEL), replace(options, weights="int8"), both).weights
+    assert mixture is not None and mixture.prefill_inputs == "bfloat16"  # a rounded score may choose another expert
     config = decided(fast, **loops, weights="bfloat16")
     assert config.weights is not None and config.weights.describe() == "bfloat16; inputs bf16"
     assert config.weights.layers.rounds_inputs and config.weights.tables.rounds_inputs

@@ -116,4 +116,5 @@ EXPORT void looped_attend_prompts_f32(const Prompt* prompts, int64_t count, int6
 }
 EXPORT int64_t looped_multiplies_bf16() { return multiplies_bf16(); }
 EXPORT int64_t looped_gains_by_bf16() { return gains_by_bf16(); }
+EXPORT int64_t looped_gains_by_codes() { return gains_by_codes(); }
 }

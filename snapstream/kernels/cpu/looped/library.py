@@ -148,6 +148,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "attend_prompts_f32": (None, [POINTER(Prompt), c_int64, c_int64]),
     "multiplies_bf16": (c_int64, []),
     "gains_by_bf16": (c_int64, []),
+    "gains_by_codes": (c_int64, []),
 }
 
 

@@ -10,6 +10,9 @@
 
 namespace looped {
 
+// The least seconds of one panel of zeros, which lies in a cache, times so many tokens.
+double seconds_of(Product product, const Stack& stack, int64_t tokens);
+
 // -- tokens in bf16
 //
 // One instruction adds two products to a lane, twice as many as one of fp32 numbers does. It takes two columns side by
@@ -35,18 +38,24 @@ void pack_bf16(const float* x, int64_t first, int64_t count, int64_t cols, float
 //
 //   [T] scales fp32; [T] int32: what the unsigned storage adds too much, negated; [group / 4][T] four bytes in 32 bits
 //
+// or [group / 4][2][T], those in even and those in odd places, 16 bits each, if the instructions in use take them so,
 // and the groups of a tile's tokens follow each other. NaN and infinities make a scale that is not finite.
 
 constexpr int64_t MOST_GROUP = 128;  // columns of a group
 
 inline bool takes_codes(const Stack& matrix) { return matrix.inputs == I8; }
-inline int64_t packed_ints(const Stack& matrix) { return matrix.cols / matrix.group * (2 + matrix.group / 4); }
+// Words of 32 bits for four codes of a token: 2 if they are split.
+int64_t words_of_four(int64_t format);
+inline int64_t packed_ints(const Stack& matrix) {
+    return matrix.cols / matrix.group * (2 + matrix.group / 4 * words_of_four(matrix.format));
+}
 
 // Where the codes of one token go.
 class PackedCodes {
   public:
     PackedCodes(float* base, const Place& place, const Stack& matrix)
-        : group_(matrix.group), offset_(matrix.format == I8 ? 128 : 8), stride_(place.size) {
+        : group_(matrix.group), words_(words_of_four(matrix.format)), offset_(matrix.format == I8 ? 128 : 8),
+          stride_(place.size) {
         to_ = reinterpret_cast<int32_t*>(base) + place.begin * packed_ints(matrix) + place.at;
     }
 
@@ -59,7 +68,7 @@ class PackedCodes {
     typedef int8_t bytes __attribute__((vector_size(W)));
 
     void put_group(int64_t index, const float* x) const {
-        int32_t* to = to_ + index * stride_ * (2 + group_ / 4);
+        int32_t* to = to_ + index * stride_ * (2 + group_ / 4 * words_);
         const float scale = scale_of(x);
         const vec divisor = all(scale == 0.0f ? 1.0f : scale), magic = all(12582912.0f);  // 1.5 * 2^23: see simd.h
         int32_t codes[32];  // four to each
@@ -74,7 +83,12 @@ class PackedCodes {
         for (int i = 0; i < W; ++i) total += sum[i];
         std::memcpy(to, &scale, 4);
         to[stride_] = -offset_ * total;
-        for (int64_t i = 0; i < group_ / 4; ++i) to[(2 + i) * stride_] = codes[i];
+        to += 2 * stride_;
+        if (words_ == 1) {
+            for (int64_t i = 0; i < group_ / 4; ++i) to[i * stride_] = codes[i];
+        } else {
+            for (int64_t i = 0; i < group_ / 4; ++i, to += 2 * stride_) DotPairs::split(codes[i], to[0], to[stride_]);
+        }
     }
 
     float scale_of(const float* x) const {  // as whole numbers, magnitudes have their order, NaN above infinity
@@ -91,7 +105,7 @@ class PackedCodes {
         return scale < std::numeric_limits<float>::min() ? 0.0f : scale;
     }
 
-    const int64_t group_;
+    const int64_t group_, words_;
     const int32_t offset_;
     const int64_t stride_;
     int32_t* to_;
@@ -99,6 +113,8 @@ class PackedCodes {
 
 // Of a matrix of codes whose inputs are codes: x is what PackedCodes wrote.
 Products code_products(int64_t format);
+// Whether prefill is faster with them than with any other inputs: tried once in the life of a process.
+bool gains_by_codes();
 // Which way to sum them is in use: the fastest, or for tests the one that is asked for (simd.h); -1 asks for none.
 int64_t choose_way(int64_t way);
 // Of any matrix.

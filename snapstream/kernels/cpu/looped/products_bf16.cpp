@@ -1,8 +1,4 @@
 // Products of tokens in bf16 with a panel, and whether they are faster here than those of fp32.
-#include <chrono>
-#include <limits>
-#include <vector>
-
 #include "bf16_tiles.h"
 
 namespace looped {
@@ -85,24 +81,6 @@ void two_panels(const Stack& stack, const char* own, const float* x, const Group
     whole_pairs<2>(stack, own, x, groups, sums, groups.tokens == 1 ? pair_tile<1, ON, 0, 2> : pair_tile<2, ON, 0, 2>);
 }
 
-// The least time of one panel that lies in a cache, times a few groups of tokens.
-double seconds_of(Product product) {
-    constexpr int64_t COLS = 1024, TOKENS = 48;
-    Stack stack{};
-    stack.panel_bytes = COLS * PANEL * 2;
-    stack.rows = PANEL, stack.cols = COLS, stack.format = BF16;
-    const std::vector<char> panel(2 * stack.panel_bytes);
-    const std::vector<float> x(TOKENS * COLS);
-    std::vector<float> sums(TOKENS * PANEL);
-    double least = std::numeric_limits<double>::infinity();
-    for (int i = 0; i < 20; ++i) {
-        const auto began = std::chrono::steady_clock::now();
-        product(stack, panel.data(), x.data(), Groups(TOKENS), sums.data());
-        least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
-    }
-    return least;
-}
-
 }  // namespace
 
 bool multiplies_bf16() {
@@ -110,7 +88,12 @@ bool multiplies_bf16() {
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 bool gains_by_bf16() {
-    static const bool gains = multiplies_bf16() && seconds_of(panel<PairsBF16>) < seconds_of(products_of(BF16).of_one);
+    static const bool gains = [] {
+        Stack stack{};
+        stack.rows = PANEL, stack.cols = 1024, stack.format = BF16, stack.panel_bytes = 1024 * PANEL * 2;
+        return multiplies_bf16() &&
+               seconds_of(panel<PairsBF16>, stack, 48) < seconds_of(products_of(BF16).of_one, stack, 48);
+    }();
     return gains;
 }
 Product bf16_product(int64_t format) {

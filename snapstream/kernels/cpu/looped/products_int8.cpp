@@ -12,6 +12,7 @@ namespace looped {
 
 namespace {
 
+constexpr int64_t LEAST_GROUP = 32;  // columns of a group
 constexpr int64_t CODE_BLOCK = 512;  // columns after which a tile lets the next tokens have the same weights
 
 // A unit of a matrix (panels.h) as vectors of four columns each.
@@ -30,7 +31,8 @@ template <int BITS, class Dot, int T, int P>
 void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
                Prefetch fetch) {
     using Form = Codes<BITS>;
-    constexpr int WIDE = wide(T), VECTORS = P * WIDE;
+    using Own = std::conditional_t<Dot::NARROW, shorts, ints>;
+    constexpr int WIDE = wide(T), VECTORS = P * WIDE, UNITS = LEAST_GROUP / Form::COLS;
     const auto place = [&](int i) { return weight + i / WIDE * fetch.apart; };
     const auto half = [&](int i) { return reinterpret_cast<const uint16_t*>(place(i)) + (v + i % WIDE) * W; };
     const auto sum = [&](int t, int i) { return sums + (i / WIDE * T + t) * PANEL + (v + i % WIDE) * W; };
@@ -42,24 +44,38 @@ void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t
         UNROLL for (int t = 0; t < T; ++t)
             UNROLL for (int i = 0; i < VECTORS; ++i) acc[t][i] = (ints)all_bits(x[T + t]);
         const int32_t* codes = x + 2 * T;
-        for (int64_t unit = 0; unit < stack.group / Form::COLS; ++unit) {
-            bits stored[VECTORS];
-            UNROLL for (int i = 0; i < VECTORS; ++i) stored[i] = Form::stored(place(i), v + i % WIDE);
-            UNROLL for (int part = 0; part < Quads<BITS>::COUNT; ++part) {
-                typename Dot::Weight own[VECTORS];
-                UNROLL for (int i = 0; i < VECTORS; ++i) own[i] = Dot::weight(Quads<BITS>::of(stored[i], part));
-                UNROLL for (int t = 0; t < T; ++t) {
-                    const typename Dot::Token token = Dot::token(codes[part * T + t]);
-                    UNROLL for (int i = 0; i < VECTORS; ++i) Dot::add(acc[t][i], own[i], token);
+        for (int64_t first = 0; first < stack.group; first += LEAST_GROUP) {
+            Own own[T][VECTORS];
+            UNROLL for (int t = 0; t < T; ++t)
+                UNROLL for (int i = 0; i < VECTORS; ++i) {
+                    if constexpr (Dot::NARROW) own[t][i] = Own{};
+                    else own[t][i] = acc[t][i];
                 }
+            for (int unit = 0; unit < UNITS; ++unit) {
+                UNROLL for (int part = 0; part < Quads<BITS>::COUNT; ++part) {
+                    UNROLL for (int pass = 0; pass < Dot::PASSES; ++pass, codes += T) {
+                        bits four[VECTORS];
+                        const char* from = weight;  // hidden: weights are loaded again, as no registers could keep them
+                        if constexpr (Dot::PASSES > 1) asm("" : "+r"(from));
+                        UNROLL for (int i = 0; i < VECTORS; ++i) {
+                            const bits stored = Form::stored(from + i / WIDE * fetch.apart, v + i % WIDE);
+                            four[i] = Dot::pass(Quads<BITS>::of(stored, part), pass);
+                        }
+                        Dot::template add<T, VECTORS>(own, four, codes);
+                    }
+                }
+                UNROLL for (int p = 0; p < P; ++p) {
+                    __builtin_prefetch(fetch.from + p * fetch.apart);
+                    __builtin_prefetch(fetch.from + p * fetch.apart + 64);
+                }
+                fetch.from += fetch.step;
+                weight += Form::BYTES;
             }
-            UNROLL for (int p = 0; p < P; ++p) {
-                __builtin_prefetch(fetch.from + p * fetch.apart);
-                __builtin_prefetch(fetch.from + p * fetch.apart + 64);
-            }
-            fetch.from += fetch.step;
-            weight += Form::BYTES;
-            codes += Quads<BITS>::COUNT * T;
+            UNROLL for (int t = 0; t < T; ++t)
+                UNROLL for (int i = 0; i < VECTORS; ++i) {
+                    if constexpr (Dot::NARROW) acc[t][i] += Dot::widen(own[t][i]);
+                    else acc[t][i] = own[t][i];
+                }
         }
         UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(fetch.from + p * fetch.apart);
         fetch.from += fetch.step ? Form::HEAD : 0;
@@ -89,7 +105,7 @@ void code_panel(const Stack& stack, const char* panel, const float* x, const Gro
     std::fill(sums, sums + groups.tokens * PANEL, 0.0f);
     const auto* codes = reinterpret_cast<const int32_t*>(x);
     const bool once = groups.count == 1 && wide(groups.tokens) == VECS;
-    const int64_t block = once ? stack.cols : CODE_BLOCK, per_group = 2 + stack.group / 4;
+    const int64_t block = once ? stack.cols : CODE_BLOCK, per_group = 2 + stack.group / 4 * Dot::PASSES;
     for (int64_t first = 0; first < stack.cols; first += block) {
         const int64_t count = std::min(block, stack.cols - first), units = count / Form::COLS;
         const char* weight = panel + offset<Form>(stack, first);
@@ -97,7 +113,7 @@ void code_panel(const Stack& stack, const char* panel, const float* x, const Gro
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group);
             const CodeTile own = code_tile_of<BITS, Dot>(size, UpToMost{});
-            const int32_t* from = codes + begin * packed_ints(stack) + first / stack.group * per_group * size;
+            const int32_t* from = codes + (begin * stack.cols + first * size) / stack.group * per_group;
             const int64_t bytes = next - weight;
             const Prefetch fetch = once ? Prefetch{panel + AHEAD, Form::BYTES}
                                         : Prefetch{next + bytes * group / groups.count, bytes / (units * groups.count)};
@@ -118,43 +134,41 @@ void code_pair(const Stack& stack, const char* panel, const float* x, const Grou
         if (groups.tokens == 2) code_tile<BITS, Dot, 2, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
 }
 
-struct Way {  // to sum
-    Products int8, int4;
-};
-template <class Dot>
-Way way() {
-    return {{code_panel<8, Dot>, code_pair<8, Dot>}, {code_panel<4, Dot>, code_pair<4, Dot>}};
-}
-
-// The least time of one panel that lies in a cache, times one token and times eight.
-double seconds_of(const Way& way) {
-    constexpr int64_t COLS = 2048, GROUP = 32, TOKENS = 8;
+// A panel that lies in a cache, to try products with.
+Stack panel_of_codes() {
+    constexpr int64_t COLS = 2048, GROUP = 32;
     Stack stack{};
     stack.panel_bytes = COLS / GROUP * (2 * PANEL + GROUP * PANEL);
     stack.rows = PANEL, stack.cols = COLS, stack.format = I8, stack.group = GROUP, stack.inputs = I8;
-    const std::vector<char> panel(stack.panel_bytes + 2 * AHEAD);
-    const std::vector<float> x(TOKENS * packed_ints(stack));
-    std::vector<float> sums(TOKENS * PANEL);
-    double total = 0.0;
-    for (int64_t tokens : {int64_t{1}, TOKENS}) {
-        double least = std::numeric_limits<double>::infinity();
-        for (int i = 0; i < 100; ++i) {
-            const auto began = std::chrono::steady_clock::now();
-            way.int8.of_one(stack, panel.data(), x.data(), Groups(tokens), sums.data());
-            least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
-        }
-        total += least;
-    }
-    return total;
+    return stack;
+}
+
+struct Way {  // to sum
+    Products int8, int4;
+    int words8, words4;  // of four codes of a token
+};
+template <class Dot8, class Dot4 = Dot8>
+Way way() {
+    return {{code_panel<8, Dot8>, code_pair<8, Dot8>}, {code_panel<4, Dot4>, code_pair<4, Dot4>}, Dot8::PASSES,
+            Dot4::PASSES};
 }
 
 // Those that this processor can go.
 std::vector<Way> ways() {
+#if ISA
+    std::vector<Way> found = {way<DotPairs, DotNibbles>()};
+#else
     std::vector<Way> found = {way<DotPairs>()};
+#endif
 #ifdef HAS_DOT_BYTES
     if (DotBytes::is_here()) found.push_back(way<DotBytes>());
 #endif
     return found;
+}
+
+double seconds_of(const Way& way) {
+    const Stack stack = panel_of_codes();
+    return looped::seconds_of(way.int8.of_one, stack, 1) + looped::seconds_of(way.int8.of_one, stack, 8);
 }
 
 struct Choice {
@@ -164,6 +178,7 @@ struct Choice {
         for (size_t i = 1; i < ways.size(); ++i)
             if (seconds_of(ways[i]) < seconds_of(ways[chosen])) chosen = i;
     }
+    const Way& way() const { return ways[chosen]; }
 };
 Choice& choice() {
     static Choice own;  // tried once in the life of a process
@@ -172,9 +187,30 @@ Choice& choice() {
 
 }  // namespace
 
-Products code_products(int64_t format) {
-    const Way& way = choice().ways[choice().chosen];
-    return format == I8 ? way.int8 : way.int4;
+double seconds_of(Product product, const Stack& stack, int64_t tokens) {
+    const std::vector<char> panel(stack.panel_bytes + 2 * AHEAD);
+    const std::vector<float> x(tokens * 2 * stack.cols);
+    std::vector<float> sums(tokens * PANEL);
+    double least = std::numeric_limits<double>::infinity();
+    for (int i = 0; i < 50; ++i) {
+        const auto began = std::chrono::steady_clock::now();
+        product(stack, panel.data(), x.data(), Groups(tokens), sums.data());
+        least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+    }
+    return least;
+}
+
+Products code_products(int64_t format) { return format == I8 ? choice().way().int8 : choice().way().int4; }
+
+int64_t words_of_four(int64_t format) { return format == I8 ? choice().way().words8 : choice().way().words4; }
+
+bool gains_by_codes() {
+    static const bool gains = [] {
+        const Stack stack = panel_of_codes();
+        const Product other = gains_by_bf16() ? bf16_product(I8) : products_of(I8).of_one;
+        return seconds_of(code_products(I8).of_one, stack, 48) < seconds_of(other, stack, 48);
+    }();
+    return gains;
 }
 
 int64_t choose_way(int64_t way) {

@@ -19,7 +19,8 @@ constexpr int64_t NEAR_BYTES = 768 * 1024;  // of packed input, beside a panel a
 class Input {
   public:
     Input(const Stack& matrix, int64_t tokens, float* packed) : matrix_(matrix), tokens_(tokens), packed_(packed) {
-        const int64_t bytes = tokens * matrix.cols * (takes_bf16(matrix) ? 2 : 4);
+        const int64_t bytes = takes_codes(matrix) ? tokens * packed_ints(matrix) * 4
+            : tokens * matrix.cols * (takes_bf16(matrix) ? 2 : 4);
         const int64_t ranges = std::max<int64_t>(1, (bytes + NEAR_BYTES - 1) / NEAR_BYTES);
         size_ = std::max<int64_t>(1, ((tokens + ranges - 1) / ranges + MOST - 1) / MOST * MOST);
     }
@@ -64,24 +65,24 @@ class Input {
     float* packed_;
 };
 
-// The activation of a panel of gate and one of up, times the share of a token where there are shares: columns of the
-// next input.
-inline void activate(const Input& input, const Gated& gated, const float* bias, int64_t inner, const float* gates,
-                     const float* ups, const float* shares, int64_t begin, int64_t tokens, int64_t first) {
-    float gate_bias[PANEL] = {}, up_bias[PANEL] = {}, active[PANEL];
+// The activations of `cols` columns from `first` on, whole panels of gate and of up, times the share of a token where
+// there are shares: columns of the next input. sums [panels][gate, up][tokens][32].
+inline void activate(const Input& input, const Gated& gated, const float* bias, int64_t inner, const float* sums,
+                     const float* shares, int64_t begin, int64_t tokens, int64_t first, int64_t cols) {
+    float gate_bias[MOST_GROUP] = {}, up_bias[MOST_GROUP] = {}, active[MOST_GROUP];
     if (bias) {
-        std::copy(bias + first, bias + first + PANEL, gate_bias);
-        std::copy(bias + inner + first, bias + inner + first + PANEL, up_bias);
+        std::copy(bias + first, bias + first + cols, gate_bias);
+        std::copy(bias + inner + first, bias + inner + first + cols, up_bias);
     }
     Input::At at(input, begin);
     for (int64_t t = 0; t < tokens; ++t, at.next()) {
         const vec share = all(shares ? shares[begin + t] : 1.0f);
-        for (int v = 0; v < PANEL; v += W) {
-            const vec gate = load(gates + t * PANEL + v) + load(gate_bias + v);
-            const vec up = load(ups + t * PANEL + v) + load(up_bias + v);
-            store(active + v, gated(gate, up) * share);
+        for (int64_t i = 0; i < cols; i += W) {
+            const float* own = sums + (i / PANEL * 2 * tokens + t) * PANEL + i % PANEL;
+            const vec gate = load(own) + load(gate_bias + i), up = load(own + tokens * PANEL) + load(up_bias + i);
+            store(active + i, gated(gate, up) * share);
         }
-        at.put(active, first, PANEL);
+        at.put(active, first, cols);
     }
 }
 
@@ -132,9 +133,12 @@ void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
     const Input first(matrix, p.tokens, buffer);
     const Input second(gated ? down : matrix, p.tokens, buffer + p.tokens * padded(cols));
     const Product multiply = prefill_product(matrix), multiply_down = gated ? prefill_product(down) : nullptr;
+    // A task's panels: codes of a group of the next input share a scale.
+    const int64_t together = gated && takes_codes(down) ? down.group / PANEL : 1, tasks = panels / together;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        std::vector<float> normed(p.norm ? cols : 0), sums(2 * std::max(first.most(), second.most()) * PANEL);
+        std::vector<float> normed(p.norm ? cols : 0);
+        std::vector<float> sums(2 * together * std::max(first.most(), second.most()) * PANEL);
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < p.tokens; ++t) {
             const float* x = p.x ? p.x + t * cols : nullptr;
@@ -148,18 +152,21 @@ void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
             first.put(t, x, 0, cols);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < first.ranges() * panels; ++task) {
-            const int64_t range = task / panels, panel = task % panels, begin = first.begin(range);
+        for (int64_t task = 0; task < first.ranges() * tasks; ++task) {
+            const int64_t range = task / tasks, panel = task % tasks * together, begin = first.begin(range);
             const Groups groups = first.groups(range);
             const char* own = matrix.data + panel * matrix.panel_bytes;
-            multiply(matrix, own, first.of(range), groups, sums.data());
-            if (gated) {
-                float* ups = sums.data() + groups.tokens * PANEL;
-                multiply(matrix, own + panels * matrix.panel_bytes, first.of(range), groups, ups);
-                activate(second, Gated{0.0f, 0.0f, p.is_gelu != 0}, p.bias, inner, sums.data(), ups, nullptr, begin, groups.tokens, panel * PANEL);
-            } else {
+            if (!gated) {
+                multiply(matrix, own, first.of(range), groups, sums.data());
                 write(p, matrix, p.bias, sums.data(), begin, groups.tokens, panel * PANEL);
+                continue;
             }
+            float* to = sums.data();
+            for (int64_t i = 0; i < together; ++i, own += matrix.panel_bytes)
+                for (int64_t half = 0; half < 2; ++half, to += groups.tokens * PANEL)
+                    multiply(matrix, own + half * panels * matrix.panel_bytes, first.of(range), groups, to);
+            activate(second, Gated{0.0f, 0.0f, p.is_gelu != 0}, p.bias, inner, sums.data(), nullptr, begin,
+                     groups.tokens, panel * PANEL, together * PANEL);
         }
         if (gated) {
 #pragma omp for schedule(dynamic, 1)
@@ -278,8 +285,8 @@ void pass_experts(const Routed& r, float* buffer, int64_t threads) {
             multiply(matrix, data, expert->first.of(range), groups, sums.data());
             multiply(matrix, data + panels * matrix.panel_bytes, expert->first.of(range), groups, ups);
             const float* bias = r.gate_up_bias ? r.gate_up_bias + expert->index * 2 * inner : nullptr;
-            activate(expert->second, {r.limit, r.alpha}, bias, inner, sums.data(), ups, shares.data() + expert->begin,
-                     expert->first.begin(range), groups.tokens, panel * PANEL);
+            activate(expert->second, {r.limit, r.alpha}, bias, inner, sums.data(), shares.data() + expert->begin,
+                     expert->first.begin(range), groups.tokens, panel * PANEL, PANEL);
         }
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < down_tasks.size(); ++i) {

@@ -190,25 +190,31 @@ INLINE vec falling(vec x) {
     return p * (vec)((ints)(((bits)shifted - (bits)magic) << 23) + (127 << 23));
 }
 
-// -- sums of four products each: lane by lane, four unsigned bytes of a weight times four signed bytes of a token. The
+// -- sums of products of bytes: lane by lane, four unsigned bytes of a weight times four signed bytes of a token. The
 // variants differ in instructions, never in the result, which is an integer.
 //
-// add(sum, weight(b), token(q)): `b` a vector of weights, `q` four bytes of a token in 32 bits.
+// For each of PASSES: add<T, V>(sums, weights, x) with V vectors `pass(b, i)` of weights and of T tokens a word of 32
+// bits, `x` [T]. If sums are NARROW, they hold 32 products of a nibble each, and `widen` ends them.
 
 // One instruction for all. Written out, so that a library that is compiled for processors without it can hold it.
 #if ISA == 512 || (ISA == 256 && (defined(__clang__) || __GNUC__ >= 11))
 #define HAS_DOT_BYTES 1
 struct DotBytes {
-    typedef bits Weight;
-    typedef bits Token;
-    static INLINE Weight weight(bits b) { return b; }
-    static INLINE Token token(int32_t q) { return all_bits(q); }
-    static INLINE void add(ints& sum, Weight weight, Token token) {
+    static constexpr int PASSES = 1;
+    static constexpr bool NARROW = false;
+    static INLINE bits pass(bits four, int) { return four; }
+    template <int T, int V>
+    static INLINE void add(ints (&sums)[T][V], const bits (&weights)[V], const int32_t* x) {
+        UNROLL for (int t = 0; t < T; ++t) {
+            const bits token = all_bits(x[t]);
+            UNROLL for (int i = 0; i < V; ++i) {
 #if ISA == 512
-        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(token));
+                asm("vpdpbusd %2, %1, %0" : "+v"(sums[t][i]) : "v"(weights[i]), "v"(token));
 #else
-        asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weight), "x"(token));
+                asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums[t][i]) : "x"(weights[i]), "x"(token));
 #endif
+            }
+        }
     }
     static bool is_here() {
         unsigned a = 0, b = 0, c = 0, d = 0;
@@ -218,37 +224,81 @@ struct DotBytes {
 };
 #endif
 
-// Bytes in even and in odd places, widened to 16 bits. (Pairs of products in 16 bits, AVX2's own way, would overflow.)
-struct DotPairs {
-    typedef int16_t shorts __attribute__((vector_size(W * 4)));
-    struct Weight {
-        bits even, odd;
-    };
-    struct Token {
-        shorts even, odd;
-    };
-    static INLINE Weight weight(bits b) { return {b & 0x00ff00ffu, (b >> 8) & 0x00ff00ffu}; }
-    static INLINE Token token(int32_t q) {
-        const shorts both = (shorts)all_bits(q);
-        return {(both << 8) >> 8, both >> 8};
-    }
-    static INLINE void add(ints& sum, Weight weight, Token token) {
-        sum += pairs(weight.even, token.even) + pairs(weight.odd, token.odd);
-    }
+typedef int16_t shorts __attribute__((vector_size(W * 4)));
 
-  private:
-    static INLINE ints pairs(bits weight, shorts token) {
+// Sums of two products each, in 32 bits.
+INLINE ints pairs(bits weight, shorts token) {
 #if ISA == 512
-        return (ints)_mm512_madd_epi16((__m512i)weight, (__m512i)token);
+    return (ints)_mm512_madd_epi16((__m512i)weight, (__m512i)token);
 #elif ISA == 256
-        return (ints)_mm256_madd_epi16((__m256i)weight, (__m256i)token);
+    return (ints)_mm256_madd_epi16((__m256i)weight, (__m256i)token);
 #elif defined(__SSE2__)
-        return (ints)_mm_madd_epi16((__m128i)weight, (__m128i)token);
+    return (ints)_mm_madd_epi16((__m128i)weight, (__m128i)token);
 #else
-        const ints low = ((ints)token << 16) >> 16, high = (ints)token >> 16;
-        return (ints)(weight & 0xffffu) * low + (ints)(weight >> 16) * high;
+    const ints low = ((ints)token << 16) >> 16, high = (ints)token >> 16;
+    return (ints)(weight & 0xffffu) * low + (ints)(weight >> 16) * high;
+#endif
+}
+
+// Bytes in even places, then those in odd ones, in 16 bits: those of weights are split here, those of tokens where they
+// are packed. (Pairs of products of bytes, AVX2's own way, would overflow.)
+struct DotPairs {
+    static constexpr int PASSES = 2;
+    static constexpr bool NARROW = false;
+    static INLINE bits pass(bits four, int odd) {
+        typedef uint16_t halves __attribute__((vector_size(W * 4)));
+        if (odd) return (bits)((halves)four >> 8);
+#if ISA  // by shifts: a mask would take the register that is left
+        asm("vpsllw $8, %0, %0\n\tvpsrlw $8, %0, %0" : "+v"(four));
+        return four;
+#else
+        return four & 0x00ff00ffu;
 #endif
     }
+    template <int T, int V>
+    static INLINE void add(ints (&sums)[T][V], const bits (&weights)[V], const int32_t* x) {
+        UNROLL for (int t = 0; t < T; ++t) {
+            const shorts token = (shorts)all_bits(x[t]);
+            UNROLL for (int i = 0; i < V; ++i) {
+#if ISA  // written out: a compiler that moves products away from their sums runs out of registers
+                bits both;
+                asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
+                    : "+v"(sums[t][i]), "=&v"(both) : "v"(weights[i]), "v"(token));
+#else
+                sums[t][i] += pairs(weights[i], token);
+#endif
+            }
+        }
+    }
+    static void split(int32_t four, int32_t& even, int32_t& odd) {
+        const auto both = [](int low, int high) {
+            return static_cast<int32_t>((static_cast<uint32_t>(low) & 0xffffu) | static_cast<uint32_t>(high) << 16);
+        };
+        const auto byte = [&](int i) { return static_cast<int>(static_cast<int8_t>(four >> (8 * i))); };
+        even = both(byte(0), byte(2));
+        odd = both(byte(1), byte(3));
+    }
 };
+
+// Nibbles of weights: pairs of products and the sum of 16 of them fit 16 bits (15 * 127 * 16 = 30,480).
+#if ISA
+struct DotNibbles {
+    static constexpr int PASSES = 1;
+    static constexpr bool NARROW = true;
+    static INLINE bits pass(bits four, int) { return four; }
+    template <int T, int V>
+    static INLINE void add(shorts (&sums)[T][V], const bits (&weights)[V], const int32_t* x) {
+        UNROLL for (int t = 0; t < T; ++t) {
+            const bits token = all_bits(x[t]);
+            UNROLL for (int i = 0; i < V; ++i) {
+                bits both;
+                asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0"
+                    : "+v"(sums[t][i]), "=&v"(both) : "v"(weights[i]), "v"(token));
+            }
+        }
+    }
+    static INLINE ints widen(shorts sum) { return pairs((bits)sum, shorts{} + 1); }
+};
+#endif
 
 }  // namespace looped
