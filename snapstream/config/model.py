@@ -144,6 +144,8 @@ class StoredWeights:
     dtype: DType | None = None  # of floats: of all matrices, or of those that are not quantized; None: unknown
     quantized: WeightFormat | None = None  # of the layers' matrices, in a quantised checkpoint
     attention: WeightFormat | None = None  # of those around attention, where they differ
+    tables: WeightFormat | None = None  # of the embedding and the output embedding, if they are quantized too
+    dequantized: tuple[str, ...] = ()  # names of quantized types that are read as floats (GGUF)
 
     def format_of(self, *, is_attention: bool) -> WeightFormat | None:
         """The quantized format of a matrix of a layer; None for floats, as attention is beside MXFP4 experts."""

@@ -1,4 +1,4 @@
-"""Loads the weights of a checkpoint folder, tensor by tensor.
+"""Loads the weights of a checkpoint folder or a GGUF file, tensor by tensor.
 
 Invariants: before anything is allocated, every shard is whole, every tensor has one place, and the tensors are those
 that the model needs. Each tensor is read from the mapped file into its place in a stack (``weights.py``), so host
@@ -26,6 +26,7 @@ from snapstream.config import ModelConfig, WeightFormat, WeightFormats
 from snapstream.config.model import FP8_BLOCK
 from snapstream.kernels.formats import FP8
 from snapstream.kernels.groups import MXFP4_NAN, SCALE_DTYPE, dequantize, largest_value, quantize
+from snapstream.models import gguf
 from snapstream.models.config_json import read_object
 from snapstream.models.matrix import MakeMatrix, decode, make_matrix
 from snapstream.models.quantization import FP8_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
@@ -70,8 +71,11 @@ def read_manifest(folder: Path, *, is_text_part: bool = False) -> dict[str, Stor
 
 
 @contextmanager
-def open_shard(file: Path) -> Iterator[safe_open]:
-    """Memory-map a shard."""
+def open_shard(file: Path) -> Iterator[Any]:
+    """Memory-map a shard, a ``safe_open`` or ``gguf.Shard``."""
+    if gguf.is_gguf(file):
+        yield gguf.Shard(file)
+        return
     try:
         with safe_open(file, framework="pt", device="cpu") as shard:
             yield shard
@@ -79,8 +83,11 @@ def open_shard(file: Path) -> Iterator[safe_open]:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-def read_part(shard: safe_open, name: str, place: tuple[slice, ...]) -> Tensor:
+def read_part(shard: Any, name: str, place: tuple[slice, ...]) -> Tensor:
     """A slice of a tensor; no other page of the file is read."""
+    if isinstance(shard, gguf.Shard):
+        own = torch.from_numpy(shard.read(name, place))
+        return own.view(torch.bfloat16) if own.dtype == torch.uint16 else own
     stored = shard.get_slice(name)
     if all(cut == slice(0, size) for cut, size in zip(place, stored.get_shape(), strict=True)):
         whole: Tensor = shard.get_tensor(name)
@@ -90,6 +97,8 @@ def read_part(shard: safe_open, name: str, place: tuple[slice, ...]) -> Tensor:
 
 
 def _shards(folder: Path) -> list[Path]:
+    if gguf.is_gguf(folder):
+        return gguf.split_files(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a checkpoint folder")
     index = folder / INDEX_FILE
@@ -129,6 +138,11 @@ def _check_name(index: Path, tensor: str, name: Any) -> None:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
+    if gguf.is_gguf(file):
+        views = gguf.views(gguf.first_file(file)).items()
+        return {
+            name: StoredTensor(file, view.shape, view.dtype, name) for name, view in views if view.tensor.file == file
+        }
     with open_shard(file) as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 - not a mapping
         return {
@@ -326,6 +340,8 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTenso
 
 def _stored_format(spec: TensorSpec, config: ModelConfig) -> WeightFormat | None:
     """The format in the files if it is quantized there."""
+    if spec.is_matrix and not spec.per_layer:
+        return config.stored.tables
     return config.stored.format_of(is_attention=spec.is_attention) if spec.is_quantized else None
 
 

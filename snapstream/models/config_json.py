@@ -43,6 +43,7 @@ MAX_TABLE_BYTES = 2**28  # of vocabularies and of the index of the shards
 MAX_TEMPLATE_BYTES = 2**20
 _MAX_BYTES = {
     ".safetensors": None,
+    ".gguf": None,
     ".jinja": MAX_TEMPLATE_BYTES,
     **dict.fromkeys((".json", ".model", ".txt", ".tiktoken", ".bpe", ".spm", ".vocab"), MAX_TABLE_BYTES),
     **dict.fromkeys(CODE_FILES, MAX_SETTINGS_BYTES),
@@ -284,16 +285,26 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file of weights, evenly spaced
 _MAX_HEADER = 2**26
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Files of a checkpoint's weights: those of a folder, or a GGUF file with the others of its model."""
+    if folder.suffix != ".gguf":
+        return sorted(folder.glob("*.safetensors"))
+    stem = re.escape(re.sub(r"-\d{5}-of-\d{5}$", "", folder.stem))
+    own = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.gguf")
+    return sorted(path for path in folder.parent.glob("*.gguf") if own.fullmatch(path.name))
+
+
 def fingerprint(folder: Path | str, *, with_mtime: bool = False) -> str:
     """Identifies a checkpoint by its config.json and samples of its weights: 32 hexadecimal digits.
 
     ``with_mtime`` includes modification times: this detects weights that differ between the samples, but a copy of the
     folder gets another fingerprint. OSError or ValueError for a folder that is not a checkpoint.
     """
-    folder = Path(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in sorted(folder.glob("*.safetensors")):
+    folder, found = Path(folder), hashlib.sha256()
+    if not folder.suffix == ".gguf":
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found.update(json.dumps(config, sort_keys=True).encode())
+    for path in weight_files(folder):
         size, mtime = path.stat().st_size, f" {path.stat().st_mtime_ns}" if with_mtime else ""
         found.update(f"{path.name} {size}{mtime}".encode())
         with path.open("rb") as file:

@@ -20,6 +20,7 @@ from torch import Tensor
 from snapstream.config import ModelConfig, WeightFormat
 from snapstream.models.checkpoint import StoredTensor, check_checkpoint, open_shard, pack_matrix
 from snapstream.models.config_json import read_object
+from snapstream.models.gguf import is_gguf
 from snapstream.models.quantization import INDEX_FILE, SINGLE_FILE, quantization_config
 from snapstream.models.registry import read_model_config, tensor_specs
 from snapstream.models.tensors import checkpoint_parts
@@ -42,6 +43,8 @@ def quantize_checkpoint(
     The matrices of the layers are quantized to ``form``, those of attention to ``attention`` if given. ValueError for
     an unsupported or already quantized model, for rows that are not whole groups, and for errors of the disk.
     """
+    if is_gguf(source):
+        raise ValueError(f"{source} is a GGUF file; checkpoint folders of safetensors are quantized to files")
     config = read_model_config(source)
     if config.stored.quantized is not None:
         raise ValueError(f"{source} is quantized already ({config.stored.describe_quantized()})")

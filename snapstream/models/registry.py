@@ -16,7 +16,7 @@ from typing import Any
 from snapstream.config import DType, KVDType, ModelConfig, as_path
 from snapstream.config.values import Registry
 from snapstream.kv.spec import KVSpec
-from snapstream.models import quantization
+from snapstream.models import gguf, quantization
 from snapstream.models.config_json import (
     check_file,
     check_folder,
@@ -112,7 +112,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
-    """Read a checkpoint folder or a config.json, with the end tokens of its generation_config.json.
+    """Read a checkpoint folder or a config.json, with the end tokens of its generation_config.json, or a GGUF file.
 
     ValueError, with file and field, for a broken or unsupported model, and one that needs code of the checkpoint.
     """
@@ -120,11 +120,19 @@ def read_model_config(path: str | Path) -> ModelConfig:
     if file.is_dir():
         file = file / "config.json"
     check_file(file)
-    is_absent = not file.is_file()
-    if file.suffix == ".gguf" or (is_absent and file.name == "config.json" and any(file.parent.glob("*.gguf"))):
-        raise ValueError(f"{path} is a GGUF model; only checkpoint folders of safetensors and a config.json are read")
-    if is_absent:
-        raise ValueError(f"{file} does not exist; expected a checkpoint folder, a config.json or the id of a model")
+    if gguf.is_gguf(file):
+        with _with_path(file):
+            return _checked_ends(gguf.config_of(model_config_from_dict(gguf.settings_of(file)), file), file)
+    if not file.is_file():
+        names = sorted(one.name for one in file.parent.glob("*.gguf")) if file.name == "config.json" else []
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"{path} holds GGUF files; give one of them: {', '.join(names[:3])}{more}")
+        raise ValueError(
+            f"{file} does not exist; expected a checkpoint folder, a config.json, a GGUF file or the id of a model"
+        )
+    if file.suffix != ".json":
+        raise ValueError(f"{file} is no model; expected a checkpoint folder, a config.json or a GGUF file (.gguf)")
     check_folder(file.parent)
     settings = read_object(file)
     with _with_path(file):

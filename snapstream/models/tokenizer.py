@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a checkpoint folder.
+"""Loads the tokenizer of a checkpoint folder or a GGUF file.
 
 Invariant: no code of the folder is run. ``check_folder`` refuses folders that name code before transformers sees them;
 ``trust_remote_code=False`` keeps transformers from prompting on stdin. transformers is imported on first use.
@@ -6,9 +6,11 @@ Invariant: no code of the folder is run. ``check_folder`` refuses folders that n
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from snapstream.models import gguf
 from snapstream.models.chat_template import TemplateFault, check_template
 from snapstream.models.config_json import MAX_TEMPLATE_BYTES, check_folder, read_object
 
@@ -20,12 +22,16 @@ JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder holds a file that a tokenizer can be read from."""
+    """Whether the folder holds a file that a tokenizer can be read from, or a GGUF file a vocabulary."""
+    if gguf.is_gguf(folder):
+        return gguf.read_header(folder).metadata.get(_KIND, _NO_VOCABULARY) not in (_NO_VOCABULARY, "none")
     return any((folder / name).exists() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The folder's tokenizer. ValueError if there is none, it needs code, or one of its files is broken."""
+    if gguf.is_gguf(folder):
+        return _gguf_tokenizer(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; a tokenizer is read from a checkpoint folder")
     if not has_tokenizer(folder):
@@ -99,6 +105,186 @@ def _reason(folder: Path, error: BaseException) -> str:
     except ValueError as broken:
         return str(broken)
     return f"{file} and tokenizer_config.json make no tokenizer: {_first_line(error)}"
+
+
+# GGUF. A vocabulary is a list of tokens with their types; "gpt2" is byte-level BPE with a list of merges, and "llama"
+# is SentencePiece's BPE, whose merges follow from the scores of the tokens.
+
+_KIND, _NO_VOCABULARY = "tokenizer.ggml.model", "no_vocab"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_MAX_PIECE = 256  # characters of a SentencePiece token
+_SPACE = "\u2581"
+
+_ENDINGS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|"
+
+
+def _words(digits: str) -> str:
+    """Words with the sign before them, groups of digits, punctuation with the line ends after it."""
+    return rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDINGS}"
+
+
+_DIGITS, _GPT2 = r"\p{N}", "gpt2"  # the last: the pattern of byte-level BPE
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+    + _ENDINGS,
+)
+# By tokenizer.ggml.pre: the patterns at which text is cut, one after the other.
+_LLAMA3, _QWEN2 = (_words("{1,3}"),), (_words(""),)
+_PATTERNS: Mapping[str, tuple[str, ...]] = {
+    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "glm4": _LLAMA3, "chatglm-bpe": _LLAMA3,
+    "falcon3": _LLAMA3, "pixtral": _LLAMA3, "lfm2": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
+    "hunyuan": _QWEN2, "deepseek-v3": _DEEPSEEK, "gpt-2": (_GPT2,), "olmo": (_GPT2,), "smollm": (_DIGITS, _GPT2),
+    "tekken": (_CASED % ("", "") + rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDINGS}",),
+    "gpt-4o": (
+        _CASED % (f"{_SUFFIXES}?", f"{_SUFFIXES}?")
+        + rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDINGS}",
+    ),
+}  # fmt: skip
+_BEGIN = (*(name for name, patterns in _PATTERNS.items() if patterns is _LLAMA3 and "glm" not in name), "tekken")
+_WHOLE_TOKENS = (*_BEGIN, "gpt-4o")  # a piece that is a token is not merged from its letters
+_NORMALIZED = ("qwen2",)  # to Unicode's NFC
+
+
+def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in the metadata of a file. ValueError for a kind that is not supported, and a broken one."""
+    header = gguf.open_model(file).header
+    metadata = header.metadata
+    kind = metadata.get(_KIND)
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(
+            f"{file}: {_KIND} is {kind!r:.80}; known: 'gpt2' (byte-level BPE), 'llama' (SentencePiece BPE)"
+        )
+    tokens, types = header.texts("tokenizer.ggml.tokens"), header.numbers("tokenizer.ggml.token_type")
+    if len(types) != len(tokens):
+        raise ValueError(f"{file}: the vocabulary has {len(tokens):,} tokens and {len(types):,} types")
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and (not isinstance(template, str) or len(template) > MAX_TEMPLATE_BYTES):
+        raise ValueError(f"{file}: tokenizer.chat_template must be a text of at most {MAX_TEMPLATE_BYTES:,} bytes")
+    special = {}
+    for name, key in _SPECIAL.items():
+        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token is None:
+            continue
+        if not isinstance(token, int) or not 0 <= token < len(tokens):
+            raise ValueError(f"{file}: {key}_token_id is {token!r:.80}; the vocabulary has {len(tokens):,} tokens")
+        special[name] = tokens[token]
+    try:
+        own = _byte_level(header, tokens, types) if kind == "gpt2" else _sentence_pieces(header, tokens, types, special)
+        _add_ends(own, header, special)
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=own, chat_template=template, clean_up_tokenization_spaces=False, **special
+        )
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raises bare exceptions, and panics that are no Exception
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"{file}: its vocabulary makes no tokenizer: {_first_line(error)}") from error
+
+
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def _byte_level(header: gguf.Header, tokens: Sequence[str], types: Sequence[float]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = header.metadata.get("tokenizer.ggml.pre")
+    if pre not in _PATTERNS:
+        raise ValueError(f"{header.file}: tokenizer.ggml.pre is {pre!r:.80}; known: {', '.join(_PATTERNS)}")
+    merges = [tuple(merge.split(" ")) for merge in header.texts("tokenizer.ggml.merges")]
+    wrong = [merge for merge in merges if len(merge) != 2]
+    if wrong:
+        raise ValueError(f"{header.file}: {' '.join(wrong[0])[:80]!r} in tokenizer.ggml.merges is not two tokens")
+    vocabulary = {token: at for at, token in enumerate(tokens)}
+    own = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_TOKENS))
+    if pre in _NORMALIZED:
+        own.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in _PATTERNS[pre] if one != _GPT2]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_GPT2 in _PATTERNS[pre])
+    own.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
+    own.decoder = decoders.ByteLevel()
+    _add_tokens(own, tokens, types)
+    return own
+
+
+def _sentence_pieces(
+    header: gguf.Header, tokens: Sequence[str], types: Sequence[float], special: Mapping[str, str]
+) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
+        if header.metadata.get(f"tokenizer.ggml.{name}"):
+            raise ValueError(f"{header.file}: tokenizer.ggml.{name} is not supported")
+    scores = header.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise ValueError(f"{header.file}: the vocabulary has {len(tokens):,} tokens and {len(scores):,} scores")
+    vocabulary = {token: at for at, token in enumerate(tokens)}
+    merges = _merges(header, tokens, types, scores)
+    own = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True)
+    )
+    has_prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    steps: list[Any] = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    own.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    own.decoder = decoders.Sequence([*decoding, *([decoders.Strip(" ", 1, 0)] if has_prefix else [])])
+    _add_tokens(own, tokens, types)
+    return own
+
+
+def _merges(
+    header: gguf.Header, tokens: Sequence[str], types: Sequence[float], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """Every pair of tokens that makes a token; first what makes the one with the highest score."""
+    usable = {
+        token: score
+        for token, kind, score in zip(tokens, types, scores, strict=True)
+        if kind in (_NORMAL, _USER_DEFINED)
+    }
+    longest = max(map(len, usable), default=0)
+    if longest > _MAX_PIECE:
+        raise ValueError(f"{header.file}: a token has {longest:,} characters; the limit is {_MAX_PIECE}")
+    found = [
+        (-score, len(token) - at, token[:at], token[at:])
+        for token, score in usable.items()
+        for at in range(1, len(token))
+        if token[:at] in usable and token[at:] in usable
+    ]
+    return [(left, right) for _, _, left, right in sorted(found)]
+
+
+def _add_tokens(own: Any, tokens: Sequence[str], types: Sequence[float]) -> None:
+    """Tokens that are found in a text before it is cut."""
+    from tokenizers import AddedToken
+
+    named = list(zip(tokens, types, strict=True))
+    own.add_special_tokens([AddedToken(token, normalized=False) for token, kind in named if kind == _CONTROL])
+    own.add_tokens([AddedToken(token, normalized=False) for token, kind in named if kind == _USER_DEFINED])
+
+
+def _add_ends(own: Any, header: gguf.Header, special: Mapping[str, str]) -> None:
+    """Begin and end token around a text, where the metadata says so."""
+    from tokenizers import processors
+
+    metadata = header.metadata
+    by_default = metadata[_KIND] == "llama" or metadata.get("tokenizer.ggml.pre") in _BEGIN
+    first = special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", by_default) else None
+    last = special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if first is None and last is None:
+        return
+    ends = [token for token in (first, last) if token is not None]
+    one, two = ([*([f"{first}:{n}"] if first else []), f"${name}:{n}", *([f"{last}:{n}"] if last else [])]
+                for n, name in enumerate("AB"))  # fmt: skip
+    own.post_processor = processors.TemplateProcessing(
+        single=one, pair=[*one, *two], special_tokens=[(token, own.token_to_id(token)) for token in dict.fromkeys(ends)]
+    )
 
 
 def _first_line(error: BaseException) -> str:

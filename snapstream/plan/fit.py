@@ -116,7 +116,7 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
     plain = WeightFormats.of((model.stored.dtype if keeps_stored else None) or dtype)
     formats = plain if wanted == "auto" else WeightFormats.of(wanted)
     if model.stored.quantized is not None:
-        tables = (plain if wanted == "auto" else formats).tables
+        tables = (model.stored.tables or plain.tables) if wanted == "auto" else formats.tables
         formats = _quantized_formats(model.stored.quantized, model.stored, wanted, tables)
     if formats.layers.is_quantized:
         check_groups(model, formats)
@@ -128,7 +128,7 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
 def _quantized_formats(
     quantized: WeightFormat, stored: StoredWeights, wanted: str, tables: WeightFormat
 ) -> WeightFormats:
-    """Layers as a quantized checkpoint has them; its embeddings are floats, beside MXFP4 experts attention too."""
+    """Layers as a quantized checkpoint has them; beside MXFP4 experts attention is floats."""
     if wanted not in ("auto", quantized.dtype):
         known = "'auto'" if quantized.is_fp8 or quantized.is_mxfp4 else f"'auto' or {quantized.dtype!r}"
         raise ValueError(f"weights is {wanted!r}; the checkpoint has {stored.describe_quantized()}: use {known}")

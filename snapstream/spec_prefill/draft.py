@@ -44,7 +44,9 @@ from snapstream.kernels.cpu.looped.library import library_problem
 from snapstream.kv.cache import KVCache
 from snapstream.kv.compress import write_rows
 from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.models import gguf
 from snapstream.models.chat_template import render_chat
+from snapstream.models.config_json import weight_files
 from snapstream.models.decoder import Decoder
 from snapstream.models.hub import local_folder
 from snapstream.models.matrix import make_matrix
@@ -341,7 +343,7 @@ class Draft:
 
     @classmethod
     def load(cls, folder: str | Path, *, dtype: DType = "float32", device: str = "cpu", progress: bool = False) -> Self:
-        """Read a Hugging Face checkpoint folder. ValueError, with the reason, for a model that cannot be a draft."""
+        """Read a checkpoint folder or a GGUF file. ValueError, with the reason, for a model that cannot be a draft."""
         check_choice("dtype", dtype, tuple(DTYPE_BYTES))
         folder = local_folder(as_path("the draft's folder", folder), progress=progress)
         check_torch_device(device)
@@ -350,7 +352,9 @@ class Draft:
             raise ValueError(
                 f"{folder}: {config.architecture} has layers with sliding windows; a draft must see the whole text"
             )
-        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        if not gguf.is_gguf(folder) and not any(
+            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")
+        ):
             raise ValueError(f"{folder} has no tokenizer; a draft needs a tokenizer.json")
         tokenizer = load_tokenizer(folder)
         looped = step_config(config, ROW, 1, dtype=dtype, device=device)
@@ -468,7 +472,7 @@ def _digest_of(folder: Path) -> str:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (folder / name).is_file():
             digest.update(name.encode() + (folder / name).read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         with file.open("rb") as stream:
             digest.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode() + stream.read(2**16))
     return digest.hexdigest()[:16]

@@ -17,6 +17,7 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
         model.describe_windows(),
         describe_ranks(config),
         *describe_engine(model, config),
+        describe_dequantized(model, config),
         describe_prefill(model, config),
         describe_latents(model, config),
         describe_inputs(config),
@@ -37,6 +38,16 @@ def describe_engine(model: ModelConfig, config: EngineConfig) -> tuple[str, str]
         f"rows: {rows}, {format_bytes(memory.row_bytes)} each, KV dtype {kv_dtype}; requests of at most "
         f"{config.max_model_len:,} tokens (--max-rows, --budget, --kv-dtype, --max-model-len)",
     )
+
+
+def describe_dequantized(model: ModelConfig, config: EngineConfig) -> str:
+    """Which quantized types of a GGUF file are not kept as they are stored."""
+    types = model.stored.dequantized
+    if not types:
+        return ""
+    own = config.dtype if config.weights is None else config.weights.layers.describe()
+    kept = "the other matrices are as stored" if model.stored.quantized else f"layers are kept in {own}"
+    return f"GGUF: {', '.join(types)} are dequantized as they are read; {kept} (--weights)"
 
 
 def describe_budget(options: EngineOptions, config: EngineConfig) -> str:
