@@ -326,7 +326,7 @@ class RopeConfig:
     @property
     def depends_on_length(self) -> bool:
         """Whether the angles of a token depend on the length of its sequence, beyond the original context."""
-        return self.kind in ("dynamic", "longrope")
+        return self.kind == "dynamic" or self.short_factors != self.long_factors
 
 
 @dataclass(frozen=True, kw_only=True)

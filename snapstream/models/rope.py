@@ -116,7 +116,7 @@ class Rope:
         self._num_unrotated = (head_dim - self._rotated) // 2  # pairs
         self.frequencies = rope_frequencies(rope, self._rotated).to(device)  # [r/2]
         self.long_frequencies: Tensor | None = None  # [r/2], beyond the original context
-        if rope.kind == "longrope":
+        if rope.kind == "longrope" and rope.depends_on_length:
             self.long_frequencies = _default_frequencies(rope.theta, self._rotated) / torch.tensor(rope.long_factors)
             self.long_frequencies = self.long_frequencies.to(device)
         self._exponents = (torch.arange(0, self._rotated, 2, dtype=torch.float32) / self._rotated).to(device)  # [r/2]

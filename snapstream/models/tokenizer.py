@@ -135,9 +135,11 @@ _DEEPSEEK = (
 )
 # By tokenizer.ggml.pre: the patterns at which text is cut, one after the other.
 _LLAMA3, _QWEN2 = (_words("{1,3}"),), (_words(""),)
+_QWEN35 = (_QWEN2[0].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),)
 _PATTERNS: Mapping[str, tuple[str, ...]] = {
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "glm4": _LLAMA3, "chatglm-bpe": _LLAMA3,
-    "falcon3": _LLAMA3, "pixtral": _LLAMA3, "lfm2": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
+    "falcon3": _LLAMA3, "pixtral": _LLAMA3, "lfm2": _LLAMA3, "smaug-bpe": _LLAMA3, "qwen35": _QWEN35,
+    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
     "hunyuan": _QWEN2, "deepseek-v3": _DEEPSEEK, "gpt-2": (_GPT2,), "olmo": (_GPT2,), "smollm": (_DIGITS, _GPT2),
     "tekken": (_CASED % ("", "") + rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDINGS}",),
     "gpt-4o": (
@@ -147,7 +149,7 @@ _PATTERNS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 _BEGIN = (*(name for name, patterns in _PATTERNS.items() if patterns is _LLAMA3 and "glm" not in name), "tekken")
 _WHOLE_TOKENS = (*_BEGIN, "gpt-4o")  # a piece that is a token is not merged from its letters
-_NORMALIZED = ("qwen2",)  # to Unicode's NFC
+_NORMALIZED = ("qwen2", "qwen35")  # to Unicode's NFC
 
 
 def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
