@@ -1,4 +1,4 @@
-"""GGUF files of checkpoints that transformers wrote, by the writer of ggml's own package and llama.cpp's conventions."""
+"""GGUF files of checkpoints that transformers wrote, by the writer of ggml's package and llama.cpp's conventions."""
 
 from __future__ import annotations
 

@@ -100,7 +100,9 @@ def chat(
     engine: Annotated[EngineOptions, ENGINE],
     model: Annotated[
         Path | None,
-        typer.Argument(help="Checkpoint folder or hub id. Default: the shipped tiny one.", show_default=False),
+        typer.Argument(
+            help="Checkpoint folder, GGUF file or hub id. Default: the shipped tiny one.", show_default=False
+        ),
     ] = None,
 ) -> None:
     params = flags.sampling()

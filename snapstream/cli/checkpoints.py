@@ -57,7 +57,7 @@ Examples:
 
 
 def calibrate(
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder or hub id.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder, GGUF file or hub id.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", show_default=False)],
     text: Annotated[Path | None, typer.Option(help="Text to calibrate on. Default: generated documents.")] = None,
     prompt_len: Annotated[int, whole_option("Tokens of a prompt; as long as yours are.")] = 2048,

@@ -60,7 +60,7 @@ REQUEST = Flags(aliases=SAMPLING_ALIASES | {"file": ("-f",)})
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder or hub id.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder, GGUF file or hub id.", show_default=False)],
     flags: Annotated[GenerateFlags, REQUEST],
     engine: Annotated[EngineOptions, ENGINE],
     prompt: Annotated[

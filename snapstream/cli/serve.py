@@ -53,7 +53,9 @@ def serve(
     options: ServeOptions,
     model: Annotated[
         Path | None,
-        typer.Argument(help="Checkpoint folder or hub id. Default: the shipped tiny one.", show_default=False),
+        typer.Argument(
+            help="Checkpoint folder, GGUF file or hub id. Default: the shipped tiny one.", show_default=False
+        ),
     ] = None,
 ) -> None:
     folder = TINY_MODEL if model is None else local_folder(model)
@@ -100,7 +102,7 @@ POLL_S = 0.1
 
 def worker(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where rank 0 listens.", show_default=False)],
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder or hub id.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder, GGUF file or hub id.", show_default=False)],
     ranks: Annotated[int, whole_option("Ranks here, a process each; on GPUs the first so many, one each.")] = 1,
     patience: Annotated[float, number_option("Seconds to wait for a rank 0 that is not there yet.")] = PATIENCE_S,
 ) -> None:

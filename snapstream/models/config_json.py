@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
@@ -301,7 +302,7 @@ def fingerprint(folder: Path | str, *, with_mtime: bool = False) -> str:
     folder gets another fingerprint. OSError or ValueError for a folder that is not a checkpoint.
     """
     folder, found = Path(folder), hashlib.sha256()
-    if not folder.suffix == ".gguf":
+    if folder.suffix != ".gguf":
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         found.update(json.dumps(config, sort_keys=True).encode())
     for path in weight_files(folder):

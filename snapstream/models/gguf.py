@@ -156,7 +156,8 @@ class _Reader:
             self.skip(count, 8, name)
             array = Array(kind, count, self.at)
             for _ in range(count):
-                self.at += self.size_of_text()
+                size = self.size_of_text()
+                self.at += size
         else:
             size = struct.calcsize(_NUMBERS[self._known(kind, name)])
             self.skip(count, size, name)

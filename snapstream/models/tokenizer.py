@@ -197,10 +197,10 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 def _byte_level(header: gguf.Header, tokens: Sequence[str], types: Sequence[float]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    pre = header.metadata.get("tokenizer.ggml.pre")
+    pre: Any = header.metadata.get("tokenizer.ggml.pre")
     if pre not in _PATTERNS:
         raise ValueError(f"{header.file}: tokenizer.ggml.pre is {pre!r:.80}; known: {', '.join(_PATTERNS)}")
-    merges = [tuple(merge.split(" ")) for merge in header.texts("tokenizer.ggml.merges")]
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in header.texts("tokenizer.ggml.merges")]
     wrong = [merge for merge in merges if len(merge) != 2]
     if wrong:
         raise ValueError(f"{header.file}: {' '.join(wrong[0])[:80]!r} in tokenizer.ggml.merges is not two tokens")

@@ -19,6 +19,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.models.hub import local_folder, model_name
 
 REVISIONS = {"main": "a" * 40, "v1": "b" * 40}
+GGUF_FILES = ("a-Q4_0", "b-00001-of-00002", "b-00002-of-00002", "sub/c")
 ERRORS = {"closed/model": (403, "GatedRepo"), "absent/model": (404, "RepoNotFound")}
 
 
@@ -81,7 +82,8 @@ def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
     others = {"pytorch_model.bin": b"x", "modeling_own.py": b"x", "consolidated.safetensors": b"x",
               "original/model.safetensors": b"x", "README.md": b"x"}  # fmt: skip
     Hub.files = {"org/tiny": tiny | others, "org/bin": {"config.json": b"{}", "pytorch_model.bin": b"x"},
-                 "org/none": {"README.md": b"x"}}  # fmt: skip
+                 "org/none": {"README.md": b"x"},
+                 "org/gguf": {"README.md": b"x", **{f"{name}.gguf": b"GGUF" for name in GGUF_FILES}}}  # fmt: skip
     Hub.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -119,6 +121,17 @@ def test_a_model_is_downloaded_once_without_what_could_be_executed(hub: dict[str
     assert Path(folder_of("org/tiny@v1", hub)).name == REVISIONS["v1"]
 
 
+def test_a_file_of_a_repository(hub: dict[str, str]) -> None:
+    """With the other files of its model, and nothing else."""
+    one = Path(folder_of("org/gguf:a-Q4_0.gguf", hub))
+    assert one.name == "a-Q4_0.gguf" and one.read_bytes() == b"GGUF" and model_name(one) == "a-Q4_0"
+    assert [path.name for path in one.parent.iterdir()] == [one.name]
+    split = Path(folder_of("org/gguf@main:b-00001-of-00002.gguf", hub))
+    assert split.with_name("b-00002-of-00002.gguf").is_file()
+    assert Path(folder_of("org/gguf:sub/c.gguf", hub)).is_file()
+    assert folder_of("org/gguf:a-Q4_0.gguf", hub | {"HF_HUB_OFFLINE": "1"}) == str(one)
+
+
 def test_a_plan_reads_the_config_alone(hub: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "snapstream.cli", "plan", "org/tiny", "--device", "cpu"],
@@ -136,6 +149,9 @@ def test_a_plan_reads_the_config_alone(hub: dict[str, str]) -> None:
         ("org/tiny@v9", "org/tiny has no revision 'v9' on the Hugging Face hub"),
         ("org/bin", "org/bin has no weights in safetensors"),
         ("org/none", "org/none has no config.json"),
+        ("org/gguf", r"org/gguf has GGUF files; give one of them, as org/gguf:a-Q4_0.gguf \(a-Q4_0.gguf, b-00001-of"),
+        ("org/gguf:d.gguf", "org/gguf has no d.gguf; its GGUF files: a-Q4_0.gguf, b-00001-of-00002.gguf, sub/c.gguf$"),
+        ("org/tiny:d.gguf", "org/tiny has no d.gguf; its GGUF files: none"),
     ],
 )
 def test_what_the_hub_does_not_give_is_one_line(model: str, reason: str, hub: dict[str, str]) -> None:
