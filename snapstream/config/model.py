@@ -138,6 +138,27 @@ def _form(width: str, group: int) -> WeightFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How the files of a quantized checkpoint hold a matrix, where its groups are not those of ``WeightFormat``.
+
+    A number is ``(value - zero) * scale``, of the zero and the scale of its group.
+    """
+
+    layout: Literal["gptq", "awq", "packed", "int8", "fp8"]  # the last three: of compressed-tensors
+    bits: int
+    group: int = 0  # numbers along the input that share a scale; 0: a row
+    has_zeros: bool = False
+    has_order: bool = False  # a table says the group of each column (activation order)
+    zero_shift: int = 0  # what is added to stored zeros
+
+    def describe(self) -> str:
+        """In a few words, for the user."""
+        names = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8 with a scale per row"}
+        words = names.get(self.layout, f"int{self.bits}")
+        return words + " with zero points" * self.has_zeros + " in activation order" * self.has_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
     """How a checkpoint stores its matrices, as far as its config.json or the headers of its files say."""
 
@@ -145,7 +166,8 @@ class StoredWeights:
     quantized: WeightFormat | None = None  # of the layers' matrices, in a quantised checkpoint
     attention: WeightFormat | None = None  # of those around attention, where they differ
     tables: WeightFormat | None = None  # of the embedding and the output embedding, if they are quantized too
-    dequantized: tuple[str, ...] = ()  # names of quantized types that are read as floats (GGUF)
+    packing: Packing | None = None  # of the layers' matrices in the files; None: as ``quantized``
+    dequantized: tuple[str, ...] = ()  # names of quantized formats that are read as floats
 
     def format_of(self, *, is_attention: bool) -> WeightFormat | None:
         """The quantized format of a matrix of a layer; None for floats, as attention is beside MXFP4 experts."""
@@ -155,7 +177,7 @@ class StoredWeights:
 
     def describe_quantized(self) -> str:
         """In a few words; only of a quantised checkpoint."""
-        return describe_layers(self.quantized, self.attention) if self.quantized else "none"
+        return describe_layers(self.quantized, self.attention) if self.quantized else ", ".join(self.dequantized)
 
 
 def describe_layers(layers: WeightFormat, attention: WeightFormat | None) -> str:

@@ -82,6 +82,21 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the number in each four bits of a word of AWQ checkpoints
+
+
+def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Unsigned numbers, int16, of int32 ``words`` that hold ``32 / bits`` of them along ``dim``, the lowest bits first.
+
+    ``order``: the place among them of each number, by its bits.
+    """
+    places = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    if order is not None:
+        places = places[torch.tensor(order, device=words.device).argsort()]
+    numbers = (words.unsqueeze(dim + 1) >> places.view(-1, *[1] * (words.dim() - dim - 1))) & (2**bits - 1)
+    return numbers.flatten(dim, dim + 1).to(torch.int16)
+
+
 def quantize_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """``x [T, in]`` as whole numbers ``[T, in]`` from -127 to 127, fp32, and scales ``[T, in / group]`` fp32.
 

@@ -6,7 +6,8 @@ memory never exceeds the model plus one shard. A rank reads only its slice of ea
 
 A quantized matrix ``X.weight [out, in]`` is stored as (``pack-quantized``) ``X.weight_packed [out, in * bits / 32]``
 int32, whose bytes are the values of ``kernels/groups.py``, ``X.weight_scale [out, in / group]`` and ``X.weight_shape``;
-or as (FP8 blocks) ``X.weight [out, in]`` in e4m3 and ``X.weight_scale_inv [ceil(out / 128), ceil(in / 128)]``.
+or as (FP8 blocks) ``X.weight [out, in]`` in e4m3 and ``X.weight_scale_inv [ceil(out / 128), ceil(in / 128)]``; or in
+the layout of a ``Packing``, whose numbers are read whole and put into groups, or dequantized.
 """
 
 from __future__ import annotations
@@ -23,13 +24,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from snapstream.config import ModelConfig, WeightFormat, WeightFormats
-from snapstream.config.model import FP8_BLOCK
+from snapstream.config.model import FP8_BLOCK, Packing
 from snapstream.kernels.formats import FP8
-from snapstream.kernels.groups import MXFP4_NAN, SCALE_DTYPE, dequantize, largest_value, quantize
+from snapstream.kernels.groups import (
+    AWQ_ORDER,
+    MXFP4_NAN,
+    SCALE_DTYPE,
+    dequantize,
+    largest_value,
+    pack,
+    quantize,
+    unpack_words,
+)
 from snapstream.models import gguf
 from snapstream.models.config_json import read_object
 from snapstream.models.matrix import MakeMatrix, decode, make_matrix
-from snapstream.models.quantization import FP8_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
+from snapstream.models.quantization import FP8_SCALES, GPTQ_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
 from snapstream.models.registry import tensor_specs
 from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
 from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, name_in_text_part
@@ -152,12 +162,16 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 Expected = tuple[Shape, tuple[str, ...]]  # shape of a tensor, and the dtypes that it may have
 PACKED, SHAPE = "_packed", "_shape"
+GPTQ_WORDS, GPTQ_ZEROS, GPTQ_ORDER = ".qweight", ".qzeros", ".g_idx"
+ZEROS, ORDER = "_zero_point", "_g_idx"
 MXFP4_CODES, MXFP4_SCALES = "_blocks", "_scales"  # suffixes of the two tensors of MXFP4 matrices
 FP8_STORED = "F8_E4M3"  # safetensors' name
 
 
 def plain_name(name: str) -> str:
-    """``X.weight`` of ``X.weight_packed``, ``X`` of ``X_blocks``, and of itself."""
+    """``X.weight`` of ``X.weight_packed`` and ``X.qweight``, ``X`` of ``X_blocks``, and of itself."""
+    if name.endswith(GPTQ_WORDS):
+        return name.removesuffix(GPTQ_WORDS) + ".weight"
     return name.removesuffix(PACKED).removesuffix(MXFP4_CODES)
 
 
@@ -185,6 +199,90 @@ def packed_tensors(name: str, shape: Shape, form: WeightFormat) -> dict[str, Exp
         name + SCALES: ((num_out, num_in // form.group), FLOAT_DTYPES),
         name + SHAPE: ((2,), ("I64", "I32")),
     }
+
+
+def packing_tensors(name: str, shape: Shape, packing: Packing) -> dict[str, Expected]:
+    """The tensors of a quantized matrix ``name`` in the layout of ``packing``."""
+    (num_out, num_in), base, per_word = shape, name.removesuffix(".weight"), 32 // packing.bits
+    group = packing.group or num_in
+    if num_in % group or num_in % per_word or num_out % per_word:
+        raise ValueError(
+            f"{name} has the shape {list(shape)}; {packing.describe()} in groups of {group} needs multiples of "
+            f"{per_word} and of the group"
+        )
+    count = num_in // group
+    if packing.layout in ("gptq", "awq"):
+        words = (num_in // per_word, num_out) if packing.layout == "gptq" else (num_in, num_out // per_word)
+        order = {base + GPTQ_ORDER: ((num_in,), ("I32", "I64"))} if packing.has_order else {}
+        return {
+            base + GPTQ_WORDS: (words, ("I32",)),
+            base + GPTQ_ZEROS: ((count, num_out // per_word), ("I32",)),
+            base + GPTQ_SCALES: ((count, num_out), FLOAT_DTYPES),
+            **order,
+        }
+    found: dict[str, Expected] = {name + SCALES: ((num_out, count), FLOAT_DTYPES)}
+    if packing.layout == "packed":
+        found |= {name + PACKED: ((num_out, num_in // per_word), ("I32",)), name + SHAPE: ((2,), ("I64", "I32"))}
+    else:
+        found[name] = shape, (FP8_STORED,) if packing.layout == "fp8" else ("I8",)
+    if packing.has_zeros:
+        is_packed = packing.layout == "packed"
+        found[name + ZEROS] = ((num_out // per_word, count), ("I32",)) if is_packed else ((num_out, count), ("I8",))
+    if packing.has_order:
+        found[name + ORDER] = (num_in,), ("I32", "I64")
+    return found
+
+
+def read_packing(name: str, packing: Packing, manifest: Mapping[str, StoredTensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Values less their zeros ``[out, in]`` int16, FP8 as they are; scales ``[out, n]`` fp32; the group of each column
+    ``[in]``. ValueError for a group that does not exist.
+    """
+    base, bits = name.removesuffix(".weight"), packing.bits
+
+    def stored(own: str) -> Tensor:
+        return _tensor(own, tuple(slice(0, size) for size in manifest[own].shape), manifest)
+
+    order, zeros = None, None
+    if packing.layout in ("gptq", "awq"):
+        values, zeros = stored(base + GPTQ_WORDS), stored(base + GPTQ_ZEROS)
+        scales, columns = stored(base + GPTQ_SCALES).T, AWQ_ORDER if packing.layout == "awq" else None
+        values = unpack_words(values, bits, 0 if columns is None else 1, columns).T
+        zeros = unpack_words(zeros, bits, 1, columns).T + packing.zero_shift
+        middle = 2 ** (bits - 1)
+        if not packing.has_zeros and bool((zeros != middle).any()):
+            raise ValueError(
+                f"{manifest[base + GPTQ_ZEROS].file}: {base}{GPTQ_ZEROS} has zeros other than {middle}, and "
+                "quantization_config says that there are none"
+            )
+        if base + GPTQ_ORDER in manifest:
+            order = stored(base + GPTQ_ORDER)
+    else:
+        scales = stored(name + SCALES)
+        if packing.layout == "packed":
+            values = unpack_words(stored(name + PACKED), bits, 1) - 2 ** (bits - 1)
+        else:
+            values = stored(name)
+        if packing.has_zeros:
+            zeros = stored(name + ZEROS)
+            zeros = unpack_words(zeros, bits, 0) - 2 ** (bits - 1) if packing.layout == "packed" else zeros.short()
+        if packing.has_order:
+            order = stored(name + ORDER)
+    num_in, count = values.shape[1], scales.shape[1]
+    in_turn = torch.arange(num_in) // (num_in // count)
+    groups = in_turn if order is None else order.long()
+    if not packing.has_order and not torch.equal(groups, in_turn):
+        file = manifest[base + GPTQ_ORDER].file
+        raise ValueError(f"{file}: {base}{GPTQ_ORDER} is an activation order, and quantization_config has no desc_act")
+    if bool(((groups < 0) | (groups >= count)).any()):
+        raise ValueError(f"{manifest[_scales_of(name, packing)].file}: a column of {name} is in none of {count} groups")
+    if zeros is not None:
+        values = values.short() - zeros[:, groups]
+    return values, scales.float(), groups
+
+
+def _scales_of(name: str, packing: Packing) -> str:
+    is_gptq = packing.layout in ("gptq", "awq")
+    return name.removesuffix(".weight") + GPTQ_SCALES if is_gptq else name + SCALES
 
 
 def read_scales(name: str, cut: Cut, group: int, manifest: Mapping[str, StoredTensor]) -> Tensor:
@@ -255,7 +353,9 @@ def load_weights(
                         continue
                     cut, part = cuts[own], cuts[own].part
                     spec, quantized = specs[part.target], _stored_format(specs[part.target], config)
-                    if quantized is not None:
+                    if spec.is_quantized and config.stored.packing is not None:
+                        bounds |= _fill_packing(weights, own, cut, config, manifest)
+                    elif quantized is not None:
                         bounds |= _fill_quantized(weights, shard, name, cut, quantized, manifest)
                     else:
                         whole_format = format_of(whole_specs[part.target], dtype_name, formats)
@@ -289,6 +389,28 @@ def _fill_quantized(
     else:  # the shard cuts through groups: it is stored as floats
         numbers = decode(values, scales, form)
         weights.fill(part.target, part.place, _padded(_in_order(numbers[cut.within(outer)], part), cut))
+    return bounds
+
+
+def _fill_packing(
+    weights: DecoderWeights, name: str, cut: Cut, config: ModelConfig, manifest: Mapping[str, StoredTensor]
+) -> dict[str, Tensor]:
+    """Store a matrix in the layout of a ``Packing``: as groups if their format is kept, else as floats."""
+    packing, form, part = config.stored.packing, config.stored.quantized, cut.part
+    assert packing is not None
+    values, scales, groups = read_packing(name, packing, manifest)
+    bounds = {_scales_of(name, packing): _minmax(scales if form is None else scales.to(SCALE_DTYPE))}
+    if packing.layout == "fp8" and bool(values.float().isnan().any()):
+        bounds = {name: torch.full((2,), torch.nan)}
+    if form is not None and cut.aligned((1, form.group)) == cut:
+        codes = (values.short() + 2 ** (form.bits - 1)).to(torch.uint8)[cut.slices].contiguous()
+        own_scales = scales.repeat_interleave(values.shape[1] // scales.shape[1] // form.group, 1)
+        own_scales = own_scales[cut.scaled((1, form.group))].to(SCALE_DTYPE)
+        weights.fill_quantized(part.target, part.place, *_padded_values(pack(codes, form.bits), own_scales, cut, form))
+        return bounds
+    rows, columns = cut.slices
+    numbers = values[cut.slices].float() * scales[rows][:, groups[columns]]
+    weights.fill(part.target, part.place, _padded(_in_order(numbers, part), cut))
     return bounds
 
 
@@ -332,6 +454,9 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTenso
     needed: dict[str, Expected] = {}
     for part in checkpoint_parts(specs, config.num_layers):
         form = _stored_format(specs[part.target], config)
+        if config.stored.packing is not None and specs[part.target].is_quantized:
+            needed |= packing_tensors(part.name, part.shape, config.stored.packing)
+            continue
         plain = {part.name: (part.shape, FLOAT_DTYPES)}
         needed |= plain if form is None else packed_tensors(part.name, part.shape, form)
     _check(manifest, needed, config)
@@ -392,6 +517,8 @@ def _check(manifest: Mapping[str, StoredTensor], needed: Mapping[str, Expected],
     if skipped:
         logger.info("%d tensors of multi-token prediction (layers after the last) are not loaded", skipped)
     extra = [name for name in manifest if name not in needed and not _is_redundant(name, config)]
+    if config.stored.packing is not None and config.stored.packing.layout == "gptq":
+        extra = [name for name in extra if not (name.endswith(GPTQ_ORDER) or _is_zero_bias(name, manifest))]
     if extra:
         raise ValueError(f"checkpoint holds {_listed(extra)}, which {config.architecture} does not use")
     for name, (shape, dtypes) in needed.items():
@@ -402,6 +529,14 @@ def _check(manifest: Mapping[str, StoredTensor], needed: Mapping[str, Expected],
             )
         if stored.dtype not in dtypes:
             raise ValueError(f"{name} in {stored.file.name} is stored as {stored.dtype}; known: {', '.join(dtypes)}")
+
+
+def _is_zero_bias(name: str, manifest: Mapping[str, StoredTensor]) -> bool:
+    """Whether it is a bias of zeros, as AutoGPTQ writes of matrices that have none."""
+    stored = manifest[name]
+    if not name.endswith("_proj.bias") or len(stored.shape) != 1 or stored.dtype not in FLOAT_DTYPES:
+        return False
+    return not bool(_tensor(name, (slice(0, stored.shape[0]),), manifest).any())
 
 
 def _bounds(numbers: Tensor, form: WeightFormat) -> Tensor:

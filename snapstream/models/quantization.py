@@ -1,9 +1,10 @@
 """Storage formats of a checkpoint: ``quantization_config`` of config.json, and the headers of the files. No torch.
 
 ``pack-quantized`` of compressed-tensors is read and written, for the matrices of the layers: 8 or 4 bits, symmetric, in
-groups along the input, weights only (W8A16, W4A16); attention may have another format. FP8 in blocks of 128 by 128, as
-DeepSeek and Qwen publish it, is read. Anything else is refused with the reason. Headers give dtypes, and whether the
-output embedding is tied; an unreadable one counts as absent here, and ``checkpoint.py`` refuses it.
+groups along the input, weights only (W8A16, W4A16); attention may have another format. Read are also its other groups
+(``Packing``), GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978), and FP8 in blocks of 128 by 128, as DeepSeek and Qwen
+publish it. Anything else is refused with the reason. Headers give dtypes, and whether the output embedding is tied; an
+unreadable one counts as absent here, and ``checkpoint.py`` refuses it.
 """
 
 from __future__ import annotations
@@ -12,27 +13,41 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from snapstream.config import DTYPE_BYTES, DType, StoredWeights
-from snapstream.config.model import FP8_BLOCK, GROUPS, MXFP4_GROUP, QUANTIZED_BITS, QuantizedDType, WeightFormat
+from snapstream.config.model import (
+    FP8_BLOCK,
+    GROUPS,
+    MXFP4_GROUP,
+    QUANTIZED_BITS,
+    Packing,
+    QuantizedDType,
+    WeightFormat,
+)
 from snapstream.models.config_json import read_object
 from snapstream.models.tensors import name_in_text_part
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
-FP8_METHOD, MXFP4_METHOD = "fp8", "mxfp4"
+FP8_METHOD, MXFP4_METHOD, GPTQ_METHOD, AWQ_METHOD = "fp8", "mxfp4", "gptq", "awq"
+OTHER_FORMATS: dict[str, Literal["int8", "fp8"]] = {
+    "int-quantized": "int8",
+    "float-quantized": "fp8",
+}  # of compressed-tensors, and their layout
 # What stays float beside MXFP4 experts, by the names in the published files.
 _MXFP4_FLOATS = {
     "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
 }  # fmt: skip
 SCALES = "_scale"  # suffix of the tensor of a matrix's scales
 FP8_SCALES = "_scale_inv"  # the same of FP8 blocks; numbers are multiplied with it, in spite of the name
+GPTQ_SCALES = ".scales"  # of GPTQ and AWQ
 _HEADS = ("lm_head", "re:lm_head", "re:.*lm_head", "re:.*lm_head.*")  # as ``ignore`` names it
 # The same of routers. A pattern that matches more is found when tensors are compared.
 ROUTER = re.compile(
     r"model\.layers\.\d+\.(mlp|block_sparse_moe)\.gate|re:\.\*\\?\.?((mlp|block_sparse_moe)\\?\.)?gate\$?"
 )
 LAYERS, ATTENTION = "Linear", r"re:.*\.self_attn\.\w*_proj(_with_mqa)?$"  # targets; a name goes before a class
+NO_BLOCKS = "its blocks run across the rows of a matrix, and their scales are quantized too"  # bitsandbytes
 CONVERT = "convert the unquantized checkpoint with `snapstream quantize`"
 
 _WIDTHS: dict[int, QuantizedDType] = {8: "int8", 4: "int4"}
@@ -49,13 +64,62 @@ def stored_format(settings: Mapping[str, Any]) -> WeightFormat | None:
         return WeightFormat(dtype="fp8")
     if quantization["quant_method"] == MXFP4_METHOD:
         return WeightFormat(dtype="mxfp4", group=MXFP4_GROUP)
-    return _form_of_target(quantization, LAYERS)
+    packing = stored_packing(settings)
+    return _form_of_target(quantization, LAYERS) if packing is None else _kept(packing, settings)
+
+
+def stored_packing(settings: Mapping[str, Any]) -> Packing | None:
+    """How the files hold the matrices of the layers, where that is not ``stored_format``; ``settings`` as there."""
+    quantization: Mapping[str, Any] = settings.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method == GPTQ_METHOD:
+        shift = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
+        return Packing(
+            layout="gptq", bits=quantization["bits"], group=max(quantization["group_size"], 0), zero_shift=shift,
+            has_zeros=quantization.get("sym") is False, has_order=bool(quantization.get("desc_act")),
+        )  # fmt: skip
+    if method == AWQ_METHOD:
+        names = ("bits", "w_bit"), ("group_size", "q_group_size")
+        bits, group = (next(quantization[name] for name in own if name in quantization) for own in names)
+        has_zeros = quantization.get("zero_point", True)
+        return Packing(layout="awq", bits=bits, group=max(group, 0), has_zeros=has_zeros)
+    kind = quantization.get("format")
+    if method != METHOD or (kind not in OTHER_FORMATS and not _strict_refusals(quantization["config_groups"])):
+        return None
+    scheme = next(iter(quantization["config_groups"].values()))
+    weights = scheme["weights"]
+    return Packing(
+        layout=OTHER_FORMATS.get(str(kind), "packed"),
+        bits=weights["num_bits"],
+        group=weights["group_size"] if weights.get("strategy") in (None, "group") else 0,
+        has_zeros=weights.get("symmetric") is False,
+        has_order=weights.get("actorder") == "group",
+    )
+
+
+def _kept(packing: Packing, settings: Mapping[str, Any]) -> WeightFormat | None:
+    """The format that holds the same numbers; None if they are read as floats.
+
+    4-bit values less their zeros fit in 8 bits, and a group is one or several of the ``GROUPS``.
+    """
+    if packing.layout == "fp8" or packing.has_order or (packing.bits == 8 and packing.has_zeros):
+        return None
+    inner = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else None
+    own = {**settings, **(inner or {})}
+    names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    sizes = [own[name] for name in names if isinstance(own.get(name), int)]
+    if isinstance(own.get("head_dim"), int) and isinstance(own.get("num_attention_heads"), int):
+        sizes.append(own["head_dim"] * own["num_attention_heads"])
+    for group in sorted(GROUPS, reverse=True):
+        if packing.group % group == 0 and not any(size % group for size in sizes):
+            return WeightFormat(dtype="int4" if packing.bits == 4 and not packing.has_zeros else "int8", group=group)
+    return None
 
 
 def stored_attention(settings: Mapping[str, Any]) -> WeightFormat | None:
     """The format of attention's matrices if the checkpoint names one; ``settings`` as above."""
     quantization = settings.get("quantization_config")
-    if not quantization or quantization["quant_method"] in (FP8_METHOD, MXFP4_METHOD):
+    if not quantization or quantization["quant_method"] != METHOD or stored_packing(settings) is not None:
         return None
     return _form_of_target(quantization, ATTENTION)
 
@@ -78,13 +142,14 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         return _fp8_refusals(quantization)
     if method == MXFP4_METHOD:
         return _mxfp4_refusals(settings, quantization)
+    if method in (GPTQ_METHOD, AWQ_METHOD):
+        return _gptq_refusals(quantization) if method == GPTQ_METHOD else _awq_refusals(quantization)
     if method != METHOD:
-        return [
-            f"quantization_config is present ({method}); of quantized weights only {METHOD} and {FP8_METHOD} are read: "
-            f"{CONVERT}"
-        ]
+        why = f" ({NO_BLOCKS})" if method == "bitsandbytes" else ""
+        known = ", ".join((METHOD, FP8_METHOD, GPTQ_METHOD, AWQ_METHOD))
+        return [f"quantization_config is present ({method}); of quantized weights {known} are read{why}: {CONVERT}"]
     wanted: dict[str, tuple[Any, ...]] = {
-        "format": (FORMAT,),
+        "format": (FORMAT, *OTHER_FORMATS),
         "quantization_status": (None, "compressed"),
         "kv_cache_scheme": (None,),
         "sparsity_config": (None, {}),
@@ -99,7 +164,43 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
         reasons.append(f"quantization_config.ignore is {ignored!r}; every matrix of the layers must be quantized")
     elif not others and not tied:
         reasons.append("quantization_config.ignore does not name lm_head; output embeddings must be floats")
-    return reasons + _group_refusals(quantization.get("config_groups"))
+    return reasons + _group_refusals(quantization.get("config_groups"), quantization.get("format"))
+
+
+def _gptq_refusals(quantization: Mapping[str, Any]) -> list[str]:
+    """Of GPTQ as AutoGPTQ, GPTQModel and optimum write it."""
+    wanted: dict[str, tuple[Any, ...]] = {
+        "bits": (4, 8),
+        "sym": (None, True, False),
+        "desc_act": (None, True, False),
+        "checkpoint_format": (None, "gptq", "gptq_v2"),
+        "lm_head": (None, False),
+        "dynamic": (None, {}),  # other formats for some modules
+        "is_marlin_format": (None, False),
+        "modules_in_block_to_quantize": (None,),
+        "pack_dtype": (None, "int32"),
+    }
+    return _unlike(quantization, wanted, "quantization_config") + _group_size_refusals(quantization.get("group_size"))
+
+
+def _awq_refusals(quantization: Mapping[str, Any]) -> list[str]:
+    """Of AWQ as AutoAWQ and llm-awq write it; routers stay floats."""
+    bits, size = "bits" if "bits" in quantization else "w_bit", "group_size"
+    wanted: dict[str, tuple[Any, ...]] = {
+        bits: (4,), "zero_point": (None, True, False), "version": (None, "gemm", "GEMM"), "format": (None, "gemm"),
+    }  # fmt: skip
+    kept = quantization.get("modules_to_not_convert") or []
+    reasons = _unlike(quantization, wanted, "quantization_config")
+    names = kept if isinstance(kept, list) else []
+    if names != kept or any(name not in ("gate", *_HEADS) and not ROUTER.fullmatch(str(name)) for name in names):
+        reasons.append(f"quantization_config.modules_to_not_convert is {kept!r}; every matrix must be quantized")
+    return reasons + _group_size_refusals(quantization.get(size, quantization.get("q_group_size")))
+
+
+def _group_size_refusals(size: Any, where: str = "quantization_config") -> list[str]:
+    if isinstance(size, int) and not isinstance(size, bool) and (size == -1 or 8 <= size <= 2**16):
+        return []
+    return [f"{where}.group_size is {size!r}; read is -1 (a row) or 8 to {2**16}"]
 
 
 def _mxfp4_refusals(settings: Mapping[str, Any], quantization: Mapping[str, Any]) -> list[str]:
@@ -127,7 +228,49 @@ def _fp8_refusals(quantization: Mapping[str, Any]) -> list[str]:
     return _unlike(quantization, wanted, "quantization_config")
 
 
-def _group_refusals(groups: Any) -> list[str]:
+def _group_refusals(groups: Any, kind: Any) -> list[str]:
+    """Of one group of any scheme that is read, or two of ``pack-quantized``."""
+    if isinstance(groups, Mapping) and len(groups) == 1:
+        ((name, group),) = groups.items()
+        is_attention = isinstance(group, Mapping) and group.get("targets") == [ATTENTION]
+        if kind in OTHER_FORMATS or (_strict_refusals(groups) and not is_attention):
+            return _packing_refusals(f"config_groups.{name}", group, kind)
+    elif kind in OTHER_FORMATS:
+        return [f"quantization_config.format is {kind!r}, which is read with one of config_groups"]
+    return _strict_refusals(groups)
+
+
+def _packing_refusals(where: str, group: Any, kind: Any) -> list[str]:
+    """Of a scheme for all layers: weights alone, or with activations quantized as they are computed, which is not
+    done here.
+    """
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return [f"{where} is {group!r}; it must say how weights are quantized"]
+    inputs, is_packed = group.get("input_activations"), kind not in OTHER_FORMATS
+    is_dynamic = isinstance(inputs, Mapping) and inputs.get("dynamic") is True and not is_packed
+    of_group: dict[str, tuple[Any, ...]] = {
+        "targets": ([LAYERS],),
+        "input_activations": (inputs,) if is_dynamic else (None,),
+        "output_activations": (None,),
+        "format": (None, kind),
+    }
+    of_weights: dict[str, tuple[Any, ...]] = {
+        "num_bits": tuple(_WIDTHS) if is_packed else (8,),
+        "type": ("float",) if kind == "float-quantized" else ("int",),
+        "symmetric": (True,) if kind == "float-quantized" else (True, False),
+        "strategy": (None, "group", "channel") if is_packed else ("channel",),
+        "dynamic": (None, False),
+        "actorder": (None, False, "weight", "static", *(["group"] if is_packed else [])),
+        "block_structure": (None,),
+    }
+    reasons = _unlike(group, of_group, where) + _unlike(weights, of_weights, f"{where}.weights")
+    by_group = weights.get("strategy") in (None, "group")
+    return reasons + (_group_size_refusals(weights.get("group_size"), f"{where}.weights") if by_group else [])
+
+
+def _strict_refusals(groups: Any) -> list[str]:
+    """Why groups are not those of ``WeightFormat``: symmetric, of its sizes."""
     if not isinstance(groups, Mapping) or len(groups) not in (1, 2):
         count = len(groups) if isinstance(groups, Mapping) else repr(groups)
         return [
@@ -213,7 +356,11 @@ def stored_weights(folder: Path, settings: Mapping[str, Any]) -> StoredWeights:
     """``settings``: the parsed config.json of ``folder``, which need not hold weights."""
     found = {dtype for file in sorted(folder.glob("*.safetensors")) for dtype in _matrix_dtypes(file)}
     dtype = found.pop() if len(found) == 1 else "float32" if found else _declared(settings)  # fp32 holds all of them
-    return StoredWeights(dtype=dtype, quantized=stored_format(settings), attention=stored_attention(settings))
+    quantized, packing = stored_format(settings), stored_packing(settings)
+    return StoredWeights(
+        dtype=dtype, quantized=quantized, attention=stored_attention(settings), packing=packing,
+        dequantized=(packing.describe(),) if packing is not None and quantized is None else (),
+    )  # fmt: skip
 
 
 def _declared(settings: Mapping[str, Any]) -> DType | None:
@@ -274,7 +421,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _matrix_dtypes(file: Path) -> Iterator[DType]:
     """Of every tensor of two dimensions or more but scales."""
     for name, tensor in _read_header(file)[0].items():
-        if name.endswith((SCALES, FP8_SCALES)):
+        if name.endswith((SCALES, FP8_SCALES, GPTQ_SCALES)):
             continue
         if isinstance(tensor, dict) and isinstance(tensor.get("shape"), list) and len(tensor["shape"]) > 1:
             dtype = tensor.get("dtype")

@@ -46,8 +46,9 @@ def quantize_checkpoint(
     if is_gguf(source):
         raise ValueError(f"{source} is a GGUF file; checkpoint folders of safetensors are quantized to files")
     config = read_model_config(source)
-    if config.stored.quantized is not None:
-        raise ValueError(f"{source} is quantized already ({config.stored.describe_quantized()})")
+    stored = config.stored
+    if stored.quantized is not None or stored.dequantized:
+        raise ValueError(f"{source} is quantized already ({stored.describe_quantized()})")
     if config.is_text_part:
         raise ValueError(f"{source} also has a vision tower; only checkpoints of text models are quantized to files")
     matrices = _matrices(config, form, attention or form)

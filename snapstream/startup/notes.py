@@ -41,13 +41,13 @@ def describe_engine(model: ModelConfig, config: EngineConfig) -> tuple[str, str]
 
 
 def describe_dequantized(model: ModelConfig, config: EngineConfig) -> str:
-    """Which quantized types of a GGUF file are not kept as they are stored."""
+    """Which quantized formats of a checkpoint are not kept as they are stored."""
     types = model.stored.dequantized
     if not types:
         return ""
     own = config.dtype if config.weights is None else config.weights.layers.describe()
     kept = "the other matrices are as stored" if model.stored.quantized else f"layers are kept in {own}"
-    return f"GGUF: {', '.join(types)} are dequantized as they are read; {kept} (--weights)"
+    return f"weights: {', '.join(types)} are dequantized as they are read; {kept} (--weights)"
 
 
 def describe_budget(options: EngineOptions, config: EngineConfig) -> str:

@@ -7,7 +7,7 @@ from shutil import copyfile
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.stand_ins import checkpoint_of
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
@@ -16,6 +16,7 @@ from snapstream.models.checkpoint import load_weights
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
 from tests.parity.checkpoints import make_model
+from tests.parity.test_packings import CASES, written
 
 pytest.importorskip("compressed_tensors")
 transformers = pytest.importorskip("transformers")
@@ -57,3 +58,16 @@ def test_transformers_reads_what_quantize_writes(
     source: Path, attention: WeightFormat | None, form: WeightFormat, tmp_path: Path
 ) -> None:
     check(source, form, tmp_path / "codes", attention)
+
+
+@pytest.mark.parametrize("case", ["packed-zeros", "packed-row", "packed-8-zeros", "int8-row", "fp8-row"])
+def test_other_schemes_are_the_numbers_of_the_library(case: str, tmp_path: Path) -> None:
+    """Decompressed by it, and loaded here."""
+    own, wide = written("qwen3", CASES[case][0], tmp_path)
+    settings = transformers.CompressedTensorsConfig(run_compressed=False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32, quantization_config=settings)
+    numbers = dict(theirs.named_parameters())
+    for name, ours in load_file(wide / "model.safetensors").items():
+        assert torch.allclose(numbers[name].float(), ours, rtol=2e-3, atol=1e-6), (
+            name
+        )  # products in the dtype of scales

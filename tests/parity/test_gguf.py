@@ -90,7 +90,7 @@ def test_quantized_tensors_are_the_numbers_of_the_reference(
         assert {name: own.matrices[name].form.describe() for name in formats} == formats
         lines = [line for line in llm.notes if "dequantized" in line]
         types = llm.model_config.stored.dequantized
-        assert [line.partition(" are")[0] for line in lines] == ([f"GGUF: {', '.join(types)}"] if types else [])
+        assert [line.partition(" are")[0] for line in lines] == ([f"weights: {', '.join(types)}"] if types else [])
         with LLM(wide, max_model_len=64, progress=False, executor="eager", weights="float32") as twin:
             numbers = twin.engine.runner.decoder.weights.stored()  # type: ignore[attr-defined]
             for key, mine in own.stored().items():

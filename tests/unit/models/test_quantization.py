@@ -104,9 +104,17 @@ GROUP = "quantization_config/config_groups/group_0"
     ("path", "value", "words"),
     [
         ("quantization_config", True, "quantization_config is True; it must be an object"),
-        ("quantization_config/quant_method", "awq", "present (awq); of quantized weights only compressed-tensors"),
+        (
+            "quantization_config/quant_method",
+            "hqq",
+            "present (hqq); of quantized weights compressed-tensors, fp8, gptq",
+        ),
         ("quantization_config/quant_method", "bitsandbytes", "present (bitsandbytes)"),
-        ("quantization_config/format", "int-quantized", "format is 'int-quantized'; read is 'pack-quantized'"),
+        (
+            "quantization_config/format",
+            "marlin-24",
+            "format is 'marlin-24'; read is 'pack-quantized' or 'int-quantized'",
+        ),
         ("quantization_config/quantization_status", "frozen", "quantization_status is 'frozen'; read is none or 'comp"),
         ("quantization_config/kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme is {'num_bits': 8}; read is none"),
         ("quantization_config/transform_config", {"config_groups": {}}, "transform_config is"),
@@ -126,11 +134,11 @@ GROUP = "quantization_config/config_groups/group_0"
         (f"{GROUP}/weights/num_bits", 3, "weights.num_bits is 3; read is 8 or 4"),
         (f"{GROUP}/weights/num_bits", 8.0, "weights.num_bits is 8.0; read is 8 or 4"),
         (f"{GROUP}/weights/type", "float", "weights.type is 'float'; read is 'int'"),
-        (f"{GROUP}/weights/symmetric", False, "weights.symmetric is False; read is True"),
-        (f"{GROUP}/weights/strategy", "channel", "weights.strategy is 'channel'; read is none or 'group'"),
-        (f"{GROUP}/weights/group_size", 16, "weights.group_size is 16; read is 32 or 64 or 128"),
+        (f"{GROUP}/weights/symmetric", "no", "weights.symmetric is 'no'; read is True or False"),
+        (f"{GROUP}/weights/strategy", "tensor", "weights.strategy is 'tensor'; read is none or 'group' or 'channel'"),
+        (f"{GROUP}/weights/group_size", 4, "weights.group_size is 4; read is -1 (a row) or 8 to 65536"),
         (f"{GROUP}/weights/dynamic", True, "weights.dynamic is True; read is none or False"),
-        (f"{GROUP}/weights/actorder", "group", "weights.actorder is 'group'; read is none or False or 'weight'"),
+        (f"{GROUP}/weights/actorder", "row", "weights.actorder is 'row'; read is none or False or 'weight'"),
     ],
 )
 def test_what_is_refused(path: str, value: Any, words: str) -> None:

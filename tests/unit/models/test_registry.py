@@ -329,8 +329,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**GPT_OSS_20B, "swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be a number over 0"),
     ({**GPT_OSS_20B, "num_experts_per_tok": 33}, "top_k is 33; it must be <= 32"),
     (
-        {**LLAMA, "quantization_config": {"quant_method": "gptq"}},
-        r"_config is present \(gptq\); of quantized weights only c",
+        {**LLAMA, "quantization_config": {"quant_method": "quip"}},
+        r"_config is present \(quip\); of quantized weights compressed-tensors, fp8, gptq, awq are read",
     ),
     ({**LLAMA, "rope_scaling": {"type": "longrope", "factor": 4.0}}, "short_factor is None; it must be a list"),
     (
