@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, NamedTuple, cast, get_args
@@ -213,7 +213,8 @@ class MoEConfig:
     num_groups: int = 1  # experts are chosen inside the best top_groups of so many groups
     top_groups: int = 1
     group_score: GroupScore = "max"  # of a group: its best expert, or the sum of its two best
-    normalise: bool = False  # the weights of the chosen experts are divided by their sum
+    normalise: bool = False  # the weights of the chosen experts are divided by their sum and least_sum
+    least_sum: float = 1e-20
     scale: float = 1.0  # of the weights
     has_bias: bool = False  # a correction of the scores, for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2)
     has_logit_bias: bool = False  # the router's logits have a bias
@@ -387,6 +388,25 @@ class LayerNorms(NamedTuple):
 Activation = Literal["silu", "gelu_tanh"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv:
+    """Gated short convolution in place of attention (LFM2): a causal depthwise convolution over the last ``kernel``
+    tokens, between two gates.
+    """
+
+    channels: int
+    kernel: int
+    has_bias: bool = False  # of the projections and of the convolution
+
+    def __post_init__(self) -> None:
+        check(2 <= self.kernel <= 64, f"a convolution over {self.kernel} tokens is not supported; 2 to 64 are")
+
+    @property
+    def state_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What a sequence keeps in such a layer, fp32: the last inputs of the convolution."""
+        return (("inputs", (self.kernel - 1, self.channels)),)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder: all of a checkpoint but its weights."""
@@ -404,6 +424,8 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
+    recurrent: ShortConv | None = None  # what the recurrent layers compute in place of attention
+    recurrent_layers: tuple[int, ...] = ()  # indices of layers without keys and values, ascending
     multipliers: Multipliers = field(default_factory=Multipliers)
     is_text_part: bool = False  # of a checkpoint that also has towers for images, which are not loaded
     has_fused_qkv: bool = False  # q | k | v are one tensor of the checkpoint
@@ -449,6 +471,14 @@ class ModelConfig:
             least = min((window for window in self.windows if window is not None), default=1)
             check(least >= 1, f"a sliding window is {least} tokens; it must be >= 1")
             check(self.latent is None, "latent attention with sliding windows is not supported")
+        if self.recurrent_layers:
+            check(self.recurrent is not None, "recurrent_layers needs recurrent")
+            count = len(self.recurrent_layers)
+            check(count < self.num_layers, "a model without any attention layer is not supported")
+            check(
+                self.latent is None and self.windows is None and self.is_plain,
+                "recurrent layers beside latents, sliding windows, multipliers or norms of outputs are not supported",
+            )
         for name in ("short_factors", "long_factors"):
             count = len(getattr(self.rope, name))
             pairs = self.rope.rotary_dim(self.rope_dim) // 2 if self.rope.kind == "longrope" else 0
@@ -492,7 +522,8 @@ class ModelConfig:
     @property
     def is_plain(self) -> bool:
         """Whether layers are pre-norm with SiLU and have no multipliers."""
-        return self.multipliers == Multipliers() and self.norms == LayerNorms() and self.activation == "silu"
+        is_pre_norm = self.norms.has_inputs and not self.norms.has_outputs
+        return self.multipliers == Multipliers() and is_pre_norm and self.activation == "silu"
 
     @property
     def own_vocab(self) -> int:
@@ -504,8 +535,21 @@ class ModelConfig:
         """By layer, the last tokens that a query sees, itself among them; None: all."""
         return self.windows or (None,) * self.num_layers
 
+    @property
+    def attention_layers(self) -> Sequence[int]:
+        """Indices of the layers that keep keys and values."""
+        if not self.recurrent_layers:
+            return range(self.num_layers)
+        return tuple(index for index in range(self.num_layers) if index not in self.recurrent_layers)
+
     def describe_windows(self) -> str:
-        """Which layers have sliding windows, and which a budget applies to, in a line; empty without windows."""
+        """Which layers have sliding windows or states, and which a budget applies to, in a line; empty without."""
+        if self.recurrent_layers:
+            count, rest = len(self.recurrent_layers), len(self.attention_layers)
+            return (
+                f"recurrent states: {count} of {self.num_layers} layers keep a state of constant size; "
+                f"the budget applies to the other {rest}"
+            )
         sizes = [window for window in self.layer_windows if window is not None]
         if not sizes:
             return ""

@@ -116,6 +116,8 @@ def problems_here(device: str, num_ranks: int) -> dict[str, str]:
 def _why_not_graph(model: ModelConfig, config: EngineConfig) -> str | None:
     if not config.device.startswith("cuda"):
         return f"it captures CUDA graphs, and device is {config.device!r}"
+    if model.recurrent_layers:
+        return f"{model.architecture} has recurrent layers, which are not captured"
     weights = config.weights
     if model.moe is None or weights is None or not weights.layers.is_quantized or weights.layers.is_fp8:
         return None

@@ -6,7 +6,7 @@ copies the blocks into staging. Rows are always written from the whole prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -151,6 +151,22 @@ class FirstTokens:
         self._grammars.follow([entry.row for entry in new], step.add_prefilled(sampled, params, prompts), step)
 
 
+class RowStates:
+    """A ``PromptStates``: recurrent layers keep the state of a prompt in its first row."""
+
+    def __init__(self, cache: KVCache, entries: Sequence[PrefillEntry]) -> None:
+        self._cache, self._entries = cache, entries
+
+    def of(self, prompt: int, layer: int) -> Mapping[str, Tensor]:
+        row = self._entries[prompt].rows[0]
+        return {name: stored[row] for name, stored in self._cache.state(layer).items()}
+
+    def done(self, prompt: int, layer: int) -> None:
+        first, *others = self._entries[prompt].rows
+        if others:
+            self._cache.copy_state(layer, first, others)
+
+
 class PromptProgress:
     """State of one prompt of a job."""
 
@@ -211,6 +227,7 @@ class PrefillJob:
             attention,
             self._layer_done,
             "all" if wants_all else "last",
+            RowStates(writer.cache, spec.entries),
         )
 
     @property

@@ -201,6 +201,8 @@ def _model_config(config: PreTrainedConfig) -> ModelConfig:
     if not settings.get("architectures"):
         settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
     model = model_config_from_dict(settings)
+    if model.recurrent_layers:
+        raise ValueError(f"{model.architecture} has recurrent layers, which SnapStreamCache does not support")
     if model.windows is not None:
         raise ValueError(f"{model.architecture} has sliding windows, which SnapStreamCache does not support")
     if model.rope.kind == "longrope":

@@ -208,6 +208,20 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+def causal_conv(x: Tensor, state: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Depthwise convolution of sequences ``x [S, n, C]`` over each token and the K - 1 before it: ``[S, n, C]``.
+
+    ``state [S, K-1, C]`` fp32 holds the inputs before the first, oldest first, and is updated in place; ``taps [K, C]``
+    and ``bias [C]`` fp32. The same bits however a sequence is cut.
+    """
+    inputs = torch.cat((state, x.to(torch.float32)), dim=1)  # [S, K-1+n, C]
+    out = taps[0] * inputs[:, : x.shape[1]]
+    for place in range(1, len(taps)):
+        out = torch.addcmul(out, taps[place], inputs[:, place : place + x.shape[1]])
+    state.copy_(inputs[:, x.shape[1] :])
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
 def hop_scores(
     weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *,
     sinks: Tensor | None = None,

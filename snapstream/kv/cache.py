@@ -3,7 +3,8 @@
 If all layers have the same number of slots, K and V are ``[L, rows+1, G, C, E]``. Otherwise they are
 ``[slots of all rows, E]``:
 
-- with sliding windows each layer is one block ``[rows+1, G, C, E]`` with that layer's C;
+- with sliding windows each layer is one block ``[rows+1, G, C, E]`` with that layer's C; a layer with a recurrent
+  state has no slots, and its tensors are apart (``KVCache.state``);
 - with per-head budgets (``HeadSlots``) a row is one run of slots, head after head, and a head's address is the index of
   its first slot among those of all rows. Kernels compute ``row * stride``: over a view with a stride of one slot the
   address *is* the row index, so each head looks like a row with one kv head (``head_rows``). Rows of that view overlap;
@@ -24,7 +25,7 @@ With data-parallel attention, row ``n`` of the engine is stored on rank ``n mod 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from snapstream.kernels.formats import ENCODINGS
 from snapstream.kernels.interface import Kernels, RowPlaces, bind
 from snapstream.kernels.reference import gather_tokens
 from snapstream.kernels.rows import LayerRows
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import KVSpec, State
 
 
 class BatchShard(NamedTuple):
@@ -192,7 +193,7 @@ class KVCache:
         self.encoding = ENCODINGS[spec.format.name]
         dtype, width = self.encoding.dtype, self.encoding.width  # width: storage elements of E numbers
         # Slots per kv head by layer, and the first slot of each layer's block; unused with per-head budgets.
-        self.layer_slots = [budget.capacity for budget in spec.budgets(KVBudget.full(capacity))]
+        self.layer_slots = [layer.num_slots(capacity) for layer in spec.layers]
         sizes = [(num_rows + 1) * spec.num_kv_heads * num_slots for num_slots in self.layer_slots]
         self.layer_starts = list(accumulate(sizes, initial=0))
         slots: tuple[int, ...] = (spec.num_layers, num_rows + 1, spec.num_kv_heads, self.layer_slots[0])
@@ -215,6 +216,12 @@ class KVCache:
             self._kernel_kv = head_rows(self.k, widest), head_rows(self.v, widest)
             self._kernel_scales = _slot_scales(self.k_scale, widest), _slot_scales(self.v_scale, widest)
         self._blocks = [self._block_rows(layer) for layer in range(spec.num_layers)] if self._has_blocks else []
+        self._states = [
+            {name: _zeros((num_rows + 1, *shape), torch.float32, torch.device(device)) for name, shape in layer.shapes}
+            if isinstance(layer, State)
+            else {}
+            for layer in spec.layers
+        ]
 
     def layer(self, index: int) -> LayerRows:
         """One layer of all rows, as kernels take it."""
@@ -223,6 +230,15 @@ class KVCache:
         if self.heads is not None:  # a head's address includes its layer
             index = 0
         return LayerRows(*self._kernel_kv, index, *self._kernel_scales, self.spec.values_are_keys)
+
+    def state(self, layer: int) -> Mapping[str, Tensor]:
+        """The recurrent state of a layer, ``[rows+1, ...]`` fp32 each; empty for a layer with slots."""
+        return self._states[layer]
+
+    def copy_state(self, layer: int, source: int, rows: Sequence[int]) -> None:
+        """Give ``rows`` the state of row ``source`` in a layer."""
+        for stored in self._states[layer].values():
+            stored[list(rows)] = stored[source]
 
     def _block(self, stored: Tensor, layer: int) -> Tensor:
         """View ``[rows+1, G, C, ...]`` of a layer; ``stored`` has an entry per slot of all rows."""
@@ -242,7 +258,8 @@ class KVCache:
     def spans(self, layer: int, budget: KVBudget) -> Sequence[HeadSpan]:
         """All kv heads of a layer, in order; ``budget`` is the row's, ignored with per-head budgets."""
         if self.heads is None:
-            return (HeadSpan(slice(0, self.spec.num_kv_heads), self.spec.layers[layer].budget(budget)),)
+            cache = self.spec.layers[layer]
+            return () if isinstance(cache, State) else (HeadSpan(slice(0, cache.num_kv_heads), cache.budget(budget)),)
         return self.heads.spans[layer]
 
     def score_kernels(self, layer: int, span: HeadSpan | None = None, kernels: Kernels | None = None) -> Kernels:
@@ -313,8 +330,9 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of K, V and scales, including the padding row."""
+        """Bytes of K, V, scales and states, including the padding row."""
         stored = [self.k, self.k_scale] if self.spec.values_are_keys else [self.k, self.v, self.k_scale, self.v_scale]
+        stored += [tensor for layer in self._states for tensor in layer.values()]
         return sum(tensor.nbytes for tensor in stored if tensor is not None)
 
     def begin_rows(

@@ -2,12 +2,15 @@
 
 A row is the sum of its layers' caches. ``Full`` layers hold the slots of the row's budget. ``Window`` layers
 (sliding-window attention) hold a ring of the last tokens, all that the model attends to. ``Latent`` layers (DeepSeek)
-hold one latent per slot for all heads; its first ``value_dim`` elements are the value.
+hold one latent per slot for all heads; its first ``value_dim`` elements are the value. ``State`` layers (recurrent
+layers, short convolutions) hold tensors of constant size and no slots.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 from snapstream.config import (
     DTYPE_BYTES,
@@ -36,6 +39,10 @@ class Full:
         """Slots of each kv head of this layer in a row with ``row_budget``."""
         return row_budget
 
+    def num_slots(self, capacity: int) -> int:
+        """Slots of each kv head in a row of ``capacity`` slots."""
+        return self.budget(KVBudget.full(capacity)).capacity
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window(Full):
@@ -55,10 +62,26 @@ class Latent(Full):
     expanded_dim: int = 0  # elements of an expanded key or value per query head, in staging
 
 
-LayerCache = Full | Window | Latent
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Named fp32 tensors of constant size, whatever the number of tokens. No budget applies and nothing is lost."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def num_slots(self, capacity: int) -> int:
+        """None: a state is no slot."""
+        return 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a sequence's state."""
+        return 4 * sum(prod(shape) for _, shape in self.shapes)
+
+
+LayerCache = Full | Window | Latent | State
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVSpec:
     """The caches of all layers. Byte counts are totals over layers unless the name says otherwise."""
 
@@ -68,14 +91,15 @@ class KVSpec:
     kv_dtype: KVDType = "auto"  # of rows
 
     def __post_init__(self) -> None:
-        sizes = {(layer.num_kv_heads, layer.key_dim, layer.value_dim, type(layer) is Latent) for layer in self.layers}
+        with_slots = self._slot_layers
+        sizes = {(layer.num_kv_heads, layer.key_dim, layer.value_dim, type(layer) is Latent) for layer in with_slots}
         check(len(sizes) == 1, f"layers whose keys and values differ in size are not supported: {sorted(sizes)}")
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
         """The caches of a model's layers."""
         return cls(
-            layers=tuple(_layer_cache(model, window) for window in model.layer_windows),
+            layers=tuple(_layer_cache(model, index) for index in range(model.num_layers)),
             num_heads=model.num_heads,
             dtype=dtype,
             kv_dtype=kv_dtype,
@@ -94,30 +118,49 @@ class KVSpec:
         """L."""
         return len(self.layers)
 
+    @cached_property
+    def _slot_layers(self) -> tuple[Full, ...]:
+        return tuple(layer for layer in self.layers if isinstance(layer, Full))
+
+    @property
+    def num_slot_layers(self) -> int:
+        """Layers that have slots: all but those with states."""
+        return len(self._slot_layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer has a recurrent state."""
+        return self.num_slot_layers < self.num_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a row."""
+        return sum(layer.num_bytes for layer in self.layers if isinstance(layer, State))
+
     @property
     def num_kv_heads(self) -> int:
         """G."""
-        return self.layers[0].num_kv_heads
+        return self._slot_layers[0].num_kv_heads
 
     @property
     def key_dim(self) -> int:
         """Elements of a key or query per head."""
-        return self.layers[0].key_dim
+        return self._slot_layers[0].key_dim
 
     @property
     def value_dim(self) -> int:
         """Elements of a value per kv head."""
-        return self.layers[0].value_dim
+        return self._slot_layers[0].value_dim
 
     @property
     def values_are_keys(self) -> bool:
         """Whether values are the first ``value_dim`` elements of the keys and take no memory."""
-        return isinstance(self.layers[0], Latent)
+        return isinstance(self._slot_layers[0], Latent)
 
     @property
     def expanded_dim(self) -> int:
         """Elements of an expanded key or value per query head in staging; 0 without latents."""
-        layer = self.layers[0]
+        layer = self._slot_layers[0]
         return layer.expanded_dim if isinstance(layer, Latent) else 0
 
     @property
@@ -126,8 +169,8 @@ class KVSpec:
         return any(isinstance(layer, Window) for layer in self.layers)
 
     def budgets(self, row_budget: KVBudget) -> tuple[KVBudget, ...]:
-        """Slots of each kv head, by layer."""
-        return tuple(layer.budget(row_budget) for layer in self.layers)
+        """Slots of each kv head, by layer that has slots."""
+        return tuple(layer.budget(row_budget) for layer in self._slot_layers)
 
     @property
     def token_size(self) -> int:
@@ -156,7 +199,7 @@ class KVSpec:
 
     def token_bytes(self) -> int:
         """Bytes of one token in all layers of a row."""
-        return self.num_layers * self.slot_bytes()
+        return self.num_slot_layers * self.slot_bytes()
 
     def scale_bytes(self) -> int:
         """Bytes of a row's per-head scales; 0 for formats without."""
@@ -167,25 +210,26 @@ class KVSpec:
         return (1 if self.values_are_keys else 2) * self.num_kv_heads * SCALE_BYTES
 
     def row_bytes(self, capacity: int) -> int:
-        """Bytes of a row of ``capacity`` slots, including windows and scales."""
-        slots = sum(budget.capacity for budget in self.budgets(KVBudget.full(capacity)))
-        return slots * self.slot_bytes() + self.scale_bytes()
+        """Bytes of a row of ``capacity`` slots, including windows, scales and states."""
+        slots = sum(layer.num_slots(capacity) for layer in self.layers)
+        return slots * self.slot_bytes() + self.scale_bytes() + self.state_bytes
 
     def max_slots(self, capacity: int) -> int:
         """Most slots per kv head of any layer in a row of ``capacity`` slots."""
-        return max(budget.capacity for budget in self.budgets(KVBudget.full(capacity)))
+        return max(layer.num_slots(capacity) for layer in self.layers)
 
     def visible_slots(self, row_slots: int, num_tokens: int) -> int:
         """Slots per kv head that attention reads after ``num_tokens`` tokens, summed over layers: ``row_slots`` in each
         layer to which the row's budget applies.
         """
         return sum(
-            min(num_tokens, layer.num_tokens) if isinstance(layer, Window) else row_slots for layer in self.layers
+            min(num_tokens, layer.num_tokens) if isinstance(layer, Window) else row_slots for layer in self._slot_layers
         )
 
     def visible_bytes(self, row_slots: int, num_tokens: int) -> int:
-        """Bytes of ``visible_slots`` for all heads, and of the row's scales."""
-        return self.visible_slots(row_slots, num_tokens) * self.slot_bytes() + self.scale_bytes()
+        """Bytes of ``visible_slots`` for all heads, and of the row's scales and states."""
+        slots = self.visible_slots(row_slots, num_tokens)
+        return slots * self.slot_bytes() + self.scale_bytes() + self.state_bytes
 
     def layer_bytes(self, num_tokens: int) -> int:
         """Bytes of ``num_tokens`` tokens of one layer in the staging dtype, without expanded keys and values."""
@@ -202,7 +246,7 @@ class KVSpec:
     @property
     def prefix_token_bytes(self) -> int:
         """Bytes of one token in the prefix store: all layers in the staging dtype; latents are stored unexpanded."""
-        return self.num_layers * self.layer_bytes(1)
+        return self.num_slot_layers * self.layer_bytes(1)
 
     def query_bytes(self, num_tokens: int) -> int:
         """Bytes of the queries of ``num_tokens`` tokens of one layer, kept for selection or KV re-selection."""
@@ -219,8 +263,11 @@ class KVSpec:
         return 0 if reselection is None else 2 * self.layer_bytes(capacity)
 
 
-def _layer_cache(model: ModelConfig, window: int | None) -> LayerCache:
-    latent = model.latent
+def _layer_cache(model: ModelConfig, index: int) -> LayerCache:
+    latent, window = model.latent, model.layer_windows[index]
+    if index in model.recurrent_layers:
+        assert model.recurrent is not None
+        return State(shapes=model.recurrent.state_shapes)
     if latent is not None:
         return Latent(
             num_kv_heads=1, key_dim=latent.latent_dim, value_dim=latent.kv_rank, expanded_dim=latent.expanded_dim

@@ -29,7 +29,7 @@ from snapstream.models.latent import (
     local_heads,
     with_local_heads,
 )
-from snapstream.models.layers import DenseLayer, KVView, Vocabulary
+from snapstream.models.layers import DenseLayer, KVView, ShortConvLayer, Vocabulary
 from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.registry import FAMILIES, kv_spec_of
 from snapstream.models.rope import Rope
@@ -248,9 +248,11 @@ class Decoder:
         return cast(DType, str(self.dtype).removeprefix("torch."))
 
     def _layers(self, weights_of: Callable[[int], LayerWeights]) -> list[Layer]:
-        layer = _layer_class(self.config)
+        layer, recurrent = _layer_class(self.config), self.config.recurrent_layers
         return [
-            layer(index, self.shard, weights_of(index), self.kernels, self.group)
+            (ShortConvLayer if index in recurrent else layer)(
+                index, self.shard, weights_of(index), self.kernels, self.group
+            )
             for index in range(self.config.num_layers)
         ]
 

@@ -11,7 +11,7 @@ back. ``views.py`` implements it for staging buffers (prefill) and for rows (dec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,6 +22,7 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import Activation, MoEConfig
 from snapstream.distributed.group import Group
 from snapstream.kernels.interface import CosSin, ExpertParts, HeadNorm, Kernels, Pairs, SumNorm
+from snapstream.kernels.reference import causal_conv
 from snapstream.models.matrix import Matrix
 from snapstream.models.weights import LayerWeights
 
@@ -35,6 +36,22 @@ class KVView(Protocol):
         T' is T, or fewer if only some tokens need an output: the last of each prompt, in the last layer. If values are
         the first elements of the keys (latents) there are no heads of v, ``[T, H+G, E]``. With ``rope`` None heads are
         already normed and rotated.
+        """
+        ...
+
+
+# Feeds sequences of n tokens each: inputs ``[S, n, C]`` and the states ``[S, ...]``, which it updates in place; returns
+# the outputs ``[S, n, C']``.
+Recurrence = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+
+
+@runtime_checkable
+class StateView(Protocol):
+    """A view of what recurrent layers keep of every sequence."""
+
+    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+        """Feed packed tokens ``inputs [T, C]`` to their sequences' states of a layer: ``[T', C']``, T' as in
+        ``KVView``.
         """
         ...
 
@@ -74,7 +91,6 @@ class ExpandingView(Protocol):
 
 
 # Routing of Mixtral, Qwen3 and DeepSeek. A token's choice depends on that token only: experts have no capacity.
-TINY = 1e-20  # avoids dividing by a zero sum of scores
 
 
 def route(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
@@ -89,7 +105,7 @@ def route(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> tuple[Te
     experts = choice.topk(moe.top_k, dim=-1, sorted=False).indices  # [T, k]
     weights = scores.gather(1, experts)
     if moe.normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = weights / (weights.sum(-1, keepdim=True) + moe.least_sum)
     return weights * moe.scale, experts
 
 
@@ -241,12 +257,17 @@ class DenseLayer:
         self._input_norm, self._post_norm = weights.optional("input_norm"), weights.optional("post_norm")
         self._attention_out_norm = weights.optional("attention_out_norm")
         self._mlp_out_norm = weights.optional("mlp_out_norm")
-        self._qkv, self._qkv_bias = weights.matrix("qkv"), weights.optional("qkv_bias")
-        self._o, self._o_bias = weights.matrix("o"), bias_of_sum(weights.optional("o_bias"), group)
         self._mlp = mlp_of(config, weights, kernels, group)
+        self._multiplier = config.multipliers.residual
+        self._read_mixer(config, weights)
+
+    def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
+        """The part of the layer that mixes tokens."""
+        index = self._index
+        self._qkv, self._qkv_bias = weights.matrix("qkv"), weights.optional("qkv_bias")
+        self._o, self._o_bias = weights.matrix("o"), bias_of_sum(weights.optional("o_bias"), self._group)
         self._head_norm = _head_norm(config, weights)
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
-        self._multiplier = config.multipliers.residual
         self._rope_kind = None if config.window_rope is None else int(config.layer_windows[index] is not None)
         self._whole_norms: list[tuple[slice, Tensor]] = []  # columns of the projection, and the norm over all of them
         if config.has_whole_qk_norm:
@@ -286,6 +307,29 @@ class DenseLayer:
         """An output as it is added to the residual stream."""
         output = output if norm is None else self._kernels.rms_norm(output, norm, self._eps)
         return output if self._multiplier == 1.0 else output.mul_(self._multiplier)
+
+
+class ShortConvLayer(DenseLayer):
+    """A layer with a gated short convolution in the place of attention: ``o(c * conv(b * x))`` of ``b | c | x``, three
+    projections of the layer's input (LFM2).
+    """
+
+    def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
+        self._in, self._in_bias = weights.matrix("conv_in"), weights.optional("conv_in_bias")
+        self._o, self._o_bias = weights.matrix("conv_out"), weights.optional("conv_out_bias")
+        self._taps = weights.vector("conv_kernel")[:, 0].t().contiguous()  # [K, C]
+        self._conv_bias = weights.optional("conv_bias")
+
+    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
+        """See ``models.decoder.Layer.attend``."""
+        assert self._input_norm is not None and isinstance(view, StateView)
+        given = SumNorm(residual, pending, self._input_norm, self._eps)
+        return view.recur(self._index, self._in.multiply_normed(given, self._in_bias, self._kernels), self._convolve)
+
+    def _convolve(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
+        """A ``Recurrence`` over ``inputs [S, n, 3C]``."""
+        gate, out_gate, x = inputs.chunk(3, dim=-1)
+        return out_gate * causal_conv(gate * x, states["inputs"], self._taps, self._conv_bias)
 
 
 def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:

@@ -20,8 +20,9 @@ from snapstream.kernels.backends.autotune import PrefillAttention
 from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.interface import CosSin
 from snapstream.kernels.memory import upload
+from snapstream.kv.spec import State
 from snapstream.models.decoder import Decoder
-from snapstream.models.views import Chunk, QueriesAt, Segment, StagingBuffers, StagingView
+from snapstream.models.views import Chunk, PromptStates, QueriesAt, Segment, StagingBuffers, StagingView
 
 # Tokens whose output of the last layer is computed: only logits read it.
 Outputs = Literal["all", "last", "none"]
@@ -74,7 +75,10 @@ class LayerPass:
         attention: PrefillAttention,
         layer_done: LayerDone,
         outputs: Outputs = "last",
+        states: PromptStates | None = None,
     ) -> None:
+        """``states`` are needed by models with recurrent layers, for which ``layer_done`` is not called."""
+        self._states = states
         self._decoder, self._buffers, self._tokens = decoder, buffers, tokens
         self._chunk_len, self._attention, self._layer_done, self._outputs = chunk_len, attention, layer_done, outputs
         self._num_chunks = -(-tokens.num_tokens // chunk_len)
@@ -149,7 +153,9 @@ class LayerPass:
 
     def _run_layer(self, layer: int, residual: Tensor, tokens: slice, chunk: Chunk) -> None:
         """Replace ``residual [T, D]`` by the output of the layer, for tokens that need one."""
-        view = StagingView(self._buffers, chunk, self._decoder.kernels, self._attention, self._keep_queries)
+        view = StagingView(
+            self._buffers, chunk, self._decoder.kernels, self._attention, self._keep_queries, self._states
+        )
         block = self._decoder.prefill_layer(layer)
         attended = block.attend(residual, None, self._angles(tokens), view)
         if chunk.outputs is None:
@@ -217,5 +223,10 @@ class LayerPass:
                 kept[offset + skip : offset + segment.length] = queries_at(slice(place.start + skip, place.stop))
 
     def _end_layer(self, layer: int) -> None:
+        if isinstance(self._buffers.spec.layers[layer], State):
+            for prompt in range(len(self._queries)):
+                assert self._states is not None
+                self._states.done(prompt, layer)
+            return
         for prompt, queries in enumerate(self._queries):
             self._layer_done(prompt, layer, queries, *self.staged(prompt))

@@ -33,6 +33,7 @@ from snapstream.models.family import Family, sliding_window
 from snapstream.models.gemma import GEMMA3, GEMMA3_TEXT_PART
 from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.gpt_oss import GPT_OSS
+from snapstream.models.lfm import LFM2, LFM2_MOE
 from snapstream.models.llama import ERNIE4_5, GRANITE, LLAMA, PHI3, SEED_OSS
 from snapstream.models.mistral import MINISTRAL, MISTRAL, MISTRAL3_TEXT_PART, MIXTRAL
 from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
@@ -65,6 +66,8 @@ FAMILIES: Registry[Family] = Registry(
         "Gemma3ForCausalLM": GEMMA3,
         "Gemma3ForConditionalGeneration": GEMMA3_TEXT_PART,
         "Glm4ForCausalLM": GLM4,
+        "Lfm2ForCausalLM": LFM2,
+        "Lfm2MoeForCausalLM": LFM2_MOE,
         "GraniteForCausalLM": GRANITE,
         "Olmo2ForCausalLM": OLMO2,
         "Olmo3ForCausalLM": OLMO3,
@@ -256,7 +259,7 @@ def _layer_type_refusals(settings: Mapping[str, Any], family: Family) -> list[st
         reasons.append("layer_types has 'sliding_attention', which is not supported for this architecture")
     elif "sliding_attention" in kinds and sliding_window(settings) is None:
         reasons.append("layer_types has 'sliding_attention', and no sliding_window is in use")
-    others = [str(kind) for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    others = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention", *family.other_layer_types)]
     if others:
         reasons.append(
             f"layer_types has {', '.join(map(repr, others))}; "

@@ -31,7 +31,7 @@ class TensorSpec:
     # Names in the checkpoint, after the prefix of the layer, and the part that each fills; () is all of it.
     parts: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
     per_layer: bool = True
-    layers: range | None = None  # those that have it; None: all
+    layers: Sequence[int] | None = None  # those that have it, ascending; None: all
     is_matrix: bool = True  # a ``Matrix``, possibly in low precision; the others are plain tensors
     dtype: DType | None = None  # of a plain tensor; None: the model's
     per_expert: bool = False  # the first dimension counts experts, of which a token reads top_k
@@ -47,7 +47,7 @@ class TensorSpec:
     offset: float = 0.0  # what is added to the numbers of the checkpoint
     is_dense: bool = False  # a matrix in the dtype of the computation, whatever the format of the others
 
-    def layers_of(self, num_layers: int) -> range:
+    def layers_of(self, num_layers: int) -> Sequence[int]:
         """The layers that have it."""
         return range(num_layers) if self.layers is None else self.layers
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,7 +17,7 @@ from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, RowPlaces
 from snapstream.kernels.pytorch import one_query_attention
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import KVSpec, Window
-from snapstream.models.layers import LatentHeads
+from snapstream.models.layers import LatentHeads, Recurrence
 
 
 class StagingBuffers:
@@ -99,6 +99,18 @@ class Chunk:
     outputs: Sequence[int] | None = None
 
 
+class PromptStates(Protocol):
+    """Where recurrent layers keep the states of a pass's prompts."""
+
+    def of(self, prompt: int, layer: int) -> Mapping[str, Tensor]:
+        """The state of a prompt in a layer, updated in place from chunk to chunk."""
+        ...
+
+    def done(self, prompt: int, layer: int) -> None:
+        """All tokens of the prompt have passed the layer."""
+        ...
+
+
 class StagingView:
     """Attention of a chunk of packed prompts against the staging buffers of one layer, without padding.
 
@@ -113,10 +125,26 @@ class StagingView:
         kernels: Kernels,
         attention: PrefillAttention,
         keep: Callable[[Sequence[Segment], QueriesAt], None],
+        states: PromptStates | None = None,
     ) -> None:
-        """``keep`` may copy rotated queries of the chunk before attention."""
+        """``keep`` may copy rotated queries of the chunk before attention; ``states``: for recurrent layers."""
         self._buffers, self._chunk, self._kernels, self._attention = buffers, chunk, kernels, attention
-        self._keep = keep
+        self._keep, self._states = keep, states
+
+    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+        """See ``layers.StateView``; a prompt's state begins as zeros."""
+        if self._states is None:
+            raise ValueError("this prefill keeps no recurrent states")
+        parts = []
+        for segment in self._chunk.segments:
+            own = self._states.of(segment.prompt, layer)
+            if segment.prompt_start == 0:
+                for tensor in own.values():
+                    tensor.zero_()
+            states = {name: tensor[None] for name, tensor in own.items()}
+            parts.append(recurrence(inputs[None, segment.chunk_slice], states)[0])
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if self._chunk.outputs is None else out[list(self._chunk.outputs)]
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         """Stage the chunk, then causal attention per prompt: ``[T, H, E]``, or of the tokens that need an output."""
@@ -238,6 +266,15 @@ class RowsView:
         sink = self._queries
         keep = None if sink is None else lambda q: sink.put(layer, q)
         return self._kernels.attend_rows(heads, norm, rope, self._cache.layer(layer), self._places[layer], keep)
+
+    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+        """See ``layers.StateView``: one token per row."""
+        stored = self._cache.state(layer)
+        states = {name: tensor[self._rows] for name, tensor in stored.items()}  # [B, ...], copies
+        out = recurrence(inputs[:, None], states)[:, 0]
+        for name, tensor in stored.items():
+            tensor[self._rows] = states[name]
+        return out
 
     def _attend_by_head(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         assert rope is not None, "per-head budgets are not for latents"

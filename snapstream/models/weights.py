@@ -6,7 +6,7 @@ can fill the stacks in any order. ``tensors.py`` has names and shapes, ``matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -28,7 +28,7 @@ class DequantizedLayer:
 
     def __init__(
         self,
-        stacks: Mapping[str, tuple[Matrix, range]],
+        stacks: Mapping[str, tuple[Matrix, Sequence[int]]],
         dtype: torch.dtype,
         device: torch.device | str,
         *,
@@ -105,7 +105,7 @@ class DecoderWeights:
         """
         matrices: dict[str, Matrix] = {}
         vectors: dict[str, Tensor] = {}
-        low_precision: dict[str, tuple[Matrix, range]] = {}
+        low_precision: dict[str, tuple[Matrix, Sequence[int]]] = {}
         dtype_name = str(dtype).removeprefix("torch.")
         for name, spec in tensor_specs(config).items():
             shape = stacked_shape(spec, config.num_layers)
@@ -169,7 +169,8 @@ class DecoderWeights:
         for start, part in enumerate(checkpoint_parts(specs, self.config.num_layers)):
             spec = specs[part.target]
             if not spec.is_matrix:
-                numbers = torch.full(part.shape, float(part.target.endswith("norm")), device=self.device)
+                number = 1.0 / part.shape[-1] if part.target == "conv_kernel" else float(part.target.endswith("norm"))
+                numbers = torch.full(part.shape, number, device=self.device)
             else:
                 count = prod(part.shape)
                 first = (start * 7919) % num_drawn

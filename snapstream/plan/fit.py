@@ -195,12 +195,26 @@ def engine_config(
     )
     if model.windows is not None and config.reselection is not None:
         raise ValueError(f"KV re-selection is not supported for {model.architecture} with sliding windows")
+    if model.recurrent_layers:
+        _check_recurrent(model, config)
     problem = executor_of(executor, device).why_not(model, config) or (executor_problems or {}).get(executor)
     if problem is None:
         return _with_drafts(config, options)
     if options.executor is None:
         return _with_drafts(replace(config, executor=FALLBACK), options)
     raise ValueError(f"executor {executor!r}: {problem}; use {alternatives(executor, device)}")
+
+
+def _check_recurrent(model: ModelConfig, config: EngineConfig) -> None:
+    """ValueError for what models with recurrent layers do not support."""
+    asked = {
+        f"reselection is {config.reselection!r}": config.reselection is not None,
+        "a prefix_store is set (states are not stored)": config.prefix_store is not None,
+        f"tensor_parallel is {config.parallel.size}": config.parallel.size > 1,
+    }
+    for what, is_set in asked.items():
+        if is_set:
+            raise ValueError(f"{what}; {model.architecture} has recurrent layers, which do not support it")
 
 
 def _with_drafts(config: EngineConfig, options: EngineOptions) -> EngineConfig:
@@ -216,6 +230,8 @@ def _with_drafts(config: EngineConfig, options: EngineOptions) -> EngineConfig:
 def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:
     """The slots of the model's kv heads; ValueError for a profile of other heads, or a budget without top-k slots."""
     spec = kv_spec_of(model, "float32")
+    if spec.has_states:
+        raise ValueError(f"heads: per-head KV budgets are not supported for {model.architecture} with recurrent layers")
     if spec.has_windows:
         raise ValueError(f"heads: per-head KV budgets are not supported for {model.architecture} with sliding windows")
     if spec.values_are_keys:

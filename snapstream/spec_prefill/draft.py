@@ -348,6 +348,8 @@ class Draft:
         folder = local_folder(as_path("the draft's folder", folder), progress=progress)
         check_torch_device(device)
         config = read_model_config(folder)
+        if config.recurrent_layers:
+            raise ValueError(f"{folder}: {config.architecture} has recurrent layers; a draft needs attention in each")
         if config.windows is not None:
             raise ValueError(
                 f"{folder}: {config.architecture} has layers with sliding windows; a draft must see the whole text"

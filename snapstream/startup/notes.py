@@ -100,8 +100,11 @@ def describe_store(model: ModelConfig, options: EngineOptions, config: EngineCon
         return ""
     how, store = " (auto)" if options.prefix_store == "auto" else "", config.prefix_store
     if store is None:
-        needs_queries = config.selector.needs_all_queries
-        why = "the selector needs the queries of whole prompts" if needs_queries else "too little memory is free"
+        why = "too little memory is free"
+        if model.recurrent_layers:
+            why = "states of recurrent layers are not stored"
+        elif config.selector.needs_all_queries:
+            why = "the selector needs the queries of whole prompts"
         return f"prefix store: none{how}, because {why}"
     size = format_bytes(config.parallel.size * prefix_store_bytes(model, config))
     return f"prefix store: {size}{how}, {config.prefix_blocks * store.block_len:,} tokens (--prefix-store)"

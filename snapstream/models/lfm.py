@@ -1,0 +1,151 @@
+"""LFM2: gated short convolutions, and full attention in a few layers (Liquid AI). No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from snapstream.config import ModelConfig
+from snapstream.config.model import LayerNorms, MoEConfig, ShortConv
+from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.family import Family, Recipe, num_layers
+from snapstream.models.tensors import (
+    ExpertNames,
+    TensorSpec,
+    TensorSpecs,
+    attention_tensors,
+    expert_tensors,
+    mlp_tensors,
+    outer_tensors,
+    vector,
+)
+
+CONV, ATTENTION = "conv", "full_attention"
+# Names of other families' checkpoints, and what they are here.
+NAMES = {
+    "self_attn.o_proj.": "self_attn.out_proj.",
+    "self_attn.q_norm.": "self_attn.q_layernorm.",
+    "self_attn.k_norm.": "self_attn.k_layernorm.",
+    "mlp.gate_proj.": "feed_forward.w1.",
+    "mlp.up_proj.": "feed_forward.w3.",
+    "mlp.down_proj.": "feed_forward.w2.",
+    "feed_forward.gate.e_score_correction_bias": "feed_forward.expert_bias",
+    "model.norm.": "model.embedding_norm.",
+}
+
+
+def _rewrite(settings: Settings) -> Settings:
+    """Files name some settings in two ways; the size of the MLP is to be cut to two thirds and rounded up."""
+    found = dict(settings)
+    found["rms_norm_eps"] = found.get("norm_eps", 1e-5)
+    for name, other in (("tie_embedding", "tie_word_embeddings"), ("block_ff_dim", "intermediate_size")):
+        if name in found:
+            found[other] = found.pop(name)
+    if flag(found, "block_auto_adjust_ff_dim"):
+        inner, unit = 2 * whole_number(found, "intermediate_size") // 3, whole_number(found, "block_multiple_of")
+        if found.get("block_ffn_dim_multiplier") is not None:
+            inner = int(number(found, "block_ffn_dim_multiplier", above=0.0) * inner)
+            inner = -(-inner // max(unit, 1)) * unit
+        found["intermediate_size"] = inner
+    if found.get("layer_types") is None:
+        count, chosen = num_layers(found), found.get("full_attn_idxs")
+        if chosen is not None and not isinstance(chosen, list):
+            raise ValueError(f"full_attn_idxs is {chosen!r}; it must be a list of layers")
+        found["layer_types"] = [ATTENTION if chosen is None or at in chosen else CONV for at in range(count)]
+    return found
+
+
+def _recipe(settings: Settings) -> Recipe:
+    types = settings["layer_types"]
+    conv = ShortConv(
+        channels=whole_number(settings, "hidden_size"), kernel=whole_number(settings, "conv_L_cache"),
+        has_bias=flag(settings, "conv_bias"),
+    )  # fmt: skip
+    layers = tuple(index for index, kind in enumerate(types) if kind == CONV)
+    recipe: Recipe = {"qk_norm": True, "norms": LayerNorms("operator_norm", None, "ffn_norm", None)}
+    return {**recipe, "recurrent": conv, "recurrent_layers": layers} if layers else recipe
+
+
+def _moe_recipe(settings: Settings) -> Recipe:
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        first_dense=whole_number(settings, "num_dense_layers"),
+        scoring="sigmoid",
+        normalise=flag(settings, "norm_topk_prob"),
+        scale=number(settings, "routed_scaling_factor", above=0.0),
+        has_bias=flag(settings, "use_expert_bias"),
+        least_sum=1e-6,
+    )
+    return {**_recipe(settings), "moe": moe}
+
+
+def _tensors(config: ModelConfig) -> TensorSpecs:
+    attention = {
+        name: replace(spec, layers=config.attention_layers) for name, spec in attention_tensors(config).items()
+    }
+    specs = {**outer_tensors(config), **attention, **_conv_tensors(config), **mlp_tensors(config)}
+    if config.moe is not None:
+        names = ExpertNames(prefix="feed_forward", gate="w1", up="w3", down="w2")
+        specs |= expert_tensors(config, names)
+    return {
+        name: replace(spec, parts=_renamed(spec.parts), row_order=_renamed(spec.row_order))
+        for name, spec in specs.items()
+    }
+
+
+def _renamed(parts: Any) -> Any:
+    def rename(name: str) -> str:
+        for old, new in NAMES.items():
+            name = name.replace(old, new)
+        return name
+
+    return {rename(name): own for name, own in parts.items()}
+
+
+def _conv_tensors(config: ModelConfig) -> TensorSpecs:
+    """``conv_in [3C, D]`` projects to the gates b, c and the input x; ``conv_kernel [C, 1, K]``."""
+    conv, hidden = config.recurrent, config.hidden_size
+    if conv is None:
+        return {}
+    size, layers = conv.channels, config.recurrent_layers
+    specs = {
+        "conv_in": TensorSpec(shape=(3 * size, hidden), parts={"conv.in_proj.weight": ()}),
+        "conv_kernel": TensorSpec(
+            shape=(size, 1, conv.kernel), parts={"conv.conv.weight": ()}, is_matrix=False, dtype="float32"
+        ),
+        "conv_out": TensorSpec(shape=(hidden, size), parts={"conv.out_proj.weight": ()}),
+    }
+    if conv.has_bias:
+        specs["conv_in_bias"] = vector(3 * size, "conv.in_proj.bias")
+        specs["conv_bias"] = replace(vector(size, "conv.conv.bias"), dtype="float32")
+        specs["conv_out_bias"] = vector(hidden, "conv.out_proj.bias")
+    return {name: replace(spec, layers=layers) for name, spec in specs.items()}
+
+
+def _family(recipe: Callable[[Settings], Recipe], **defaults: Any) -> Family:
+    return Family(
+        defaults={
+            "vocab_size": 65536, "max_position_embeddings": 128_000, "num_key_value_heads": 8, "norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+            "conv_bias": False, "conv_L_cache": 3, **defaults,
+        },
+        rewrite=_rewrite,
+        recipe=recipe,
+        tensors=_tensors,
+        other_layer_types=(CONV,),
+        has_experts="num_experts" in defaults,
+    )  # fmt: skip
+
+
+LFM2 = _family(
+    _recipe, hidden_size=2560, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=32,
+    block_multiple_of=256, block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=True,
+)  # fmt: skip
+LFM2_MOE = _family(
+    _moe_recipe, hidden_size=2048, intermediate_size=7168, moe_intermediate_size=1792, num_hidden_layers=32,
+    num_attention_heads=32, num_dense_layers=2, num_experts_per_tok=4, num_experts=32, use_expert_bias=True,
+    routed_scaling_factor=1.0, norm_topk_prob=True, block_auto_adjust_ff_dim=False,
+)  # fmt: skip
