@@ -238,7 +238,7 @@ class KVCache:
     def copy_state(self, layer: int, source: int, rows: Sequence[int]) -> None:
         """Give ``rows`` the state of row ``source`` in a layer."""
         for stored in self._states[layer].values():
-            stored[list(rows)] = stored[source]
+            stored[list(rows)] = stored[source].clone()
 
     def _block(self, stored: Tensor, layer: int) -> Tensor:
         """View ``[rows+1, G, C, ...]`` of a layer; ``stored`` has an entry per slot of all rows."""

@@ -101,6 +101,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
          "num_key_value_heads": 1, "sliding_window": 40, "swiglu_limit": 2.0, "num_hidden_layers": 2,
          "attention_bias": False, "tie_word_embeddings": True},
     ),
+    "lfm2": (
+        "Lfm2Config",
+        {"num_hidden_layers": 5, "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
+         "conv_bias": True, "block_multiple_of": 8},
+    ),
+    "lfm2-all": (  # by the first layers' indices; a convolution longer than many prompts
+        "Lfm2Config",
+        {"num_hidden_layers": 4, "full_attn_idxs": [2], "conv_L_cache": 7, "block_auto_adjust_ff_dim": False,
+         "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "lfm2-moe": (
+        "Lfm2MoeConfig",
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
+         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "routed_scaling_factor": 1.5},
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": None}),
     "qwen3-moe": (
         "Qwen3MoeConfig",
@@ -158,6 +173,9 @@ ARCHITECTURES |= {
 }
 
 
+RECURRENT = [name for name in ARCHITECTURES if name.startswith("lfm")]
+
+
 def make_model(name: str, **sizes: int) -> Any:
     """A transformers model with random weights, fp32, evaluation mode, the same every time; of other ``sizes``."""
     class_name, changes = ARCHITECTURES[name]
@@ -177,7 +195,7 @@ def make_model(name: str, **sizes: int) -> Any:
 def randomise_corrections(model: Any) -> None:
     """Corrections of routers are made as zeros, which would not show whether they are used."""
     for key, buffer in model.named_buffers():
-        if key.endswith("e_score_correction_bias"):
+        if key.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.3 * torch.randn_like(buffer))
 
 

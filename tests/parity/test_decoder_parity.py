@@ -17,12 +17,13 @@ from torch import Tensor
 
 from snapstream.config import WeightFormat
 from snapstream.kernels.interface import CosSin, HeadNorm
-from snapstream.kv.spec import KVSpec, Window
+from snapstream.kv.spec import KVSpec, State, Window
 from snapstream.models.checkpoint import load_weights
 from snapstream.models.decoder import Decoder
+from snapstream.models.layers import Recurrence
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
-from tests.parity.checkpoints import ARCHITECTURES, LLAMA3, SIZES, VOCAB, randomise_corrections, save
+from tests.parity.checkpoints import ARCHITECTURES, LLAMA3, RECURRENT, SIZES, VOCAB, randomise_corrections, save
 from tests.parity.heads import split
 
 DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0,
@@ -77,6 +78,14 @@ class FullAttention:
         self.spec = spec
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.states: dict[int, dict[str, Tensor]] = {}
+
+    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+        cache = self.spec.layers[layer]
+        assert isinstance(cache, State)
+        if layer not in self.states:
+            self.states[layer] = {name: torch.zeros(1, *shape) for name, shape in cache.shapes}
+        return recurrence(inputs[None], self.states[layer])[0]
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         q, k, v = split(heads, norm, rope, self.spec)
@@ -142,7 +151,8 @@ def test_prefill_and_decode_logits_equal_transformers(name: str, tmp_path: Path)
     model = build(name)
     decoder = load(save(model, tmp_path))
     ids = torch.randint(0, VOCAB, (PROMPT + DECODED,), generator=torch.Generator().manual_seed(1))
-    view, cache = full_attention(decoder), transformers.DynamicCache()
+    view = full_attention(decoder)
+    cache = transformers.DynamicCache(config=model.config) if name in RECURRENT else transformers.DynamicCache()
     pieces = [(0, PROMPT)] + [(n, n + 1) for n in range(PROMPT, PROMPT + DECODED)]
     for start, end in pieces:
         with torch.no_grad():

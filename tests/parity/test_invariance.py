@@ -40,7 +40,7 @@ SELECTOR = SnapKV(observation_len=8)
 INVARIANCE_LENGTHS = (70, 5, 120, 33, 18, 64, 1, 90, 40)
 
 
-@pytest.fixture(scope="module", params=["llama-gqa-tied", "deepseek-v3-dense"])
+@pytest.fixture(scope="module", params=["llama-gqa-tied", "deepseek-v3-dense", "lfm2"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model(request.param), tmp_path_factory.mktemp("model"))
 

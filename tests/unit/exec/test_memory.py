@@ -55,6 +55,10 @@ LLAMA_8B = {
 WINDOWS = {
     "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2,
 }  # fmt: skip
+STATES = {
+    "architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "conv"],
+    "block_auto_adjust_ff_dim": False,
+}  # fmt: skip
 CHUNK, ROWS, SLOTS, LENGTH = 2048, 12, 16_384, 32_768
 _EVEN = (1 / 64,) * 8
 PROFILE = HeadProfile(
@@ -72,6 +76,8 @@ CASES: dict[str, dict[str, Any]] = {
     "heads, KV re-selection": {"heads": HEADS, "reselection": ReselectionConfig(every=40)},
     "windows": {},
     "windows, fp8": {"kv_dtype": "fp8"},
+    "states": {},
+    "states, fp8": {"kv_dtype": "fp8"},
     "latents": {},
     "latents, hops": {"selector": Hops()},
     "latents, fp8": {"kv_dtype": "fp8"},
@@ -83,11 +89,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
-    """Llama, or six layers of DeepSeek-V2-Lite, of which the first has no experts, or four of six with windows."""
+    """Llama, or six layers of DeepSeek-V2-Lite, of which the first has no experts, or four of six with windows or
+    with one layer of attention.
+    """
     case = request.node.callspec.params["case"]
     settings = DEEPSEEK_V2_LITE | {"num_hidden_layers": 6} if case.startswith("latents") else LLAMA_8B
     if case.startswith("windows"):
         settings = LLAMA_8B | WINDOWS
+    elif case.startswith("states"):
+        settings = LLAMA_8B | STATES
     (tmp_path / "config.json").write_text(json.dumps(settings))
     return read_model_config(tmp_path)
 
@@ -107,7 +117,8 @@ def test_plan_and_engine_agree(
     weights = planned.weight_bytes + planned.dequantized_bytes
     at_start = weights + planned.staging_bytes + (ROWS + 1) * (planned.row_bytes + planned.state_bytes)
     assert at_start == pytest.approx(static, rel=1e-3)
-    assert planned.total_bytes - FRAMEWORK_BYTES == pytest.approx(peak, rel=0.03)
+    # Rows with states are small, so temporaries, of which the plan counts the largest, weigh more.
+    assert planned.total_bytes - FRAMEWORK_BYTES == pytest.approx(peak, rel=0.04 if "states" in case else 0.03)
     assert planned.total_bytes - FRAMEWORK_BYTES >= peak  # what is refused at the start never runs out later
     told = plan_of(planned, case, tmp_path, capsys)
     assert told["rows"][1]["max_rows"] == ROWS and told["rows"][1]["row_bytes"] == planned.row_bytes
@@ -119,7 +130,7 @@ def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.Captu
     heads = str(folder / "heads.json")
     options = {"fp32": ["--dtype", "float32"], "fp8": ["--kv-dtype", "fp8"], "hops": ["--selector", "hops"],
                "latents, hops": ["--selector", "hops"], "latents, fp8": ["--kv-dtype", "fp8"],
-               "windows, fp8": ["--kv-dtype", "fp8"],
+               "windows, fp8": ["--kv-dtype", "fp8"], "states, fp8": ["--kv-dtype", "fp8"],
                "reselection": ["--reselect-every", "40"], "heads": ["--heads", heads],
                "heads, fp8": ["--heads", heads, "--kv-dtype", "fp8"],
                "heads, KV re-selection": ["--heads", heads, "--reselect-every", "40"],

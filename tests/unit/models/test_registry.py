@@ -76,6 +76,20 @@ def test_what_the_architectures_add() -> None:
 
 # The fields of published config.json files that decide shapes, and the number of parameters.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "LFM2-1.2B": (
+        {"architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288,
+         "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256, "conv_L_cache": 3, "conv_bias": False,
+         "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "norm_eps": 1e-05, "num_attention_heads": 32,
+         "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0, "vocab_size": 65536},
+        1_170_340_608,
+    ),
+    "LFM2-8B-A1B": (
+        {"architectures": ["Lfm2MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 7168,
+         "moe_intermediate_size": 1792, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4,
+         "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536,
+         "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
+        8_339_930_560,  # with the corrections of the routers
+    ),
     "Phi-4-mini-instruct": (
         {"architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
          "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 200064, "max_position_embeddings": 131072,

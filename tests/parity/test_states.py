@@ -1,0 +1,102 @@
+"""Models with recurrent layers, whose rows hold states of constant size beside slots."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from snapstream.config import PrefixStoreConfig, ReselectionConfig
+from snapstream.config.kv import HeadProfile
+from snapstream.config.model import ShortConv
+from snapstream.kernels.reference import causal_conv
+from snapstream.kv.spec import KVSpec, State
+from snapstream.llm import LLM
+from snapstream.models.registry import read_model_config
+from snapstream.spec_prefill.draft import Draft
+from snapstream.types import SamplingParams
+from tests.parity.checkpoints import VOCAB, make_model, save
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"max_model_len": 128, "chunk_len": 16, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("lfm2"), tmp_path_factory.mktemp("lfm2"))
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    draw = random.Random(3)
+    return [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 5, 9])
+@pytest.mark.parametrize("kernel", [2, 3, 7])
+def test_a_convolution_continues_where_it_was_cut(kernel: int, cut: int) -> None:
+    torch.manual_seed(kernel)
+    x, taps, bias = torch.randn(2, 9, 5), torch.randn(kernel, 5), torch.randn(5)
+    state = torch.zeros(2, kernel - 1, 5)
+    parts = [causal_conv(part, state, taps, bias) for part in (x[:, :cut], x[:, cut:])]
+    conv = torch.nn.functional.conv1d(x.transpose(1, 2), taps.t()[:, None], bias, padding=kernel - 1, groups=5)
+    torch.testing.assert_close(torch.cat(parts, dim=1), conv[..., :9].transpose(1, 2))
+    whole = torch.zeros(2, kernel - 1, 5)
+    assert torch.equal(torch.cat(parts, dim=1), causal_conv(x, whole, taps, bias)) and torch.equal(state, whole)
+
+
+def test_batches_of_16_and_17_answer_as_each_alone(folder: Path) -> None:
+    asked = prompts(*range(1, 52, 3))
+    assert len(asked) == 17
+    with LLM(folder, max_rows=17, **SETTINGS) as llm:
+        alone = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in asked]
+        assert [output.token_ids for output in llm.generate(asked, GREEDY)] == alone
+        assert [output.token_ids for output in llm.generate(asked[:16], GREEDY)] == alone[:16]
+
+
+def test_rows_cut_the_attention_layers_alone(folder: Path) -> None:
+    model = read_model_config(folder)
+    spec = KVSpec.of(model, "float32")
+    assert [type(layer) is State for layer in spec.layers] == [True, False, True, False, True]
+    state = 4 * 2 * model.hidden_size  # two inputs of each channel
+    assert spec.state_bytes == 3 * state
+    assert spec.row_bytes(32) == 2 * 32 * spec.slot_bytes() + 3 * state
+    with LLM(folder, budget=48, max_rows=2, **SETTINGS) as llm:
+        assert "recurrent states: 3 of 5 layers keep a state" in "\n".join(llm.notes)
+        out = llm.generate(prompts(100), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))[0]
+        assert llm.engine.runner.cache.num_bytes == 3 * spec.row_bytes(48)
+    assert out.compression is not None and out.compression.evicted_tokens == 52
+    assert out.compression.row_bytes == spec.row_bytes(48)
+
+
+_EVEN = HeadProfile(shares=((0.1, 0.1),) * 5, model="", made_by="hand")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"reselection": ReselectionConfig(every=8), "budget": 64}, "reselection is .* recurrent layers"),
+        ({"prefix_store": PrefixStoreConfig(num_bytes=2**20)}, "prefix_store is set .* recurrent layers"),
+        ({"heads": _EVEN, "budget": 64}, "per-head KV budgets are not supported"),
+        ({"tensor_parallel": 2}, "tensor_parallel is 2; Lfm2ForCausalLM has recurrent layers"),
+        ({"executor": "graph"}, "CUDA graphs"),
+        ({"num_speculative_tokens": 4, "executor": "eager"}, "verifies no drafted tokens"),
+    ],
+)
+def test_what_is_not_supported_is_refused(options: dict[str, Any], problem: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=problem), LLM(folder, max_rows=2, **SETTINGS, **options):
+        pass
+
+
+def test_an_automatic_store_is_none_and_a_draft_is_refused(folder: Path) -> None:
+    with LLM(folder, max_rows=1, prefix_store="auto", **SETTINGS) as llm:
+        assert "prefix store: none (auto), because states of recurrent layers are not stored" in "\n".join(llm.notes)
+    with pytest.raises(ValueError, match="recurrent layers; a draft needs attention"):
+        Draft.load(folder)
+
+
+def test_a_convolution_of_one_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="a convolution over 1 tokens"):
+        ShortConv(channels=4, kernel=1)
