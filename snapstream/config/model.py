@@ -218,6 +218,7 @@ class MoEConfig:
     scale: float = 1.0  # of the weights
     has_bias: bool = False  # a correction of the scores, for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2)
     has_logit_bias: bool = False  # the router's logits have a bias
+    has_shared_gate: bool = False  # the output of the shared experts is times a learned sigmoid of the token
     has_expert_biases: bool = False  # gate, up and down of every expert have biases
     clamp: SwiGLUClamp | None = None  # None: the plain SwiGLU
     held: range | None = None  # those of the num_experts on this rank; None: all
@@ -407,6 +408,51 @@ class ShortConv:
         return (("inputs", (self.kernel - 1, self.channels)),)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Gated DeltaNet in place of attention (Yang et al., arXiv 2412.06464): a matrix per value head, which a short
+    convolution feeds. A key head serves ``value_heads / key_heads`` adjacent value heads.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # elements of a key or query
+    value_dim: int
+    kernel: int  # tokens of the convolution
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            check(1 <= getattr(self, name) <= MAX_DIM, f"{name} is {getattr(self, name)}; it must be 1 to {MAX_DIM}")
+        check(2 <= self.kernel <= 64, f"a convolution over {self.kernel} tokens is not supported; 2 to 64 are")
+        check(
+            self.value_heads % self.key_heads == 0,
+            f"{self.value_heads} value heads are no multiple of {self.key_heads} key heads",
+        )
+
+    @property
+    def key_size(self) -> int:
+        """Elements of a token's keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a token's values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What a sequence keeps in such a layer, fp32: the last inputs of the convolution, a matrix per value head."""
+        return (
+            ("inputs", (self.kernel - 1, self.channels)),
+            ("memory", (self.value_heads, self.key_dim, self.value_dim)),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder: all of a checkpoint but its weights."""
@@ -424,7 +470,7 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
-    recurrent: ShortConv | None = None  # what the recurrent layers compute in place of attention
+    recurrent: ShortConv | DeltaNet | None = None  # what the recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...] = ()  # indices of layers without keys and values, ascending
     multipliers: Multipliers = field(default_factory=Multipliers)
     is_text_part: bool = False  # of a checkpoint that also has towers for images, which are not loaded
@@ -436,6 +482,8 @@ class ModelConfig:
     window_rope: RopeConfig | None = None  # of the layers with sliding windows, where it differs from the others'
     tie_word_embeddings: bool = False
     has_sinks: bool = False  # a learned attention sink per query head (gpt-oss)
+    # Attention outputs are gated by a second part of the query projection, in the checkpoint head by head (Qwen3-Next).
+    has_attention_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

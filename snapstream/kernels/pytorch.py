@@ -347,6 +347,38 @@ DecodeAttention = Callable[[Tensor, LayerRows, Tensor, Tensor, Tensor | None], T
 AttendRows = Callable[[Tensor, HeadNorm, CosSin | None, LayerRows, RowPlaces, Keep | None], Tensor]
 
 
+def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, size: int = 64) -> Tensor:
+    """See ``reference.gated_delta``: ``size`` tokens at a time (arXiv 2412.06464, section 3.2, the extended WY form).
+
+    Within a chunk ``u_i + beta_i sum_{j<i} d_ij (k_i . k_j) u_j = beta_i (v_i - d_i S^T k_i)``, where d_ij is the decay
+    from token j to i and d_i that from the chunk's start: a triangular system for all u at once.
+    """
+    num_tokens = q.shape[1]
+    if num_tokens == 1:
+        return reference.gated_delta(q, k, v, decay, beta, state)
+    out = torch.empty_like(v)
+    above = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    for start in range(0, num_tokens, size):
+        own = slice(start, min(start + size, num_tokens))
+        q_own, k_own, v_own = (part[:, own].transpose(1, 2) for part in (q, k, v))  # [S, H, n, K]
+        total = decay[:, own].transpose(1, 2).cumsum(-1)  # [S, H, n], of logarithms
+        b_own = beta[:, own].transpose(1, 2)[..., None]  # [S, H, n, 1]
+        between = (
+            (total[..., :, None] - total[..., None, :])
+            .masked_fill_(above[: total.shape[-1], : total.shape[-1]], -torch.inf)
+            .exp_()
+        )  # [S, H, n, n]
+        since = total.exp()[..., None]  # [S, H, n, 1]
+        system = (b_own * k_own) @ k_own.transpose(-1, -2) * between  # its diagonal does not count
+        right = b_own * (v_own - since * (k_own @ state))
+        u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)  # [S, H, n, V]
+        scores = q_own @ k_own.transpose(-1, -2) * between
+        out[:, own] = (since * (q_own @ state) + scores @ u).transpose(1, 2)
+        left = (total[..., -1:] - total).exp()[..., None]  # decay from each token to the chunk's end
+        state.mul_(total[..., -1].exp()[..., None, None]).add_((left * k_own).transpose(-1, -2) @ u)
+    return out * q.shape[-1] ** -0.5
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
     if weight.dtype != x.dtype:  # of a norm with an offset

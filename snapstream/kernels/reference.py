@@ -222,6 +222,24 @@ def causal_conv(x: Tensor, state: Tensor, taps: Tensor, bias: Tensor | None = No
     return (out if bias is None else out + bias).to(x.dtype)
 
 
+def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, size: int = 64) -> Tensor:
+    """The gated delta rule token by token (arXiv 2412.06464, section 3.1): ``o [S, n, H, V]`` fp32.
+
+    ``q, k [S, n, H, K]`` of unit length, ``v [S, n, H, V]``, ``decay, beta [S, n, H]``, all fp32; per head
+
+        S <- exp(decay) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q / sqrt(K)
+
+    ``state [S, H, K, V]`` is updated in place. ``size`` is for faster versions.
+    """
+    out = torch.empty_like(v)
+    for t in range(q.shape[1]):
+        state *= decay[:, t, :, None, None].exp()
+        told = torch.einsum("shkv,shk->shv", state, k[:, t])
+        state += k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - told))[:, :, None]
+        out[:, t] = torch.einsum("shkv,shk->shv", state, q[:, t])
+    return out * q.shape[-1] ** -0.5
+
+
 def hop_scores(
     weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *,
     sinks: Tensor | None = None,

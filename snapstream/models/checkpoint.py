@@ -40,7 +40,7 @@ from snapstream.models import gguf
 from snapstream.models.config_json import read_object
 from snapstream.models.matrix import MakeMatrix, decode, make_matrix
 from snapstream.models.quantization import FP8_SCALES, GPTQ_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
-from snapstream.models.registry import tensor_specs
+from snapstream.models.registry import FAMILIES, tensor_specs
 from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
 from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, name_in_text_part
 from snapstream.models.weights import DecoderWeights
@@ -571,7 +571,9 @@ def _check_finite(manifest: Mapping[str, StoredTensor], bounds: Mapping[str, Ten
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    return name.endswith(ROTARY_BUFFER) or (config.tie_word_embeddings and name == LM_HEAD) or _is_mtp(name, config)
+    skipped = FAMILIES.get(config.architecture).skipped
+    is_tied = config.tie_word_embeddings and name == LM_HEAD
+    return name.endswith(ROTARY_BUFFER) or is_tied or name.startswith(skipped) or _is_mtp(name, config)
 
 
 def _is_mtp(name: str, config: ModelConfig) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import DType, KVDType, ModelConfig, WeightFormats
+from snapstream.config.model import DeltaNet
 from snapstream.distributed.group import Alone, Group, ReduceOp
 from snapstream.kernels.interface import CosSin, Kernels, bind
 from snapstream.kv.spec import KVSpec
@@ -29,8 +30,9 @@ from snapstream.models.latent import (
     local_heads,
     with_local_heads,
 )
-from snapstream.models.layers import DenseLayer, KVView, ShortConvLayer, Vocabulary
+from snapstream.models.layers import DenseLayer, KVView, Vocabulary
 from snapstream.models.matrix import MakeMatrix, make_matrix
+from snapstream.models.recurrent import DeltaNetLayer, ShortConvLayer
 from snapstream.models.registry import FAMILIES, kv_spec_of
 from snapstream.models.rope import Rope
 from snapstream.models.weights import DecoderWeights, LayerWeights
@@ -248,11 +250,10 @@ class Decoder:
         return cast(DType, str(self.dtype).removeprefix("torch."))
 
     def _layers(self, weights_of: Callable[[int], LayerWeights]) -> list[Layer]:
-        layer, recurrent = _layer_class(self.config), self.config.recurrent_layers
+        layer, layers = _layer_class(self.config), self.config.recurrent_layers
+        recurrent = DeltaNetLayer if isinstance(self.config.recurrent, DeltaNet) else ShortConvLayer
         return [
-            (ShortConvLayer if index in recurrent else layer)(
-                index, self.shard, weights_of(index), self.kernels, self.group
-            )
+            (recurrent if index in layers else layer)(index, self.shard, weights_of(index), self.kernels, self.group)
             for index in range(self.config.num_layers)
         ]
 

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from snapstream.config import DType, KVDType, ModelConfig, RopeConfig
-from snapstream.config.model import MAX_DIM, Activation, LatentConfig, LayerNorms, MoEConfig, Multipliers, ShortConv
+from snapstream.config.model import (
+    MAX_DIM,
+    Activation,
+    DeltaNet,
+    LatentConfig,
+    LayerNorms,
+    MoEConfig,
+    Multipliers,
+    ShortConv,
+)
 from snapstream.kv.spec import KVSpec
 from snapstream.models.config_json import Settings, flag, number, parse_rope, whole_number
 from snapstream.models.tensors import TensorSpecs, decoder_tensors
@@ -42,7 +51,8 @@ class Recipe(TypedDict, total=False):
     window_rope: RopeConfig | None  # of layers with sliding windows
     rope: RopeConfig  # of the others, where config.json has one for each kind of layers
     latent: LatentConfig  # multi-head latent attention
-    recurrent: ShortConv  # what recurrent layers compute in place of attention
+    has_attention_gate: bool
+    recurrent: ShortConv | DeltaNet  # what recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...]
     has_sinks: bool  # a learned attention sink per query head
     moe: MoEConfig | None  # experts instead of the MLP
@@ -121,6 +131,7 @@ class Family:
     refusals: Callable[[Settings], list[str]] = lambda settings: []  # why a config.json cannot be run faithfully
     has_windows: bool = False  # the recipe supports sliding windows
     has_experts: bool = False  # the recipe supports experts
+    skipped: tuple[str, ...] = ()  # prefixes of tensors that are not loaded
     other_layer_types: tuple[str, ...] = ()  # of layer_types, that the recipe supports beside attention
     is_partly_rotated: bool = False  # partial_rotary_factor applies
     is_text_part: bool = False  # settings are in text_config; checkpoints also have towers for images

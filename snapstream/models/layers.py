@@ -22,7 +22,6 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import Activation, MoEConfig
 from snapstream.distributed.group import Group
 from snapstream.kernels.interface import CosSin, ExpertParts, HeadNorm, Kernels, Pairs, SumNorm
-from snapstream.kernels.reference import causal_conv
 from snapstream.models.matrix import Matrix
 from snapstream.models.weights import LayerWeights
 
@@ -53,6 +52,10 @@ class StateView(Protocol):
         """Feed packed tokens ``inputs [T, C]`` to their sequences' states of a layer: ``[T', C']``, T' as in
         ``KVView``.
         """
+        ...
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Those T' of ``x [T, ...]`` that need an output."""
         ...
 
 
@@ -226,6 +229,11 @@ class SwiGLU:
         return self._gate_up.swiglu(self._down, given, self._biases, self._kernels, self._activation)
 
 
+def _gated(mlp: Callable[[Tensor], Tensor], gate: Tensor) -> Callable[[Tensor], Tensor]:
+    """``mlp`` times the sigmoid of ``gate [1, D]`` and the token."""
+    return lambda x: mlp(x) * F.linear(x.to(torch.float32), gate).sigmoid().to(x.dtype)
+
+
 def bias_of_sum(bias: Tensor | None, group: Group) -> Tensor | None:
     """The bias of a product that is summed over ranks: rank 0 adds it."""
     return bias if group.rank == 0 else None
@@ -239,9 +247,11 @@ def expert_bias_of_sum(moe: MoEConfig, bias: Tensor | None, group: Group) -> Ten
 def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> Mlp:
     """The MLP of a layer: ``Experts`` if its weights have any, else ``SwiGLU``."""
     if config.moe is not None and "experts_down" in weights.matrices:
-        shared = None
+        shared: Callable[[Tensor], Tensor] | None = None
         if config.moe.num_shared:
             shared = SwiGLU(weights.matrix("shared_gate_up"), weights.matrix("shared_down"), (None, None), kernels)
+            if config.moe.has_shared_gate:
+                shared = _gated(shared, weights.vector("shared_gate"))
         return Experts(config.moe, weights, kernels, group, shared)
     biases = weights.optional("gate_up_bias"), bias_of_sum(weights.optional("down_bias"), group)
     return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, config.activation)
@@ -267,6 +277,7 @@ class DenseLayer:
         self._qkv, self._qkv_bias = weights.matrix("qkv"), weights.optional("qkv_bias")
         self._o, self._o_bias = weights.matrix("o"), bias_of_sum(weights.optional("o_bias"), self._group)
         self._head_norm = _head_norm(config, weights)
+        self._num_gates = config.num_heads * config.head_dim if config.has_attention_gate else 0
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
         self._rope_kind = None if config.window_rope is None else int(config.layer_windows[index] is not None)
         self._whole_norms: list[tuple[slice, Tensor]] = []  # columns of the projection, and the norm over all of them
@@ -289,7 +300,12 @@ class DenseLayer:
             rope = rope[0][self._rope_kind], rope[1][self._rope_kind]
         if not self._is_rotated:
             rope = torch.ones_like(rope[0]), torch.zeros_like(rope[1])
-        return view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
+        if not self._num_gates:
+            return view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
+        assert isinstance(view, StateView)
+        gates, heads = view.outputs(heads[:, : self._num_gates]), heads[:, self._num_gates :].contiguous()
+        attended = view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
+        return attended * gates.sigmoid().view_as(attended)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """See ``models.decoder.Layer.finish``."""
@@ -307,29 +323,6 @@ class DenseLayer:
         """An output as it is added to the residual stream."""
         output = output if norm is None else self._kernels.rms_norm(output, norm, self._eps)
         return output if self._multiplier == 1.0 else output.mul_(self._multiplier)
-
-
-class ShortConvLayer(DenseLayer):
-    """A layer with a gated short convolution in the place of attention: ``o(c * conv(b * x))`` of ``b | c | x``, three
-    projections of the layer's input (LFM2).
-    """
-
-    def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
-        self._in, self._in_bias = weights.matrix("conv_in"), weights.optional("conv_in_bias")
-        self._o, self._o_bias = weights.matrix("conv_out"), weights.optional("conv_out_bias")
-        self._taps = weights.vector("conv_kernel")[:, 0].t().contiguous()  # [K, C]
-        self._conv_bias = weights.optional("conv_bias")
-
-    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """See ``models.decoder.Layer.attend``."""
-        assert self._input_norm is not None and isinstance(view, StateView)
-        given = SumNorm(residual, pending, self._input_norm, self._eps)
-        return view.recur(self._index, self._in.multiply_normed(given, self._in_bias, self._kernels), self._convolve)
-
-    def _convolve(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """A ``Recurrence`` over ``inputs [S, n, 3C]``."""
-        gate, out_gate, x = inputs.chunk(3, dim=-1)
-        return out_gate * causal_conv(gate * x, states["inputs"], self._taps, self._conv_bias)
 
 
 def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:

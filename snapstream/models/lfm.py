@@ -18,6 +18,7 @@ from snapstream.models.tensors import (
     expert_tensors,
     mlp_tensors,
     outer_tensors,
+    renamed,
     vector,
 )
 
@@ -90,25 +91,13 @@ def _tensors(config: ModelConfig) -> TensorSpecs:
     if config.moe is not None:
         names = ExpertNames(prefix="feed_forward", gate="w1", up="w3", down="w2")
         specs |= expert_tensors(config, names)
-    return {
-        name: replace(spec, parts=_renamed(spec.parts), row_order=_renamed(spec.row_order))
-        for name, spec in specs.items()
-    }
-
-
-def _renamed(parts: Any) -> Any:
-    def rename(name: str) -> str:
-        for old, new in NAMES.items():
-            name = name.replace(old, new)
-        return name
-
-    return {rename(name): own for name, own in parts.items()}
+    return renamed(specs, NAMES)
 
 
 def _conv_tensors(config: ModelConfig) -> TensorSpecs:
     """``conv_in [3C, D]`` projects to the gates b, c and the input x; ``conv_kernel [C, 1, K]``."""
     conv, hidden = config.recurrent, config.hidden_size
-    if conv is None:
+    if not isinstance(conv, ShortConv):
         return {}
     size, layers = conv.channels, config.recurrent_layers
     specs = {

@@ -35,7 +35,7 @@ def _qwen3_moe(settings: Settings) -> Recipe:
     return {**biases, "qk_norm": True, "moe": moe, **windows_of_all_layers(settings)}
 
 
-def _qwen3_moe_refusals(settings: Settings) -> list[str]:
+def qwen3_moe_refusals(settings: Settings) -> list[str]:
     """Models in which only some layers have experts."""
     step, dense = whole_number(settings, "decoder_sparse_step", 1), settings.get("mlp_only_layers")
     reasons = []
@@ -54,7 +54,7 @@ QWEN3_MOE = Family(
         "moe_intermediate_size": 768,
     },
     recipe=_qwen3_moe,
-    refusals=_qwen3_moe_refusals,
+    refusals=qwen3_moe_refusals,
     has_windows=True,
     has_experts=True,
 )  # fmt: skip

@@ -39,6 +39,13 @@ from snapstream.models.mistral import MINISTRAL, MISTRAL, MISTRAL3_TEXT_PART, MI
 from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
 from snapstream.models.quantization import has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN3, QWEN3_MOE
+from snapstream.models.qwen_next import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT_PART,
+    QWEN3_5_TEXT_PART,
+    QWEN3_NEXT,
+)
 from snapstream.models.smollm import SMOLLM3
 from snapstream.models.tensors import TensorSpecs
 from snapstream.types import MAX_END_TOKEN_IDS
@@ -66,6 +73,11 @@ FAMILIES: Registry[Family] = Registry(
         "Gemma3ForCausalLM": GEMMA3,
         "Gemma3ForConditionalGeneration": GEMMA3_TEXT_PART,
         "Glm4ForCausalLM": GLM4,
+        "Qwen3NextForCausalLM": QWEN3_NEXT,
+        "Qwen3_5ForCausalLM": QWEN3_5,
+        "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+        "Qwen3_5ForConditionalGeneration": QWEN3_5_TEXT_PART,
+        "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_TEXT_PART,
         "Lfm2ForCausalLM": LFM2,
         "Lfm2MoeForCausalLM": LFM2_MOE,
         "GraniteForCausalLM": GRANITE,

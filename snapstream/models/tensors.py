@@ -18,7 +18,9 @@ from snapstream.config.model import LatentConfig
 TEXT_PREFIXES = {
     "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
 }  # fmt: skip
-TOWER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+TOWER_PREFIXES = (
+    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.",
+)  # fmt: skip
 
 Place = int | slice  # of a checkpoint tensor along the leading dimensions of the stored one
 
@@ -153,8 +155,12 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
     """Grouped-query attention; see ``head_orders`` for partly rotated heads."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    cuts = {"q": slice(queries), "k": slice(queries, queries + keys), "v": slice(queries + keys, None)}
-    orders, size = head_orders(config), queries + 2 * keys
+    gates = queries if config.has_attention_gate else 0  # [gates | queries] of one tensor, before keys and values
+    first = gates + queries
+    cuts = {"q": slice(first), "k": slice(first, first + keys), "v": slice(first + keys, None)}
+    orders, size = head_orders(config), first + 2 * keys
+    if gates:
+        orders["q"] = gated_order(config, orders.get("q"))
 
     def qkv(kind: str) -> dict[str, tuple[Place, ...]]:
         if config.has_fused_qkv:
@@ -182,9 +188,10 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
             shape=(config.num_heads,), parts={"self_attn.sinks": ()}, is_matrix=False, dtype="float32", shard_dim=0
         )
     if config.qk_norm:
+        turned = head_orders(config)
         for name in ("q", "k"):
             part = f"self_attn.{name}_norm.weight"
-            order = {part: orders[name][:head_dim]} if orders else {}
+            order = {part: turned[name][:head_dim]} if turned else {}
             specs[f"{name}_norm"] = replace(norm(config, head_dim, part), row_order=order)
     if config.has_whole_qk_norm:
         for name, rows in (("q", queries), ("k", keys)):
@@ -192,6 +199,34 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
             order = {part: orders[name]} if orders else {}
             specs[f"{name}_norm"] = replace(norm(config, rows, part), row_order=order)
     return specs
+
+
+def gated_order(config: ModelConfig, order: Sequence[int] | None) -> tuple[int, ...]:
+    """Rows of a projection that has, head after head, a query and its gate: first all gates, then all queries, in
+    ``order`` of a projection of queries alone.
+    """
+    size, heads = config.head_dim, config.num_heads
+    places = [(row // size, row % size) for row in order or range(heads * size)]
+    gates = (2 * size * head + size + i for head in range(heads) for i in range(size))
+    return (*gates, *(2 * size * head + i for head, i in places))
+
+
+def renamed(specs: TensorSpecs, names: Mapping[str, str]) -> TensorSpecs:
+    """``specs`` with the parts of checkpoint names in ``names`` replaced."""
+
+    def rename(name: str) -> str:
+        for old, new in names.items():
+            name = name.replace(old, new)
+        return name
+
+    return {
+        own: replace(
+            spec,
+            parts={rename(name): place for name, place in spec.parts.items()},
+            row_order={rename(name): order for name, order in spec.row_order.items()},
+        )
+        for own, spec in specs.items()
+    }
 
 
 def mlp_tensors(config: ModelConfig) -> TensorSpecs:
@@ -300,6 +335,11 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
             shard_dim=0,
             is_padded=True,
         )
+        if moe.has_shared_gate:
+            specs["shared_gate"] = TensorSpec(
+                shape=(1, hidden), parts={f"{names.prefix}.shared_expert_gate.weight": ()}, layers=layers,
+                is_matrix=False, dtype="float32",
+            )  # fmt: skip
         specs["shared_down"] = TensorSpec(
             shape=(hidden, shared), parts={f"{prefix}.down_proj.weight": ()}, layers=layers, shard_dim=1, is_padded=True
         )

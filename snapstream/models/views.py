@@ -143,8 +143,11 @@ class StagingView:
                     tensor.zero_()
             states = {name: tensor[None] for name, tensor in own.items()}
             parts.append(recurrence(inputs[None, segment.chunk_slice], states)[0])
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out if self._chunk.outputs is None else out[list(self._chunk.outputs)]
+        return self.outputs(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """See ``layers.StateView``."""
+        return x if self._chunk.outputs is None else x[list(self._chunk.outputs)]
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         """Stage the chunk, then causal attention per prompt: ``[T, H, E]``, or of the tokens that need an output."""
@@ -275,6 +278,10 @@ class RowsView:
         for name, tensor in stored.items():
             tensor[self._rows] = states[name]
         return out
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """See ``layers.StateView``: all."""
+        return x
 
     def _attend_by_head(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         assert rope is not None, "per-head budgets are not for latents"

@@ -1,0 +1,180 @@
+"""Qwen3-Next, Qwen3.5, Qwen3.6: gated DeltaNet, and attention with an output gate in every fourth layer. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from snapstream.config import ModelConfig
+from snapstream.config.model import DeltaNet, MoEConfig
+from snapstream.models.config_json import Settings, flag, whole_number
+from snapstream.models.family import Family, Recipe, attention_biases, num_layers
+from snapstream.models.qwen import qwen3_moe_refusals
+from snapstream.models.tensors import (
+    TensorSpec,
+    TensorSpecs,
+    attention_tensors,
+    expert_tensors,
+    mlp_tensors,
+    outer_tensors,
+    renamed,
+    vector,
+)
+
+LINEAR, ATTENTION = "linear_attention", "full_attention"
+
+
+def _rewrite(settings: Settings) -> Settings:
+    """Text has the same position on every axis of mrope, so its rotation is the plain one."""
+    found = dict(settings)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := found.get(name), dict):
+            found[name] = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    if found.get("layer_types") is None:
+        interval = whole_number(found, "full_attention_interval")
+        if interval < 1:
+            raise ValueError(f"full_attention_interval is {interval}; it must be >= 1")
+        found["layer_types"] = [LINEAR if (at + 1) % interval else ATTENTION for at in range(num_layers(found))]
+    return found
+
+
+def _recipe(settings: Settings) -> Recipe:
+    net = DeltaNet(
+        key_heads=whole_number(settings, "linear_num_key_heads"),
+        value_heads=whole_number(settings, "linear_num_value_heads"),
+        key_dim=whole_number(settings, "linear_key_head_dim"),
+        value_dim=whole_number(settings, "linear_value_head_dim"),
+        kernel=whole_number(settings, "linear_conv_kernel_dim"),
+    )
+    layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == LINEAR)
+    recipe: Recipe = {
+        **attention_biases(settings), "qk_norm": True, "norm_offset": 1.0, "has_attention_gate": True,
+    }  # fmt: skip
+    return {**recipe, "recurrent": net, "recurrent_layers": layers} if layers else recipe
+
+
+def _moe_recipe(settings: Settings) -> Recipe:
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        num_shared=1,
+        own_shared=whole_number(settings, "shared_expert_intermediate_size"),
+        normalise=flag(settings, "norm_topk_prob"),
+        has_shared_gate=True,
+    )
+    return {**_recipe(settings), "moe": moe}
+
+
+def _tensors(config: ModelConfig) -> TensorSpecs:
+    attention = {
+        name: replace(spec, layers=config.attention_layers) for name, spec in attention_tensors(config).items()
+    }
+    mlp = mlp_tensors(config) if config.moe is None else expert_tensors(config)
+    specs = {**outer_tensors(config), **attention, **_delta_tensors(config), **mlp}
+    return renamed(specs, {"mlp.shared_experts.": "mlp.shared_expert."})
+
+
+def _delta_tensors(config: ModelConfig) -> TensorSpecs:
+    """``delta_in`` projects to queries, keys, values and the gates z of outputs; ``delta_gates`` to beta and decay."""
+    net, hidden = config.recurrent, config.hidden_size
+    if not isinstance(net, DeltaNet):
+        return {}
+    size, heads = net.channels, net.value_heads
+    orders: dict[str, tuple[int, ...]] = {}
+    if config.architecture == "Qwen3NextForCausalLM":
+        parts, gates = {"in_proj_qkvz": ()}, {"in_proj_ba": ()}
+        orders = {"in_proj_qkvz": _by_kind(net), "in_proj_ba": _gates_by_kind(net)}
+    else:
+        parts = {"in_proj_qkv": (slice(size),), "in_proj_z": (slice(size, None),)}  # type: ignore[dict-item]
+        gates = {"in_proj_b": (slice(heads),), "in_proj_a": (slice(heads, None),)}  # type: ignore[dict-item]
+
+    def named(own: Any) -> dict[str, Any]:
+        return {f"linear_attn.{name}.weight": value for name, value in own.items()}
+
+    kernel = TensorSpec(
+        shape=(size, 1, net.kernel), parts={"linear_attn.conv1d.weight": ()}, is_matrix=False, dtype="float32"
+    )
+    specs = {
+        "delta_in": TensorSpec(
+            shape=(size + net.value_size, hidden), parts=named(parts),
+            row_order=named({name: order for name, order in orders.items() if name in parts}),
+        ),
+        "delta_gates": TensorSpec(
+            shape=(2 * heads, hidden), parts=named(gates), is_dense=True,
+            row_order=named({name: order for name, order in orders.items() if name in gates}),
+        ),
+        "conv_kernel": kernel,
+        "delta_decay": replace(vector(heads, "linear_attn.A_log"), dtype="float32"),
+        "delta_step": replace(vector(heads, "linear_attn.dt_bias"), dtype="float32"),
+        "delta_norm": vector(net.value_dim, "linear_attn.norm.weight"),
+        "delta_out": TensorSpec(shape=(hidden, net.value_size), parts={"linear_attn.out_proj.weight": ()}),
+    }  # fmt: skip
+    return {name: replace(spec, layers=config.recurrent_layers) for name, spec in specs.items()}
+
+
+def _by_kind(net: DeltaNet) -> tuple[int, ...]:
+    """Rows of a projection that has q, k, v, z of one key head after the other: all q, all k, all v, all z."""
+    values = net.value_heads // net.key_heads * net.value_dim  # of a key head
+    begins, each = (0, net.key_dim, 2 * net.key_dim, 2 * net.key_dim + values), 2 * (net.key_dim + values)
+    sizes = (net.key_dim, net.key_dim, values, values)
+    return tuple(
+        head * each + begin + i
+        for begin, size in zip(begins, sizes, strict=True)
+        for head in range(net.key_heads)
+        for i in range(size)
+    )
+
+
+def _gates_by_kind(net: DeltaNet) -> tuple[int, ...]:
+    """The same of b and a, of which a key head has one per value head."""
+    count = net.value_heads // net.key_heads
+    return tuple(
+        2 * count * head + kind * count + i for kind in (0, 1) for head in range(net.key_heads) for i in range(count)
+    )
+
+
+_DEFAULTS: Settings = {
+    "head_dim": 256, "partial_rotary_factor": 0.25, "attention_bias": False, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_MOE: Settings = {
+    "num_attention_heads": 16, "num_key_value_heads": 2, "hidden_size": 2048, "intermediate_size": 5632,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def _family(**changes: Any) -> Family:
+    return Family(
+        rewrite=_rewrite, tensors=_tensors, other_layer_types=(LINEAR,), is_partly_rotated=True, skipped=("mtp.",),
+        **changes,
+    )  # fmt: skip
+
+
+QWEN3_NEXT = _family(
+    defaults={
+        **_DEFAULTS, **_MOE, "vocab_size": 151936, "num_hidden_layers": 48, "num_experts": 512,
+        "num_experts_per_tok": 10,
+    },
+    recipe=_moe_recipe,
+    refusals=qwen3_moe_refusals,
+    has_experts=True,
+)  # fmt: skip
+QWEN3_5 = _family(
+    defaults={
+        **_DEFAULTS, "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+        "num_attention_heads": 16, "num_key_value_heads": 4,
+    },
+    recipe=_recipe,
+)  # fmt: skip
+QWEN3_5_MOE = _family(
+    defaults={
+        **_DEFAULTS, **_MOE, "vocab_size": 248320, "num_hidden_layers": 40, "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    recipe=_moe_recipe,
+    has_experts=True,
+)  # fmt: skip
+QWEN3_5_TEXT_PART = replace(QWEN3_5, is_text_part=True)
+QWEN3_5_MOE_TEXT_PART = replace(QWEN3_5_MOE, is_text_part=True)

@@ -1,0 +1,92 @@
+"""Layers that keep a state of constant size in the place of keys and values: short convolutions and gated DeltaNet.
+
+As attention hands heads to a ``KVView``, they hand their projected inputs and a ``Recurrence`` to a ``StateView``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from snapstream.config import ModelConfig
+from snapstream.config.model import DeltaNet
+from snapstream.kernels.interface import CosSin, SumNorm
+from snapstream.kernels.pytorch import gated_delta
+from snapstream.kernels.reference import causal_conv
+from snapstream.models.layers import DenseLayer, KVView, StateView
+from snapstream.models.weights import LayerWeights
+
+L2_EPS = 1e-6
+
+
+class ShortConvLayer(DenseLayer):
+    """A layer with a gated short convolution: ``o(c * conv(b * x))`` of ``b | c | x``, three projections of its input
+    (LFM2).
+    """
+
+    def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
+        self._in, self._in_bias = weights.matrix("conv_in"), weights.optional("conv_in_bias")
+        self._o, self._o_bias = weights.matrix("conv_out"), weights.optional("conv_out_bias")
+        self._taps, self._conv_bias = _taps(weights), weights.optional("conv_bias")
+
+    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
+        """See ``models.decoder.Layer.attend``."""
+        assert self._input_norm is not None and isinstance(view, StateView)
+        given = SumNorm(residual, pending, self._input_norm, self._eps)
+        return view.recur(self._index, self._in.multiply_normed(given, self._in_bias, self._kernels), self._convolve)
+
+    def _convolve(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
+        """A ``Recurrence`` over ``inputs [S, n, 3C]``."""
+        gate, out_gate, x = inputs.chunk(3, dim=-1)
+        return out_gate * causal_conv(gate * x, states["inputs"], self._taps, self._conv_bias)
+
+
+class DeltaNetLayer(DenseLayer):
+    """A layer with a gated DeltaNet (arXiv 2412.06464; Qwen3-Next): SiLU of a convolution over ``q | k | v``, the gated
+    delta rule per value head, a norm of each head's output times SiLU of the gate ``z``.
+    """
+
+    def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
+        assert isinstance(config.recurrent, DeltaNet)
+        self._net = config.recurrent
+        self._in, self._gates = weights.matrix("delta_in"), weights.matrix("delta_gates")
+        self._o, self._o_bias = weights.matrix("delta_out"), None
+        self._taps, self._out_norm = _taps(weights), weights.vector("delta_norm")
+        self._rate, self._step = -weights.vector("delta_decay").exp(), weights.vector("delta_step")  # [H] fp32
+
+    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
+        """See ``models.decoder.Layer.attend``."""
+        assert self._input_norm is not None and isinstance(view, StateView)
+        x = self._kernels.normed(SumNorm(residual, pending, self._input_norm, self._eps))
+        projected = self._in.multiply(x, None, self._kernels)  # [T, C + V]
+        gates = self._gates.multiply(x, None, self._kernels)  # [T, 2H]
+        out = view.recur(self._index, torch.cat((projected[:, : self._net.channels], gates), dim=1), self._recur)
+        z = view.outputs(projected[:, self._net.channels :])
+        heads = out.view(-1, self._net.value_heads, self._net.value_dim)
+        normed = self._kernels.rms_norm(heads.to(x.dtype).flatten(0, 1), self._out_norm, self._eps).view_as(heads)
+        return (normed * F.silu(z.view_as(heads).to(torch.float32))).to(x.dtype)
+
+    def _recur(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
+        """A ``Recurrence`` over ``q | k | v | b | a``, ``[S, n, C + 2H]``; outputs ``[S, n, V]`` fp32."""
+        net = self._net
+        mixed = F.silu(causal_conv(inputs[..., : net.channels], states["inputs"], self._taps))
+        b, a = inputs[..., net.channels :].to(torch.float32).chunk(2, dim=-1)  # [S, n, H]
+        q, k, v = mixed.to(torch.float32).split((net.key_size, net.key_size, net.value_size), dim=-1)
+        q, k = (_unit(part.unflatten(-1, (net.key_heads, net.key_dim))) for part in (q, k))
+        each = net.value_heads // net.key_heads
+        q, k = (part.repeat_interleave(each, dim=2) for part in (q, k))
+        v = v.unflatten(-1, (net.value_heads, net.value_dim))
+        decay = self._rate * F.softplus(a + self._step)
+        return gated_delta(q, k, v, decay, b.sigmoid(), states["memory"]).flatten(2)
+
+
+def _taps(weights: LayerWeights) -> Tensor:
+    """Weights ``[K, C]`` fp32 of a convolution."""
+    return weights.vector("conv_kernel")[:, 0].t().contiguous()
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
