@@ -476,6 +476,7 @@ class ModelConfig:
     is_text_part: bool = False  # of a checkpoint that also has towers for images, which are not loaded
     has_fused_qkv: bool = False  # q | k | v are one tensor of the checkpoint
     has_fused_gate_up: bool = False
+    has_fused_experts: bool = False  # the checkpoint has all experts of a layer in one tensor
     norms: LayerNorms = LayerNorms()
     norm_offset: float = 0.0  # what norms add to their stored weights (Gemma: 1)
     activation: Activation = "silu"  # of gate

@@ -131,6 +131,7 @@ class Family:
     refusals: Callable[[Settings], list[str]] = lambda settings: []  # why a config.json cannot be run faithfully
     has_windows: bool = False  # the recipe supports sliding windows
     has_experts: bool = False  # the recipe supports experts
+    may_fuse_experts: bool = False  # checkpoints have a layer's experts in one tensor, or each in its own
     skipped: tuple[str, ...] = ()  # prefixes of tensors that are not loaded
     other_layer_types: tuple[str, ...] = ()  # of layer_types, that the recipe supports beside attention
     is_partly_rotated: bool = False  # partial_rotary_factor applies

@@ -394,6 +394,13 @@ def has_own_head(folder: Path) -> bool:
     return not _is_same(one, at_one, other, at_other, size)
 
 
+def has_fused_experts(folder: Path) -> bool:
+    """Whether the files hold the experts of a layer in one tensor, ``[X, 2M, D]`` and ``[X, D, M]``."""
+    return any(
+        name.endswith(".mlp.experts.gate_up_proj") for file in _weight_files(folder) for name in _read_header(file)[0]
+    )
+
+
 def _is_same(one: Path, at_one: int, other: Path, at_other: int, size: int) -> bool:
     """Whether ``size`` bytes of two files are equal."""
     with one.open("rb") as left, other.open("rb") as right:

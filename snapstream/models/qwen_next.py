@@ -173,8 +173,9 @@ QWEN3_5_MOE = _family(
         **_DEFAULTS, **_MOE, "vocab_size": 248320, "num_hidden_layers": 40, "num_experts": 256,
         "num_experts_per_tok": 8,
     },
-    recipe=_moe_recipe,
+    recipe=lambda settings: _moe_recipe({**settings, "norm_topk_prob": True}),  # whatever the file says
     has_experts=True,
+    may_fuse_experts=True,
 )  # fmt: skip
 QWEN3_5_TEXT_PART = replace(QWEN3_5, is_text_part=True)
 QWEN3_5_MOE_TEXT_PART = replace(QWEN3_5_MOE, is_text_part=True)

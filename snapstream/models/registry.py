@@ -37,7 +37,7 @@ from snapstream.models.lfm import LFM2, LFM2_MOE
 from snapstream.models.llama import ERNIE4_5, GRANITE, LLAMA, PHI3, SEED_OSS
 from snapstream.models.mistral import MINISTRAL, MISTRAL, MISTRAL3_TEXT_PART, MIXTRAL
 from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
-from snapstream.models.quantization import has_own_head, stored_weights
+from snapstream.models.quantization import has_fused_experts, has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN3, QWEN3_MOE
 from snapstream.models.qwen_next import (
     QWEN3_5,
@@ -154,6 +154,8 @@ def read_model_config(path: str | Path) -> ModelConfig:
         config = replace(model_config_from_dict(settings), stored=stored_weights(file.parent, settings))
         if config.tie_word_embeddings and has_own_head(file.parent):
             config = replace(config, tie_word_embeddings=False)
+        if FAMILIES.get(config.architecture).may_fuse_experts and has_fused_experts(file.parent):
+            config = replace(config, has_fused_experts=True)
     generation = file.parent / "generation_config.json"
     if not generation.is_file():
         return _checked_ends(config, file)

@@ -305,6 +305,8 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
         gate_up[f"{prefix}.{names.gate}.weight"] = (at, slice(inner))
         gate_up[f"{prefix}.{names.up}.weight"] = (at, slice(inner, None))
         down[f"{prefix}.{names.down}.weight"] = (at,)
+    if config.has_fused_experts:
+        gate_up, down = {f"{names.prefix}.experts.gate_up_proj": ()}, {f"{names.prefix}.experts.down_proj": ()}
     router, correction = f"{names.prefix}.gate.weight", f"{names.prefix}.gate.e_score_correction_bias"
     specs = {
         "router": TensorSpec(

@@ -17,6 +17,11 @@ SIZES: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
 
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
 # name -> (config class, what differs from SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -116,6 +121,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
          "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "routed_scaling_factor": 1.5},
     ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {**DELTA, "num_hidden_layers": 4, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", {**DELTA, "num_hidden_layers": 5, "head_dim": 20, "num_key_value_heads": 1}),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeTextConfig",
+        {**DELTA, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "head_dim": 16,
+         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+         "shared_expert_intermediate_size": 40},
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": None}),
     "qwen3-moe": (
         "Qwen3MoeConfig",
@@ -173,7 +190,7 @@ ARCHITECTURES |= {
 }
 
 
-RECURRENT = [name for name in ARCHITECTURES if name.startswith("lfm")]
+RECURRENT = [name for name in ARCHITECTURES if name.startswith(("lfm", "qwen3-next", "qwen3.5"))]
 
 
 def make_model(name: str, **sizes: int) -> Any:
@@ -185,7 +202,7 @@ def make_model(name: str, **sizes: int) -> Any:
     with torch.no_grad():
         for key, value in model.named_parameters():
             if "norm" in key or key.endswith(
-                ("bias", "sinks")
+                ("bias", "sinks", "A_log")
             ):  # made with constants: random ones show whether they are used
                 value.copy_(1.0 * ("norm" in key) + 0.3 * torch.randn_like(value))
         randomise_corrections(model)

@@ -23,7 +23,7 @@ from snapstream.models.decoder import Decoder
 from snapstream.models.layers import Recurrence
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
-from tests.parity.checkpoints import ARCHITECTURES, LLAMA3, RECURRENT, SIZES, VOCAB, randomise_corrections, save
+from tests.parity.checkpoints import ARCHITECTURES, DELTA, LLAMA3, RECURRENT, SIZES, VOCAB, randomise_corrections, save
 from tests.parity.heads import split
 
 DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0,
@@ -69,6 +69,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PROMPT, DECODED = 150, 6  # beyond every original window above (32 and 64), so that stretching acts
 TOLERANCE = 1e-4  # on logits of order 1
+# Rounding grows in gated DeltaNet: transformers' own prefill and decode of these differ by up to 2e-3.
+TOLERANCES = dict.fromkeys(("qwen3-next", "qwen3.5", "qwen3.5-moe", "Qwen3_5"), 5e-3)
 
 
 class FullAttention:
@@ -86,6 +88,9 @@ class FullAttention:
         if layer not in self.states:
             self.states[layer] = {name: torch.zeros(1, *shape) for name, shape in cache.shapes}
         return recurrence(inputs[None], self.states[layer])[0]
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return x
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         q, k, v = split(heads, norm, rope, self.spec)
@@ -115,7 +120,7 @@ def build(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
-            if "norm" in key or key.endswith(("bias", "sinks")):
+            if "norm" in key or key.endswith(("bias", "sinks", "A_log")):
                 value.copy_(float("norm" in key) + 0.3 * torch.randn_like(value))
         randomise_corrections(model)
     return model
@@ -157,7 +162,7 @@ def test_prefill_and_decode_logits_equal_transformers(name: str, tmp_path: Path)
     for start, end in pieces:
         with torch.no_grad():
             theirs = model(ids[None, start:end], past_key_values=cache, use_cache=True).logits[0]
-        assert_close(run(decoder, view, ids[start:end], start), theirs)
+        assert_close(run(decoder, view, ids[start:end], start), theirs, TOLERANCES.get(name, TOLERANCE))
 
 
 GEMMA3_TEXT: dict[str, Any] = {
@@ -172,6 +177,19 @@ VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "n
           "image_size": 28, "patch_size": 14}  # fmt: skip
 WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (GEMMA3_TEXT, {"vision_config": VISION, "mm_tokens_per_image": 4}),
+    "Qwen3_5": (
+        {**DELTA, "head_dim": 16, "num_hidden_layers": 4},
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "depth": 1,
+                "num_heads": 2,
+                "patch_size": 14,
+                "out_hidden_size": 48,
+            }
+        },
+    ),
     "Mistral3": (
         {"model_type": "mistral", "sliding_window": None, "head_dim": 20},
         {"vision_config": {**VISION, "model_type": "pixtral"}, "tie_word_embeddings": False},
@@ -190,7 +208,7 @@ def test_the_text_part_of_a_checkpoint_with_a_vision_tower(
     with torch.no_grad():
         for key, value in model.named_parameters():
             if "norm" in key:
-                value.copy_((0.0 if name == "Gemma3" else 1.0) + 0.3 * torch.randn_like(value))
+                value.copy_((0.0 if name in ("Gemma3", "Qwen3_5") else 1.0) + 0.3 * torch.randn_like(value))
     folder = save(model, tmp_path)
     with caplog.at_level("INFO"):
         decoder = load(folder)
@@ -198,7 +216,7 @@ def test_the_text_part_of_a_checkpoint_with_a_vision_tower(
     ids = torch.randint(0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         theirs = model(ids[None]).logits[0]
-    assert_close(run(decoder, full_attention(decoder), ids, 0), theirs)
+    assert_close(run(decoder, full_attention(decoder), ids, 0), theirs, TOLERANCES.get(name, TOLERANCE))
     with pytest.raises(ValueError, match="also has a vision tower"):
         quantize_checkpoint(folder, tmp_path / "int8", WeightFormat(dtype="int8", group=32))
 

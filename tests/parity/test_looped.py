@@ -81,7 +81,15 @@ def answers(folder: Path, prompts: list[list[int]], executor: str, **changes: An
         return [list(output.token_ids) for output in llm.generate(prompts, params())]
 
 
-OTHERS = ("Mo", "Mixtral", "GptOss", "Deepseek", "Lfm")  # mixtures and latents: tests/parity/test_looped_rows.py
+OTHERS = (
+    "Mo",
+    "Mixtral",
+    "GptOss",
+    "Deepseek",
+    "Lfm",
+    "Qwen3Next",
+    "Qwen3_5",
+)  # mixtures and latents: tests/parity/test_looped_rows.py
 DENSE = [name for name, (config, _) in ARCHITECTURES.items() if not any(kind in config for kind in OTHERS)]
 
 

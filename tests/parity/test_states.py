@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from snapstream.config import PrefixStoreConfig, ReselectionConfig
 from snapstream.config.kv import HeadProfile
 from snapstream.config.model import ShortConv
+from snapstream.kernels import pytorch, reference
 from snapstream.kernels.reference import causal_conv
 from snapstream.kv.spec import KVSpec, State
 from snapstream.llm import LLM
-from snapstream.models.registry import read_model_config
+from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.spec_prefill.draft import Draft
 from snapstream.types import SamplingParams
 from tests.parity.checkpoints import VOCAB, make_model, save
@@ -47,7 +50,20 @@ def test_a_convolution_continues_where_it_was_cut(kernel: int, cut: int) -> None
     assert torch.equal(torch.cat(parts, dim=1), causal_conv(x, whole, taps, bias)) and torch.equal(state, whole)
 
 
-def test_batches_of_16_and_17_answer_as_each_alone(folder: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 130])
+def test_the_delta_rule_by_chunks_is_that_by_tokens(count: int) -> None:
+    torch.manual_seed(count)
+    q, k = (torch.nn.functional.normalize(torch.randn(2, count, 3, 8), dim=-1) for _ in range(2))
+    v, decay, beta = torch.randn(2, count, 3, 12), -2.0 * torch.rand(2, count, 3), torch.rand(2, count, 3)
+    want, got = (state := torch.randn(2, 3, 8, 12)).clone(), state.clone()
+    out = reference.gated_delta(q, k, v, decay, beta, want)
+    torch.testing.assert_close(pytorch.gated_delta(q, k, v, decay, beta, got), out, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5"])
+def test_batches_of_16_and_17_answer_as_each_alone(name: str, tmp_path: Path) -> None:
+    folder = save(make_model(name), tmp_path)
     asked = prompts(*range(1, 52, 3))
     assert len(asked) == 17
     with LLM(folder, max_rows=17, **SETTINGS) as llm:
@@ -69,6 +85,43 @@ def test_rows_cut_the_attention_layers_alone(folder: Path) -> None:
         assert llm.engine.runner.cache.num_bytes == 3 * spec.row_bytes(48)
     assert out.compression is not None and out.compression.evicted_tokens == 52
     assert out.compression.row_bytes == spec.row_bytes(48)
+
+
+def test_a_hybrid_keeps_what_its_documents_say() -> None:
+    """Of 40 layers 30 are recurrent: of 262,144 tokens 5.0 GiB of keys and values in bf16, in a row of 8,192 slots
+    160 MiB and the states.
+    """
+    settings = {"architectures": ["Qwen3_5MoeForCausalLM"], "max_position_embeddings": 262144}
+    model = model_config_from_dict(settings)
+    spec = KVSpec.of(model, "bfloat16")
+    assert spec.token_bytes() * 262144 == 5 * 2**30
+    assert spec.row_bytes(8192) - spec.state_bytes == 160 * 2**20
+    assert spec.state_bytes == 30 * 4 * (32 * 128 * 128 + 3 * 8192)
+
+
+def test_experts_in_one_tensor_are_those_of_one_each(tmp_path: Path) -> None:
+    each, fused = save(make_model("qwen3.5-moe"), tmp_path / "each"), tmp_path / "fused"
+    shutil.copytree(each, fused)
+    tensors = load_file(each / "model.safetensors")
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        own = [{k: tensors.pop(f"{prefix}{x}.{k}_proj.weight") for k in ("gate", "up", "down")} for x in range(6)]
+        tensors[f"{prefix}gate_up_proj"] = torch.stack([torch.cat((one["gate"], one["up"])) for one in own])
+        tensors[f"{prefix}down_proj"] = torch.stack([one["down"] for one in own])
+    tensors["mtp.layers.0.input_layernorm.weight"] = torch.ones(48)  # not loaded
+    save_file(tensors, fused / "model.safetensors")
+    found = []
+    for folder in (each, fused):
+        with LLM(folder, max_rows=2, **SETTINGS) as llm:
+            found.append([out.token_ids for out in llm.generate(prompts(40, 7), GREEDY)])
+    assert found[0] == found[1]
+
+
+def test_attention_in_place_of_positions_on_several_axes() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10]}  # fmt: skip
+    model = model_config_from_dict({"architectures": ["Qwen3_5ForCausalLM"], "rope_parameters": rope})
+    assert model.rope.kind == "default" and model.rope.rotary_dim(model.head_dim) == 64
 
 
 _EVEN = HeadProfile(shares=((0.1, 0.1),) * 5, model="", made_by="hand")

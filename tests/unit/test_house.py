@@ -37,7 +37,7 @@ COUNTS = {
     "Python lines of the package": 50500,  # as above
     "C++ files": 28,  # a stage for recurrent layers
     "files under tests/": 250,  # their tests
-    "modules with one importer": 28,
+    "modules with one importer": 29,  # models/recurrent.py: a kind of layer, as models/latent.py
     "words to learn in docs/architecture.md": 20,
 }
 

@@ -59,6 +59,9 @@ STATES = {
     "architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "conv"],
     "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
+DELTA = {
+    "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 3, "linear_num_value_heads": 32,
+}  # fmt: skip
 CHUNK, ROWS, SLOTS, LENGTH = 2048, 12, 16_384, 32_768
 _EVEN = (1 / 64,) * 8
 PROFILE = HeadProfile(
@@ -78,6 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
     "windows, fp8": {"kv_dtype": "fp8"},
     "states": {},
     "states, fp8": {"kv_dtype": "fp8"},
+    "states of DeltaNet": {},
     "latents": {},
     "latents, hops": {"selector": Hops()},
     "latents, fp8": {"kv_dtype": "fp8"},
@@ -97,7 +101,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
     if case.startswith("windows"):
         settings = LLAMA_8B | WINDOWS
     elif case.startswith("states"):
-        settings = LLAMA_8B | STATES
+        settings = LLAMA_8B | (DELTA if "DeltaNet" in case else STATES)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     return read_model_config(tmp_path)
 

@@ -436,8 +436,8 @@ TEXT = {"num_hidden_layers": 2, "num_experts": 4}
 UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma3nForConditionalGeneration", {"vision_config": {"a": 1}, "text_config": {"sliding_window_pattern": 6}},
      "image inputs .a vision tower., sliding-window attention layers"),
-    ("Qwen3NextForCausalLM", {"linear_num_key_heads": 16, **TEXT}, "linear attention layers .Gated DeltaNet."),
-    ("Qwen3_5ForConditionalGeneration",
+    ("OlmoHybridForCausalLM", {"linear_num_key_heads": 16, **TEXT}, "linear attention layers .Gated DeltaNet."),
+    ("Qwen9ForConditionalGeneration",
      {"vision_config": {"a": 1}, "text_config": {"layer_types": ["linear_attention", "full_attention"], **TEXT}},
      "image inputs .*'linear_attention'"),
     ("Llama4ForConditionalGeneration",
@@ -486,7 +486,11 @@ OTHER_VALUES: dict[str, Any] = {
     "no_rope_layers": [1, 0, 1, 1, 0], "no_rope_layer_interval": 3, "attention_out_bias": True, "use_bias": True,
     "query_pre_attn_scalar": 24,
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 8.0,
-    "num_nextn_predict_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "num_nextn_predict_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [], "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 18, "linear_value_head_dim": 22, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "shared_expert_intermediate_size": 88, "num_experts": 80, "full_attention_interval": 2, "conv_L_cache": 5,
+    "conv_bias": True, "norm_eps": 1e-3, "block_multiple_of": 64, "block_ffn_dim_multiplier": 1.5,
+    "block_auto_adjust_ff_dim": True, "num_dense_layers": 1, "use_expert_bias": False,
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 WINDOW_NAMES = ("Exaone4ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
@@ -498,7 +502,8 @@ def config_class_of(architecture: str) -> Any:
 
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     name = "Mistral" if name == "Mistral3" else name  # that of its text_config
-    return getattr(transformers, name + ("TextConfig" if architecture in TEXT_CONFIGS else "Config"))
+    is_text = architecture in TEXT_CONFIGS or name.startswith("Qwen3_5")
+    return getattr(transformers, name + ("TextConfig" if is_text else "Config"))
 
 
 def other_values(architecture: str) -> dict[str, Any]:
@@ -506,10 +511,12 @@ def other_values(architecture: str) -> dict[str, Any]:
     known = {*config_class_of(architecture)().to_dict(), "rope_theta"}
     known |= {"partial_rotary_factor"} if architecture in ("Glm4MoeForCausalLM", "Phi3ForCausalLM") else set()
     settings = {name: value for name, value in OTHER_VALUES.items() if name in known}
-    settings["norm_topk_prob"] = architecture == "Qwen3MoeForCausalLM"
+    settings["norm_topk_prob"] = architecture == "Qwen3MoeForCausalLM" or architecture.startswith("Qwen3_5Moe")
     if architecture == "GptOssForCausalLM":
         settings |= {"sliding_window": 77, "swiglu_alpha": 1.5, "swiglu_limit": 5.0}  # layer_types has windows
         settings.pop("rope_theta")  # without rope settings its config class ignores it
+    if "linear_key_head_dim" in known:
+        settings["head_dim"] = 16  # of which a quarter is rotated
     if architecture in WINDOW_NAMES:
         settings["sliding_window"] = 77
     if architecture in TEXT_CONFIGS:
