@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
+    "Gemma3ForCausalLM": "gemma3", "GptOssForCausalLM": "gpt-oss",
     "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe",
 }  # fmt: skip
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
@@ -45,10 +46,26 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
         projection = name.split(".")[-2]
         if arch == "llama" and projection in heads:
             numbers = permuted(numbers, heads[projection])
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            numbers = numbers + 1
+        if arch == "gpt-oss" and ".experts." in name:
+            found |= experts_of(name, numbers)
+            continue
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
-        found[own] = numbers
+        found[own + ".weight" * name.endswith("sinks")] = numbers
     return found | {name: np.stack([own[at] for at in range(len(own))]) for name, own in experts.items()}
+
+
+def experts_of(name: str, numbers: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """Of gpt-oss, from transposed stacks with columns of gate and up by turns."""
+    prefix = f"blk.{name.split('.')[2]}"
+    kind = "bias" if name.endswith("_bias") else "weight"
+    rows = numbers if kind == "bias" else numbers.swapaxes(1, 2)
+    if "gate_up" not in name:
+        return {f"{prefix}.ffn_down_exps.{kind}": np.ascontiguousarray(rows)}
+    parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+    return {f"{prefix}.ffn_{part}_exps.{kind}": np.ascontiguousarray(own) for part, own in parts.items()}
 
 
 def rope_factors(settings: dict[str, Any]) -> np.ndarray[Any, Any] | None:
@@ -100,6 +117,14 @@ def write_gguf(
     writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
     rope = settings["rope_parameters"]
+    if arch == "gemma3":
+        sliding, rope = rope["sliding_attention"], rope["full_attention"]
+        writer.add_rope_freq_base_swa(sliding["rope_theta"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in settings["layer_types"]])
+    if arch in ("gemma3", "gpt-oss"):
+        writer.add_sliding_window(settings["sliding_window"])
+    if arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(settings["intermediate_size"])
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -119,7 +144,7 @@ def write_gguf(
         found["rope_freqs.weight"] = factors
     for seed, (name, numbers) in enumerate(found.items()):
         chosen = kind if isinstance(kind, str) else next(own for part, own in kind.items() if part in name)
-        own = Kind[chosen] if numbers.ndim > 1 and "gate_inp" not in name else Kind.F32
+        own = Kind[chosen] if numbers.ndim > 1 and "gate_inp" not in name and "bias" not in name else Kind.F32
         try:
             data = gguf.quants.quantize(numbers, own)
         except NotImplementedError:
@@ -159,11 +184,16 @@ def dequantized(file: Path, folder: Path, target: Path) -> Path:
     )
     for name, numbers in load_file(folder / "model.safetensors").items():
         expert = EXPERT.fullmatch(name)
-        if expert is not None:
+        if arch == "gpt-oss" and ".experts." in name:
+            stored_names = list(experts_of(name, numbers))
+            parts = [own[one] if "bias" in one else own[one].swapaxes(1, 2) for one in stored_names]
+            found = np.stack(parts, -1).reshape(numbers.shape)
+        elif expert is not None:
             found = own[f"blk.{expert[1]}.ffn_{EXPERT_NAMES[expert[3]]}_exps.weight"][int(expert[2])]
         else:
             stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert stored is not None
+            stored += ".weight" * name.endswith("sinks")
             found, part = own[stored], stored.split(".")[-2]
             if arch == "llama" and part in heads:  # back to halves
                 turns = found.reshape(heads[part], -1, 2, *found.shape[1:])

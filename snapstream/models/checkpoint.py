@@ -38,6 +38,7 @@ from snapstream.kernels.groups import (
 )
 from snapstream.models import gguf
 from snapstream.models.config_json import read_object
+from snapstream.models.gguf_header import first_file, is_gguf, split_files
 from snapstream.models.matrix import MakeMatrix, decode, make_matrix
 from snapstream.models.quantization import FP8_SCALES, GPTQ_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
 from snapstream.models.registry import FAMILIES, tensor_specs
@@ -83,7 +84,7 @@ def read_manifest(folder: Path, *, is_text_part: bool = False) -> dict[str, Stor
 @contextmanager
 def open_shard(file: Path) -> Iterator[Any]:
     """Memory-map a shard, a ``safe_open`` or ``gguf.Shard``."""
-    if gguf.is_gguf(file):
+    if is_gguf(file):
         yield gguf.Shard(file)
         return
     try:
@@ -107,8 +108,8 @@ def read_part(shard: Any, name: str, place: tuple[slice, ...]) -> Tensor:
 
 
 def _shards(folder: Path) -> list[Path]:
-    if gguf.is_gguf(folder):
-        return gguf.split_files(folder)
+    if is_gguf(folder):
+        return split_files(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a checkpoint folder")
     index = folder / INDEX_FILE
@@ -148,8 +149,8 @@ def _check_name(index: Path, tensor: str, name: Any) -> None:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    if gguf.is_gguf(file):
-        views = gguf.views(gguf.first_file(file)).items()
+    if is_gguf(file):
+        views = gguf.views(first_file(file)).items()
         return {
             name: StoredTensor(file, view.shape, view.dtype, name) for name, view in views if view.tensor.file == file
         }

@@ -1,20 +1,16 @@
-"""GGUF files, versions 2 and 3: header, settings as in config.json, tensors under the names of safetensors. No torch.
-
-Invariants: what a header states is checked against the size of the file before memory is taken for it, and nothing is
-executed; a broken file is a ValueError with its path. Tensors are mapped, and read slice by slice.
+"""GGUF files as models: settings as in config.json, and tensors under the names of safetensors. No torch.
 
 Quantized blocks that integers in groups of 32 hold exactly keep their values: Q4_0 as int4; Q8_0, Q5_0, IQ4_NL and Q4_0
-beside them as int8. They appear here as ``pack-quantized`` tensors (``checkpoint.py``). Other types are dequantized, by
-the ``gguf`` package, whose arithmetic is that of ggml.
+beside them as int8. They appear here as ``pack-quantized`` tensors (``checkpoint.py``), experts of gpt-oss as MXFP4.
+Other types are dequantized, by the ``gguf`` package, whose arithmetic is that of ggml. Files are mapped, and read slice
+by slice.
 """
 
 from __future__ import annotations
 
-import math
-import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,291 +18,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
 from snapstream.config.model import MAX_DIM
-from snapstream.models.config_json import MAX_TABLE_BYTES, check_file
+from snapstream.models.gguf_header import (
+    FLOATS,
+    Array,
+    Header,
+    Tensor,
+    described,
+    first_file,
+    read_header,
+    split_files,
+)
 from snapstream.models.tensors import ExpertNames
 
 if TYPE_CHECKING:
     import numpy as np
 
-SUFFIX, MAGIC, VERSIONS = ".gguf", b"GGUF", (2, 3)
-SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-MAX_PAIRS, MAX_ENTRIES, MAX_TENSORS, MAX_TEXT_BYTES, MAX_SPLITS = 2**16, 2**23, 2**20, 2**24, 2**10
-ALIGNMENT, MAX_ALIGNMENT, MAX_DIMS = 32, 2**16, 4
-
-# Of metadata, by their number: how struct reads one.
-_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_TEXT, _ARRAY, _FLOAT = 8, 9, 6
-
-FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-Kept = Literal["int8", "int4"]
 EXACT_INT4, EXACT_INT8 = {"Q4_0"}, {"Q4_0", "Q5_0", "Q8_0", "IQ4_NL"}
 GROUP = 32
-DEQUANTIZED = (
-    "Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S",
-    "IQ1_M", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
-)  # fmt: skip
-TYPES = (*FLOATS, "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", *DEQUANTIZED)
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a MODEL argument names a GGUF file."""
-    return path.suffix == SUFFIX
-
-
-@dataclass(frozen=True, slots=True)
-class Array:
-    """An array of the metadata, read when it is asked for."""
-
-    kind: int
-    count: int
-    start: int  # byte of the file
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor of a file."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]  # as PyTorch counts: the numbers of a row last
-    kind: str  # "Q4_K"
-    start: int  # byte of the file
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Header:
-    """What a file states of itself."""
-
-    file: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-
-    def texts(self, name: str) -> list[str]:
-        """An array of texts; ValueError if there is none."""
-        return [str(one) for one in self._values(name, text=True)]
-
-    def numbers(self, name: str) -> list[float]:
-        """An array of numbers; ValueError if there is none."""
-        return list(self._values(name, text=False))
-
-    def _values(self, name: str, *, text: bool) -> list[Any]:
-        found = self.metadata.get(name)
-        if not isinstance(found, Array) or (found.kind == _TEXT) != text:
-            raise ValueError(f"{self.file}: {name} is {_named(found)}; it must be an array of {_what(text)}")
-        with _mapped(self.file) as reader:
-            reader.at = found.start
-            return [reader.text() if text else reader.number(found.kind) for _ in range(found.count)]
-
-
-def _what(text: bool) -> str:
-    return "texts" if text else "numbers"
-
-
-class _Reader:
-    """Reads values from the front of a file. ValueError past its end."""
-
-    def __init__(self, file: Path, data: mmap.mmap) -> None:
-        self.file, self.data, self.at = file, data, 0
-
-    def unpack(self, code: str) -> Any:
-        try:
-            (value,) = struct.unpack_from(code, self.data, self.at)
-        except struct.error:
-            raise ValueError(f"{self.file} is truncated: its header ends at byte {len(self.data):,}") from None
-        self.at += struct.calcsize(code)
-        return value
-
-    def number(self, kind: int) -> float:
-        value = self.unpack(_NUMBERS[kind])
-        return shortest(value) if kind == _FLOAT else value
-
-    def skip(self, count: int, size: int, what: str) -> None:
-        """Pass ``count`` values of at least ``size`` bytes; ValueError if the file or the limit has fewer."""
-        if count > MAX_ENTRIES:
-            raise ValueError(f"{self.file}: {what} has {count:,} entries; the limit is {MAX_ENTRIES:,}")
-        if count * size > len(self.data) - self.at:
-            raise ValueError(f"{self.file} is truncated: {what} has {count:,} entries")
-
-    def size_of_text(self) -> int:
-        size: int = self.unpack("<Q")
-        if size > min(len(self.data) - self.at, MAX_TEXT_BYTES):
-            raise ValueError(
-                f"{self.file}: a text of the header has {size:,} bytes; {len(self.data) - self.at:,} are left, and the "
-                f"limit is {MAX_TEXT_BYTES:,}"
-            )
-        return size
-
-    def text(self) -> str:
-        size = self.size_of_text()
-        start, self.at = self.at, self.at + size
-        try:
-            return self.data[start : self.at].decode("utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{self.file}: a text at byte {start:,} of the header is not UTF-8") from None
-
-    def value(self, name: str) -> Any:
-        kind = self.unpack("<I")
-        if kind == _TEXT:
-            return self.text()
-        if kind != _ARRAY:
-            return self.number(self._known(kind, name))
-        kind, count = self.unpack("<I"), self.unpack("<Q")
-        if kind == _TEXT:
-            self.skip(count, 8, name)
-            array = Array(kind, count, self.at)
-            for _ in range(count):
-                size = self.size_of_text()
-                self.at += size
-        else:
-            size = struct.calcsize(_NUMBERS[self._known(kind, name)])
-            self.skip(count, size, name)
-            array = Array(kind, count, self.at)
-            self.at += count * size
-        if self.at > MAX_TABLE_BYTES:
-            raise ValueError(f"{self.file}: its header has more than {MAX_TABLE_BYTES:,} bytes")
-        return array
-
-    def _known(self, kind: int, name: str) -> int:
-        if kind not in _NUMBERS:
-            raise ValueError(f"{self.file}: {name} has the type {kind}, which GGUF does not define")
-        return kind
-
-
-class _mapped:
-    """Maps a file for a reader."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __enter__(self) -> _Reader:
-        try:
-            with self.file.open("rb") as opened:
-                self.data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: it is empty
-            raise ValueError(f"{self.file} cannot be read: {error}") from None
-        return _Reader(self.file, self.data)
-
-    def __exit__(self, *error: object) -> None:
-        self.data.close()
-
-
-def shortest(value: float) -> float:
-    """The number that was written as a 32-bit float: 1e-06 rather than 9.99999997475e-07."""
-    rounded = float(f"{value:.7g}") if math.isfinite(value) else value
-    return rounded if struct.pack("<f", value) == struct.pack("<f", rounded) else value
-
-
-def _named(value: Any) -> str:
-    if isinstance(value, Array):
-        return f"an array of {value.count:,} {_what(value.kind == _TEXT)}"
-    return f"{value!r:.80}"
-
-
-def read_header(file: Path) -> Header:
-    """Header of one file, cached until the file changes. ValueError, with the path, for anything else."""
-    check_file(file)
-    try:
-        found = file.stat()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
-    return _read_header(file, found.st_mtime_ns, found.st_size)
-
-
-@lru_cache(maxsize=64)
-def _read_header(file: Path, mtime: int, size: int) -> Header:
-    with _mapped(file) as reader:
-        magic = reader.data[:4]
-        if magic != MAGIC:
-            raise ValueError(f"{file} is not a GGUF file: it begins with {bytes(magic)!r}")
-        reader.at = 4
-        version = reader.unpack("<I")
-        if version not in VERSIONS:
-            raise ValueError(f"{file} is GGUF version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} are read")
-        num_tensors, num_pairs = reader.unpack("<Q"), reader.unpack("<Q")
-        if num_tensors > MAX_TENSORS or num_pairs > MAX_PAIRS:
-            raise ValueError(
-                f"{file}: its header counts {num_tensors:,} tensors and {num_pairs:,} settings; the limits are "
-                f"{MAX_TENSORS:,} and {MAX_PAIRS:,}"
-            )
-        metadata: dict[str, Any] = {}
-        for _ in range(num_pairs):
-            name = reader.text()
-            if name in metadata:
-                raise ValueError(f"{file}: {name[:80]} is set twice")
-            metadata[name] = reader.value(name[:80])
-        tensors = [_read_tensor(reader, file) for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", ALIGNMENT)
-        if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise ValueError(f"{file}: general.alignment is {_named(alignment)}; it must be a power of two")
-        start = -(-reader.at // alignment) * alignment
-    return Header(file, metadata, _placed(file, tensors, start, size))
-
-
-def _read_tensor(reader: _Reader, file: Path) -> Tensor:
-    name, num_dims = reader.text(), reader.unpack("<I")
-    if not 1 <= num_dims <= MAX_DIMS:
-        raise ValueError(f"{file}: {name[:80]} has {num_dims:,} dimensions; it must be 1 to {MAX_DIMS}")
-    shape = tuple(reader.unpack("<Q") for _ in range(num_dims))[::-1]
-    kind, start = reader.unpack("<I"), reader.unpack("<Q")
-    type_name, block, block_bytes = _type(file, name, kind)
-    if min(shape) < 1 or shape[-1] % block:
-        raise ValueError(
-            f"{file}: {name[:80]} has the shape {list(shape)}; rows of {type_name} must be a multiple of {block}"
-        )
-    return Tensor(file, name, shape, type_name, start, math.prod(shape) // block * block_bytes)
-
-
-def _type(file: Path, name: str, kind: int) -> tuple[str, int, int]:
-    """Name of a tensor type, numbers of a block and its bytes."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    try:
-        found = GGMLQuantizationType(kind)
-    except ValueError:
-        raise ValueError(f"{file}: {name[:80]} has the tensor type {kind}, which is not known") from None
-    if found.name not in TYPES:
-        raise ValueError(f"{file}: {name[:80]} is stored as {found.name}; known: {', '.join(TYPES)}")
-    return found.name, *GGML_QUANT_SIZES[found]
-
-
-def _placed(file: Path, tensors: Sequence[Tensor], start: int, size: int) -> dict[str, Tensor]:
-    """By name, with their place in the file; ValueError for a file that does not hold them."""
-    found: dict[str, Tensor] = {}
-    for tensor in tensors:
-        if tensor.name in found:
-            raise ValueError(f"{file}: {tensor.name[:80]} is in it twice")
-        own = replace(tensor, start=start + tensor.start)
-        if own.start + own.num_bytes > size:
-            raise ValueError(
-                f"{file} is truncated: it has {size:,} bytes, and {tensor.name[:80]} ends at byte "
-                f"{own.start + own.num_bytes:,}"
-            )
-        found[own.name] = own
-    return found
-
-
-def first_file(file: Path) -> Path:
-    """The file with the settings of the model that a file is a part of."""
-    split = SPLIT.fullmatch(file.name)
-    return file if split is None else file.with_name(f"{split['stem']}-00001-of-{split['count']}.gguf")
-
-
-def split_files(path: Path) -> list[Path]:
-    """All files of the model of ``path``; ValueError for one that is not the first, and where some are missing."""
-    split = SPLIT.fullmatch(path.name)
-    if split is None:
-        return [path]
-    count, stem = int(split["count"]), split["stem"]
-    if not 1 <= count <= MAX_SPLITS:
-        raise ValueError(f"{path} is one of {count:,} files; the limit is {MAX_SPLITS:,}")
-    files = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-    if int(split["number"]) != 1:
-        raise ValueError(f"{path} is a part of a model; give its first file, {files[0].name}")
-    missing = [file.name for file in files if not file.is_file()]
-    if missing and path.name not in missing:
-        raise ValueError(f"{path.parent}: {len(missing)} of {count} files missing: {', '.join(missing[:3])}")
-    return files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +47,9 @@ class Architecture:
     layer_names: Mapping[str, str] = field(default_factory=dict)  # of its own tensors
     experts: ExpertNames = ExpertNames()
     is_interleaved: bool = False  # files have the rows of q and k so that pairs (0, 1), (2, 3) are rotated
+    norm_offset: float = 0.0  # what files have added to the weights of norms
+    rope: Mapping[str, Any] = field(default_factory=dict)  # settings of a scaled rope that files do not have
+    merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of experts, rows of two by turns
 
 
 _EXPERT_FIELDS = {"expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size"}
@@ -331,7 +62,29 @@ ARCHITECTURES = {
         fields={"expert_count": "num_experts", **_EXPERT_FIELDS},
         settings={"norm_topk_prob": True},  # llama.cpp computes no other
     ),
-}
+    "gemma3": Architecture(
+        name="Gemma3ForCausalLM",
+        fields={"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"},
+        layer_names={
+            "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        norm_offset=1.0,
+    ),
+    "gpt-oss": Architecture(
+        name="GptOssForCausalLM",
+        fields={
+            "attention.sliding_window": "sliding_window", "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
+        },
+        layer_names={
+            "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
+            "attn_sinks": "self_attn.sinks",
+        },
+        rope={"truncate": False},
+        merged={"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)},
+    ),
+}  # fmt: skip
 _MIXTRAL = Architecture(
     name="MixtralForCausalLM",
     fields={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
@@ -355,7 +108,8 @@ _FIELDS = {
 _OTHERS = {
     "attention.value_length", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
     "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.finetuned", "vocab_size",
-    "tensor_data_layout", "attention.causal", "expert_count", "use_parallel_residual",
+    "tensor_data_layout", "attention.causal", "expert_count", "use_parallel_residual", "expert_weights_norm",
+    "attention.sliding_window_pattern",
 }  # fmt: skip
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -391,7 +145,7 @@ def _joined(headers: tuple[Header, ...]) -> Model:
     known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if known is None:
         raise ValueError(
-            f"{path}: general.architecture is {_named(kind)}; GGUF files are read of {', '.join(ARCHITECTURES)}"
+            f"{path}: general.architecture is {described(kind)}; GGUF files are read of {', '.join(ARCHITECTURES)}"
         )
     for header in headers:
         for name, tensor in header.tensors.items():
@@ -400,7 +154,9 @@ def _joined(headers: tuple[Header, ...]) -> Model:
             tensors[name] = tensor
     count = first.metadata.get("split.tensors.count", len(tensors))
     if count != len(tensors):
-        raise ValueError(f"{path}: split.tensors.count is {_named(count)}, and its files hold {len(tensors):,} tensors")
+        raise ValueError(
+            f"{path}: split.tensors.count is {described(count)}, and its files hold {len(tensors):,} tensors"
+        )
     if kind == "llama" and first.metadata.get("llama.expert_count"):
         known = _MIXTRAL
     return Model(header=first, architecture=known, tensors=tensors)
@@ -414,7 +170,7 @@ def settings_of(path: Path) -> dict[str, Any]:
     fields = {**_FIELDS, **model.architecture.fields}
     unknown = [name for name, value in own.items() if name not in fields and name not in _OTHERS and value]
     if unknown:
-        raise ValueError(f"{path}: {prefix}{unknown[0]} is {_named(own[unknown[0]])}, which is not supported")
+        raise ValueError(f"{path}: {prefix}{unknown[0]} is {described(own[unknown[0]])}, which is not supported")
     settings = {name: _plain(model.header, prefix + key) for key, name in fields.items() if key in own}
     missing = [prefix + key for key, name in fields.items() if name not in settings and key in _NEEDED]
     if missing:
@@ -433,11 +189,15 @@ def settings_of(path: Path) -> dict[str, Any]:
     heads = settings.get("num_attention_heads")
     if "head_dim" not in settings and isinstance(heads, int) and heads > 0:
         settings["head_dim"] = int(settings["hidden_size"]) // heads
+    if own.get("expert_weights_norm") is False:
+        raise ValueError(f"{path}: {prefix}expert_weights_norm is False, which is not supported")
     _add_rope(model, own, settings)
+    if model.architecture.name.startswith("Gemma3"):
+        _add_gemma(model, own, settings)
     values = own.get("attention.value_length", settings.get("head_dim"))
     if values != settings.get("head_dim"):
         raise ValueError(
-            f"{path}: {prefix}attention.value_length is {_named(values)}; keys have {settings['head_dim']}"
+            f"{path}: {prefix}attention.value_length is {described(values)}; keys have {settings['head_dim']}"
         )
     return settings
 
@@ -481,13 +241,27 @@ def _add_rope(model: Model, own: Mapping[str, Any], settings: dict[str, Any]) ->
             "long_factor": factors, "original_max_position_embeddings": context,
         }  # fmt: skip
     elif kind != "none":
-        scaling = {"rope_type": kind, "factor": factor}
+        scaling = {"rope_type": kind, "factor": factor, **model.architecture.rope}
         if "rope.scaling.original_context_length" in own:
             scaling["original_max_position_embeddings"] = own["rope.scaling.original_context_length"]
         share = own.get("rope.scaling.attn_factor", 1.0)
         if share != 1.0:
-            raise ValueError(f"{file}: rope.scaling.attn_factor is {_named(share)}; only 1 is supported")
+            raise ValueError(f"{file}: rope.scaling.attn_factor is {described(share)}; only 1 is supported")
         settings["rope_scaling"] = scaling
+
+
+def _add_gemma(model: Model, own: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    """Which layers have windows, and the scale of scores, which follows from the size in 27b alone (62 layers)."""
+    pattern = own.get("attention.sliding_window_pattern")
+    if isinstance(pattern, Array):
+        flags = model.header.numbers(
+            f"{model.header.metadata['general.architecture']}.attention.sliding_window_pattern"
+        )
+        settings["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in flags]
+    elif pattern is not None:
+        settings["sliding_window_pattern"] = pattern
+    heads, is_27b = settings["num_attention_heads"], settings["num_hidden_layers"] == 62
+    settings["query_pre_attn_scalar"] = settings["hidden_size"] // max(heads, 1) if is_27b else settings["head_dim"]
 
 
 def _floats(tensor: Tensor) -> list[float]:
@@ -527,9 +301,12 @@ def _groups(model: Model) -> dict[str, set[str]]:
     """Tensor types of the matrices: of attention, of the rest of the layers, and of the tables."""
     found: dict[str, set[str]] = {"attention": set(), "layers": set(), "tables": set()}
     for stored, name in _names(model).items():
-        if len(model.tensors[stored].shape) > 1 and not name.endswith(".gate.weight"):
+        if len(model.tensors[stored].shape) > 1 and name.endswith("weight") and not name.endswith(_ROUTERS):
             found[_group_of(name)].add(model.tensors[stored].kind)
     return found
+
+
+_ROUTERS = (".gate.weight", ".router.weight")
 
 
 def _group_of(name: str) -> str:
@@ -539,6 +316,8 @@ def _group_of(name: str) -> str:
 def _stored(model: Model) -> StoredWeights:
     """How matrices are read: those of the layers keep their values if all of them can."""
     groups = _groups(model)
+    if model.architecture.merged:
+        return _stored_mxfp4(model, groups)
     layers, attention, tables = (_exact(groups[name]) for name in ("layers", "attention", "tables"))
     if layers is None or attention is None:
         layers = attention = None
@@ -548,17 +327,30 @@ def _stored(model: Model) -> StoredWeights:
     tables = tables if layers else None
     kept |= {"tables"} if tables else set()
     rest = set().union(*(kinds for name, kinds in groups.items() if name not in kept))
-    floats, dequantized = {kind for kind in rest if kind in FLOATS}, sorted(rest - FLOATS.keys())
-    if not rest:
-        dtype: DType | None = None
-    elif dequantized and floats <= {"F16"}:
-        dtype = "float16"  # rounds them by less than 1/1000 of a step
-    else:
-        dtype = FLOATS[floats.pop()] if len(floats) == 1 and not dequantized else "float32"  # type: ignore[assignment]
     return StoredWeights(
-        dtype=dtype, quantized=layers, attention=None if attention == layers else attention, tables=tables,
-        dequantized=tuple(dequantized),
+        dtype=_float_dtype(rest), quantized=layers, attention=None if attention == layers else attention,
+        tables=tables, dequantized=tuple(sorted(rest - FLOATS.keys())),
     )  # fmt: skip
+
+
+def _float_dtype(kinds: set[str]) -> DType | None:
+    """In which matrices of these types are read."""
+    floats = kinds & FLOATS.keys()
+    if kinds - floats and floats <= {"F16"}:
+        return "float16"  # of half the bytes of fp32, with a relative error of 2^-12
+    return FLOATS[floats.pop()] if len(floats) == 1 and floats == kinds else "float32" if kinds else None
+
+
+def _stored_mxfp4(model: Model, groups: Mapping[str, set[str]]) -> StoredWeights:
+    """Experts as they are stored, which must be MXFP4; the other matrices are floats."""
+    if groups["layers"] != {"MXFP4"}:
+        raise ValueError(
+            f"{model.header.file}: experts are stored as {', '.join(sorted(groups['layers'])) or 'nothing'}; read of "
+            f"{model.architecture.name} is MXFP4"
+        )
+    rest = groups["attention"] | groups["tables"]
+    quantized = WeightFormat(dtype="mxfp4", group=GROUP)
+    return StoredWeights(dtype=_float_dtype(rest), quantized=quantized, dequantized=tuple(sorted(rest - FLOATS.keys())))
 
 
 def _exact(kinds: set[str]) -> WeightFormat | None:
@@ -579,6 +371,8 @@ def _names(model: Model) -> dict[str, str]:
         outer, _, kind = stored.rpartition(".")
         if part is not None and part["part"] in layers:
             found[stored] = f"model.layers.{int(part['layer'])}.{layers[part['part']]}.{part['kind']}"
+            if part["part"] == "attn_sinks":
+                found[stored] = found[stored].removesuffix(".weight")
         elif outer in _OUTER_NAMES and kind == "weight":
             found[stored] = f"{_OUTER_NAMES[outer]}.{kind}"
         else:
@@ -593,9 +387,11 @@ class View:
     tensor: Tensor
     shape: tuple[int, ...]
     dtype: str  # safetensors' name
-    part: Literal["numbers", "codes", "scales", "shape"] = "numbers"
+    part: Literal["numbers", "codes", "scales", "shape", "blocks", "exponents"] = "numbers"
     bits: int = 0  # of codes
     expert: int | None = None  # of a stored stack, the only one
+    offset: float = 0.0  # what is subtracted
+    other: Tensor | None = None  # of merged stacks the one with every second row
 
 
 def views(path: Path) -> dict[str, View]:
@@ -605,14 +401,17 @@ def views(path: Path) -> dict[str, View]:
 
 @lru_cache(maxsize=16)
 def _views(model: Model) -> dict[str, View]:
-    stored, found = _stored(model), dict[str, View]()
+    stored, found = _stored(model), _merged(model)
+    offset = model.architecture.norm_offset
     for name, tensor, expert in _tensors(model):
         shape = tensor.shape if expert is None else tensor.shape[1:]
-        forms = {"tables": stored.tables, "attention": stored.attention or stored.quantized, "layers": stored.quantized}
-        form = forms[_group_of(name)] if len(shape) == 2 and tensor.kind not in FLOATS else None
+        group = _group_of(name)
+        form = stored.tables if group == "tables" else stored.format_of(is_attention=group == "attention")
+        form = form if len(shape) == 2 and tensor.kind not in FLOATS else None
         if form is None:
             dtype = tensor.kind if tensor.kind in FLOATS else "F32"
-            found[name] = View(tensor=tensor, shape=shape, dtype=dtype, expert=expert)
+            own_offset = offset if name.endswith("norm.weight") else 0.0
+            found[name] = View(tensor=tensor, shape=shape, dtype=dtype, expert=expert, offset=own_offset)
             continue
         rows, columns = shape
         own = {
@@ -627,12 +426,38 @@ def _views(model: Model) -> dict[str, View]:
     return found
 
 
+def _merged(model: Model) -> dict[str, View]:
+    """Stacks of experts that safetensors hold as one tensor, rows of gate and up by turns: MXFP4, and biases."""
+    found: dict[str, View] = {}
+    for name, parts in model.architecture.merged.items():
+        for stored in model.tensors:
+            part = _LAYER_TENSOR.fullmatch(stored)
+            if part is None or part["part"] != parts[0]:
+                continue
+            tensors = [model.tensors.get(stored.replace(parts[0], own)) for own in parts]
+            first, other = tensors[0], tensors[-1] if len(tensors) > 1 else None
+            if first is None or None in tensors or len({(one.shape, one.kind) for one in tensors if one}) > 1:
+                raise ValueError(f"{model.header.file}: {stored} and {parts[-1]} must have the same shape and type")
+            prefix = f"model.layers.{int(part['layer'])}.mlp.experts.{name}"
+            experts, rows, *columns = first.shape
+            rows *= len(tensors)
+            if part["kind"] == "bias":
+                found[f"{prefix}_bias"] = View(tensor=first, shape=(experts, rows), dtype=first.kind, other=other)
+                continue
+            blocks = (experts, rows, columns[0] // GROUP)
+            for suffix, kind, shape in (("_blocks", "blocks", (*blocks, 16)), ("_scales", "exponents", blocks)):
+                found[prefix + suffix] = View(tensor=first, shape=shape, dtype="U8", part=kind, other=other)  # type: ignore[arg-type]
+    return found
+
+
 def _tensors(model: Model) -> Iterator[tuple[str, Tensor, int | None]]:
     """Names as in safetensors, and which expert of a stored stack each is."""
     names = model.architecture.experts
     projections = {"ffn_gate_exps": names.gate, "ffn_up_exps": names.up, "ffn_down_exps": names.down}
     for stored, name in _names(model).items():
         tensor, part = model.tensors[stored], _LAYER_TENSOR.fullmatch(stored)
+        if part is not None and any(part["part"] in parts for parts in model.architecture.merged.values()):
+            continue
         if part is None or part["part"] not in projections or len(tensor.shape) != 3 or part["kind"] != "weight":
             yield name, tensor, None
             continue
@@ -648,10 +473,8 @@ class Shard:
     """One mapped file, read as ``safetensors.safe_open`` is; numbers are numpy's, bf16 as uint16."""
 
     def __init__(self, file: Path) -> None:
-        import numpy
-
         self.file, self._views = file, views(first_file(file))
-        self._data: np.ndarray[Any, Any] = numpy.memmap(file, dtype=numpy.uint8, mode="c")
+        self._data: dict[Path, np.ndarray[Any, Any]] = {}
 
     def offset_keys(self) -> list[str]:
         """In the order of the file."""
@@ -667,17 +490,46 @@ class Shard:
         if view.part == "shape":
             shape = tensor.shape if view.expert is None else tensor.shape[1:]
             return numpy.array(shape, dtype=numpy.int64)[place]
-        data = self._data[tensor.start : tensor.start + tensor.num_bytes].reshape(*tensor.shape[:-1], -1)
+        if view.other is not None or view.part in ("blocks", "exponents"):
+            return self._read_merged(view, place)
+        data = self._bytes(tensor)
         data = data if view.expert is None else data[view.expert]
         *rows, columns = place
         data = data[tuple(rows)]
         if view.part == "numbers":
-            return numbers_of(data, tensor.kind)[..., columns]
+            numbers = numbers_of(data, tensor.kind)[..., columns]
+            return numbers - numpy.float32(view.offset) if view.offset else numbers
         scales, values = blocks_of(data, tensor.kind)
         if view.part == "scales":
             return scales[..., columns]
         codes = packed_codes(values, view.bits)
         return codes.reshape(*data.shape[:-1], -1).view(numpy.int32)[..., columns]
+
+    def _bytes(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """Of a tensor, row by row."""
+        import numpy
+
+        if tensor.file not in self._data:
+            self._data[tensor.file] = numpy.memmap(tensor.file, dtype=numpy.uint8, mode="c")
+        own = self._data[tensor.file][tensor.start : tensor.start + tensor.num_bytes]
+        return own.reshape(*tensor.shape[:-1], -1)
+
+    def _read_merged(self, view: View, place: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        """Of the experts of a slice all rows, then the slice of each."""
+        import numpy
+
+        experts, *rest = place
+        tensors = [view.tensor, *([] if view.other is None else [view.other])]
+        data = [self._bytes(tensor)[experts] for tensor in tensors]
+        if view.part == "numbers":
+            biases = numpy.stack([numbers_of(own, view.tensor.kind) for own in data], -1)
+            return biases.reshape(len(biases), -1)[:, rest[0]]
+        rows = numpy.stack(data, 2).reshape(len(data[0]), -1, view.shape[2], 17)  # an exponent, 32 numbers
+        if view.part == "exponents":
+            return numpy.ascontiguousarray(rows[..., 0][(slice(None), *rest)])
+        nibbles = rows[..., 1:][(slice(None), *rest[:2])]
+        codes = numpy.concatenate((nibbles & 15, nibbles >> 4), -1)
+        return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def numbers_of(data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from snapstream.config.values import as_path
-from snapstream.models.gguf import SPLIT, SUFFIX, is_gguf
+from snapstream.models.gguf_header import SPLIT, SUFFIX, is_gguf
 
 HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<file>[\w][\w. /+-]*\.gguf))?")
 CONFIG_FILES = ("config.json", "generation_config.json")

@@ -20,7 +20,7 @@ from torch import Tensor
 from snapstream.config import ModelConfig, WeightFormat
 from snapstream.models.checkpoint import StoredTensor, check_checkpoint, open_shard, pack_matrix
 from snapstream.models.config_json import read_object
-from snapstream.models.gguf import is_gguf
+from snapstream.models.gguf_header import is_gguf
 from snapstream.models.quantization import INDEX_FILE, SINGLE_FILE, quantization_config
 from snapstream.models.registry import read_model_config, tensor_specs
 from snapstream.models.tensors import checkpoint_parts

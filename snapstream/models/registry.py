@@ -31,6 +31,7 @@ from snapstream.models.config_json import (
 from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.gemma import GEMMA3, GEMMA3_TEXT_PART
+from snapstream.models.gguf_header import is_gguf
 from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.lfm import LFM2, LFM2_MOE
@@ -135,7 +136,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     if file.is_dir():
         file = file / "config.json"
     check_file(file)
-    if gguf.is_gguf(file):
+    if is_gguf(file):
         with _with_path(file):
             return _checked_ends(gguf.config_of(model_config_from_dict(gguf.settings_of(file)), file), file)
     if not file.is_file():

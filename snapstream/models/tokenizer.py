@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from snapstream.models import gguf
 from snapstream.models.chat_template import TemplateFault, check_template
 from snapstream.models.config_json import MAX_TEMPLATE_BYTES, check_folder, read_object
+from snapstream.models.gguf_header import Header, is_gguf, read_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,14 +24,14 @@ JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder holds a file that a tokenizer can be read from, or a GGUF file a vocabulary."""
-    if gguf.is_gguf(folder):
-        return gguf.read_header(folder).metadata.get(_KIND, _NO_VOCABULARY) not in (_NO_VOCABULARY, "none")
+    if is_gguf(folder):
+        return read_header(folder).metadata.get(_KIND, _NO_VOCABULARY) not in (_NO_VOCABULARY, "none")
     return any((folder / name).exists() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The folder's tokenizer. ValueError if there is none, it needs code, or one of its files is broken."""
-    if gguf.is_gguf(folder):
+    if is_gguf(folder):
         return _gguf_tokenizer(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; a tokenizer is read from a checkpoint folder")
@@ -194,7 +195,7 @@ def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def _byte_level(header: gguf.Header, tokens: Sequence[str], types: Sequence[float]) -> Any:
+def _byte_level(header: Header, tokens: Sequence[str], types: Sequence[float]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre: Any = header.metadata.get("tokenizer.ggml.pre")
@@ -216,9 +217,7 @@ def _byte_level(header: gguf.Header, tokens: Sequence[str], types: Sequence[floa
     return own
 
 
-def _sentence_pieces(
-    header: gguf.Header, tokens: Sequence[str], types: Sequence[float], special: Mapping[str, str]
-) -> Any:
+def _sentence_pieces(header: Header, tokens: Sequence[str], types: Sequence[float], special: Mapping[str, str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
@@ -242,7 +241,7 @@ def _sentence_pieces(
 
 
 def _merges(
-    header: gguf.Header, tokens: Sequence[str], types: Sequence[float], scores: Sequence[float]
+    header: Header, tokens: Sequence[str], types: Sequence[float], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Every pair of tokens that makes a token; first what makes the one with the highest score."""
     usable = {
@@ -271,7 +270,7 @@ def _add_tokens(own: Any, tokens: Sequence[str], types: Sequence[float]) -> None
     own.add_tokens([AddedToken(token, normalized=False) for token, kind in named if kind == _USER_DEFINED])
 
 
-def _add_ends(own: Any, header: gguf.Header, special: Mapping[str, str]) -> None:
+def _add_ends(own: Any, header: Header, special: Mapping[str, str]) -> None:
     """Begin and end token around a text, where the metadata says so."""
     from tokenizers import processors
 

@@ -44,10 +44,10 @@ from snapstream.kernels.cpu.looped.library import library_problem
 from snapstream.kv.cache import KVCache
 from snapstream.kv.compress import write_rows
 from snapstream.kv.selectors.snapkv import SnapKV
-from snapstream.models import gguf
 from snapstream.models.chat_template import render_chat
 from snapstream.models.config_json import weight_files
 from snapstream.models.decoder import Decoder
+from snapstream.models.gguf_header import is_gguf
 from snapstream.models.hub import local_folder
 from snapstream.models.matrix import make_matrix
 from snapstream.models.panels import PanelMatrix
@@ -354,9 +354,7 @@ class Draft:
             raise ValueError(
                 f"{folder}: {config.architecture} has layers with sliding windows; a draft must see the whole text"
             )
-        if not gguf.is_gguf(folder) and not any(
-            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")
-        ):
+        if not is_gguf(folder) and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             raise ValueError(f"{folder} has no tokenizer; a draft needs a tokenizer.json")
         tokenizer = load_tokenizer(folder)
         looped = step_config(config, ROW, 1, dtype=dtype, device=device)

@@ -55,7 +55,7 @@ def llama_cpp(file: Path, count: int) -> list[list[int]]:
 CASES = [
     ("llama-mha", "F32", {"head_dim": 20}), ("llama-gqa-tied", "F32", {}), ("llama-llama3", "F32", {}),
     ("llama-linear", "F32", {}), ("llama-yarn", "F32", {}), ("qwen2", "F32", {}), ("qwen3", "F32", {}),
-    ("qwen3-moe", "F32", {}), ("mixtral", "F32", {}),
+    ("qwen3-moe", "F32", {}), ("mixtral", "F32", {}), ("gemma3", "F32", {"query_pre_attn_scalar": 20}),
 ]  # fmt: skip
 
 

@@ -45,7 +45,8 @@ ARCHITECTURES = [
     ("llama-mha", {"head_dim": 20}), ("llama-gqa-tied", {"num_attention_heads": 6, "num_key_value_heads": 1}),
     ("llama-llama3", {}), ("llama-linear", {}), ("llama-yarn", {}), ("mistral", {"head_dim": 8}), ("qwen2", {}),
     ("qwen3", {"num_key_value_heads": 1}), ("qwen3-moe", {"num_key_value_heads": 1}),
-    ("mixtral", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    ("mixtral", {"num_attention_heads": 6, "num_key_value_heads": 3}), ("gemma3", {"query_pre_attn_scalar": 20}),
+    ("gemma3-panels", {"query_pre_attn_scalar": 32}),
 ]  # fmt: skip
 
 
@@ -57,6 +58,35 @@ def test_fp32_is_the_model_of_transformers(name: str, sizes: dict[str, int], tmp
     for executor in EXECUTORS:
         assert answers(file, executor=executor) == expected
     assert answers(file, executor="eager", budget=48) == answers(tmp_path, executor="eager", budget=48)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-panels"])
+@pytest.mark.parametrize("kind", ["Q8_0", "BF16", "F32"])
+def test_gpt_oss_keeps_its_experts(name: str, kind: str, tmp_path: Path) -> None:
+    """MXFP4 as stored, in rows of gate and up by turns; the other matrices are floats."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "swiglu_limit": 7.0,
+    }
+    folder = save(make_model(name, **sizes), tmp_path)
+    file = write_gguf(folder, tmp_path / "model.gguf", {"exps": "MXFP4", "": kind})
+    wide = dequantized(file, folder, tmp_path / "wide")
+    model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
+    loaded = [
+        load_weights(one, config, torch.float32, "cpu", False, weight_formats(config, EngineOptions(), device="cpu"))
+        for one, config in ((one, read_model_config(one)) for one in (file, wide))
+    ]
+    assert loaded[0].matrices["experts_gate_up"].form.is_mxfp4
+    for own, theirs in zip(*(one.stored().values() for one in loaded), strict=True):
+        assert torch.equal(own, theirs if kind != "Q8_0" else theirs.half().float()) or torch.equal(own, theirs)
+    if kind != "Q8_0":  # rounded to fp16
+        for executor in EXECUTORS:
+            assert answers(file, executor=executor) == wanted(model)
+    with pytest.raises(ValueError, match="experts are stored as F16; read of GptOssForCausalLM is MXFP4"):
+        read_model_config(write_gguf(folder, tmp_path / "f16.gguf", "F16"))
 
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_key_value_heads": 1}

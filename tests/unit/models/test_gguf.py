@@ -21,6 +21,7 @@ from snapstream.kernels.groups import dequantize
 from snapstream.models import gguf
 from snapstream.models.checkpoint import check_checkpoint, load_weights
 from snapstream.models.config_json import fingerprint
+from snapstream.models.gguf_header import DEQUANTIZED, read_header, shortest
 from snapstream.models.hub import model_name
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
@@ -71,7 +72,7 @@ def test_blocks_of_integers_are_exact(kind: str) -> None:
         assert torch.equal(dequantize(torch.from_numpy(codes), torch.from_numpy(scales), bits), wanted)
 
 
-@pytest.mark.parametrize("kind", gguf.DEQUANTIZED)
+@pytest.mark.parametrize("kind", DEQUANTIZED)
 def test_other_types_are_dequantized_by_the_reference(kind: str) -> None:
     own = ggml.GGMLQuantizationType[kind]
     block, size = ggml.GGML_QUANT_SIZES[own]
@@ -84,9 +85,9 @@ def test_other_types_are_dequantized_by_the_reference(kind: str) -> None:
 
 def test_a_setting_has_the_digits_that_were_written() -> None:
     for value in (1e-6, 1e-5, 10000.0, 1e6, 5e5, 0.1, 3.0):
-        assert gguf.shortest(struct.unpack("<f", struct.pack("<f", value))[0]) == value
+        assert shortest(struct.unpack("<f", struct.pack("<f", value))[0]) == value
     odd = struct.unpack("<f", struct.pack("<f", 1 / 3 + 1e-8))[0]
-    assert struct.pack("<f", gguf.shortest(odd)) == struct.pack("<f", odd)
+    assert struct.pack("<f", shortest(odd)) == struct.pack("<f", odd)
 
 
 # Vocabularies.
@@ -347,7 +348,7 @@ def test_mutated_files_are_models_or_errors(seed: int, folder: Path, tmp_path: P
     tokens = metadata("gpt2", ["<a>", "<b>", "<c>", "a", "b", "ab"], merges=["a b"], pre="qwen2", bos_token_id=0)
     good = write_gguf(folder, tmp_path / "good.gguf", "F16" if seed % 2 else "F32", tokens=tokens).read_bytes()
     draw, wrong = random.Random(seed), tmp_path / "wrong.gguf"
-    header = min(tensor.start for tensor in gguf.read_header(tmp_path / "good.gguf").tensors.values())
+    header = min(tensor.start for tensor in read_header(tmp_path / "good.gguf").tensors.values())
     found = {"config": 0, "refused": 0}
     tracemalloc.start()
     for _ in range(250):
@@ -378,7 +379,7 @@ def test_mutated_files_are_models_or_errors(seed: int, folder: Path, tmp_path: P
 
 
 def test_weights_that_are_not_finite(file: Path, tmp_path: Path) -> None:
-    tensor = gguf.read_header(file).tensors["blk.1.ffn_up.weight"]
+    tensor = read_header(file).tensors["blk.1.ffn_up.weight"]
     wrong = changed(file, tmp_path / "wrong.gguf", tensor.start, struct.pack("<f", float("nan")))
     with pytest.raises(ValueError, match="model.layers.1.mlp.up_proj.weight holds NaN"):
         load_weights(wrong, read_model_config(wrong), torch.float32, "cpu", False)
