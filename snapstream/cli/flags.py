@@ -95,6 +95,7 @@ OTHER_FLAGS = {
     "-q": "use --weights int8 or int4; quantized checkpoints are recognized",
     "--max-num-batched-tokens": "use --chunk-len N",
     "--enable-chunked-prefill": "prompts are always prefilled in chunks, see --chunk-len",
+    "--stream-interval": "use --stream-interval-ms, a time in place of a number of tokens",
     "--block-size": "rows are not paged; --budget N is the size of a row",
     "--enforce-eager": "use --executor eager",
     "--pipeline-parallel-size": "use --tensor-parallel N",

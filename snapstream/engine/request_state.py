@@ -225,6 +225,11 @@ class DeltaTracker:
     def __init__(self) -> None:
         self._sent: dict[str, _RequestSent] = {}
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a live request has had a delta with tokens."""
+        sent = self._sent.get(request_id)
+        return sent is not None and sent.has_prompt_fields
+
     def take(self, output: RequestOutput) -> RequestDelta:
         """What ``output`` gained since the last call."""
         request_id, is_finished = output.request_id, output.is_finished

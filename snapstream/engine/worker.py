@@ -19,7 +19,7 @@ from snapstream.engine.stats import EngineStats, StatsCounter
 from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.validate import QueueFull
 from snapstream.step import KVTransferFailed
-from snapstream.types import Request
+from snapstream.types import Request, RequestOutput
 
 # to the engine
 
@@ -92,7 +92,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """The output of one step; pickled as bare tuples, which is faster."""
+    """The output of one step, or of steps that were sent together; pickled as bare tuples, which is faster."""
 
     deltas: tuple[RequestDelta, ...]
 
@@ -165,7 +165,21 @@ MAX_MESSAGES = 64  # read between two steps, so that a flood of requests cannot 
 class EngineWorker:
     """Drives one engine from one thread."""
 
-    def __init__(self, engine: Engine, rows_total: int, port: Port, *, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rows_total: int,
+        port: Port,
+        *,
+        delta_interval_s: float = 0.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``delta_interval_s``: tokens of steps that follow each other faster are sent together; 0 sends each step's.
+        A request's first and last tokens are sent with their step.
+        """
+        self._delta_interval_s = delta_interval_s
+        self._sent_at = -delta_interval_s  # deltas
+        self._grown: dict[str, RequestOutput] = {}  # outputs with tokens that are not sent
         self._engine = engine
         self._rows_total = rows_total
         self._port = port
@@ -264,10 +278,20 @@ class EngineWorker:
         if self._batched:
             outputs = [output for output in outputs if output.request_id not in self._batched or output.is_finished]
             self._batched.difference_update([output.request_id for output in outputs])
-        deltas = tuple(self._tracker.take(output) for output in outputs)
+        self._grown.update([(output.request_id, output) for output in outputs])
+        now = self._clock()
+        if now - self._sent_at < self._delta_interval_s and self._engine.has_work and not self._is_urgent(outputs):
+            return
+        deltas = tuple([self._tracker.take(output) for output in self._grown.values()])
+        self._grown.clear()
         if deltas:
+            self._sent_at = now
             self._counter.count(deltas)
             self._port.send(Deltas(deltas))
+
+    def _is_urgent(self, outputs: Sequence[RequestOutput]) -> bool:
+        """Whether one of the outputs begins or ends."""
+        return any(output.is_finished or not self._tracker.has_begun(output.request_id) for output in outputs)
 
     def _report(self) -> None:
         """Send stats that changed: at once when work begins or ends, otherwise every ``STATS_INTERVAL_S``."""

@@ -31,7 +31,11 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _TOKENS = tuple(2**power for power in range(0, 21))
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
-    ("inter_token_latency_seconds", "Time between one token and the next.", _SECONDS),
+    (
+        "inter_token_latency_seconds",
+        "Time between one token and the next; tokens that come together share it.",
+        _SECONDS,
+    ),
     ("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS),
     ("request_queue_time_seconds", "Arrival to the start of prefill.", _SECONDS),
     ("request_prefill_time_seconds", "Start of prefill to first token.", _SECONDS),
@@ -208,7 +212,8 @@ class RequestWatch:
                 times.first_token_at = now
                 metrics.observe("time_to_first_token_seconds", now - times.arrived_at)
             else:
-                metrics.observe("inter_token_latency_seconds", now - self._last_token_at)
+                for _ in range(num_new):
+                    metrics.observe("inter_token_latency_seconds", (now - self._last_token_at) / num_new)
             self._last_token_at = now
         for sample in delta.samples:
             if sample.finish_reason is not None:

@@ -27,6 +27,7 @@ Role = Literal["both", "prefill", "decode"]
 ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "harmony", "none"]
 KEY_VARIABLE, ADMIN_VARIABLE = "SNAPSTREAM_API_KEY", "SNAPSTREAM_ADMIN_KEY"
 MIB = 2**20
+STREAM_INTERVAL_MS = 2.0
 # Engine options whose default differs in a server.
 ENGINE_DEFAULTS: dict[str, Any] = {"max_waiting": 128, "prefix_store": "auto"}
 
@@ -215,6 +216,9 @@ class ServeOptions(DisaggregationOptions, DraftOptions, ApiOptions, ListenOption
     stall_timeout: float = setting(
         STALL_TIMEOUT_S, "Seconds without a sign of progress after which the engine is ended. 0: never."
     )
+    stream_interval_ms: float = setting(
+        STREAM_INTERVAL_MS, "Tokens of steps that follow each other faster are sent together. 0: each step's at once."
+    )
     restart: bool = setting(True, "Do not restart an engine that died.", flag="--no-restart")
     log_format: Literal["text", "json"] = setting(
         "text", "Of the log on stderr: a line for each request, never its text."
@@ -230,6 +234,7 @@ class ServeOptions(DisaggregationOptions, DraftOptions, ApiOptions, ListenOption
             part.__post_init__(self)
         if self.stall_timeout:  # 0: never
             as_number("--stall-timeout", self.stall_timeout, 1.0, 86400.0)
+        as_number("--stream-interval-ms", self.stream_interval_ms, 0.0, 10000.0)
         check((self.tls_cert is None) == (self.tls_key is None), "TLS needs both a certificate and a key")
         for file in (self.tls_cert, self.tls_key, self.chat_template):
             check(file is None or file.is_file(), f"{file} is not a file")

@@ -75,7 +75,10 @@ def prepare(model: Path, engine: EngineOptions, options: ServeOptions) -> tuple[
         transfer_secret=b"" if transfer is None else transfer.secret,
         prompt_compression=options.prompt_compression,
     )
-    return EngineSpec(model=str(model), options=engine, transfer=transfer), settings
+    spec = EngineSpec(
+        model=str(model), options=engine, transfer=transfer, stream_interval_ms=options.stream_interval_ms
+    )
+    return spec, settings
 
 
 class CannotLoad(ValueError):

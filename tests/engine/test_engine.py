@@ -13,8 +13,9 @@ import pytest
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.admission import LEAST_TOKENS, unit_work
 from snapstream.engine.core import Engine
-from snapstream.engine.request_state import sample_seed
+from snapstream.engine.request_state import RequestDelta, sample_seed
 from snapstream.engine.validate import QueueFull
+from snapstream.engine.worker import Abort, Deltas, EngineWorker, FromEngine, Stop, Submit, ToEngine
 from snapstream.step import JobSpec, PendingStep, StepPlan, StepResult
 from snapstream.types import NOT_FINITE, FinishReason, Request, SamplingParams
 from tests.engine.alone import HalfLetters
@@ -487,3 +488,77 @@ def test_a_job_carries_its_own_chunk_len(size: int, chunk_len: int) -> None:
     (spec,) = runner.plans[0].opened_jobs
     assert spec.chunk_len == chunk_len
     assert spec.num_chunks(config.chunking.chunk_len) == -(-size // (chunk_len or 8))
+
+
+class ScriptedPort:
+    """Gives its messages between steps, and notes the deltas with the time at which they are sent."""
+
+    def __init__(self, clock: list[float], *messages: ToEngine, step_s: float) -> None:
+        self.clock, self.messages, self.step_s = clock, list(messages), step_s
+        self.sent: list[tuple[float, tuple[RequestDelta, ...]]] = []
+
+    def receive(self, *, block: bool) -> ToEngine | None:
+        if self.messages:
+            return self.messages.pop(0)
+        self.clock[0] += self.step_s
+        return Stop() if block else None
+
+    def send(self, message: FromEngine) -> None:
+        if isinstance(message, Deltas):
+            self.sent.append((self.clock[0], message.deltas))
+
+
+def deltas_of(interval_s: float, step_s: float) -> list[tuple[float, tuple[RequestDelta, ...]]]:
+    """Of a request of 40 tokens beside one of 12, with a delta interval and steps that take ``step_s``."""
+    clock = [0.0]
+    engine, _ = engine_of()
+    requests = (request_of("long", max_tokens=40), request_of("short", max_tokens=12, n=2))
+    port = ScriptedPort(clock, *map(Submit, requests), step_s=step_s)
+    EngineWorker(engine, 4, port, delta_interval_s=interval_s, clock=lambda: clock[0]).run()
+    return port.sent
+
+
+def ids_of(sent: Sequence[tuple[float, tuple[RequestDelta, ...]]]) -> dict[tuple[str, int], tuple[list[int], str]]:
+    """Tokens and text by request and sample."""
+    added: dict[tuple[str, int], tuple[list[int], str]] = {}
+    for _, deltas in sent:
+        for delta in deltas:
+            for sample in delta.samples:
+                ids, text = added.get((delta.request_id, sample.index), ([], ""))
+                added[delta.request_id, sample.index] = ([*ids, *sample.token_ids], text + sample.text)
+    return added
+
+
+def test_tokens_of_fast_steps_are_sent_together() -> None:
+    each, together = deltas_of(0.0, 0.001), deltas_of(0.008, 0.001)
+    assert ids_of(together) == ids_of(each)
+    assert len(each) >= 40 and len(together) <= 10
+    times = [at for at, _ in together]
+    first = {delta.request_id: at for at, deltas in reversed(each) for delta in deltas}
+    last = {delta.request_id: at for at, deltas in each for delta in deltas if delta.is_finished}
+    for at in (*first.values(), *last.values()):
+        assert at in times, "a request's first and last tokens do not wait"
+    ended = [delta.request_id for _, deltas in together for delta in deltas if delta.is_finished]
+    assert sorted(ended) == ["long", "short"]
+
+
+def test_tokens_of_slow_steps_are_sent_one_by_one() -> None:
+    slow, each = deltas_of(0.008, 0.010), deltas_of(0.0, 0.010)
+    assert [at for at, _ in slow] == [at for at, _ in each] and ids_of(slow) == ids_of(each)
+
+
+def test_the_tokens_before_an_abort_are_sent() -> None:
+    clock = [0.0]
+    engine, _ = engine_of()
+    port = ScriptedPort(clock, Submit(request_of("r", max_tokens=90)), step_s=0.001)
+    worker = EngineWorker(engine, 4, port, delta_interval_s=1.0, clock=lambda: clock[0])
+    receive, num_asked = port.receive, count()
+
+    def abort_later(*, block: bool) -> ToEngine | None:
+        return Abort(("r",)) if next(num_asked) == 30 else receive(block=block)
+
+    port.receive = abort_later  # type: ignore[method-assign]
+    worker.run()
+    ((ids, text),) = ids_of(port.sent).values()
+    assert len(port.sent) == 2 and len(ids) > 10 and len(text) == len(ids)
+    assert port.sent[-1][1][0].is_finished

@@ -21,6 +21,7 @@ from snapstream.engine.request_state import RequestDelta, SampleDelta
 from snapstream.engine.stats import EngineStats
 from snapstream.engine.worker import FromEngine
 from snapstream.plan.memory import DraftMemory
+from snapstream.server.options import STREAM_INTERVAL_MS
 from snapstream.types import Request
 from snapstream.version import __version__
 
@@ -79,6 +80,7 @@ class EngineSpec:
     num_threads: int | None = None  # of torch on the CPU; None means its default
     draft_memory: DraftMemory | None = None  # of the server's draft on the same device
     transfer: TransferSettings | None = None  # to send rows to other engines, or to receive some
+    stream_interval_ms: float = STREAM_INTERVAL_MS  # tokens of steps that follow each other faster are sent together
 
 
 @dataclass(frozen=True, kw_only=True)

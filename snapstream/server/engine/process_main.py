@@ -123,7 +123,8 @@ def child_main(connection: Connection, spec: EngineSpec) -> None:
             connector = None if spec.transfer is None else _connect(spec, spec.transfer, llm, port)
             is_loaded = True
             port.send(Ready(_metadata(spec, llm, connector)))
-            EngineWorker(llm.engine, llm.config.max_rows, port).run()
+            interval_s = spec.stream_interval_ms / 1e3
+            EngineWorker(llm.engine, llm.config.max_rows, port, delta_interval_s=interval_s).run()
     except ServerGone:
         return
     except Exception as error:

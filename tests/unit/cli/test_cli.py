@@ -95,6 +95,8 @@ def test_flags_of_other_engines_name_ours(
         ("generate", ["hi", "-n", "0"], "max_tokens is 0"),
         ("generate", ["hi", "--temp", "-1"], "temperature is -1"),
         ("chat", ["-c", "0"], "max_model_len is 0"),
+        ("serve", ["--stream-interval", "10"], "No such option: --stream-interval; use --stream-interval-ms"),
+        ("serve", ["--stream-interval-ms", "-1"], "--stream-interval-ms is -1"),
         ("serve", ["-c", "512"], "No such option: -c; use --max-model-len N, tokens of one request"),
     ],
 )
