@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = """Answer one prompt; text streams to stdout, one summary line goes to stderr.
 
-MODEL is a checkpoint folder: config.json, safetensors, tokenizer.json.
+MODEL is a checkpoint folder (config.json, safetensors, tokenizer.json), a GGUF file or a hub id.
 
 \b
 Examples:

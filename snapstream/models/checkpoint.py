@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -312,8 +313,18 @@ def pack_matrix(name: str, numbers: Tensor, form: WeightFormat) -> dict[str, Ten
 
 
 def _tensor(name: str, place: tuple[slice, ...], manifest: Mapping[str, StoredTensor]) -> Tensor:
-    with open_shard(manifest[name].file) as shard:
-        return read_part(shard, manifest[name].name, place)
+    return read_part(_held(manifest[name].file), manifest[name].name, place)
+
+
+@lru_cache(maxsize=8)
+def _held(file: Path) -> Any:
+    """A mapped shard; reading the header of one with many experts again for each tensor would take minutes."""
+    if is_gguf(file):
+        return gguf.Shard(file)
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 
 logger = logging.getLogger(__name__)
@@ -338,6 +349,7 @@ def load_weights(
     """
     from tqdm import tqdm
 
+    _held.cache_clear()  # files may have changed
     manifest = check_checkpoint(Path(folder), config)
     share = Share(whole=config, own=config) if share is None else share
     cuts = cuts_of(share)
@@ -366,6 +378,7 @@ def load_weights(
                             numbers = numbers.float() + spec.offset
                         weights.fill(part.target, part.place, _in_order(_padded(numbers, cut), part))
                     bar.update()
+    _held.cache_clear()
     _check_finite(manifest, bounds)
     return weights
 

@@ -17,6 +17,8 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from snapstream import LLM, Grammar, SamplingParams
+from snapstream.cli.app import main
 from snapstream.kernels.groups import dequantize
 from snapstream.models import gguf
 from snapstream.models.checkpoint import check_checkpoint, load_weights
@@ -26,6 +28,7 @@ from snapstream.models.hub import model_name
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer, has_tokenizer, load_tokenizer
+from snapstream.spec_prefill.compressor import PromptCompressor
 from tests.gguf_files import write_gguf
 from tests.parity.checkpoints import make_model, save
 
@@ -383,3 +386,34 @@ def test_weights_that_are_not_finite(file: Path, tmp_path: Path) -> None:
     wrong = changed(file, tmp_path / "wrong.gguf", tensor.start, struct.pack("<f", float("nan")))
     with pytest.raises(ValueError, match="model.layers.1.mlp.up_proj.weight holds NaN"):
         load_weights(wrong, read_model_config(wrong), torch.float32, "cpu", False)
+
+
+TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+def test_a_file_is_a_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Texts, conversations, grammars, a draft and the command line answer as the folder with that tokenizer does."""
+    own = trained(LLAMA3)
+    tokens = metadata("gpt2", by_id(own), merges=merges_of(own), pre="llama-bpe", bos_token_id=0, eos_token_id=2)
+    folder = save(make_model("qwen3", vocab_size=len(by_id(own))), tmp_path / "folder")
+    file = write_gguf(folder, tmp_path / "own.gguf", tokens=tokens | {"tokenizer.chat_template": TEMPLATE})
+    load_tokenizer(file).save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    code = SamplingParams(max_tokens=40, temperature=0.0, grammar=Grammar.regex("[a-f]{2,6}(-[0-9]{3}){1,2}"))
+    talk = [{"role": "user", "content": "Hello, world! 12345"}]
+    found, shorter = [], []
+    for model in (file, folder):
+        with LLM(model, max_model_len=128, progress=False, executor="eager") as llm:
+            outputs = [
+                *llm.generate(["Hello, world!", "it's we'll"], params), *llm.chat(talk, params),
+                *llm.generate("x", code),
+            ]  # fmt: skip
+            found.append([(output.prompt_token_ids, output.token_ids, output.text) for output in outputs])
+        draft = PromptCompressor(model)
+        shorter.append(draft.compress("one two three. " * 80, keep=0.3).text)
+    assert found[0] == found[1] and shorter[0] == shorter[1]
+    assert found[0][0][0][0] == 0 and "-" in found[0][3][2]
+    options = ["--raw", "--max-tokens", "12", "--temperature", "0", "--max-model-len", "128", "--executor", "eager"]
+    assert main(["generate", str(file), "Hello, world!", *options]) == 0
+    assert found[0][0][2].startswith(capsys.readouterr().out.rstrip("\n"))
