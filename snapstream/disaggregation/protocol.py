@@ -4,9 +4,9 @@
     receiver                                              RECEIVED              or REFUSED with a reason, at any moment
 
 A LAYER frame holds one layer of the row, kv head after kv head: scales and attention scores if it has any, then keys
-and values of the slots up to ``min(N, C)``, with the head's own C where budgets are per head. HIDDEN_STATE is the
-prompt's last hidden state, from which the receiver samples the first tokens; REPORT says what compression did. Frames,
-codec and handshake are those of ``snapstream/wire.py``.
+and values of the slots up to ``min(N, C)``, with the head's own C where budgets are per head; of a recurrent layer its
+state after the prompt. HIDDEN_STATE is the prompt's last hidden state, from which the receiver samples the first
+tokens; REPORT says what compression did. Frames, codec and handshake are those of ``snapstream/wire.py``.
 
 Invariants: the receiver knows the size of every frame but the report before it comes, because the header must equal the
 one that it expects. An address that other machines reach is refused without TLS, on both sides; the secret comes from
@@ -156,6 +156,9 @@ class RowSizes:
     num_kv_heads: int = 1
     heads: HeadSlots | None = None  # per-head budgets; None: all heads have the request's
     windows: tuple[int | None, ...] = ()  # by layer, slots of a ring that no budget changes; empty: no layer has one
+    states: tuple[
+        int | None, ...
+    ] = ()  # by layer, bytes of a recurrent state in place of slots; empty: no layer has one
 
     def layer_bytes(self, prompt_len: int, budget: KVBudget) -> tuple[int, ...]:
         """Of each layer of the row of a prompt."""
@@ -165,7 +168,11 @@ class RowSizes:
             windows = self.windows or (None,) * self.num_layers
             own = (budget if size is None else KVBudget.full(size) for size in windows)
             budgets = tuple((layer,) * self.num_kv_heads for layer in own)
-        return tuple(self.scale_bytes + sum(self._head_bytes(prompt_len, own) for own in layer) for layer in budgets)
+        states = self.states or (None,) * self.num_layers
+        return tuple(
+            self.scale_bytes + sum(self._head_bytes(prompt_len, own) for own in layer) if state is None else state
+            for state, layer in zip(states, budgets, strict=True)
+        )
 
     def row_bytes(self, prompt_len: int, budget: KVBudget) -> int:
         """Host memory that the row takes on either side during the transfer."""

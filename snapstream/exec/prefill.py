@@ -154,8 +154,11 @@ class FirstTokens:
 class RowStates:
     """A ``PromptStates``: recurrent layers keep the state of a prompt in its first row."""
 
-    def __init__(self, cache: KVCache, entries: Sequence[PrefillEntry]) -> None:
-        self._cache, self._entries = cache, entries
+    def __init__(
+        self, cache: KVCache, entries: Sequence[PrefillEntry], send: Callable[[int, PrefillEntry], None]
+    ) -> None:
+        """``send``: see ``PrefillJob``."""
+        self._cache, self._entries, self._send = cache, entries, send
 
     def of(self, prompt: int, layer: int) -> Mapping[str, Tensor]:
         row = self._entries[prompt].rows[0]
@@ -165,6 +168,8 @@ class RowStates:
         first, *others = self._entries[prompt].rows
         if others:
             self._cache.copy_state(layer, first, others)
+        if self._entries[prompt].is_sent:
+            self._send(layer, self._entries[prompt])
 
 
 class PromptProgress:
@@ -227,7 +232,7 @@ class PrefillJob:
             attention,
             self._layer_done,
             "all" if wants_all else "last",
-            RowStates(writer.cache, spec.entries),
+            RowStates(writer.cache, spec.entries, send),
         )
 
     @property

@@ -3,9 +3,10 @@
     of each kv head:  K scale | V scale | scores [K] | keys [n, E] | values [n, E']           n = min(N, C) slots
 
 Scales only in formats that have them, ``[n]`` if per slot; scores if rows are re-selected; values unless they are part
-of the keys. Invariant: ``place`` after ``take`` copies the first row bit for bit, whatever the number of ranks of
-either engine: whole rows are sent. With tensor parallelism the ranks gather and scatter kv heads, with
-data-parallel attention the owner of a row broadcasts it; all ranks must make the same calls in the same order.
+of the keys. A recurrent layer is sent as its state, tensor after tensor, on a single device. Invariant: ``place`` after
+``take`` copies the first row bit for bit, whatever the number of ranks of either engine: whole rows are sent. With
+tensor parallelism the ranks gather and scatter kv heads, with data-parallel attention the owner of a row broadcasts it;
+all ranks must make the same calls in the same order.
 ``disaggregation/protocol.py`` has the sizes (``RowSizes``). With per-head budgets n and K differ between heads, and a
 layer is one run of bytes; this needs a single device.
 """
@@ -52,6 +53,8 @@ class RowParts:
         device, some_row = self._cache.k.device, self._cache.padding_row
         num_bytes = sum(piece.nbytes for piece in self._pieces(layer, some_row, entry))  # of local heads
         shape = (self._num_heads, num_bytes // (self._local_heads.stop - self._local_heads.start))
+        if self._cache.state(layer):
+            shape = (1, num_bytes)
         if part is None:
             data = torch.empty(shape, dtype=torch.uint8, device=device)  # [G, B]
         else:
@@ -81,7 +84,9 @@ class RowParts:
         return torch.cat([_by_head(piece) for piece in self._pieces(layer, row, entry)], 1)
 
     def _pieces(self, layer: int, row: int, entry: PrefillEntry) -> Iterator[Tensor]:
-        """Views of the row, ``[heads, ...]``, in wire order."""
+        """Views of the row, ``[heads, ...]``, in wire order; of a recurrent layer its state, ``[1, ...]``."""
+        for state in self._cache.state(layer).values():
+            yield state[row : row + 1]
         for span in self._cache.spans(layer, entry.budget):
             num_slots = layout.num_visible(len(entry.token_ids), span.budget.capacity)
             parts = self._cache.parts(layer, row, span)

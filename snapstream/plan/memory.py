@@ -23,7 +23,7 @@ from snapstream.config.values import format_bytes
 from snapstream.disaggregation.protocol import RowSizes
 from snapstream.exec.executors import executor_of, mlp_size
 from snapstream.exec.row_state import row_state_bytes
-from snapstream.kv.spec import KVSpec, Window
+from snapstream.kv.spec import KVSpec, State, Window
 from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import dequantized_bytes, dequantizing_bytes, rank_config, weight_bytes
 from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, step_config
@@ -41,6 +41,7 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
         num_kv_heads=spec.num_kv_heads,
         heads=config.heads,
         windows=tuple(own.num_tokens if isinstance(own, Window) else None for own in spec.layers),
+        states=tuple(own.num_bytes if isinstance(own, State) else None for own in spec.layers),
     )
 
 

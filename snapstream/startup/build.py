@@ -208,8 +208,6 @@ def make_connector(
     wake: Callable[[], None] = lambda: None,
 ) -> TcpConnector:
     """ValueError for an engine whose rows cannot be transferred, or that cannot listen at the address."""
-    if model.recurrent_layers:
-        raise ValueError(f"KV transfer is not supported for {model.architecture}: it has recurrent layers")
     if config.heads is not None and config.parallel.size > 1:
         raise ValueError(
             f"heads: KV transfer with per-head budgets needs engines of one device; this one has {config.parallel.size}"

@@ -12,6 +12,7 @@ import pytest
 from snapstream.config import ROW_FORMATS, KVBudget, PrefixStoreConfig, ReselectionConfig
 from snapstream.config.kv import HeadProfile
 from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.kv.spec import State
 from snapstream.models.config_json import fingerprint as checkpoint_fingerprint
 from snapstream.plan.memory import row_sizes
 from snapstream.step import KVTransferFailed
@@ -164,6 +165,30 @@ def test_rows_with_windows(tmp_path: Path) -> None:
         assert pair.answerer.engine.transfer_stats.num_bytes == planned
         full, window, _ = sizes.layer_bytes(120, BUDGET)
         assert full * 33 == window * BUDGET.capacity
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+def test_rows_with_states(name: str, tmp_path: Path) -> None:
+    """Recurrent layers first and last, prompts packed and alone, states copied to each sample, rows used again."""
+    folder = save(make_model(name), tmp_path)
+    with joined(folder, **SETTINGS) as pair:
+        params = {name: PARAMS[name] for name in ("greedy", "seeded, three samples", "kept positions", "one token")}
+        requests = requests_of(params, (1, 5, 33, 120))
+        check(pair, requests)
+        spec, config = pair.answerer.engine.runner.cache.spec, pair.answerer.config
+        sizes = row_sizes(pair.answerer.model_config, config)
+        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
+        assert pair.answerer.engine.transfer_stats.num_bytes == planned
+        states = [own.num_bytes for own in spec.layers if isinstance(own, State)]
+        assert sum(sizes.layer_bytes(120, BUDGET)) == sum(states) + spec.num_slot_layers * 32 * spec.slot_bytes()
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_quantized_rows_with_states(kv_dtype: str, tmp_path: Path) -> None:
+    """The states are not quantized; a layer of slots has scales and a recurrent one has none."""
+    folder = save(make_model("lfm2"), tmp_path)
+    with joined(folder, kv_dtype=kv_dtype, **SETTINGS) as pair:
+        check(pair, requests_of({"greedy": GREEDY}))
 
 
 def test_rows_of_latents(latents: Path) -> None:
