@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from snapstream import LLM, SamplingParams
@@ -230,3 +232,39 @@ def test_ranks_of_one_command_end_together() -> None:
         assert run_all([([sys.executable, "-c", code], dict(os.environ)) for code in codes]) == 5
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_torchrun_starts_and_stops_a_server(folder: Path, spread: dict[str, Any], tmp_path: Path) -> None:
+    """The real launcher, two ranks: its agent owns the store. SIGTERM to the launcher drains and ends both."""
+    with LLM(folder, **SETTINGS) as llm:
+        wanted = llm.generate(["Some words"], SamplingParams(max_tokens=8, temperature=0.0))[0].samples[0].text
+    host, _, port = spread["master_addr"].rpartition(":")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "0"]
+    serve = ["-m", "snapstream.cli", "serve", str(folder), "--master-addr", "env", "--port", "0"]
+    sizes = ["--budget", "64", "--max-rows", "2", "--max-model-len", "256", "--executor", "eager"]
+    log = tmp_path / "log"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as err:
+        command = [*launcher, "--master-addr", host, "--master-port", port, *serve, *sizes]
+        process = subprocess.Popen(command, stdout=err, stderr=err, env=env, start_new_session=True)
+    try:
+        until(lambda: "serving" in log.read_text() or process.poll() is not None)
+        url = re.search(r"serving .+? at (https?://\S+?/v1)", log.read_text())
+        assert url is not None, log.read_text()
+        fields = {"prompt": "Some words", "max_tokens": 8, "temperature": 0.0}
+        answer = httpx.post(f"{url[1]}/completions", json=fields, timeout=HANG_S).json()
+        assert answer["choices"][0]["text"] == wanted
+        process.terminate()
+        process.wait(HANG_S)
+        until(lambda: not _has_group(process.pid))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _has_group(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
