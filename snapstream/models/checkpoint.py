@@ -13,7 +13,8 @@ the layout of a ``Packing``, whose numbers are read whole and put into groups, o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -329,6 +330,8 @@ def _held(file: Path) -> Any:
 
 logger = logging.getLogger(__name__)
 
+LoadProgress = bool | Callable[[float], None]  # whether to show a bar on stderr; or called with the share that is read
+
 ROTARY_BUFFER = "rotary_emb.inv_freq"  # old checkpoints store it; it follows from the config
 
 
@@ -337,7 +340,7 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device | str,
-    progress: bool,
+    progress: LoadProgress,
     formats: WeightFormats | None = None,
     make: MakeMatrix = make_matrix,
     share: Share | None = None,
@@ -357,7 +360,8 @@ def load_weights(
     dtype_name = str(dtype).removeprefix("torch.")
     specs, whole_specs = tensor_specs(share.own), tensor_specs(share.whole)
     bounds: dict[str, Tensor] = {}
-    with tqdm(total=len(cuts), desc="Loading weights", unit="tensor", disable=not progress) as bar:
+    total, num_read = sum(map(_num_elements, cuts.values())), 0
+    with tqdm(total=len(cuts), desc="Loading weights", unit="tensor", disable=progress is not True) as bar:
         for file in dict.fromkeys(stored.file for name, stored in manifest.items() if plain_name(name) in cuts):
             with open_shard(file) as shard:
                 for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
@@ -378,9 +382,16 @@ def load_weights(
                             numbers = numbers.float() + spec.offset
                         weights.fill(part.target, part.place, _in_order(_padded(numbers, cut), part))
                     bar.update()
+                    num_read += _num_elements(cut)
+                    if callable(progress):
+                        progress(num_read / total)
     _held.cache_clear()
     _check_finite(manifest, bounds)
     return weights
+
+
+def _num_elements(cut: Cut) -> int:
+    return math.prod(own.stop - own.start for own in cut.slices)
 
 
 def _fill_quantized(

@@ -164,7 +164,7 @@ class Decoder:
         dtype: str,
         device: str,
         *,
-        progress: bool,
+        progress: checkpoint.LoadProgress,
         formats: WeightFormats | None = None,
         make: MakeMatrix = make_matrix,
     ) -> Decoder:

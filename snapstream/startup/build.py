@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from snapstream.exec.eager import MakeDecode
     from snapstream.exec.runner import MakeTier, ModelRunner
     from snapstream.kernels.interface import Kernels
+    from snapstream.models.checkpoint import LoadProgress
     from snapstream.spec_prefill.compressor import PromptCompressor
 
 
@@ -66,7 +67,7 @@ def build_runner(
     model: ModelConfig,
     config: EngineConfig,
     grammars: GrammarCompiler | None,
-    progress: bool,
+    progress: LoadProgress,
     *,
     kernels: Kernels | None = None,
     make_decode: MakeDecode | None = None,
@@ -99,7 +100,13 @@ def build_runner(
     elif (latents := latent_attention(model, config)) is not None and not latents.is_ours:
         decoder = decoder.with_kernels(with_latents(decoder.kernels, latents))
     return ModelRunner(
-        decoder, config, grammars, make_decode=make_decode, make_tier=make_tier, on_unit=on_unit, progress=progress
+        decoder,
+        config,
+        grammars,
+        make_decode=make_decode,
+        make_tier=make_tier,
+        on_unit=on_unit,
+        progress=progress is True,
     )
 
 
@@ -143,7 +150,7 @@ def build_rank(
     model: ModelConfig,
     config: EngineConfig,
     grammars: GrammarCompiler | None,
-    progress: bool,
+    progress: LoadProgress,
     group: Group,
     on_unit: Callable[[], None] = lambda: None,
 ) -> ModelRunner:
@@ -165,7 +172,7 @@ def build_rank(
     latents = latent_attention(model, config)
     kernels = None if latents is None or latents.is_ours else with_latents(bind(config.device), latents)
     decoder = Decoder(model, weights, kernels, group)
-    return ModelRunner(decoder, config, grammars, make_tier=make_tier, on_unit=on_unit, progress=progress)
+    return ModelRunner(decoder, config, grammars, make_tier=make_tier, on_unit=on_unit, progress=progress is True)
 
 
 def _check_heads(folder: Path, config: EngineConfig) -> None:

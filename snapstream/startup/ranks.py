@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from snapstream.distributed.launch import WorkerRanks
+    from snapstream.models.checkpoint import LoadProgress
 
 CHECK_VARIABLE = "SNAPSTREAM_CHECK_RANKS"  # 1: compare the drawn tokens of all ranks after every step
 CONTROL = "snapstream-control"  # key of the store: where workers connect
@@ -72,7 +73,7 @@ def build_ranks(
     model: ModelConfig,
     config: EngineConfig,
     grammars: GrammarCompiler | None,
-    progress: bool,
+    progress: LoadProgress,
     *,
     on_unit: Callable[[], None] = lambda: None,
     on_lost: Callable[[str], None] = lambda why: None,

@@ -102,8 +102,17 @@ def build(
         torch.set_num_threads(spec.num_threads)
 
     def make_runner(*given: Any) -> Runner:
-        on_stage("reading the weights")
-        return build_ranks(*given, on_unit=on_unit, on_lost=on_lost)
+        last = -1
+
+        def note(share: float) -> None:
+            nonlocal last
+            if (percent := int(100 * share)) > last:
+                last = percent
+                on_stage(f"reading the weights, {percent} %" if percent < 100 else "preparing the engine")
+
+        note(0.0)
+        folder, model, config, grammars, _ = given
+        return build_ranks(folder, model, config, grammars, note, on_unit=on_unit, on_lost=on_lost)
 
     on_stage("choosing and compiling kernels")
     return LLM(spec.model, spec.options, progress=False, draft_memory=spec.draft_memory, make_runner=make_runner)

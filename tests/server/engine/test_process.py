@@ -9,6 +9,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import signal
 from collections.abc import Coroutine, Iterator
@@ -239,7 +240,10 @@ def test_the_log_says_what_a_loading_engine_does(
 ) -> None:
     stages: list[str] = []
     build(spec, on_stage=stages.append).close()
-    assert stages == ["choosing and compiling kernels", "reading the weights"]
+    first, *reading, last = stages
+    assert (first, last) == ("choosing and compiling kernels", "preparing the engine")
+    shares = [int(re.fullmatch(r"reading the weights, (\d+) %", stage)[1]) for stage in reading]  # type: ignore[index]
+    assert shares[0] == 0 and shares == sorted(set(shares)) and len(shares) > 3
     monkeypatch.setattr(process, "LOADING_NOTE_S", 0.01)
     caplog.set_level(logging.INFO, "snapstream.server.engine.process")
 
