@@ -14,9 +14,11 @@ from safetensors.numpy import load_file
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
-    "Gemma3ForCausalLM": "gemma3", "GptOssForCausalLM": "gpt-oss",
+    "SmolLM3ForCausalLM": "smollm3", "GraniteForCausalLM": "granite", "Olmo2ForCausalLM": "olmo2",
+    "SeedOssForCausalLM": "seed_oss", "Gemma3ForCausalLM": "gemma3", "GptOssForCausalLM": "gpt-oss",
     "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe",
 }  # fmt: skip
+PERMUTED = ("llama", "smollm3", "granite")
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
@@ -44,7 +46,7 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
             experts.setdefault(stack, {})[int(expert[2])] = numbers
             continue
         projection = name.split(".")[-2]
-        if arch == "llama" and projection in heads:
+        if arch in PERMUTED and projection in heads:
             numbers = permuted(numbers, heads[projection])
         if arch == "gemma3" and name.endswith("norm.weight"):
             numbers = numbers + 1
@@ -117,6 +119,11 @@ def write_gguf(
     writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
     rope = settings["rope_parameters"]
+    if arch == "granite":
+        writer.add_attention_scale(settings["attention_multiplier"])
+        writer.add_embedding_scale(settings["embedding_multiplier"])
+        writer.add_residual_scale(settings["residual_multiplier"])
+        writer.add_logit_scale(settings["logits_scaling"])
     if arch == "gemma3":
         sliding, rope = rope["sliding_attention"], rope["full_attention"]
         writer.add_rope_freq_base_swa(sliding["rope_theta"])
@@ -195,7 +202,7 @@ def dequantized(file: Path, folder: Path, target: Path) -> Path:
             assert stored is not None
             stored += ".weight" * name.endswith("sinks")
             found, part = own[stored], stored.split(".")[-2]
-            if arch == "llama" and part in heads:  # back to halves
+            if arch in PERMUTED and part in heads:  # back to halves
                 turns = found.reshape(heads[part], -1, 2, *found.shape[1:])
                 found = turns.swapaxes(1, 2).reshape(found.shape)
         out[name] = np.ascontiguousarray(found.reshape(numbers.shape), dtype=np.float32)

@@ -71,6 +71,24 @@ ARCHITECTURES = {
         },
         norm_offset=1.0,
     ),
+    "smollm3": Architecture(name="SmolLM3ForCausalLM", is_interleaved=True),
+    "granite": Architecture(
+        name="GraniteForCausalLM",
+        fields={
+            "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+        },
+        is_interleaved=True,
+    ),
+    "olmo2": Architecture(
+        name="Olmo2ForCausalLM",
+        layer_names={
+            "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+    "seed_oss": Architecture(
+        name="SeedOssForCausalLM", layer_names={"post_attention_norm": "post_attention_layernorm"}
+    ),
     "gpt-oss": Architecture(
         name="GptOssForCausalLM",
         fields={
@@ -181,6 +199,7 @@ def settings_of(path: Path) -> dict[str, Any]:
         "vocab_size": embed.shape[0],
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in model.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in model.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(model.header),

@@ -134,12 +134,14 @@ _DEEPSEEK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
     + _ENDINGS,
 )
+_SEED = (rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)
 # By tokenizer.ggml.pre: the patterns at which text is cut, one after the other.
 _LLAMA3, _QWEN2 = (_words("{1,3}"),), (_words(""),)
 _QWEN35 = (_QWEN2[0].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),)
 _PATTERNS: Mapping[str, tuple[str, ...]] = {
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "glm4": _LLAMA3, "chatglm-bpe": _LLAMA3,
-    "falcon3": _LLAMA3, "pixtral": _LLAMA3, "lfm2": _LLAMA3, "smaug-bpe": _LLAMA3, "qwen35": _QWEN35,
+    "falcon3": _LLAMA3, "pixtral": _LLAMA3, "lfm2": _LLAMA3, "smaug-bpe": _LLAMA3, "dbrx": _LLAMA3,
+    "qwen35": _QWEN35, "starcoder": (_DIGITS, _GPT2), "refact": (_DIGITS, _GPT2), "seed-coder": _SEED,
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
     "hunyuan": _QWEN2, "deepseek-v3": _DEEPSEEK, "gpt-2": (_GPT2,), "olmo": (_GPT2,), "smollm": (_DIGITS, _GPT2),
     "tekken": (_CASED % ("", "") + rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDINGS}",),
@@ -148,7 +150,7 @@ _PATTERNS: Mapping[str, tuple[str, ...]] = {
         + rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDINGS}",
     ),
 }  # fmt: skip
-_BEGIN = (*(name for name, patterns in _PATTERNS.items() if patterns is _LLAMA3 and "glm" not in name), "tekken")
+_BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")
 _WHOLE_TOKENS = (*_BEGIN, "gpt-4o")  # a piece that is a token is not merged from its letters
 _NORMALIZED = ("qwen2", "qwen35")  # to Unicode's NFC
 

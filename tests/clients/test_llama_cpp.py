@@ -56,6 +56,9 @@ CASES = [
     ("llama-mha", "F32", {"head_dim": 20}), ("llama-gqa-tied", "F32", {}), ("llama-llama3", "F32", {}),
     ("llama-linear", "F32", {}), ("llama-yarn", "F32", {}), ("qwen2", "F32", {}), ("qwen3", "F32", {}),
     ("qwen3-moe", "F32", {}), ("mixtral", "F32", {}), ("gemma3", "F32", {"query_pre_attn_scalar": 20}),
+    ("granite", "F32", {}), ("olmo2", "F32", {"attention_bias": False}),
+    ("seed-oss", "F32", {"attention_out_bias": False}),
+    ("smollm3", "F32", {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "attention_bias": False}),
 ]  # fmt: skip
 
 

@@ -46,7 +46,8 @@ ARCHITECTURES = [
     ("llama-llama3", {}), ("llama-linear", {}), ("llama-yarn", {}), ("mistral", {"head_dim": 8}), ("qwen2", {}),
     ("qwen3", {"num_key_value_heads": 1}), ("qwen3-moe", {"num_key_value_heads": 1}),
     ("mixtral", {"num_attention_heads": 6, "num_key_value_heads": 3}), ("gemma3", {"query_pre_attn_scalar": 20}),
-    ("gemma3-panels", {"query_pre_attn_scalar": 32}),
+    ("gemma3-panels", {"query_pre_attn_scalar": 32}), ("granite", {}), ("olmo2", {}),
+    ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}), ("seed-oss", {}),
 ]  # fmt: skip
 
 

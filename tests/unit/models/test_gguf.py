@@ -131,7 +131,21 @@ LLAMA3 = (
 )
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o", "qwen35"])
+SEED = (  # of Seed-Coder and Seed-OSS
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+def rebuilt(own: Tokenizer, cut: Any) -> Any:
+    """The same vocabulary with another way to cut texts."""
+    own.pre_tokenizer = cut
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own)
+
+
+@pytest.mark.parametrize(
+    "pre", ["llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o", "qwen35", "dbrx", "refact", "seed-coder"]
+)
 def test_byte_level_vocabularies(pre: str, folder: Path, tmp_path: Path) -> None:
     """Ids are those of transformers: its own classes, and its own reader of GGUF files."""
     own = trained(None if pre == "gpt-2" else LLAMA3)
@@ -160,6 +174,12 @@ def test_byte_level_vocabularies(pre: str, folder: Path, tmp_path: Path) -> None
         theirs = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges, unk_token="<|end|>", bos_token="<|begin|>",
                                             eos_token="<|end|>")  # fmt: skip
         theirs.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    if pre == "refact":  # as StarCoder's own files
+        cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        theirs = rebuilt(own, pre_tokenizers.Sequence(cuts))
+    if pre == "seed-coder":
+        cuts = [pre_tokenizers.Split(Regex(SEED), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        theirs = rebuilt(own, pre_tokenizers.Sequence(cuts))
     for text in TEXTS:
         found = ours(text, add_special_tokens=False)["input_ids"]
         assert found == theirs(text, add_special_tokens=False)["input_ids"], text
