@@ -4,6 +4,7 @@ step.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -147,6 +148,52 @@ def test_a_model_in_half_precision_routes_in_fp32(experts_folder: Path) -> None:
         }  # fmt: skip
         (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
     assert len(output.token_ids) == 5
+
+
+@pytest.mark.parametrize("executor", ["eager", "looped"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-lite", "glm4-moe"])
+def test_a_tie_of_experts_may_fall_either_way(name: str, executor: str, tmp_path: Path) -> None:
+    """A router chooses: where two experts tie to within rounding, logits are those of one choice or of the other.
+
+    The two are far apart, so logits that differ from another program's by much prove no fault at such a token.
+    """
+    model, prompt = make_model(name), [5 + 7 * i % 190 for i in range(33)]
+    gate = model.model.layers[-1].mlp.gate
+    inputs: list[Tensor] = []
+    handle = gate.register_forward_hook(lambda _, given, __: inputs.append(given[0].reshape(-1, given[0].shape[-1])))
+    logprobs_of(model, prompt)
+    handle.remove()
+    bias = gate.e_score_correction_bias
+    before = bias.detach().clone()
+    scores = (inputs[0][-1].float() @ gate.weight.detach().float().T).sigmoid()
+
+    def biased(expert: int, value: Tensor, margin: float) -> Tensor:
+        bias.copy_(before)
+        bias[expert] = value + margin
+        return logprobs_of(model, prompt)
+
+    with torch.no_grad():
+        for chosen, other in itertools.permutations(range(len(scores)), 2):
+            tie = scores[chosen] + before[chosen] - scores[other]
+            below, above = biased(other, tie, -1e-4), biased(other, tie, 1e-4)
+            if (below - above).abs().max() > 0.1:
+                break
+        else:
+            pytest.fail("no expert can be brought to a tie")
+        biased(other, tie, 0.0)
+    folder = save(model, tmp_path)
+    with LLM(folder, budget=64, max_model_len=64, executor=executor, progress=False) as llm:
+        (output,) = llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=20))
+    assert output.logprobs is not None
+    ours = {each[0]: each[1] for each in output.logprobs[0].top}
+    errors = [max(abs(value - float(wanted[token])) for token, value in ours.items()) for wanted in (below, above)]
+    assert min(errors) < 2e-3
+
+
+def logprobs_of(model: Any, prompt: list[int]) -> Tensor:
+    """Of the token after a prompt, from transformers, ``[V]``."""
+    with torch.no_grad():
+        return model(torch.tensor([prompt])).logits[0, -1].double().log_softmax(-1)
 
 
 # Checkpoints in FP8 blocks: read as they are, and the answers are those of the same numbers written wide.
