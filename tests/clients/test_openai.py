@@ -54,7 +54,7 @@ def test_completions_are_those_of_the_engine(stream: bool, server: ServerProcess
             if stream:
                 chunks = list(api.completions.create(prompt=prompt, stream=True, **fields))
                 assert "".join(chunk.choices[0].text for chunk in chunks) == text
-                assert len(chunks) > 4 and chunks[-1].choices[0].finish_reason == "length"
+                assert len(chunks) > 1 and chunks[-1].choices[0].finish_reason == "length"
             else:
                 assert api.completions.create(prompt=prompt, **fields).choices[0].text == text
         if not stream:
