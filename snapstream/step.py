@@ -38,6 +38,10 @@ class PrefixMoves:
     restored: tuple[int, ...] = ()  # numbers of the cached blocks, whose tokens are not computed
     saved: tuple[int, ...] = ()  # numbers of blocks that it fills
     first_saved: int = 0  # index of the first of those in the prompt; never before the cached ones
+    # Of models with recurrent layers: the snapshot of their states that the prompt begins with, and those that it takes
+    state: int | None = None
+    snapshot_ends: tuple[int, ...] = ()  # after so many tokens of the prompt, ascending
+    snapshots: tuple[int, ...] = ()  # their numbers
 
     @property
     def num_restored(self) -> int:

@@ -83,6 +83,7 @@ class ParallelConfig:
 
 
 BLOCK_LEN = 256  # tokens; a hit equals a cold prefill bit for bit where its end is also the end of a chunk
+SNAPSHOT_LEN = 2048  # tokens
 MIN_TOKENS = 1024  # of a prompt that is kept or looked up: shorter ones would help guess other people's prompts
 
 
@@ -93,9 +94,10 @@ class PrefixStoreConfig:
     num_bytes: int
     block_len: int = BLOCK_LEN  # tokens that are stored, found and evicted together
     min_tokens: int = MIN_TOKENS  # shorter prompts, and shorter common prefixes, are ignored
+    snapshot_len: int = SNAPSHOT_LEN  # tokens between two snapshots of the states of recurrent layers
 
     def __post_init__(self) -> None:
-        set_counts(self, num_bytes=1, block_len=1, min_tokens=1)
+        set_counts(self, num_bytes=1, block_len=1, min_tokens=1, snapshot_len=2)
 
     def num_blocks(self, token_bytes: int) -> int:
         """Blocks that it holds; ValueError where not one fits. ``token_bytes``: of a token over all layers."""
@@ -105,6 +107,12 @@ class PrefixStoreConfig:
             f"prefix_store is {self.num_bytes} bytes; a block of {self.block_len} tokens takes {block_bytes}",
         )
         return self.num_bytes // block_bytes
+
+    def num_snapshots(self, num_blocks: int) -> int:
+        """Snapshots of recurrent states beside so many blocks: two for each ``snapshot_len`` tokens, because the end of
+        each prompt has one too.
+        """
+        return max(2 * num_blocks * self.block_len // self.snapshot_len, 1)
 
 
 DISK_SIZE = "16GiB"
@@ -263,6 +271,7 @@ class EngineConfig(Settings):
     reserved_bytes: int = 0  # of the device's memory, for a draft
     prefix_store: PrefixStoreConfig | None = None
     prefix_blocks: int = 0  # that the store holds
+    prefix_snapshots: int = 0  # of recurrent states that the store holds; 0 for models without
     prefix_dir: str = ""  # folder of the store's disk tier; none by default
     prefix_disk: int = 0  # bytes that it may hold
     prefix_max_len: int = 0  # longer prompts are neither stored nor looked up; 0: max_model_len

@@ -49,6 +49,8 @@ class Node:
     num_users: int = 0  # jobs that read it
     is_lost: bool = False  # removed from the tree; its number is reused when no job holds it
     namespace: str = ""  # of a root
+    snapshot: int | None = None  # number of a snapshot of the recurrent states after its last token
+    num_due: int = 0  # open jobs that take such a snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,15 @@ class PrefixIndex:
     selector and sampling are not part of the key. A node is *written* from its reservation to the commit of the job
     that fills it, then *ready*. Eviction is a segmented LRU: new blocks are on probation, a hit protects them.
     Invariants: a block has one owner; a parent outlives its children; what is being read or written is never evicted.
+
+    Of models with recurrent layers a prompt continues at the end of a node that has a snapshot of their states. There
+    are ``num_snapshots``; the least recently used is evicted for a new one, and a node's with the node.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, num_snapshots: int = 0) -> None:
+        self.num_blocks, self.num_snapshots = num_blocks, num_snapshots
+        self._free_snapshots = list(range(num_snapshots))  # a heap
+        self.snapshots: OrderedDict[int, Node] = OrderedDict()  # by number, the least recently used first
         self._roots: dict[str, Node] = {}
         self._free = list(range(num_blocks))  # a heap: low numbers first, so that memory is touched only when needed
         self._probation: OrderedDict[int, Node] = OrderedDict()  # ready nodes by number, the oldest first
@@ -109,8 +116,48 @@ class PrefixIndex:
             return None
         return sum(len(each.tokens) for each in path) // size + nearest
 
+    def up_to_snapshot(self, path: list[Node], *, with_due: bool = False) -> list[Node]:
+        """The beginning of a path that ends with a snapshot, ``with_due`` also one that an open job takes; the path
+        itself for models without recurrent layers.
+        """
+        if self.num_snapshots == 0:
+            return path
+        for end in range(len(path), 0, -1):
+            if path[end - 1].snapshot is not None or (with_due and path[end - 1].num_due):
+                return path[:end]
+        return []
+
+    def reserve_snapshot(self, node: Node) -> int | None:
+        """A number for a snapshot at the end of a node; None if it has one or is due to, or all are in use."""
+        if node.snapshot is not None or node.num_due:
+            return None
+        if not self._free_snapshots:
+            oldest = next((own for own in self.snapshots.values() if own.num_users == 0), None)
+            if oldest is None:
+                return None
+            self._free_snapshot(oldest)
+        node.num_due += 1
+        return heappop(self._free_snapshots)
+
+    def end_snapshot(self, node: Node, number: int, *, is_done: bool) -> None:
+        """The job that reserved the snapshot has ended or was dropped; it is kept if the node is still in the tree."""
+        node.num_due -= 1
+        if not is_done or node.is_lost or not node.is_ready:
+            heappush(self._free_snapshots, number)
+            return
+        node.snapshot = number
+        self.snapshots[number] = node
+
+    def _free_snapshot(self, node: Node) -> None:
+        if node.snapshot is not None:
+            del self.snapshots[node.snapshot]
+            heappush(self._free_snapshots, node.snapshot)
+            node.snapshot = None
+
     def take(self, nodes: Sequence[Node]) -> None:
         """Protect and hold these ready nodes, the beginning of a path, for a job."""
+        if nodes and nodes[-1].snapshot is not None:
+            self.snapshots.move_to_end(nodes[-1].snapshot)
         for node in reversed(nodes):  # parents last: they are younger than their children, and leave after them
             node.num_users += 1
             self._probation.pop(node.number, None)
@@ -126,6 +173,7 @@ class PrefixIndex:
             node.num_users -= 1
             if node.is_lost and node.num_users == 0:
                 heappush(self._free, node.number)
+                self._free_snapshot(node)
 
     def reserve(self, namespace: str, chain: Chain) -> Reservation:
         """Blocks for the unknown part of the chain, as many as are available."""
@@ -189,6 +237,7 @@ class PrefixIndex:
             self._protected.pop(node.number, None)
             if node.is_ready and node.num_users == 0:
                 heappush(self._free, node.number)
+                self._free_snapshot(node)
         return count
 
     def _take_number(self) -> int | None:
@@ -333,6 +382,7 @@ class _Held:
     restored: tuple[Node, ...]
     saved: Reservation
     chain: Chain
+    snapshots: tuple[tuple[Node, int], ...]  # that it takes, by ascending end: node and number
 
 
 class PrefixLookup:
@@ -343,7 +393,8 @@ class PrefixLookup:
         # Short prompts are packed and take a unit or two: they are not looked up.
         self._least = max(store.min_tokens, config.chunking.short_len + 1)
         self._min_restored = store.min_tokens
-        self.index = PrefixIndex(config.prefix_blocks)
+        self._snapshot_blocks = max(store.snapshot_len // store.block_len, 1)
+        self.index = PrefixIndex(config.prefix_blocks, config.prefix_snapshots)
         self._queued: dict[LiveRequest, _Lookup] = {}
         self._held: dict[LiveRequest, _Held] = {}
         self._filled: dict[LiveRequest, _Held] = {}  # jobs whose last unit is planned, until its result has been read
@@ -370,7 +421,7 @@ class PrefixLookup:
     def probe(self, token_ids: tuple[int, ...], namespace: str) -> int:
         """Tokens at the beginning of a prompt that are stored now."""
         path = self.index.path(namespace, chain_of(token_ids, self._block_len))
-        return _num_ready(path) * self._block_len
+        return len(self.index.up_to_snapshot(path[: _num_ready(path)])) * self._block_len
 
     def must_wait(self, live: LiveRequest) -> bool:
         """Whether an open job writes so much of this prompt that it should wait for its end."""
@@ -382,7 +433,8 @@ class PrefixLookup:
             return False
         most = self._most_restored(live)
         path = self.index.path(live.request.namespace, lookup.chain)[:most]
-        ready = _num_ready(path)
+        path = self.index.up_to_snapshot(path, with_due=True)
+        ready = len(self.index.up_to_snapshot(path[: _num_ready(path)]))
         if self._disk is not None and not lookup.was_fetched and ready == len(path):
             lookup.was_fetched = True
             least = -(-self._min_restored // self._block_len)
@@ -399,7 +451,7 @@ class PrefixLookup:
         if lookup is None:
             return None
         path = self.index.path(namespace, lookup.chain)
-        restored = tuple(path[: min(_num_ready(path), self._most_restored(live))])
+        restored = tuple(self.index.up_to_snapshot(path[: min(_num_ready(path), self._most_restored(live))]))
         if len(restored) * self._block_len < self._min_restored:
             restored = ()
         self._queries += live.num_tokens
@@ -408,15 +460,35 @@ class PrefixLookup:
         live.output.prefix = PrefixUse(cached_tokens=len(restored) * self._block_len, diverged_at=diverged_at)
         self.index.take(restored)
         saved = self.index.reserve(namespace, lookup.chain)
-        self._held[live] = _Held(restored, saved, lookup.chain)
-        if not restored and not saved.nodes:
+        snapshots = self._reserve_snapshots(live, len(restored), [*path, *saved.nodes])
+        self._held[live] = _Held(restored, saved, lookup.chain, tuple(snapshots.values()))
+        if not restored and not saved.nodes and not snapshots:
             return None
         return PrefixMoves(
             block_len=self._block_len,
             restored=tuple(node.number for node in restored),
             saved=tuple(node.number for node in saved.nodes),
             first_saved=saved.first,
+            state=restored[-1].snapshot if restored else None,
+            snapshot_ends=tuple(end * self._block_len for end in snapshots),
+            snapshots=tuple(number for _, number in snapshots.values()),
         )
+
+    def _reserve_snapshots(self, live: LiveRequest, first: int, nodes: list[Node]) -> dict[int, tuple[Node, int]]:
+        """The snapshots of states that a prompt takes, by block after ``first``: every ``snapshot_len`` tokens, and
+        where the same prompt or a longer one would begin to compute. The last are reserved first.
+        """
+        if self.index.num_snapshots == 0:
+            return {}
+        last = (live.num_tokens - max(live.selector.num_queries(live.num_tokens), 1)) // self._block_len
+        ends = {*range(self._snapshot_blocks, len(nodes) + 1, self._snapshot_blocks), min(last, len(nodes))}
+        found = {}
+        least = max(first + 1, -(-self._min_restored // self._block_len))  # a hit that is shorter is not used
+        for end in sorted((end for end in ends if end >= least), reverse=True):
+            number = self.index.reserve_snapshot(nodes[end - 1])
+            if number is not None:
+                found[end] = nodes[end - 1], number
+        return dict(sorted(found.items()))
 
     def close(self, live: LiveRequest, *, is_done: bool) -> None:
         """Its job has ended, or was dropped."""
@@ -431,6 +503,8 @@ class PrefixLookup:
                 self._filled[live] = held
         else:
             self.index.drop(held.saved)
+        for node, number in held.snapshots:
+            self.index.end_snapshot(node, number, is_done=is_done)
 
     def written(self, live: LiveRequest) -> None:
         """The result of the step that filled the last of its blocks was read: write them to disk."""

@@ -155,14 +155,41 @@ class RowStates:
     """A ``PromptStates``: recurrent layers keep the state of a prompt in its first row."""
 
     def __init__(
-        self, cache: KVCache, entries: Sequence[PrefillEntry], send: Callable[[int, PrefillEntry], None]
+        self,
+        cache: KVCache,
+        entries: Sequence[PrefillEntry],
+        send: Callable[[int, PrefillEntry], None],
+        mover: PrefixMover | None,
     ) -> None:
-        """``send``: see ``PrefillJob``."""
-        self._cache, self._entries, self._send = cache, entries, send
+        """``send``, ``mover``: see ``PrefillJob``."""
+        self._cache, self._entries, self._send, self._mover = cache, entries, send, mover
 
     def of(self, prompt: int, layer: int) -> Mapping[str, Tensor]:
         row = self._entries[prompt].rows[0]
         return {name: stored[row] for name, stored in self._cache.state(layer).items()}
+
+    def begin(self, prompt: int, layer: int) -> None:
+        moves = self._entries[prompt].prefix
+        for name, tensor in self.of(prompt, layer).items():
+            if moves is None or moves.state is None:
+                tensor.zero_()
+            else:
+                tensor.copy_(self._stored(moves.state, layer)[name])
+
+    def ends(self, prompt: int) -> Sequence[int]:
+        moves = self._entries[prompt].prefix
+        return () if moves is None else moves.snapshot_ends
+
+    def reached(self, prompt: int, layer: int, num_tokens: int) -> None:
+        moves = self._entries[prompt].prefix
+        assert moves is not None
+        stored = self._stored(moves.snapshots[moves.snapshot_ends.index(num_tokens)], layer)
+        for name, tensor in self.of(prompt, layer).items():
+            stored[name].copy_(tensor)
+
+    def _stored(self, snapshot: int, layer: int) -> Mapping[str, Tensor]:
+        assert self._mover is not None
+        return self._mover.blocks.state(snapshot, layer)
 
     def done(self, prompt: int, layer: int) -> None:
         first, *others = self._entries[prompt].rows
@@ -232,7 +259,7 @@ class PrefillJob:
             attention,
             self._layer_done,
             "all" if wants_all else "last",
-            RowStates(writer.cache, spec.entries, send),
+            RowStates(writer.cache, spec.entries, send, mover),
         )
 
     @property

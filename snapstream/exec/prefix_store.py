@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from snapstream.kv.prefix_store import PrefixBlocks
+from snapstream.kv.spec import State
 from snapstream.step import JobSpec, PrefillEntry, PrefixMoves
 
 Mark = Any  # a point in a stream
@@ -98,7 +99,7 @@ class PrefixMover:
     def place(self, job: JobSpec, entry: PrefillEntry, layer: int, keys: Tensor, values: Tensor) -> None:
         """Copy the cached blocks of a layer of a prompt into staging."""
         moves = entry.prefix
-        if moves is None:
+        if moves is None or isinstance(self.blocks.spec.layers[layer], State):  # states: ``exec/prefill.py``
             return
         for own, block in zip(_pieces(moves, 0, len(moves.restored)), moves.restored, strict=True):
             stored_keys, stored_values = self.blocks.layer(block, layer)

@@ -174,7 +174,7 @@ class ModelRunner:
         self.mover: PrefixMover | None = None
         if config.prefix_store is not None:
             size, pins = config.prefix_store.block_len, device.type == "cuda"
-            self.prefix_blocks = PrefixBlocks(spec, config.prefix_blocks, size, pins=pins)
+            self.prefix_blocks = PrefixBlocks(spec, config.prefix_blocks, size, config.prefix_snapshots, pins=pins)
             self.prefix_tier = None if make_tier is None else make_tier(self.prefix_blocks)
             self.mover = make_mover(self.prefix_blocks, config.pool_tokens, device)
         self._on_unit = on_unit

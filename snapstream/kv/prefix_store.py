@@ -30,7 +30,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from snapstream.kv.prefix_folder import PrefixFolder
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import KVSpec, State
 from snapstream.step import StoredBlock
 from snapstream.types import NAMESPACE_BORDER
 
@@ -40,13 +40,19 @@ SLAB_BYTES = 256 * 2**20
 
 
 class PrefixBlocks:
-    """``num_blocks`` blocks in the staging dtype; ``pins`` memory for copies to and from a GPU.
+    """``num_blocks`` blocks of the layers with slots, in the staging dtype; ``pins`` memory for copies to a GPU.
 
     Memory is allocated in slabs on first use; low block numbers are used first.
     """
 
-    def __init__(self, spec: KVSpec, num_blocks: int, block_len: int, *, pins: bool = False) -> None:
+    def __init__(
+        self, spec: KVSpec, num_blocks: int, block_len: int, num_snapshots: int = 0, *, pins: bool = False
+    ) -> None:
+        """``num_snapshots`` of the states of recurrent layers are kept beside the blocks."""
         self.spec, self.num_blocks, self.block_len = spec, num_blocks, block_len
+        self._places = {layer: place for place, layer in enumerate(spec.slot_layer_indices)}  # in a block
+        self._snapshots: dict[int, list[dict[str, Tensor]]] = {}  # by number, allocated on first use; then by layer
+        self._num_snapshots = num_snapshots
         self._pins = pins
         self._per_slab = min(max(SLAB_BYTES // (block_len * spec.prefix_token_bytes), 1), num_blocks)
         self._lock = Lock()
@@ -55,7 +61,7 @@ class PrefixBlocks:
     @property
     def num_bytes(self) -> int:
         """Bytes allocated so far."""
-        return sum(slab.nbytes for slab in self._slabs.values())
+        return sum(slab.nbytes for slab in self._slabs.values()) + len(self._snapshots) * self.spec.state_bytes
 
     def whole(self, block: int) -> Tensor:
         """All layers of a block, ``[L, elements]``."""
@@ -68,14 +74,25 @@ class PrefixBlocks:
     def _new_slab(self, index: int) -> Tensor:
         size = (
             min(self._per_slab, self.num_blocks - index * self._per_slab),
-            self.spec.num_layers,
+            self.spec.num_slot_layers,
             self.block_len * self.spec.token_size,
         )
         return torch.empty(size, dtype=getattr(torch, self.spec.dtype), pin_memory=self._pins)
 
     def layer(self, block: int, layer: int) -> tuple[Tensor, Tensor | None]:
         """Keys ``[G, block_len, E]`` and values ``[G, block_len, E']`` of a block; None if keys hold the values."""
-        return split(self.spec, self.whole(block)[layer], self.block_len)
+        return split(self.spec, self.whole(block)[self._places[layer]], self.block_len)
+
+    def state(self, snapshot: int, layer: int) -> dict[str, Tensor]:
+        """The states of a recurrent layer in a snapshot, fp32 by name."""
+        if not 0 <= snapshot < self._num_snapshots:
+            raise IndexError(f"snapshot {snapshot} of {self._num_snapshots}")
+        if snapshot not in self._snapshots:
+            self._snapshots[snapshot] = [
+                {name: torch.empty(shape) for name, shape in own.shapes} if isinstance(own, State) else {}
+                for own in self.spec.layers
+            ]
+        return self._snapshots[snapshot][layer]
 
 
 def split(spec: KVSpec, piece: Tensor, num_tokens: int) -> tuple[Tensor, Tensor | None]:

@@ -123,6 +123,11 @@ class KVSpec:
         return tuple(layer for layer in self.layers if isinstance(layer, Full))
 
     @property
+    def slot_layer_indices(self) -> tuple[int, ...]:
+        """Indices of the layers that have slots, ascending."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer, Full))
+
+    @property
     def num_slot_layers(self) -> int:
         """Layers that have slots: all but those with states."""
         return len(self._slot_layers)
@@ -247,6 +252,10 @@ class KVSpec:
     def prefix_token_bytes(self) -> int:
         """Bytes of one token in the prefix store: all layers in the staging dtype; latents are stored unexpanded."""
         return self.num_slot_layers * self.layer_bytes(1)
+
+    def stored_token_bytes(self, snapshot_len: int) -> int:
+        """The same with a token's part of the snapshots of states, two for each ``snapshot_len`` tokens."""
+        return self.prefix_token_bytes - (-2 * self.state_bytes // snapshot_len)
 
     def query_bytes(self, num_tokens: int) -> int:
         """Bytes of the queries of ``num_tokens`` tokens of one layer, kept for selection or KV re-selection."""

@@ -106,6 +106,18 @@ class PromptStates(Protocol):
         """The state of a prompt in a layer, updated in place from chunk to chunk."""
         ...
 
+    def begin(self, prompt: int, layer: int) -> None:
+        """Set the state to that before the first computed token: zeros, or a snapshot after restored tokens."""
+        ...
+
+    def ends(self, prompt: int) -> Sequence[int]:
+        """Numbers of tokens of the prompt after which ``reached`` is called, ascending."""
+        ...
+
+    def reached(self, prompt: int, layer: int, num_tokens: int) -> None:
+        """The state is that after ``num_tokens`` tokens."""
+        ...
+
     def done(self, prompt: int, layer: int) -> None:
         """All tokens of the prompt have passed the layer."""
         ...
@@ -132,17 +144,24 @@ class StagingView:
         self._keep, self._states = keep, states
 
     def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
-        """See ``layers.StateView``; a prompt's state begins as zeros."""
+        """See ``layers.StateView``; a prompt's part is cut where its state is asked for."""
         if self._states is None:
             raise ValueError("this prefill keeps no recurrent states")
         parts = []
         for segment in self._chunk.segments:
-            own = self._states.of(segment.prompt, layer)
-            if segment.prompt_start == 0:
-                for tensor in own.values():
-                    tensor.zero_()
-            states = {name: tensor[None] for name, tensor in own.items()}
-            parts.append(recurrence(inputs[None, segment.chunk_slice], states)[0])
+            prompt, offset = segment.prompt, segment.chunk_start - segment.prompt_start
+            if segment.prompt_start == segment.num_restored:
+                self._states.begin(prompt, layer)
+            states = {name: tensor[None] for name, tensor in self._states.of(prompt, layer).items()}
+            ends = [end for end in self._states.ends(prompt) if segment.prompt_start < end <= segment.num_keys]
+            start = segment.prompt_start
+            for stop in (*ends, segment.num_keys):
+                if start == stop:
+                    continue
+                parts.append(recurrence(inputs[None, offset + start : offset + stop], states)[0])
+                if stop in ends:
+                    self._states.reached(prompt, layer, stop)
+                start = stop
         return self.outputs(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def outputs(self, x: Tensor) -> Tensor:

@@ -171,6 +171,10 @@ def engine_config(
         prefill_quantum=options.prefill_quantum,
         formats=formats,
     )
+    num_blocks = num_snapshots = 0
+    if store is not None:
+        num_blocks = store.num_blocks(store_token_bytes(model, options.parallel, options.dtype, store.snapshot_len))
+        num_snapshots = store.num_snapshots(num_blocks) if model.recurrent_layers else 0
     config = EngineConfig(
         budget=budget,
         heads=heads,
@@ -185,9 +189,8 @@ def engine_config(
         prefix_store=store,
         prefix_dir="" if store is None else options.prefix_dir or "",
         prefix_disk=cast(int, options.prefix_disk),
-        prefix_blocks=0
-        if store is None
-        else store.num_blocks(store_token_bytes(model, options.parallel, options.dtype)),
+        prefix_blocks=num_blocks,
+        prefix_snapshots=num_snapshots,
         parallel=options.parallel,
         # A rotation that depends on the whole length gives keys beyond the original context to one prompt alone.
         prefix_max_len=model.rope.original_max_position if model.rope.depends_on_length else 0,
@@ -209,7 +212,8 @@ def _check_recurrent(model: ModelConfig, config: EngineConfig) -> None:
     """ValueError for what models with recurrent layers do not support."""
     asked = {
         f"reselection is {config.reselection!r}": config.reselection is not None,
-        "a prefix_store is set (states are not stored)": config.prefix_store is not None,
+        f"prefix_dir is {config.prefix_dir!r} (states are not written to disk)": bool(config.prefix_dir),
+        "a prefix_store is set on a GPU": config.prefix_store is not None and config.device.startswith("cuda"),
         f"tensor_parallel is {config.parallel.size}": config.parallel.size > 1,
     }
     for what, is_set in asked.items():

@@ -19,6 +19,7 @@ from snapstream.config import (
     ParallelConfig,
     Selector,
 )
+from snapstream.config.engine import SNAPSHOT_LEN
 from snapstream.config.values import format_bytes
 from snapstream.disaggregation.protocol import RowSizes
 from snapstream.exec.executors import executor_of, mlp_size
@@ -218,20 +219,23 @@ def bounce_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return kv_spec_of(model, config.dtype).layer_bytes(-(-config.pool_tokens // size) * size)
 
 
-def store_token_bytes(model: ModelConfig, parallel: ParallelConfig, dtype: DType) -> int:
-    """Bytes of a token in the prefix stores of all ranks together. Latents, and kv heads that are fewer than ranks, are
-    stored on several ranks each.
+def store_token_bytes(
+    model: ModelConfig, parallel: ParallelConfig, dtype: DType, snapshot_len: int = SNAPSHOT_LEN
+) -> int:
+    """Bytes of a token in the prefix stores of all ranks together, with its part of the snapshots of states. Latents,
+    and kv heads that are fewer than ranks, are stored on several ranks each.
     """
     own = rank_config(model, split_heads(parallel))
-    return parallel.size * kv_spec_of(own, dtype).prefix_token_bytes
+    return parallel.size * kv_spec_of(own, dtype).stored_token_bytes(snapshot_len)
 
 
 def prefix_store_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Host memory of one rank's prefix store when it is full; ``model`` is the whole one."""
     if config.prefix_store is None:
         return 0
-    token_bytes = store_token_bytes(model, config.parallel, config.dtype) // config.parallel.size
-    return config.prefix_blocks * config.prefix_store.block_len * token_bytes
+    spec = kv_spec_of(rank_config(model, split_heads(config.parallel)), config.dtype)
+    num_tokens = config.prefix_blocks * config.prefix_store.block_len
+    return num_tokens * spec.prefix_token_bytes + config.prefix_snapshots * spec.state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,19 +99,20 @@ def prefix_plan(
     """For prompts of ``prompt_len`` tokens on a device of ``bandwidth`` bytes per second; ``model`` is that of one of
     ``num_ranks``, all of which share the size of the store. ValueError for a store that holds not one block.
     """
-    token_bytes = kv_spec_of(model, dtype).prefix_token_bytes
-    num_tokens = store.num_blocks(num_ranks * token_bytes) * store.block_len
+    spec = kv_spec_of(model, dtype)
+    token_bytes, stored = spec.prefix_token_bytes, num_ranks * spec.stored_token_bytes(store.snapshot_len)
+    num_tokens = store.num_blocks(stored) * store.block_len
     prompt_blocks = prompt_len // store.block_len
     token_flop = 2 * model.num_layers * (layer_parameters(model) + model.num_heads * model.head_dim * prompt_len)
     flop_per_s = FLOP_PER_BYTE * REACHED * bandwidth
     num_copied = prompt_blocks * store.block_len
     return PrefixPlan(
-        store_bytes=num_tokens * num_ranks * token_bytes,
+        store_bytes=num_tokens * stored,
         num_tokens=num_tokens,
         num_prompts=num_tokens // num_copied if num_copied else 0,
         link_bytes_per_s=link,
-        prompt_bytes=num_copied * token_bytes,
-        restore_ms=1e3 * num_copied * token_bytes / link,
+        prompt_bytes=num_copied * token_bytes + spec.state_bytes,
+        restore_ms=1e3 * (num_copied * token_bytes + spec.state_bytes) / link,
         compute_ms=1e3 * num_copied * token_flop / flop_per_s,
         break_even_bytes_per_s=token_bytes * flop_per_s / token_flop,
     )

@@ -101,10 +101,11 @@ def describe_store(model: ModelConfig, options: EngineOptions, config: EngineCon
     how, store = " (auto)" if options.prefix_store == "auto" else "", config.prefix_store
     if store is None:
         why = "too little memory is free"
-        if model.recurrent_layers:
-            why = "states of recurrent layers are not stored"
+        if model.recurrent_layers and config.device.startswith("cuda"):
+            why = "states of recurrent layers on a GPU are not stored"
         elif config.selector.needs_all_queries:
             why = "the selector needs the queries of whole prompts"
         return f"prefix store: none{how}, because {why}"
     size = format_bytes(config.parallel.size * prefix_store_bytes(model, config))
-    return f"prefix store: {size}{how}, {config.prefix_blocks * store.block_len:,} tokens (--prefix-store)"
+    states = f" and {config.prefix_snapshots:,} snapshots of states" if config.prefix_snapshots else ""
+    return f"prefix store: {size}{how}, {config.prefix_blocks * store.block_len:,} tokens{states} (--prefix-store)"

@@ -124,7 +124,7 @@ def _with_rounded_inputs(
 
 def auto_prefix_store(model: ModelConfig, config: EngineConfig, machine: Machine) -> PrefixStoreConfig | None:
     """The store that ``"auto"`` gives the engine of ``config``, which has none; None where it cannot have one."""
-    if config.selector.needs_all_queries or model.recurrent_layers:
+    if config.selector.needs_all_queries or (model.recurrent_layers and config.device.startswith("cuda")):
         return None
     free, kind = machine.host_free_bytes, "gpu"
     if free is None:

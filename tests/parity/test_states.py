@@ -11,14 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from snapstream.config import PrefixStoreConfig, ReselectionConfig
+from snapstream.config import EngineOptions, KVBudget, PrefixStoreConfig, ReselectionConfig
 from snapstream.config.kv import HeadProfile
 from snapstream.config.model import ShortConv
+from snapstream.engine.prefix_cache import Node, PrefixIndex, Reservation
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.reference import causal_conv
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.kv.spec import KVSpec, State
 from snapstream.llm import LLM
 from snapstream.models.registry import model_config_from_dict, read_model_config
+from snapstream.plan.fit import engine_config
+from snapstream.plan.memory import prefix_store_bytes
 from snapstream.spec_prefill.draft import Draft
 from snapstream.types import SamplingParams
 from tests.parity.checkpoints import VOCAB, make_model, save
@@ -124,6 +128,92 @@ def test_attention_in_place_of_positions_on_several_axes() -> None:
     assert model.rope.kind == "default" and model.rope.rotary_dim(model.head_dim) == 64
 
 
+STORE = PrefixStoreConfig(num_bytes=2**20, block_len=8, min_tokens=8, snapshot_len=16)
+STORED: dict[str, Any] = {**SETTINGS, "selector": SnapKV(observation_len=4), "budget": 48, "chunk_len": 24}
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3.5"])
+def test_a_hit_begins_at_a_snapshot_and_answers_as_a_cold_prefill(name: str, tmp_path: Path) -> None:
+    """A further turn, the same prompt again, other ends of a prompt, several samples; alone and together."""
+    folder = save(make_model(name), tmp_path)
+    document, more, other = prompts(61, 20, 30)
+    asked = [document, document + more, document + more, document[:45] + other, document[:10] + other, other * 2]
+    three = SamplingParams(max_tokens=8, temperature=0.9, seed=5, n=3, ignore_eos=True)
+
+    def answers(llm: LLM, *, together: bool) -> list[Any]:
+        outputs = llm.generate(asked, GREEDY) if together else [llm.generate([own], GREEDY)[0] for own in asked]
+        samples = llm.generate([document + more], three)[0].samples
+        return [output.token_ids for output in outputs] + [sample.token_ids for sample in samples]
+
+    with LLM(folder, max_rows=4, **STORED) as llm:
+        cold = answers(llm, together=False)
+    with LLM(folder, max_rows=4, prefix_store=STORE, **STORED) as llm:
+        cached = []
+        for prompt, want in zip(asked, cold, strict=False):
+            output = llm.generate([prompt], GREEDY)[0]
+            assert output.token_ids == want
+            cached.append(output.cached_tokens)
+        assert cached == [0, 56, 72, 32, 0, 0]
+        assert answers(llm, together=True) == cold
+    with LLM(folder, max_rows=4, prefix_store=STORE, **STORED) as llm:
+        assert answers(llm, together=True) == cold
+
+
+def test_a_store_of_few_snapshots_answers_alike(folder: Path) -> None:
+    """Snapshots are evicted all the time, also of blocks that stay."""
+    small = PrefixStoreConfig(num_bytes=2**15, block_len=8, min_tokens=8, snapshot_len=64)
+    asked = [base[:cut] + tail for base in prompts(90, 70) for cut in (30, 90) for tail in prompts(9, 25)] * 2
+    random.Random(1).shuffle(asked)
+    with LLM(folder, max_rows=3, **STORED) as llm:
+        cold = [output.token_ids for output in llm.generate(asked, GREEDY)]
+    with LLM(folder, max_rows=3, prefix_store=small, **STORED) as llm:
+        config = llm.config
+        assert 1 <= config.prefix_snapshots < 8
+        assert [output.token_ids for output in llm.generate(asked, GREEDY)] == cold
+        assert [llm.generate([own], GREEDY)[0].token_ids for own in asked] == cold
+        blocks = llm.engine.runner.prefix_blocks
+        assert 0 < blocks.num_bytes <= prefix_store_bytes(llm.model_config, config)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_snapshot_has_one_owner(seed: int) -> None:
+    """Jobs open, end and are dropped in any order, and namespaces are reset; no number is lost or used twice."""
+    draw, index = random.Random(seed), PrefixIndex(12, num_snapshots=4)
+    jobs: list[tuple[list[Node], Reservation, list[tuple[Node, int]]]] = []
+    for _ in range(400):
+        if len(jobs) < 3 and draw.random() < 0.6:
+            chain = tuple(bytes([draw.randrange(2)]) * 4 for _ in range(draw.randrange(1, 7)))
+            path = index.path("", chain)
+            ready = next((n for n, node in enumerate(path) if not node.is_ready), len(path))
+            restored = index.up_to_snapshot(path[:ready])
+            assert not restored or restored[-1].snapshot is not None
+            index.take(restored)
+            saved = index.reserve("", chain)
+            found = [(node, index.reserve_snapshot(node)) for node in [*path, *saved.nodes] if draw.random() < 0.5]
+            jobs.append((restored, saved, [(node, number) for node, number in found if number is not None]))
+        elif jobs:
+            restored, saved, due = jobs.pop(draw.randrange(len(jobs)))
+            is_done = draw.random() < 0.7
+            index.release(restored)
+            (index.commit if is_done else index.drop)(saved)
+            for node, number in due:
+                index.end_snapshot(node, number, is_done=is_done)
+        if draw.random() < 0.02:
+            index.reset()
+        kept = [number for number, node in index.snapshots.items() if node.snapshot == number and not node.is_lost]
+        used = [*kept, *(number for _, _, due in jobs for _, number in due)]
+        assert len(kept) <= len(index.snapshots) and len(set(used)) == len(used) and set(used) <= {0, 1, 2, 3}
+    for restored, saved, due in jobs:
+        index.release(restored)
+        index.drop(saved)
+        for node, number in due:
+            index.end_snapshot(node, number, is_done=False)
+    index.reset()
+    assert not index.snapshots
+    fresh = index.reserve("", tuple(bytes([n]) * 4 for n in range(6))).nodes
+    assert sorted(number for node in fresh if (number := index.reserve_snapshot(node)) is not None) == [0, 1, 2, 3]
+
+
 _EVEN = HeadProfile(shares=((0.1, 0.1),) * 5, model="", made_by="hand")
 
 
@@ -131,7 +221,7 @@ _EVEN = HeadProfile(shares=((0.1, 0.1),) * 5, model="", made_by="hand")
     ("options", "problem"),
     [
         ({"reselection": ReselectionConfig(every=8), "budget": 64}, "reselection is .* recurrent layers"),
-        ({"prefix_store": PrefixStoreConfig(num_bytes=2**20)}, "prefix_store is set .* recurrent layers"),
+        ({"prefix_store": PrefixStoreConfig(num_bytes=2**20), "prefix_dir": "/tmp/x"}, "prefix_dir is .* recurrent"),
         ({"heads": _EVEN, "budget": 64}, "per-head KV budgets are not supported"),
         ({"tensor_parallel": 2}, "tensor_parallel is 2; Lfm2ForCausalLM has recurrent layers"),
         ({"executor": "graph"}, "CUDA graphs"),
@@ -143,9 +233,15 @@ def test_what_is_not_supported_is_refused(options: dict[str, Any], problem: str,
         pass
 
 
-def test_an_automatic_store_is_none_and_a_draft_is_refused(folder: Path) -> None:
+def test_an_automatic_store_has_snapshots(folder: Path) -> None:
     with LLM(folder, max_rows=1, prefix_store="auto", **SETTINGS) as llm:
-        assert "prefix store: none (auto), because states of recurrent layers are not stored" in "\n".join(llm.notes)
+        assert "snapshots of states (--prefix-store)" in "\n".join(llm.notes)
+
+
+def test_a_store_on_a_gpu_and_a_draft_are_refused(folder: Path) -> None:
+    options = EngineOptions(prefix_store=PrefixStoreConfig(num_bytes=2**20))
+    with pytest.raises(ValueError, match="a prefix_store is set on a GPU"):
+        engine_config(read_model_config(folder), options, KVBudget.full(128), 128, device="cuda")
     with pytest.raises(ValueError, match="recurrent layers; a draft needs attention"):
         Draft.load(folder)
 
