@@ -23,6 +23,7 @@ from snapstream.llm import LLM
 from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.plan.fit import engine_config
 from snapstream.plan.memory import prefix_store_bytes
+from snapstream.plan.plan import prefix_plan
 from snapstream.spec_prefill.draft import Draft
 from snapstream.types import SamplingParams
 from tests.parity.checkpoints import VOCAB, make_model, save
@@ -101,6 +102,21 @@ def test_a_hybrid_keeps_what_its_documents_say() -> None:
     assert spec.token_bytes() * 262144 == 5 * 2**30
     assert spec.row_bytes(8192) - spec.state_bytes == 160 * 2**20
     assert spec.state_bytes == 30 * 4 * (32 * 128 * 128 + 3 * 8192)
+
+
+def test_a_planned_store_shares_its_bytes_between_blocks_and_snapshots() -> None:
+    model = model_config_from_dict({"architectures": ["Qwen3_5MoeForCausalLM"], "max_position_embeddings": 262144})
+    spec, store = KVSpec.of(model, "bfloat16"), PrefixStoreConfig(num_bytes=64 * 2**30)
+    num_blocks = store.num_blocks(spec.stored_token_bytes(store.snapshot_len))
+    snapshots = store.num_snapshots(num_blocks)
+    assert snapshots == num_blocks * store.block_len // 1024
+    used = num_blocks * store.block_len * spec.prefix_token_bytes + snapshots * spec.state_bytes
+    assert (
+        store.num_bytes - spec.state_bytes - store.block_len * spec.stored_token_bytes(2048) < used <= store.num_bytes
+    )
+    planned = prefix_plan(model, "bfloat16", store, 100_000, bandwidth=10**12, link=50 * 10**9)
+    assert planned.num_tokens == num_blocks * store.block_len
+    assert planned.prompt_bytes == 390 * store.block_len * spec.prefix_token_bytes + spec.state_bytes
 
 
 def test_experts_in_one_tensor_are_those_of_one_each(tmp_path: Path) -> None:
