@@ -46,6 +46,23 @@ def prefill(figures: dict[str, Any]) -> str:
     return "How fast a prompt is read, and what compression adds:\n\n" + table(heads, rows)
 
 
+def speculation(figures: dict[str, Any]) -> str:
+    rows = [
+        [arm["weights"], str(arm["rows"]), f"{arm['plain_tokens_per_s']:.0f}", f"{arm['edit_speedup']:.2f}x",
+         f"{arm['edit_accepted_share']:.0%}", f"{arm['fresh_speedup']:.2f}x"]
+        for arm in figures["arms"]
+    ]  # fmt: skip
+    heads = [
+        "weights",
+        "rows",
+        "tokens/s without drafts",
+        "edit of a text",
+        "drafts accepted",
+        "text that does not repeat",
+    ]
+    return f"Decode with drafts against without, {figures['model']}:\n\n" + table(heads, rows)
+
+
 def memory(figures: dict[str, Any]) -> str:
     rows = [
         [str(arm["layers"]), f"{arm['measured_mib']:.0f} MiB", f"{arm['planned_mib']:.0f} MiB",
@@ -278,7 +295,8 @@ def ranks(figures: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "looping": looping, "looping_rows": looping_rows, "equal_memory": equal_memory,
-    "decode": decode, "prefill": prefill, "prefill_latents": prefill, "memory": memory, "peers_100m": peers,
+    "decode": decode,
+    "speculation": speculation, "prefill": prefill, "prefill_latents": prefill, "memory": memory, "peers_100m": peers,
     "peers_tiny": peers, "peers_batches_100m": peers_batches, "peers_all_100m": peers_all,
     "spec_prefill": spec_prefill, "serving": serving,
     "soak": soak, "executors": executors, "grammar": grammar, "turns": turns, "agent_turns": agent_turns,

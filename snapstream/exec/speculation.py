@@ -30,6 +30,7 @@ from snapstream.step import PrefillEntry
 
 MIN_MATCH, MAX_MATCH = 2, 8  # last tokens that an earlier occurrence shares
 MAX_PAUSE = 64  # steps in which a row without accepted drafts is not looked up
+MANY_EMPTY, EMPTY_PAUSE = 16, 3  # lookups in a row that find nothing; then so many steps between two
 _DECAY = 0.9  # of what is known of acceptance and of times, per token and per step
 _PRIOR_SLOPE = 0.1  # a drafted token's share of the time of a step, before it is measured
 
@@ -110,6 +111,7 @@ class _Row:
     most: int  # drafted tokens per step
     rate: float = 0.7  # share of drafted tokens that were accepted, of those that could be
     num_missed: int = 0  # drafts in a row of which nothing was accepted
+    num_empty: int = 0  # lookups in a row that found nothing
     pause: int = 0  # steps until the next lookup
 
 
@@ -117,11 +119,14 @@ class StepTimes:
     """Time of a step as a line over its entries: a decaying least-squares fit."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)  # of weights, n, t, n n, n t
+        self._sums = (0.0,) * 5  # of weights, n, t, n n, n t
 
     def add(self, entries: int, seconds: float) -> None:
-        self._sums *= _DECAY
-        self._sums += (1.0, entries, seconds, entries * entries, entries * seconds)
+        weight, n, t, nn, nt = self._sums
+        self._sums = (
+            weight * _DECAY + 1.0, n * _DECAY + entries, t * _DECAY + seconds, nn * _DECAY + entries * entries,
+            nt * _DECAY + entries * seconds,
+        )  # fmt: skip
 
     def cost(self, entries: int) -> float:
         """Of one more entry, in steps of so many."""
@@ -206,6 +211,8 @@ class Speculation:
                 if self.parts.cache.spec.values_are_keys:  # latents are written before any entry attends
                     most = min(most, row.num_safe - row.history.num_tokens)
                 draft = row.history.draft(most)
+                row.num_empty = 0 if draft else row.num_empty + 1
+                row.pause = EMPTY_PAUSE if row.num_empty >= MANY_EMPTY else 0
             found.append(draft)
             values += [(row.rate ** (i + 1), index) for i in range(len(draft))]
         if not values:

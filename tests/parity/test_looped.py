@@ -243,7 +243,9 @@ def with_parts(draw: st.DrawFn, model: ModelConfig) -> ModelConfig:
             attention=draw(factors) if is_whole else 1.0,
         ),
         windows=None if window is None else (window, None)[: model.num_layers],
-        window_rope=None if window is None else replace(model.rope, kind="default", theta=500.0),
+        window_rope=None if window is None else replace(
+            model.rope, kind="default", theta=500.0, short_factors=(), long_factors=()
+        ),
     )  # fmt: skip
 
 
