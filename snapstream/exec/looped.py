@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig, ParallelConfig, WeightFormats
+from snapstream.config.model import DeltaNet
 from snapstream.config.values import num_cores
 from snapstream.exec.executors import Executor, eager_batch_bytes
 from snapstream.models.registry import FAMILIES, kv_spec_of, tensor_specs
@@ -21,7 +22,9 @@ _DENSE_TENSORS = frozenset(
 )
 _LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
     "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
-    "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias".split()
+    "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias shared_gate "
+    "conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in delta_gates delta_decay delta_step "
+    "delta_norm delta_out".split()
 )
 _MAX_HEAD_DIM = 256
 MAX_ROWS_GPU = 16  # of a step
@@ -62,6 +65,8 @@ def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
         return (
             f"{model.architecture} has multipliers, norms, rope or an activation that the GPU kernel does not support"
         )
+    if model.has_attention_gate:
+        return f"{model.architecture} gates the output of attention, which the GPU kernel does not support"
     if config.weights is not None and not _reads(config.weights, config.dtype):
         return (
             f"weights are {config.weights.describe()}; the GPU kernel reads {config.dtype}, int8 and int4, and inputs "
@@ -146,7 +151,8 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
     entry = _dense_entry(model, slots) + _latent_entry(model) + _mixture_entry(model, num_threads)
     around = config.weights and (config.weights.attention or config.weights.layers)
     if around and around.is_quantized and around.rounds_inputs:
-        entry += model.num_heads * model.head_dim  # attention's output, to be rounded
+        # the output of attention, to be rounded, or of recurrent layers
+        entry += max(model.num_heads * model.head_dim, _recurrent_sizes(model)[1])
     entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
     sampling = min(num_threads, config.max_rows) * _sampling_bytes(model.vocab_size)
@@ -166,12 +172,22 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     heads, latent = model.num_heads, model.latent
     attended = heads * (model.head_dim if latent is None else max(model.head_dim, latent.value_dim))
     q_rank = 0 if latent is None else latent.q_rank or 0
-    widest = max(model.hidden_size, model.intermediate_size, attended, q_rank) + _ALIGN
-    projected = (heads + 2 * model.num_kv_heads) * model.head_dim
+    inner, outer = _recurrent_sizes(model)
+    widest = max(model.hidden_size, model.intermediate_size, attended, q_rank, outer) + _ALIGN
+    gates = heads if model.has_attention_gate else 0
+    projected = max((gates + heads + 2 * model.num_kv_heads) * model.head_dim, inner)
     parts = heads * -(-slots // _PART_SLOTS) * (2 + model.head_dim)
     wide = model.hidden_size * (2 if model.norms.has_outputs else 1)
     angles = model.head_dim * (1 if model.window_rope is None else 2)
     return wide + projected + 2 * model.intermediate_size + widest + angles + parts
+
+
+def _recurrent_sizes(model: ModelConfig) -> tuple[int, int]:
+    """What recurrent layers project a token to, and the input of their last product; zeros without."""
+    net = model.recurrent if model.recurrent_layers else None
+    if isinstance(net, DeltaNet):
+        return net.channels + net.value_size, net.value_size
+    return (0, 0) if net is None else (3 * net.channels, net.channels)
 
 
 def _latent_entry(model: ModelConfig) -> int:
@@ -188,7 +204,7 @@ def _mixture_entry(model: ModelConfig, num_threads: int) -> int:
         return 0
     wide, pairs = _padded(model.hidden_size), moe.top_k
     chosen = 2 * wide + moe.num_experts + _LANES + pairs * (1 + 2 * moe.inner + _padded(moe.inner))
-    shared = 2 * moe.shared_inner + _padded(moe.shared_inner)
+    shared = 2 * moe.shared_inner + _padded(moe.shared_inner) + int(moe.has_shared_gate)
     return chosen + shared + num_threads * (wide + 2 * (pairs + 1) * _PANEL)
 
 
@@ -201,7 +217,10 @@ def _scratch(model: ModelConfig) -> int:
         attention = group + max(group, shared * (_PART_SLOTS + 2 * _LANES))
     else:
         attention = max(_LATENTS_AT_ONCE * (latent.kv_rank + latent.rope_dim + _DOTS), _DOTS * latent.nope_dim)
-    return max(attention, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)
+    net, heads = model.recurrent if model.recurrent_layers else None, 0
+    if isinstance(net, DeltaNet):
+        heads = 2 * net.key_dim + 2 * net.value_size // net.key_heads
+    return max(attention, heads, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)
 
 
 def _sampling_bytes(vocab_size: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import EngineConfig
+from snapstream.config.model import DeltaNet
 from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import StepParts
 from snapstream.exec.looped import max_batch, why_not_looped_cpu, why_not_looped_ranks
@@ -31,6 +32,7 @@ from snapstream.kernels.cpu.looped.library import (
     Model,
     NativeEngine,
     Ranks,
+    Recurrent,
     RowTable,
     Sampling,
     Stack,
@@ -42,7 +44,7 @@ from snapstream.kernels.cpu.looped.library import (
     shared_bytes,
     workspace_floats,
 )
-from snapstream.kv.spec import Window
+from snapstream.kv.spec import State, Window
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import bias_of_sum, expert_bias_of_sum
 from snapstream.models.matrix import MakeMatrix
@@ -87,6 +89,7 @@ def model_of(decoder: Decoder) -> Model:
     own = config.window_rope
     window_rope = None if own is None else Rope(own, config.rope_dim, "cpu", multipliers.attention)
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
+    recurrent = _recurrent(decoder)
     model = Model(
         layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, inner=config.intermediate_size, vocab=config.vocab_size,
@@ -100,12 +103,13 @@ def model_of(decoder: Decoder) -> Model:
         window_rope_scale=1.0 if window_rope is None else window_rope.scale,
         embed_multiplier=decoder.embedding_multiplier, residual_multiplier=multipliers.residual,
         logits_multiplier=multipliers.logits, dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
-        mixture=_mixture(decoder), latent=_latent(decoder),
+        mixture=_mixture(decoder), latent=_latent(decoder), recurrent=recurrent,
+        has_attention_gate=config.has_attention_gate,
         **{role: _stack(decoder, role) for role in _STACKS},
         **{name: address(vectors.get(name)) for name in _VECTORS},
         **{f"{role}_bias": address(bias) for role, bias in biases.items()},
     )  # fmt: skip
-    model.kept = rope, window_rope, rotated
+    model.kept = rope, window_rope, rotated, recurrent
     return model
 
 
@@ -125,7 +129,8 @@ def _mixture(decoder: Decoder) -> Mixture:
         router=address(vectors["router"]), correction=address(vectors.get("router_bias")), experts=moe.num_experts,
         top_k=moe.top_k, inner=moe.inner, shared_inner=moe.shared_inner, first_layer=moe.first_dense,
         groups=moe.num_groups, top_groups=moe.top_groups, best_of_group=2 if moe.group_score == "top2" else 1,
-        is_sigmoid=moe.scoring == "sigmoid", normalises=moe.normalise, scale=moe.scale,
+        is_sigmoid=moe.scoring == "sigmoid", normalises=moe.normalise, scale=moe.scale, least_sum=moe.least_sum,
+        shared_gate=address(vectors.get("shared_gate")),
         first_held=moe.own.start, held=len(moe.own), router_bias=address(vectors.get("router_logit_bias")),
         gate_up_bias=address(vectors.get("experts_gate_up_bias")),
         down_bias=address(expert_bias_of_sum(moe, vectors.get("experts_down_bias"), decoder.group)),
@@ -144,6 +149,36 @@ def _latent(decoder: Decoder) -> Latent:
         nope_dim=latent.nope_dim, rope_dim=latent.rope_dim, value_dim=latent.value_dim,
         factor=latent.softmax_scale * latent.latent_dim**0.5,
     )  # fmt: skip
+
+
+def _recurrent(decoder: Decoder) -> Recurrent:
+    config, weights = decoder.shard, decoder.weights
+    if config.recurrent is None or not config.recurrent_layers:
+        return Recurrent()
+    net, vectors, layers = config.recurrent, weights.vectors, range(config.num_layers)
+    kinds = config.attention_layers, config.recurrent_layers
+    is_recurrent = [layer in config.recurrent_layers for layer in layers]
+    places = [kinds[own].index(layer) for layer, own in zip(layers, is_recurrent, strict=True)]
+    tables = torch.tensor([is_recurrent, places])  # [2, L] int64
+    taps = vectors["conv_kernel"][:, :, 0].transpose(1, 2).contiguous()  # [L', K, C]
+    given: dict[str, Tensor | None]
+    if isinstance(net, DeltaNet):
+        given = {
+            "gates": weights.matrices["delta_gates"].dense(), "rate": -vectors["delta_decay"].exp(),
+            "step": vectors["delta_step"], "norm": vectors["delta_norm"],
+        }  # fmt: skip
+        sizes = {name: getattr(net, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim")}
+        stacks = "delta_in", "delta_out"
+    else:
+        given = {name: vectors.get(f"conv_{name}") for name in ("in_bias", "out_bias")}
+        given["conv_bias"], sizes, stacks = vectors.get("conv_bias"), {}, ("conv_in", "conv_out")
+    recurrent = Recurrent(
+        is_recurrent=address(tables[0]), places=address(tables[1]), taps=address(taps), kernel=net.kernel,
+        channels=net.channels, **{"in": _stack(decoder, stacks[0]), "out": _stack(decoder, stacks[1])}, **sizes,
+        **{name: address(tensor) for name, tensor in given.items()},
+    )  # fmt: skip
+    recurrent.kept = tables, taps, given
+    return recurrent
 
 
 class NativeDraw:
@@ -332,7 +367,9 @@ def _rows(parts: StepParts) -> RowTable:
     queries = None if parts.queries is None else parts.queries.buffer
     heads, slots = cache.heads, None if cache.heads is None else cache.heads.slots
     windows = [own.num_tokens if isinstance(own, Window) else 0 for own in cache.spec.layers]
-    layers = torch.tensor([cache.layer_starts[:-1], cache.layer_slots, windows])  # [3, L]
+    states = [cache.state(layer) if isinstance(own, State) else {} for layer, own in enumerate(cache.spec.layers)]
+    memories = [[0 if name not in own else address(own[name]) for own in states] for name in ("inputs", "memory")]
+    layers = torch.tensor([cache.layer_starts[:-1], cache.layer_slots, windows, *memories])  # [5, L]
     table = RowTable(
         last_token=address(state.last_token), num_tokens=address(state.num_tokens),
         next_position=address(state.next_position), ring_start=address(state.ring_start),
@@ -345,6 +382,7 @@ def _rows(parts: StepParts) -> RowTable:
         head_behind=address(None if heads is None else heads.behind),
         row_slots=0 if slots is None else slots.row_slots, ring=parts.config.budget.num_recent,
         layer_starts=address(layers[0]), layer_slots=address(layers[1]), windows=address(layers[2]),
+        conv_inputs=address(layers[3]), memories=address(layers[4]),
         num_rows=cache.num_rows + 1, slots=max(cache.layer_slots) if slots is None else slots.widest.capacity,
         format=FORMATS[cache.encoding.format.name],
     )  # fmt: skip

@@ -202,9 +202,9 @@ def engine_config(
         _check_recurrent(model, config)
     problem = executor_of(executor, device).why_not(model, config) or (executor_problems or {}).get(executor)
     if problem is None:
-        return _with_drafts(config, options)
+        return _with_drafts(model, config, options)
     if options.executor is None:
-        return _with_drafts(replace(config, executor=FALLBACK), options)
+        return _with_drafts(model, replace(config, executor=FALLBACK), options)
     raise ValueError(f"executor {executor!r}: {problem}; use {alternatives(executor, device)}")
 
 
@@ -221,9 +221,11 @@ def _check_recurrent(model: ModelConfig, config: EngineConfig) -> None:
             raise ValueError(f"{what}; {model.architecture} has recurrent layers, which do not support it")
 
 
-def _with_drafts(config: EngineConfig, options: EngineOptions) -> EngineConfig:
+def _with_drafts(model: ModelConfig, config: EngineConfig, options: EngineOptions) -> EngineConfig:
     """With as many drafted tokens as the user or the default wants; ValueError where the engine cannot verify any."""
     wanted, problem = options.num_speculative_tokens, why_not_speculative(config)
+    if problem is None and model.recurrent_layers:
+        problem = f"{model.architecture} has recurrent layers, whose states cannot take back a rejected token"
     if wanted == "auto":
         wanted = SPECULATIVE_TOKENS if problem is None else 0
     elif wanted and problem is not None:

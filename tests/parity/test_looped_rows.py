@@ -44,7 +44,7 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in LENGTHS]
 
 
-@pytest.mark.parametrize("name", [*MIXTURES, *LATENTS])
+@pytest.mark.parametrize("name", [*MIXTURES, *LATENTS, *RECURRENT])
 def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model(name), tmp_path)
     assert answers(folder, prompts, "looped") == answers(folder, prompts, "eager")

@@ -30,7 +30,8 @@ struct Mixture {  // of experts, in the layers from first_layer on; no experts: 
     int64_t groups, top_groups, best_of_group, is_sigmoid, normalises;
     int64_t first_held, held;  // the experts that lie on this rank, whose matrices are stored; alone: 0 and X
     const float *router_bias, *gate_up_bias, *down_bias;  // [L', X], [L' held, 2M], [L' held, D], or null
-    float scale;
+    const float* shared_gate;  // [L', D]: a sigmoid of the token, times the output of the shared experts; or null
+    float scale, least_sum;    // what the sum of the chosen scores is increased by before it divides them
     float limit, alpha;  // of the activation (simd.h); limit 0: the plain SwiGLU
 };
 
@@ -40,6 +41,16 @@ struct Latent {  // attention over latents; rank 0: none (latent.h)
     const float* up;                 // [L, H, N + U, R]: what expands c to the key and the value of each head
     int64_t q_rank, rank, nope_dim, rope_dim, value_dim;
     float factor;  // of the queries: what turns 1 / sqrt(R + P) into the model's scale of the softmax
+};
+
+struct Recurrent {  // layers with a state in the place of keys and values (recurrent.h); kernel 0: none
+    const int64_t *is_recurrent, *places;  // [L]: whether a layer is; its place in the stacks of its kind
+    Stack in, out;                         // [L', ...]: to b | c | x, or to q | k | v | z; of what the layer makes
+    const float *in_bias, *out_bias;       // [L', rows], or null
+    const float *taps, *conv_bias;         // [L', K, C]; [L', C] or null
+    // Of gated DeltaNet: [L', 2 H, D], of beta and of the decay of each value head; [L', H] each; [L', V]
+    const float *gates, *rate, *step, *norm;
+    int64_t kernel, channels, key_heads, value_heads, key_dim, value_dim;  // value_heads 0: short convolutions
 };
 
 struct Ranks {  // processes of one machine that compute every step together, each with a share of the model (threads.h)
@@ -58,6 +69,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     const float *q_norm, *k_norm;                               // [L, E], whole [L, H E] and [L, G E], or null
     int64_t has_whole_qk_norm;                                  // one norm over all heads of q, and one of k
     int64_t is_gelu;                                            // of gate; else SiLU
+    int64_t has_attention_gate;  // qkv begins with [H E] gates, whose sigmoid multiplies the output of attention
     const float* window_frequencies;                            // [rotated / 2], of layers with windows; or null
     float window_rope_scale;
     const float* sinks;                                         // [L, H]: a logit in each softmax, or null
@@ -73,6 +85,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     float embed_multiplier, residual_multiplier, logits_multiplier;
     Mixture mixture;
     Latent latent;
+    Recurrent recurrent;
 };
 
 struct RowTable {  // the persistent state of rows, [rows + 1] each, and their keys and values [slots of all rows, E]
@@ -87,6 +100,8 @@ struct RowTable {  // the persistent state of rows, [rows + 1] each, and their k
     // end of its top-k region, which a ring of `ring` slots follows. [L, rows + 1, G]: by how many tokens KV
     // re-selections have set a head back, or null.
     const int64_t *head_starts, *head_ends, *head_behind;
+    // [L]: addresses of the states of recurrent layers, [rows + 1, K - 1, C] and [rows + 1, H, keys, values] fp32; or null
+    const int64_t *conv_inputs, *memories;
     int64_t num_rows, slots, kept_queries, row_slots, ring;  // slots: of the head that has most
     int64_t format;
 };

@@ -1,7 +1,7 @@
 // The attention stage of layers with keys and values of their own.
 #pragma once
+#include "recurrent.h"
 #include "rows.h"
-#include "step.h"
 
 namespace looped {
 
@@ -64,18 +64,11 @@ inline StoredHead stored_head(Work& w, int64_t first) {  // from that slot of al
             scales(rows.value_scales)};
 }
 
-// Packs the outputs of the query heads of a kv head, [group * E], for the next product. Its quantization groups may
-// span heads, so the last head to finish rounds.
-inline void pack_attended(Work& w, int64_t b, int64_t kv_head, const float* found) {
-    const int64_t cols = w.model.heads * w.model.head_dim, count = cols / w.model.kv_heads, first = kv_head * count;
-    if (takes_codes(w.model.o)) {
-        float* row = w.engine.attended + b * cols;
-        std::memcpy(row + first, found, count * 4);
-        if (w.engine.heads_done[b].fetch_add(1, std::memory_order_acq_rel) + 1 < w.model.kv_heads) return;
-        w.engine.heads_done[b].store(0, std::memory_order_relaxed);
-        return put_input(w.model.o, w.engine.packed, Place(w.tokens, b), row, 0, cols);
-    }
-    put_input(w.model.o, w.engine.packed, Place(w.tokens, b), found, first, count);
+// The learned gate of a kv head's outputs, [group * E].
+inline void gate_attended(Work& w, int64_t b, int64_t kv_head, float* found) {
+    const int64_t count = w.model.heads / w.model.kv_heads * w.model.head_dim;
+    const float* gates = w.engine.heads + b * w.model.qkv.rows + kv_head * count;
+    for (int64_t i = 0; i < count; ++i) found[i] /= 1.0f + std::exp(-gates[i]);
 }
 
 inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int64_t part, const Region& seen) {
@@ -86,21 +79,22 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     const bool has_head_scales = rows.key_scales && !stored.key_scales;
     const float k_scale = has_head_scales ? rows.key_scales[head] : 1.0f;
     const float v_scale = has_head_scales ? rows.value_scales[head] : 1.0f;
-    const float *own = w.engine.heads + b * (w.model.heads + 2 * w.model.kv_heads) * size,
+    const int64_t gates = gates_of(w.model), place = place_of(w, layer);
+    const float *own = w.engine.heads + b * (gates + (w.model.heads + 2 * w.model.kv_heads) * size) + gates,
         *angle = w.engine.angles + (w.model.window_frequencies && rows.windows[layer] ? w.step.batch + b : b) * size;
     if (w.model.rotated_layers && !w.model.rotated_layers[layer]) angle = nullptr;
     const float *queries = own, *keys = own + w.model.heads * size;
     float *q = w.scratch, *rest = w.scratch + group * size;
     const bool whole = w.model.has_whole_qk_norm;
     const int64_t q_normed = whole ? w.model.heads : 1, k_normed = whole ? w.model.kv_heads : 1;
-    const float* q_norm = w.model.q_norm ? w.model.q_norm + layer * q_normed * size : nullptr;
-    const float* k_norm = w.model.k_norm ? w.model.k_norm + layer * k_normed * size : nullptr;
+    const float* q_norm = w.model.q_norm ? w.model.q_norm + place * q_normed * size : nullptr;
+    const float* k_norm = w.model.k_norm ? w.model.k_norm + place * k_normed * size : nullptr;
     for (int64_t r = 0; r < group; ++r)
         rotated_head(w, queries + (kv_head * group + r) * size, q_norm, angle, q + r * size, queries, q_normed);
     if (rows.queries && part == 0) {
         const int64_t kept = rows.next_position[row] % rows.kept_queries;
-        const int64_t place = (layer * rows.num_rows + row) * rows.kept_queries + kept;
-        std::memcpy(rows.queries + (place * w.model.heads + kv_head * group) * size, q, group * size * 4);
+        const int64_t line = (layer * rows.num_rows + row) * rows.kept_queries + kept;
+        std::memcpy(rows.queries + (line * w.model.heads + kv_head * group) * size, q, group * size * 4);
     }
     const float factor = k_scale * stored.form.unit() / std::sqrt(static_cast<float>(size));
     for (int64_t i = 0; i < group * size; ++i) q[i] *= factor;
@@ -113,17 +107,18 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     }
     const int64_t first = (b * w.model.kv_heads + kv_head) * w.engine.max_parts;
     const auto found = [&](int64_t i) {
-        const int64_t place = (first + i) * group;
-        return Part{w.engine.part_peaks + place, w.engine.part_totals + place, w.engine.part_mixed + place * size};
+        const int64_t line = (first + i) * group;
+        return Part{w.engine.part_peaks + line, w.engine.part_totals + line, w.engine.part_mixed + line * size};
     };
     attend_part_of(rows.format)(q, stored, begin, end, group, found(part), rest);
     const int64_t count = seen.parts();
     std::atomic<int>& done = w.engine.parts_left[b * w.model.kv_heads + kv_head];
     if (count > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
     done.store(0, std::memory_order_relaxed);
-    const float* sinks = w.model.sinks ? w.model.sinks + layer * w.model.heads + kv_head * group : nullptr;
+    const float* sinks = w.model.sinks ? w.model.sinks + place * w.model.heads + kv_head * group : nullptr;
     merge_parts(found(0), count, group, size, v_scale * stored.form.unit(), sinks, rest);
-    pack_attended(w, b, kv_head, rest);
+    if (gates) gate_attended(w, b, kv_head, rest);
+    pack_heads(w, w.model.o, b, kv_head, w.model.kv_heads, rest);
 }
 
 inline void attend_rows(Work& w, int64_t layer) {

@@ -38,7 +38,7 @@ struct Span {  // the pairs of one chosen expert, counted among those that lie o
 struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its experts, sorted by expert
     // [B, D], rows filled up to ALIGN_K; the same packed; [B, X]; [B, k]; [B k, 2M]; packed by expert [B k, M]
     float *normed, *packed, *scores, *shares, *gate_up, *inner;
-    float *shared_gate_up, *shared_inner;  // [B, 2S]; packed [B, S]
+    float *shared_gate_up, *shared_inner, *shared_share;  // [B, 2S]; packed [B, S]; [B]: of the shared gate
     std::vector<float*> own, sums;         // of each thread: packed tokens of an expert; what panels gave, by pair
     std::vector<int64_t> chosen, pair_of;  // [B, k]: experts; their pairs
     std::vector<int64_t> token, span_of;   // [B k], of each pair
@@ -60,6 +60,7 @@ struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its ex
         inner = cut(pairs * padded(m.inner));
         shared_gate_up = cut(batch * 2 * m.shared_inner);
         shared_inner = cut(batch * padded(m.shared_inner));
+        shared_share = cut(m.shared_gate ? batch : 0);
         for (int i = 0; i < threads; ++i) own.push_back(cut(batch * wide));
         for (int i = 0; i < threads; ++i) sums.push_back(cut(2 * (pairs + batch) * PANEL));
         if (!cut.base) return;
@@ -91,9 +92,9 @@ inline int64_t parts_of(const RowTable& rows) { return (rows.slots + 1023) / 102
 
 // The buffers of every step, cut as those above: what is counted is what is taken.
 struct StepBuffers {
-    // Of a batch of B: residual stream [B, D], projected heads [B, (H+2G)E], gate and up [B, 2I]; packed activations;
+    // Of a batch of B: residual stream [B, D], projected heads [B, gates + (H+2G)E] or more in recurrent layers, gate and up [B, 2I]; packed activations;
     // angles [B, E]: cosines, then sines, and those of layers with windows, where these differ; what parts of rows found;
-    // [B, H * E], where the next product takes codes; [B, D]: outputs that are normed before they are added.
+    // outputs of heads that are packed all at once, where the next product takes codes or a head has an odd count; [B, D]: outputs that are normed before they are added.
     float *residual, *heads, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
         *outputs;
     std::vector<float*> scratch;  // of each thread
@@ -123,6 +124,7 @@ struct Engine : StepBuffers {
 
 // The stages of a step are numbered: embedding, so many per layer, final norm, head. Of a layer those of its attention
 // come first; all layers of a model have as many, some of which may be empty.
+inline int64_t gates_of(const Model& model) { return model.has_attention_gate ? model.heads * model.head_dim : 0; }
 inline int64_t attention_stages(const Model& model) { return !model.latent.rank ? 4 : model.latent.q_rank ? 9 : 7; }
 inline int64_t layer_stages(const Model& model) { return attention_stages(model) + (model.mixture.experts ? 6 : 4); }
 inline int64_t num_stages(const Model& model) { return 1 + model.layers * layer_stages(model) + 2; }

@@ -44,7 +44,6 @@ void take_best(float* numbers, char* is_taken, int64_t size, int64_t count, Take
 }
 
 inline void choose_by(Work& w, float* scores, const float* logit_bias, const float* correction, int64_t b) {
-    constexpr float TINY = 1e-20f;
     const int64_t count = w.moe.experts;
     float *choice = w.scratch, *group_scores = w.scratch + count;
     char *is_taken = reinterpret_cast<char*>(w.scratch + 2 * count), *is_inside = is_taken + count;
@@ -70,7 +69,7 @@ inline void choose_by(Work& w, float* scores, const float* logit_bias, const flo
     take_best(choice, is_taken, count, w.moe.top_k, [&](int64_t expert) { chosen[next++] = expert; });
     for (int64_t j = 0; j < w.moe.top_k; ++j) total += scores[chosen[j]];
     for (int64_t j = 0; j < w.moe.top_k; ++j)
-        shares[j] = (w.moe.normalises ? scores[chosen[j]] / (total + TINY) : scores[chosen[j]]) * w.moe.scale;
+        shares[j] = (w.moe.normalises ? scores[chosen[j]] / (total + w.moe.least_sum) : scores[chosen[j]]) * w.moe.scale;
 }
 
 // Of the layer-th of those with experts: token b by its scores.
@@ -162,12 +161,24 @@ inline void active_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t 
                     const float* shares, const Stack& down, float* out) {
     const int64_t apart = stack.rows / 2 / PANEL * stack.panel_bytes;
     gate_and_up(w, stack, panels_at(stack, matrix, i), x, Groups(tokens, next, apart));
-    activate_panel(w, down, shares ? gate_up_bias(w, matrix) : nullptr, i * PANEL, tokens, shares, out);
+    const float* bias = &stack == &w.moe.gate_up ? gate_up_bias(w, matrix) : nullptr;
+    activate_panel(w, down, bias, i * PANEL, tokens, shares, out);
 }
 
 // -- the stages
 
-inline void norm_tokens(Work& w, const float* weight) {
+// The sigmoid by which the output of the shared experts is multiplied, of a normed token. own: of the layers with experts.
+inline float shared_share(Work& w, int64_t own, const float* x) {
+    const float* gate = w.moe.shared_gate + own * w.model.hidden;
+    vec sum = {};
+    for (int64_t i = 0; i < w.model.hidden; i += W) {
+        const int64_t some = std::min<int64_t>(W, w.model.hidden - i);
+        sum += load_some(x + i, some) * load_some(gate + i, some);
+    }
+    return 1.0f / (1.0f + std::exp(-sum_of(sum)));
+}
+
+inline void norm_tokens(Work& w, const float* weight, int64_t own) {
     const int64_t wide = padded(w.model.hidden);
     w.share(w.step.batch, 1, [&](int64_t b) {
         settle(w, AFTER_ATTENTION, b);
@@ -176,6 +187,7 @@ inline void norm_tokens(Work& w, const float* weight) {
         float* to = w.routed.normed + b * wide;
         for (int64_t i = 0; i < w.model.hidden; ++i) to[i] = from[i] * factor * weight[i];
         std::fill(to + w.model.hidden, to + wide, 0.0f);
+        if (w.moe.shared_gate) w.routed.shared_share[b] = shared_share(w, own, to);
         if (w.moe.shared_inner) pack_token(to, w.routed.packed, w.tokens, b, w.model.hidden);
     });
 }
@@ -202,7 +214,8 @@ inline void score_experts(Work& w, int64_t layer) {
         const int64_t own = task - blocks;
         if (own >= 0 && activates_experts_at_once(w))
             return active_gate_up(w, w.moe.shared_gate_up, layer, own, w.routed.packed, w.step.batch,
-                                  panels_at(w.moe.shared_gate_up, layer, own + 1), nullptr, w.moe.shared_down,
+                                  panels_at(w.moe.shared_gate_up, layer, own + 1),
+                                  w.moe.shared_gate ? w.routed.shared_share : nullptr, w.moe.shared_down,
                                   w.routed.shared_inner);
         if (own >= 0)
             return raw_gate_up(w, w.moe.shared_gate_up, layer, own * 2, w.routed.packed, w.tokens,
@@ -257,7 +270,8 @@ inline void activate_pairs(Work& w, int64_t layer) {
             const int64_t rest = task - num_pairs(w) * pieces, b = rest / shared;
             const Packed to(w.routed.shared_inner, w.tokens, b, w.moe.shared_inner);
             const float* gate = w.routed.shared_gate_up + b * 2 * w.moe.shared_inner;
-            activate_piece({}, gate, nullptr, w.moe.shared_inner, rest % shared * PIECE, 1.0f, to);
+            activate_piece({}, gate, nullptr, w.moe.shared_inner, rest % shared * PIECE,
+                           w.moe.shared_gate ? w.routed.shared_share[b] : 1.0f, to);
         }
     });
 }
@@ -362,7 +376,7 @@ inline bool is_mixture_stage_empty(Work& w, int64_t stage) {
 inline void mixture_stage(Work& w, int64_t layer, int64_t stage) {
     const int64_t own = layer - w.moe.first_layer;
     switch (stage) {
-        case 0: return norm_tokens(w, w.model.post_norm + layer * w.model.hidden);
+        case 0: return norm_tokens(w, w.model.post_norm + layer * w.model.hidden, own);
         case 1: return score_experts(w, own);
         case 2: return choose_experts(w, own);
         case 3: return expand_experts(w, own);

@@ -11,7 +11,12 @@ namespace {
 int64_t widest_input(const Model& model) {  // of a product that all tokens of a step go through
     const Latent& latent = model.latent;
     return std::max({model.hidden, model.inner, model.heads * model.head_dim, model.heads * latent.value_dim,
-                     latent.q_rank});
+                     latent.q_rank, model.recurrent.out.cols});
+}
+
+// Columns of a product's input that are kept until all heads have made theirs; 0: a head's are packed at once.
+int64_t whole_input(const Stack& matrix, int64_t heads) {
+    return heads && (takes_codes(matrix) || matrix.cols / heads % 2) ? matrix.cols : 0;
 }
 
 }  // namespace
@@ -19,14 +24,16 @@ int64_t widest_input(const Model& model) {  // of a product that all tokens of a
 StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch, int threads, Cut& cut) {
     const int64_t parts = batch * model.heads * parts_of(rows), own = scratch_floats(model, batch);
     residual = cut(batch * model.hidden);
-    heads = cut(batch * (model.heads + 2 * model.kv_heads) * model.head_dim);
+    const int64_t projected = gates_of(model) + (model.heads + 2 * model.kv_heads) * model.head_dim;
+    heads = cut(batch * std::max(projected, model.recurrent.in.rows));
     gate_up = cut(batch * 2 * model.inner);
     packed = cut(batch * padded(widest_input(model)));
     angles = cut((model.window_frequencies ? 2 : 1) * batch * model.head_dim);
     part_peaks = cut(parts);
     part_totals = cut(parts);
     part_mixed = cut(parts * model.head_dim);
-    attended = cut(takes_codes(model.o) ? batch * model.heads * model.head_dim : 0);
+    attended = cut(batch * std::max(whole_input(model.o, model.kv_heads),
+                                    whole_input(model.recurrent.out, model.recurrent.key_heads)));
     outputs = cut(model.attention_out_norm ? batch * model.hidden : 0);
     for (int i = 0; i < threads; ++i) scratch.push_back(cut(own));
 }
@@ -58,7 +65,7 @@ extern "C" {
 // Bytes of the structs, in the order of abi.h.
 EXPORT const int64_t* looped_struct_bytes() {
     static constexpr int64_t bytes[] = {
-        sizeof(Stack), sizeof(Mixture), sizeof(Latent), sizeof(Ranks), sizeof(Model), sizeof(RowTable), sizeof(Step),
+        sizeof(Stack), sizeof(Mixture), sizeof(Latent), sizeof(Recurrent), sizeof(Ranks), sizeof(Model), sizeof(RowTable), sizeof(Step),
         sizeof(Sampling), sizeof(Draw), sizeof(Prompt), sizeof(Passing), sizeof(Routed), sizeof(Heads)};
     return bytes;
 }

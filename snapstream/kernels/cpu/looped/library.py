@@ -64,6 +64,12 @@ class Latent(Structure):
     _fields_ = fields_of("Latent", Stack)
 
 
+class Recurrent(Structure):
+    """Layers that keep a state in the place of keys and values; all zeros without."""
+
+    _fields_ = fields_of("Recurrent", Stack)
+
+
 class Ranks(Structure):
     """This process among the ranks of one machine that compute every step together."""
 
@@ -71,7 +77,7 @@ class Ranks(Structure):
 
 
 class Model(Structure):
-    _fields_ = fields_of("Model", Stack, Mixture, Latent)
+    _fields_ = fields_of("Model", Stack, Mixture, Latent, Recurrent)
 
 
 class RowTable(Structure):
@@ -116,7 +122,7 @@ class Heads(Structure):
     _fields_ = fields_of("Heads")
 
 
-STRUCTS = (Stack, Mixture, Latent, Ranks, Model, RowTable, Step, Sampling, Draw, Prompt, Passing, Routed, Heads)
+STRUCTS = (Stack, Mixture, Latent, Recurrent, Ranks, Model, RowTable, Step, Sampling, Draw, Prompt, Passing, Routed, Heads)
 
 
 def struct_problem(sizes: Sequence[int]) -> str | None:

@@ -1,6 +1,6 @@
 // A decode step, stage by stage, on every thread of the pool. A stage is cut into tasks whose results do not depend on
 // the thread that runs them; a barrier ends it. engine.h has the buffers, step.h what all stages share, attention.h,
-// latent.h and experts.h the stages that layers differ in.
+// latent.h, recurrent.h and experts.h the stages that layers differ in.
 #include <limits>
 
 #include "experts.h"
@@ -132,13 +132,14 @@ void choose_tokens(Work& w) {
 }
 
 void attention_stage(Work& w, int64_t layer, int64_t stage) {
+    const int64_t place = place_of(w, layer);
     switch (stage) {
         case 0:
             return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), w.model.qkv, AFTER_MLP,
                               layer ? norm_of_layer(w, w.model.mlp_out_norm, layer - 1) : nullptr);
-        case 1: return project(w, w.model.qkv, layer, w.model.qkv_bias, w.engine.heads);
+        case 1: return project(w, w.model.qkv, place, w.model.qkv_bias, w.engine.heads);
         case 2: return attend_rows(w, layer);
-        default: return add_product(w, w.model.o, layer, w.model.o_bias, AFTER_ATTENTION);
+        default: return add_product(w, w.model.o, place, w.model.o_bias, AFTER_ATTENTION);
     }
 }
 
@@ -173,6 +174,7 @@ void mlp_stage(Work& w, int64_t layer, int64_t stage) {
 
 void layer_stage(Work& w, int64_t layer, int64_t stage) {
     const int64_t attention = attention_stages(w.model);
+    if (stage < attention && is_recurrent(w, layer)) return recurrent_stage(w, layer, stage);
     if (stage < attention) return w.latent.rank ? latent_stage(w, layer, stage) : attention_stage(w, layer, stage);
     return is_mixture(w, layer) ? mixture_stage(w, layer, stage - attention) : mlp_stage(w, layer, stage - attention);
 }
@@ -253,7 +255,7 @@ int64_t scratch_floats(const Model& model, int64_t max_batch) {
     const int64_t products = 2 * std::max(max_batch, PAIR_TOKENS) * PANEL;  // a panel of gate and one of up
     const int64_t attention = model.latent.rank ? 0
         : group + std::max(group, attend_scratch(model.heads / model.kv_heads));
-    return std::max({products, attention, latent_scratch(model), mixture_scratch(model)});
+    return std::max({products, attention, latent_scratch(model), mixture_scratch(model), delta_scratch(model)});
 }
 
 }  // namespace looped

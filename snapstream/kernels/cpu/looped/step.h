@@ -152,6 +152,19 @@ void make_input(Work& w, const Stack& matrix, Make make) {
     });
 }
 
+// Packs what one of `heads` made of the input of a product, its share of the columns. Quantization groups may span
+// heads, and bf16 goes in pairs: there the last head to finish packs all.
+inline void pack_heads(Work& w, const Stack& next, int64_t b, int64_t head, int64_t heads, const float* found) {
+    const int64_t count = next.cols / heads, first = head * count;
+    if (!takes_codes(next) && count % 2 == 0)
+        return put_input(next, w.engine.packed, Place(w.tokens, b), found, first, count);
+    float* row = w.engine.attended + b * next.cols;
+    std::memcpy(row + first, found, count * 4);
+    if (w.engine.heads_done[b].fetch_add(1, std::memory_order_acq_rel) + 1 < heads) return;
+    w.engine.heads_done[b].store(0, std::memory_order_relaxed);
+    put_input(next, w.engine.packed, Place(w.tokens, b), row, 0, next.cols);
+}
+
 // weight: null where the residual stream itself is read; out_norm: of what was added last, or null.
 inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added, const float* out_norm = nullptr) {
     w.share(w.step.batch, 1, [&](int64_t b) {

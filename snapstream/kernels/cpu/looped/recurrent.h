@@ -1,0 +1,171 @@
+// The stages of layers that keep a state in the place of keys and values: gated short convolutions and gated DeltaNet
+// (reference: ../../../models/recurrent.py). A task reads and writes the state of its own row and channels or heads, so
+// results do not depend on other rows.
+#pragma once
+#include "step.h"
+
+namespace looped {
+
+inline bool is_recurrent(const Work& w, int64_t layer) {
+    return w.model.recurrent.kernel && w.model.recurrent.is_recurrent[layer];
+}
+
+// Of a layer in the stacks of its kind.
+inline int64_t place_of(const Work& w, int64_t layer) {
+    return w.model.recurrent.kernel ? w.model.recurrent.places[layer] : layer;
+}
+
+template <class State>  // of a row in a layer
+float* state_of(const Work& w, const State* states, int64_t layer, int64_t b, int64_t size) {
+    return reinterpret_cast<float*>(states[layer]) + w.step.rows[b] * size;
+}
+
+// One token of a causal depthwise convolution, `some` channels from `channel` on of input x. Its state, the K - 1
+// inputs before, moves on by a token.
+inline vec convolve(const Work& w, float* state, const float* taps, int64_t channel, int64_t some, vec x) {
+    const int64_t size = w.model.recurrent.channels, last = w.model.recurrent.kernel - 1;
+    const auto put = [&](float* to, vec v) {
+        if (some == W) return store(to, v);
+        float lanes[W];
+        store(lanes, v);
+        std::copy(lanes, lanes + some, to);
+    };
+    vec sum = {};
+    for (int64_t i = 0; i < last; ++i) {
+        float* own = state + i * size + channel;
+        sum += load_some(taps + i * size + channel, some) * load_some(own, some);
+        put(own, i + 1 < last ? load_some(own + size, some) : x);
+    }
+    return sum + load_some(taps + last * size + channel, some) * x;
+}
+
+// The input of the next product: c * conv(b * x) of b | c | x.
+inline void short_conv(Work& w, int64_t layer) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t place = place_of(w, layer), size = own.channels;
+    const float* taps = own.taps + place * own.kernel * size;
+    const float* bias = own.conv_bias ? own.conv_bias + place * size : nullptr;
+    make_input(w, own.out, [&](int64_t b, int64_t first, int64_t count, float* out) {
+        const float *gate = w.engine.heads + b * own.in.rows, *out_gate = gate + size, *x = out_gate + size;
+        float* state = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * size);
+        for (int64_t i = 0; i < count; i += W) {
+            const int64_t some = std::min<int64_t>(W, count - i), at = first + i;
+            vec sum = convolve(w, state, taps, at, some, load_some(gate + at, some) * load_some(x + at, some));
+            if (bias) sum += load_some(bias + at, some);
+            store(out + i, sum * load_some(out_gate + at, some));
+        }
+    });
+}
+
+// Columns [first, first + N W) of a head's state S [keys, values], or `some` of them: out = S^T q after
+// S <- decay S, u = beta (v - S^T k), S <- S + k u^T. v is overwritten. The columns stay in the nearest cache between
+// both passes.
+template <int N>
+inline void delta_columns(float* state, int64_t keys, int64_t values, const float* q, const float* k, float decay,
+                          float beta, float* v, float* out, int64_t some = W) {
+    vec told[N] = {}, sums[N] = {};
+    const auto get = [&](const float* from) { return N > 1 ? load(from) : load_some(from, some); };
+    const auto put = [&](float* to, vec x) {
+        if (N > 1 || some == W) return store(to, x);
+        float lanes[W];
+        store(lanes, x);
+        std::copy(lanes, lanes + some, to);
+    };
+    for (int64_t i = 0; i < keys; ++i)
+        for (int n = 0; n < N; ++n) told[n] += get(state + i * values + n * W) * k[i];
+    for (int n = 0; n < N; ++n) told[n] = (get(v + n * W) - told[n] * decay) * beta;
+    for (int64_t i = 0; i < keys; ++i)
+        for (int n = 0; n < N; ++n) {
+            float* at = state + i * values + n * W;
+            const vec next = get(at) * decay + told[n] * k[i];
+            put(at, next);
+            sums[n] += next * q[i];
+        }
+    for (int n = 0; n < N; ++n) put(out + n * W, sums[n]);
+}
+
+// One token of the gated delta rule for one value head (arXiv 2412.06464, section 3.1).
+inline void delta_rule(float* state, int64_t keys, int64_t values, const float* q, const float* k, float decay,
+                       float beta, float* v, float* out) {
+    int64_t i = 0;
+    for (; i + 4 * W <= values; i += 4 * W) delta_columns<4>(state + i, keys, values, q, k, decay, beta, v + i, out + i);
+    for (; i < values; i += W)
+        delta_columns<1>(state + i, keys, values, q, k, decay, beta, v + i, out + i, std::min<int64_t>(W, values - i));
+}
+
+// Of the normed input of a layer with a row of its gates.
+inline float gate_logit(const Work& w, int64_t layer, int64_t b, const float* row) {
+    const float *x = w.engine.residual + b * w.model.hidden, *norm = norm_of_layer(w, w.model.input_norm, layer);
+    vec sum = {};
+    for (int64_t i = 0; i < w.model.hidden; i += W) {
+        const int64_t some = std::min<int64_t>(W, w.model.hidden - i);
+        sum += load_some(x + i, some) * w.engine.factors[b] * load_some(norm + i, some) * load_some(row + i, some);
+    }
+    return sum_of(sum);
+}
+
+inline int64_t delta_scratch(const Model& model) {  // q, k, v and the output of a key head
+    const Recurrent& own = model.recurrent;
+    return own.value_heads ? 2 * own.key_dim + 2 * own.value_heads / own.key_heads * own.value_dim : 0;
+}
+
+// Value heads of one key head: convolution of their channels, the delta rule, norm and gate of the output.
+inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t place = place_of(w, layer), keys = own.key_dim, values = own.value_dim, hidden = w.model.hidden;
+    const int64_t each = own.value_heads / own.key_heads, all_keys = own.key_heads * keys;
+    const float *x = w.engine.heads + b * own.in.rows, *taps = own.taps + place * own.kernel * own.channels;
+    float* inputs = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * own.channels);
+    float *q = w.scratch, *k = q + keys, *v = k + keys, *out = v + each * values;
+    const Gated silu;
+    const auto channels = [&](int64_t first, int64_t count, float* to) {
+        for (int64_t i = 0; i < count; i += W) {
+            const int64_t some = std::min<int64_t>(W, count - i);
+            float lanes[W];
+            store(lanes, silu(convolve(w, inputs, taps, first + i, some, load_some(x + first + i, some)), all(1.0f)));
+            std::copy(lanes, lanes + some, to + i);
+        }
+    };
+    const auto to_unit = [&](float* of, float scale) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < keys; ++i) sum += of[i] * of[i];
+        const float factor = scale / std::sqrt(sum + 1e-6f);
+        for (int64_t i = 0; i < keys; ++i) of[i] *= factor;
+    };
+    channels(head * keys, keys, q);
+    channels(all_keys + head * keys, keys, k);
+    channels(2 * all_keys + head * each * values, each * values, v);
+    to_unit(q, 1.0f / std::sqrt(static_cast<float>(keys)));
+    to_unit(k, 1.0f);
+    const float* gates = own.gates + place * 2 * own.value_heads * hidden;
+    float* memory = state_of(w, w.rows.memories, layer, b, own.value_heads * keys * values);
+    for (int64_t i = 0; i < each; ++i) {
+        const int64_t value_head = head * each + i, at = place * own.value_heads + value_head;
+        const float beta = gate_logit(w, layer, b, gates + value_head * hidden);
+        const float step = gate_logit(w, layer, b, gates + (own.value_heads + value_head) * hidden) + own.step[at];
+        const float decay = std::exp(own.rate[at] * (step > 20.0f ? step : std::log1p(std::exp(step))));
+        float* found = out + i * values;
+        delta_rule(memory + value_head * keys * values, keys, values, q, k, decay, 1.0f / (1.0f + std::exp(-beta)),
+                   v + i * values, found);
+        const float factor = norm_factor(found, values, w.model.eps);
+        const float *z = x + own.channels + value_head * values, *norm = own.norm + place * values;
+        for (int64_t j = 0; j < values; ++j) found[j] *= factor * norm[j] * (z[j] / (1.0f + std::exp(-z[j])));
+    }
+    pack_heads(w, own.out, b, head, own.key_heads, out);
+}
+
+inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t place = place_of(w, layer);
+    switch (stage) {
+        case 0: return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), own.in, AFTER_MLP);
+        case 1: return project(w, own.in, place, own.in_bias, w.engine.heads);
+        case 2:
+            if (!own.value_heads) return short_conv(w, layer);
+            return w.share(w.step.batch * own.key_heads, 1,
+                           [&](int64_t task) { delta_head(w, layer, task / own.key_heads, task % own.key_heads); });
+        default: return add_product(w, own.out, place, own.out_bias, AFTER_ATTENTION);
+    }
+}
+
+}  // namespace looped
